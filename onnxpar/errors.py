@@ -1,0 +1,45 @@
+"""The errors that a user can cause. Each one names what is wrong, expected and got.
+
+Every class derives from `OnnxparError`; the command line prints its message without a traceback and
+exits with `exit_code` (2: the user's mistake, 1: a check that does not hold).
+"""
+
+
+class OnnxparError(Exception):
+    """A mistake that the user can mend; the message says how."""
+
+    exit_code = 2
+
+
+class ModelError(OnnxparError):
+    """The ONNX model cannot be read or is not valid."""
+
+
+class StrategyError(OnnxparError):
+    """A strategy file, preset, annotation or numeric tuple that does not fit model or mesh."""
+
+
+class MeshError(OnnxparError):
+    """A device mesh that cannot be built, or device matrices that no common refinement has."""
+
+
+class SymbolError(OnnxparError):
+    """A symbolic dimension whose value or constraint does not hold."""
+
+
+class RuleError(OnnxparError):
+    """A sharding rule whose text is malformed or does not fit the node."""
+
+
+class ShardingError(OnnxparError):
+    """A sharding that is not legal for its tensor, or a reshard that cannot be carried out."""
+
+
+class ArtifactError(OnnxparError):
+    """An output directory that cannot be written, is incomplete, or does not match its manifest."""
+
+
+class MismatchError(OnnxparError):
+    """The divided program does not equal the undivided one."""
+
+    exit_code = 1
