@@ -1,0 +1,318 @@
+"""Builds the rank-generic graph: nodes, integer shape arithmetic, and collectives chained by tokens.
+
+A rank-generic graph is the program of all ranks of a stage. What differs between ranks is either a
+small integer input (mesh coordinates; the global values of symbols are inputs too) or filled in at
+emission (the `group` of a collective, see `onnxpar.passes.emit`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+import sympy
+
+from onnxpar.errors import ShardingError
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.sharding import Dim, Sharding
+from onnxpar.symbols import SymbolTable
+
+DOMAIN = "onnxpar"
+SYMBOL_PREFIX = "onnxpar.symbol."
+COORD_PREFIX = "onnxpar.coord."
+INT64 = ir.DataType.INT64
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the rank-generic graph, for manifest, `inspect` and Netron.
+
+    Attributes:
+        op: Operator name in the domain `onnxpar`.
+        node: Name of its node.
+        value: Name of the global value that it moves.
+        atoms: Mesh atoms that span its groups.
+        bytes: Bytes that one rank sends (symbolic), by the count that `onnxpar_runtime` keeps too.
+        reason: The node and operand that want the value so.
+        before: Layout of the value before, for people.
+        after: Layout of the value after, for people.
+    """
+
+    op: str
+    node: str
+    value: str
+    atoms: Atoms
+    bytes: Dim
+    reason: str
+    before: str
+    after: str
+
+
+@dataclass
+class GraphBuilder:
+    """Collects the nodes of one rank-generic graph.
+
+    Attributes:
+        mesh: The device mesh.
+        table: What is known of the symbols.
+        opset: Version of the default domain of the graph being built.
+    """
+
+    mesh: Mesh
+    table: SymbolTable
+    opset: int
+    nodes: list[ir.Node] = field(default_factory=list)
+    initializers: list[ir.Value] = field(default_factory=list)
+    system_inputs: dict[str, ir.Value] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
+    _scope: str = ""
+    _names: dict[str, int] = field(default_factory=dict)
+    _sizes: dict[object, ir.Value] = field(default_factory=dict)
+    _consts: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
+    _bound: dict[str, Callable[[], ir.Value]] = field(default_factory=dict)
+    _token: ir.Value | None = None
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def scope(self, name: str) -> None:
+        """Sets the prefix of the names of the nodes that are built from here on."""
+        self._scope = name
+
+    def fresh(self, hint: str) -> str:
+        """Returns a name that no other node or value of this graph has, beginning with `hint`."""
+        count = self._names.get(hint)
+        self._names[hint] = 0 if count is None else count + 1
+        return hint if count is None else self.fresh(f"{hint}.{count}")
+
+    def ops(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[tuple[ir.DataType | None, Sequence[Dim] | None]],
+        attributes: Mapping[str, object] | None = None,
+        *,
+        domain: str = "",
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> tuple[ir.Value, ...]:
+        """Appends a node and returns its outputs, one for each `(dtype, local shape)` given."""
+        node_name = name or self.fresh(f"{self._scope}/{op_type}")
+        values = []
+        for index, (dtype, shape) in enumerate(outputs):
+            suffix = "" if len(outputs) == 1 else f":{index}"
+            values.append(
+                ir.Value(
+                    name=self.fresh(f"{node_name}{suffix}.out"),
+                    type=ir.TensorType(dtype) if dtype is not None else None,
+                    shape=ir_shape(shape) if shape is not None else None,
+                )
+            )
+        node = ir.Node(
+            domain,
+            op_type,
+            inputs,
+            ir.convenience.convert_attributes(dict(attributes or {})),
+            outputs=values,
+            name=node_name,
+        )
+        node.metadata_props.update(metadata or {})
+        self.nodes.append(node)
+        return tuple(values)
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        dtype: ir.DataType | None = None,
+        shape: Sequence[Dim] | None = None,
+        domain: str = "",
+        **attributes: object,
+    ) -> ir.Value:
+        """Appends a node with one output; its dtype defaults to the first input's."""
+        if dtype is None:
+            first = next((v for v in inputs if v is not None), None)
+            dtype = first.dtype if first is not None else None
+        return self.ops(op_type, inputs, [(dtype, shape)], attributes, domain=domain)[0]
+
+    # -- constants and sizes ---------------------------------------------------------------------
+
+    def const(self, array: object, dtype: ir.DataType | None = None) -> ir.Value:
+        """Returns a constant (Python numbers become int64 or float32 unless `dtype` says)."""
+        data = np.asarray(array)
+        if dtype is not None:
+            data = data.astype(dtype.numpy())
+        elif data.dtype.kind in "iu" and not isinstance(array, np.ndarray):
+            data = data.astype(np.int64)
+        elif data.dtype.kind == "f" and not isinstance(array, np.ndarray):
+            data = data.astype(np.float32)
+        kind = dtype or ir.DataType.from_numpy(data.dtype)
+        key = (kind, data.shape, data.tobytes())
+        if key not in self._consts:
+            name = self.fresh("onnxpar.const")
+            tensor = ir.Tensor(data, dtype=kind, name=name)
+            value = ir.Value(
+                name=name, type=ir.TensorType(kind), shape=ir.Shape(data.shape), const_value=tensor
+            )
+            self.initializers.append(value)
+            self._consts[key] = value
+        return self._consts[key]
+
+    def system_input(self, name: str) -> ir.Value:
+        """Returns the int64 input of shape [1] with this name, which the runtime fills."""
+        if name not in self.system_inputs:
+            self.system_inputs[name] = ir.Value(
+                name=name, type=ir.TensorType(INT64), shape=ir.Shape([1])
+            )
+        return self.system_inputs[name]
+
+    def coord(self, atom: int) -> ir.Value:
+        """Returns this rank's coordinate along an atom, int64 [1]."""
+        return self.system_input(f"{COORD_PREFIX}{atom}")
+
+    def bind(self, symbol: str, value: ir.Value, axis: int) -> None:
+        """Tells where a symbol that is no input symbol is read: dim `axis` of a local value.
+
+        The dim must not be split, so that the local size is the global one. The first word stays.
+        """
+
+        def read() -> ir.Value:
+            whole = self.op("Shape", value, dtype=INT64, shape=[len(value.shape or ())])
+            return self.op("Slice", whole, self.const([axis]), self.const([axis + 1]), shape=[1])
+
+        self._bound.setdefault(symbol, read)
+
+    def size(self, expr: Dim) -> ir.Value:
+        """Returns a size as int64 [1]: a constant, or arithmetic on the symbols' inputs.
+
+        Raises:
+            ShardingError: A symbol of the expression is neither an input's nor bound to a value.
+        """
+        if isinstance(expr, int | sympy.Integer):
+            return self.const([int(expr)])
+        if expr not in self._sizes:
+            self._sizes[expr] = self._emit_size(expr)
+        return self._sizes[expr]
+
+    def _emit_size(self, expr: sympy.Expr) -> ir.Value:
+        if expr.is_Symbol:
+            if expr.name in self._bound:
+                return self._bound[expr.name]()
+            if expr.name not in self.table:
+                raise ShardingError(
+                    f"{self._scope}: the size {expr.name!r} is known only when the model runs, and "
+                    "no value that is whole on every device has it"
+                )
+            return self.system_input(f"{SYMBOL_PREFIX}{expr.name}")
+        if isinstance(expr, sympy.floor | sympy.ceiling):
+            top, bottom = sympy.fraction(sympy.together(expr.args[0]))
+            numerator, denominator = self.size(top), self.size(bottom)
+            if isinstance(expr, sympy.ceiling):
+                less = self.op("Sub", denominator, self.const([1]), shape=[1])
+                numerator = self.op("Add", numerator, less, shape=[1])
+            return self.op("Div", numerator, denominator, shape=[1])
+        if expr.is_Mul and any(f.is_Rational and not f.is_Integer for f in expr.args):
+            top, bottom = sympy.fraction(expr)
+            return self.op("Div", self.size(top), self.size(bottom), shape=[1])
+        if expr.is_Add:
+            top, bottom = sympy.fraction(sympy.together(expr))
+            if bottom != 1:
+                return self.op("Div", self.size(top), self.size(bottom), shape=[1])
+        if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
+            base = self.size(expr.base)
+            total = base
+            for _ in range(int(expr.exp) - 1):
+                total = self.op("Mul", total, base, shape=[1])
+            return total
+        kinds = {sympy.Add: "Add", sympy.Mul: "Mul", sympy.Max: "Max", sympy.Min: "Min"}
+        if isinstance(expr, sympy.Mod):
+            return self.op("Mod", *(self.size(a) for a in expr.args), shape=[1])
+        kind = next((k for c, k in kinds.items() if isinstance(expr, c)), None)
+        if kind is None:
+            raise ShardingError(f"{self._scope}: cannot compute the size {expr} in a graph")
+        total = self.size(expr.args[0])
+        for arg in expr.args[1:]:
+            total = self.op(kind, total, self.size(arg), shape=[1])
+        return total
+
+    def shape(self, dims: Sequence[Dim]) -> ir.Value:
+        """Returns a shape as int64 [len(dims)]: one constant where all of it is static."""
+        if all(isinstance(d, int | sympy.Integer) for d in dims):
+            return self.const(np.array([int(d) for d in dims], np.int64))
+        if len(dims) == 1:
+            return self.size(dims[0])
+        key = ("shape", *dims)
+        if key not in self._sizes:
+            parts = [self.size(d) for d in dims]
+            self._sizes[key] = self.ops("Concat", parts, [(INT64, [len(dims)])], {"axis": 0})[0]
+        return self._sizes[key]
+
+    def reshape(self, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
+        """Returns `x` with the local shape `dims`; the value itself where nothing changes."""
+        if x.shape is not None and ir_shape(dims) == x.shape:
+            return x
+        return self.op("Reshape", x, self.shape(dims), shape=dims, allowzero=1)
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def collective(
+        self,
+        op_type: str,
+        x: ir.Value,
+        atoms: Atoms,
+        *,
+        shape: Sequence[Dim],
+        moved: Dim,
+        value: str,
+        reason: str,
+        before: Sharding | None = None,
+        after: Sharding | None = None,
+        pairs: Sequence[tuple[int, int]] = (),
+        **attributes: object,
+    ) -> ir.Value:
+        """Appends a collective over the groups that `atoms` span, after all earlier collectives.
+
+        Args:
+            op_type: Operator of the domain `onnxpar`.
+            x: Local operand.
+            atoms: Atoms of the groups; the first varies slowest in the order of the group.
+            shape: Local shape of the result.
+            moved: Bytes that one rank sends.
+            value: Name of the global value, for people.
+            reason: Which node and operand want it.
+            before: Layout of the value before.
+            after: Layout of the value after.
+            pairs: For Permute: (source, destination) positions in the group.
+            attributes: Further attributes of the operator.
+        """
+        texts = (before.describe(self.mesh) if before else "", after.describe(self.mesh) if after else "")
+        node_name = self.fresh(f"{self._scope}/{op_type}({value})")
+        operands = ["X"] if self._token is None else ["X", "token"]
+        out, token = self.ops(
+            op_type,
+            [x] if self._token is None else [x, self._token],
+            [(x.dtype, shape), (ir.DataType.UINT8, [1])],
+            attributes,
+            domain=DOMAIN,
+            name=node_name,
+            metadata={
+                "input_names": str(operands),
+                "onnxpar.value": value,
+                "onnxpar.layout_before": texts[0],
+                "onnxpar.layout_after": texts[1],
+                "onnxpar.bytes_sent": str(moved),
+                "onnxpar.reason": reason,
+            },
+        )
+        node = self.nodes[-1]
+        node.meta["atoms"] = tuple(atoms)
+        node.meta["pairs"] = tuple(pairs)
+        self._token = token
+        self.collectives.append(
+            Collective(op_type, node_name, value, tuple(atoms), moved, reason, *texts)
+        )
+        return out
+
+
+def ir_shape(dims: Sequence[Dim]) -> ir.Shape:
+    """Returns an onnx_ir shape: ints stay ints, expressions become symbolic dims."""
+    return ir.Shape([int(d) if isinstance(d, int | sympy.Integer) else str(d) for d in dims])
