@@ -1,0 +1,1 @@
+"""Pure analyses: a model in, facts out. Nothing here changes a model."""

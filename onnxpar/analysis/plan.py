@@ -1,0 +1,243 @@
+"""A plan: the sharding of every operand of every node, and the algebra between rules and shardings.
+
+`shardings` goes from a choice of splits per factor to shardings of operands and results; `project`
+goes from the sharding of one operand back to splits per factor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ShardingError
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.rule import ANY, REDUCTIONS, SPECIAL, WHOLE, Operand, OpRule
+from onnxpar.sharding import Component, Dim, DimSharding, Sharding, canonical_dim
+from onnxpar.symbols import SymbolTable, exact_div
+
+Factors = Mapping[str, DimSharding]
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """How one node is divided.
+
+    Attributes:
+        rule: The node's sharding rule.
+        factors: Components of each factor that is split; others are whole.
+        inputs: Sharding that each input must have (None: absent, or taken as it lies).
+        outputs: Sharding in which each output is made.
+        reason: Empty, or why the node is computed replicated.
+        pinned: Whether the user set it.
+    """
+
+    rule: OpRule
+    factors: Factors
+    inputs: tuple[Sharding | None, ...]
+    outputs: tuple[Sharding, ...]
+    reason: str = ""
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for a whole model.
+
+    Attributes:
+        mesh: The device mesh.
+        nodes: Plan of each node, by node name.
+        inputs: Sharding of each graph input.
+        parameters: Sharding of each initializer.
+        outputs: Sharding in which each graph output leaves; never partial.
+        resharded: Sharding that the user asked an output of a node to have after it was made.
+    """
+
+    mesh: Mesh
+    nodes: Mapping[str, NodePlan]
+    inputs: Mapping[str, Sharding]
+    parameters: Mapping[str, Sharding]
+    outputs: Mapping[str, Sharding]
+    resharded: Mapping[str, Sharding] = field(default_factory=dict)
+
+
+def factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:
+    """Returns the global size of each factor of a node's rule.
+
+    Raises:
+        ShardingError: The rule does not have the rank of an operand.
+    """
+    sizes: dict[str, Dim] = dict(rule.sizes)
+    operands = [(i, op, view.shape) for i, op in enumerate(rule.inputs)]
+    operands += [(i, op, view.out_shape) for i, op in enumerate(rule.outputs)]
+    for index, operand, shape_of in operands:
+        if operand.mode:
+            continue
+        shape = shape_of(index)
+        if len(shape) != len(operand.dims):
+            raise ShardingError(
+                f"node {view.name!r}: its rule has {len(operand.dims)} dims for operand {index}, "
+                f"the operand has shape {shape}"
+            )
+        for size, names in zip(shape, operand.dims, strict=True):
+            if len(names) == 1:
+                sizes.setdefault(names[0], size)
+    return sizes
+
+
+def operand_sharding(
+    operand: Operand, shape: tuple[Dim, ...], factors: Factors, sizes: Mapping[str, Dim]
+) -> Sharding:
+    """Returns the split of one operand that a choice of splits per factor implies."""
+    if operand.mode:
+        return Sharding.replicated(shape)
+    dims: list[DimSharding] = []
+    for size, names in zip(shape, operand.dims, strict=True):
+        parts = [c for f in names for c in factors.get(f, (Component(sizes[f]),))]
+        dims.append(tuple(parts) if any(c.atoms for c in parts) else (Component(size),))
+    return Sharding(tuple(dims))
+
+
+def shardings(
+    rule: OpRule,
+    view: NodeView,
+    factors: Factors,
+    mesh: Mesh,
+    *,
+    carried: Mapping[int, tuple[Atoms, str]] | None = None,
+    pinned: bool = False,
+    reason: str = "",
+) -> NodePlan:
+    """Returns the plan of a node from the splits of its factors.
+
+    Args:
+        rule: The node's rule.
+        view: The node.
+        factors: Components of each split factor.
+        mesh: The mesh.
+        carried: For operands that stay partial: their atoms and reduction. The caller has checked
+            with `may_stay_partial`.
+        pinned: Whether the user set it.
+        reason: Why it is replicated, if it is.
+
+    Raises:
+        ShardingError: A factor must be whole or an atom is used twice.
+    """
+    sizes = factor_sizes(rule, view)
+    used: list[int] = []
+    for name, parts in factors.items():
+        atoms = [a for c in parts for a in c.atoms]
+        if atoms and rule.kinds[name] == WHOLE:
+            raise ShardingError(
+                f"node {view.name!r}: its dim {name!r} must not be split, got "
+                f"{mesh.count(atoms)} pieces"
+            )
+        used += atoms
+    if len(set(used)) != len(used):
+        raise ShardingError(f"node {view.name!r}: a mesh axis splits two of its dims")
+    table = view.table
+    carried = carried or {}
+    inputs: list[Sharding | None] = []
+    for index, operand in enumerate(rule.inputs):
+        if not view.has(index) or operand.mode == ANY:
+            inputs.append(None)
+            continue
+        if operand.mode:
+            shape = view.env.shapes.get(view.node.inputs[index].name or "", ())
+            inputs.append(Sharding.replicated(shape))
+            continue
+        sharding = operand_sharding(operand, view.shape(index), factors, sizes)
+        atoms, reduction = carried.get(index, ((), "sum"))
+        inputs.append(sharding.with_partial(atoms, reduction).canonical(mesh, table))
+    pending: list[int] = []
+    reduction = "sum"
+    for name, parts in factors.items():
+        if rule.kinds[name] in REDUCTIONS:
+            pending += [a for c in parts for a in c.atoms]
+            reduction = rule.kinds[name]
+    for atoms, kind in carried.values():
+        pending += [a for a in atoms if a not in pending]
+        reduction = kind
+    outputs = []
+    for index, operand in enumerate(rule.outputs):
+        shape = view.env.shapes.get(view.node.outputs[index].name or "", ())
+        sharding = operand_sharding(operand, shape, factors, sizes)
+        partial = () if operand.mode else pending
+        outputs.append(sharding.with_partial(partial, reduction).canonical(mesh, table))
+    kept = {f: parts for f, parts in factors.items() if any(c.atoms for c in parts)}
+    return NodePlan(rule, kept, tuple(inputs), tuple(outputs), reason, pinned)
+
+
+def may_stay_partial(rule: OpRule, operands: frozenset[int], reduction: str) -> bool:
+    """Whether exactly these operands may be partial together through the node."""
+    return (reduction, operands) in rule.linear
+
+
+def project(
+    operand: Operand,
+    sharding: Sharding,
+    sizes: Mapping[str, Dim],
+    mesh: Mesh,
+    table: SymbolTable,
+) -> dict[str, DimSharding]:
+    """Returns the splits per factor that a sharding of one operand implies.
+
+    Where a dim's components do not line up with its factors, the longest prefix of atoms that does
+    is kept, so the caller compares the result with the sharding to see what would be resharded.
+    """
+    factors: dict[str, DimSharding] = {}
+    if operand.mode:
+        return factors
+    for dim, names in zip(sharding.dims, operand.dims, strict=True):
+        if not any(c.atoms for c in dim):
+            continue
+        if len(names) == 1:
+            factors[names[0]] = dim
+        elif names:
+            factors.update(_match(dim, [(n, sizes[n]) for n in names], mesh, table))
+    return factors
+
+
+def _match(
+    dim: DimSharding, names: list[tuple[str, Dim]], mesh: Mesh, table: SymbolTable
+) -> dict[str, DimSharding]:
+    found: dict[str, DimSharding] = {}
+    parts = list(dim)
+    for name, size in names:
+        taken: list[Component] = []
+        left: Dim = size
+        while parts and left != 1:
+            part = parts[0]
+            if table.equal(part.size, left):
+                taken.append(parts.pop(0))
+                left = 1
+                break
+            inside = exact_div(left, part.size)
+            if inside is not None:
+                taken.append(parts.pop(0))
+                left = inside
+                continue
+            beyond = exact_div(part.size, left)
+            if beyond is None:
+                return _closed(found, name, taken, left)
+            if part.atoms and not table.divisible(left, mesh.count(part.atoms)):
+                return _closed(found, name, taken, left)
+            taken.append(Component(left, part.atoms))
+            parts[0] = Component(beyond)
+            left = 1
+        if left != 1:
+            return _closed(found, name, taken, left)
+        if any(c.atoms for c in taken):
+            found[name] = canonical_dim(tuple(taken), mesh, table)
+    return found
+
+
+def _closed(
+    found: dict[str, DimSharding], name: str, taken: list[Component], left: Dim
+) -> dict[str, DimSharding]:
+    if any(c.atoms for c in taken):
+        found[name] = (*taken, Component(left)) if left != 1 else tuple(taken)
+    return found
+
+
+def is_special(rule: OpRule, factors: Factors) -> bool:
+    """Whether the plan splits a factor that needs the operator's own local algorithm."""
+    return any(rule.kinds[f] == SPECIAL and any(c.atoms for c in p) for f, p in factors.items())

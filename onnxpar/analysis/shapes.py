@@ -1,0 +1,163 @@
+"""Shapes and dtypes of every value as expressions in the input symbols, and known integer contents.
+
+The inference itself is the `onnx-shape-inference` library's; this module reads its results into
+`Dim`s, and wraps a node and its facts in the `NodeView` that rules see.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_shape_inference import SYM_DATA_KEY
+
+from onnxpar.errors import ModelError
+from onnxpar.sharding import Dim
+from onnxpar.symbols import SymbolTable, as_dim
+
+CONST_LIMIT = 65536
+
+
+@dataclass(frozen=True)
+class ShapeEnv:
+    """What is known of each value, by name.
+
+    Attributes:
+        shapes: Global shape of each value whose rank is known.
+        contents: For small integer values whose elements are known expressions: those elements,
+            flattened.
+        table: What is known of the symbols.
+    """
+
+    shapes: Mapping[str, tuple[Dim, ...]]
+    contents: Mapping[str, tuple[Dim, ...]]
+    table: SymbolTable
+
+
+def shapes(model: ir.Model, table: SymbolTable) -> ShapeEnv:
+    """Reads the shapes of a model on which shape inference has run (see `onnxpar.passes.load`).
+
+    Args:
+        model: The model; it is not changed.
+        table: The symbols of the model's inputs.
+    """
+    found: dict[str, tuple[Dim, ...]] = {}
+    contents: dict[str, tuple[Dim, ...]] = {}
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    values += [out for node in model.graph for out in node.outputs]
+    for value in values:
+        name = value.name
+        if name is None:
+            continue
+        if value.shape is not None and all(
+            isinstance(d, int) or d.value is not None for d in value.shape
+        ):
+            found[name] = tuple(as_dim(d if isinstance(d, int) else d.value) for d in value.shape)
+        data = value.metadata_props.get(SYM_DATA_KEY)
+        if data is not None:
+            items = json.loads(data)
+            if all(item is not None for item in items):
+                contents[name] = tuple(as_dim(item) for item in items)
+        elif value.const_value is not None and value.dtype in _INTEGERS:
+            if value.const_value.size <= 1024:
+                contents[name] = tuple(int(x) for x in value.const_value.numpy().ravel())
+    return ShapeEnv(found, contents, table)
+
+
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node and what is known of it: all that an operator's rule may look at.
+
+    Attributes:
+        node: The node of the global graph; rules only read it.
+        env: Shapes and contents of all values.
+        opset: Version of the default domain.
+    """
+
+    node: ir.Node
+    env: ShapeEnv
+    opset: int
+
+    @property
+    def name(self) -> str:
+        """Name of the node."""
+        return self.node.name or ""
+
+    @property
+    def table(self) -> SymbolTable:
+        """What is known of the symbols."""
+        return self.env.table
+
+    @property
+    def arity(self) -> int:
+        """Number of inputs, absent ones included."""
+        return len(self.node.inputs)
+
+    def has(self, index: int) -> bool:
+        """Whether input `index` is present."""
+        return index < len(self.node.inputs) and self.node.inputs[index] is not None
+
+    def _input(self, index: int) -> ir.Value:
+        value = self.node.inputs[index] if index < len(self.node.inputs) else None
+        if value is None or value.name is None:
+            raise ModelError(f"node {self.name!r} ({self.node.op_type}): no input {index}")
+        return value
+
+    def shape(self, index: int) -> tuple[Dim, ...]:
+        """Global shape of input `index`; ModelError where its rank is unknown."""
+        name = self._input(index).name
+        if name not in self.env.shapes:
+            raise ModelError(
+                f"node {self.name!r} ({self.node.op_type}): the shape of input {index} "
+                f"({name!r}) is not known"
+            )
+        return self.env.shapes[name]
+
+    def out_shape(self, index: int = 0) -> tuple[Dim, ...]:
+        """Global shape of output `index`; ModelError where its rank is unknown."""
+        name = self.node.outputs[index].name
+        if name is None or name not in self.env.shapes:
+            raise ModelError(
+                f"node {self.name!r} ({self.node.op_type}): the shape of output {index} "
+                f"({name!r}) is not known"
+            )
+        return self.env.shapes[name]
+
+    def contents(self, index: int) -> tuple[Dim, ...] | None:
+        """Elements of integer input `index` as expressions; None where they are not known."""
+        return self.env.contents.get(self._input(index).name or "")
+
+    def const(self, index: int) -> NDArray[Any] | None:
+        """Input `index` as an array where it is a small constant, else None."""
+        tensor = self._input(index).const_value
+        if tensor is None or tensor.size > CONST_LIMIT:
+            return None
+        return np.asarray(tensor.numpy())
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """Value of an attribute, or `default`."""
+        attribute = self.node.attributes.get(name)
+        return default if attribute is None else attribute.value
+
+    def ints(self, input_index: int, attribute: str) -> tuple[int, ...] | None:
+        """Integers that older opsets give as attribute and newer ones as input; None if absent.
+
+        Raises:
+            ModelError: The input is there, but is not a constant.
+        """
+        if self.has(input_index):
+            known = self.contents(input_index)
+            if known is None or not all(isinstance(k, int) for k in known):
+                raise ModelError(
+                    f"node {self.name!r} ({self.node.op_type}): input {input_index} must be "
+                    "constant to be divided"
+                )
+            return tuple(int(k) for k in known)
+        value = self.attr(attribute)
+        return None if value is None else tuple(int(v) for v in value)

@@ -1,0 +1,235 @@
+"""How a node is written for one device: `LocalNode`, what a local form may ask and emit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import NodePlan, factor_sizes
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.passes.builder import INT64, GraphBuilder
+from onnxpar.passes.padding import mask_component, valid_count
+from onnxpar.sharding import Component, Dim, DimSharding, Sharding, local_size
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """A node about to be emitted for one device.
+
+    Attributes:
+        view: The node of the global graph.
+        plan: How it is divided.
+        builder: Where nodes are emitted.
+        inputs: Local operands, already in the shardings that the plan wants. Padding of a factor
+            that a reduction runs over already holds the reduction's identity. An operand that is
+            taken as it lies (`*`) may be None.
+        zero: For each operand, whether its padding is known to be zero.
+    """
+
+    view: NodeView
+    plan: NodePlan
+    builder: GraphBuilder
+    inputs: tuple[ir.Value | None, ...]
+    zero: tuple[bool, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+        return self.builder.mesh
+
+    def input(self, index: int) -> ir.Value:
+        """Local operand `index`, which must be present."""
+        value = self.inputs[index]
+        if value is None:
+            raise ValueError(f"node {self.view.name!r}: operand {index} is absent")
+        return value
+
+    def size(self, factor: str) -> Dim:
+        """Global size of a factor."""
+        return factor_sizes(self.plan.rule, self.view)[factor]
+
+    def components(self, factor: str) -> DimSharding:
+        """Components of a factor, one whole component where it is not split."""
+        return self.plan.factors.get(factor) or (Component(self.size(factor)),)
+
+    def atoms(self, factor: str) -> Atoms:
+        """Atoms that split a factor."""
+        return tuple(a for c in self.components(factor) for a in c.atoms)
+
+    def local_size(self, factor: str) -> Dim:
+        """Local size of a factor, padding included."""
+        total: Dim = 1
+        for c in self.components(factor):
+            total = total * local_size(c, self.mesh, self.view.table)
+        return total
+
+    def is_even(self, factor: str) -> bool:
+        """Whether the split of a factor is proved to leave no padding."""
+        return all(
+            not c.atoms or self.view.table.divisible(c.size, self.mesh.count(c.atoms))
+            for c in self.components(factor)
+        )
+
+    def start(self, factor: str) -> ir.Value:
+        """Global index of this rank's first element of a one-component factor, int64 [1]."""
+        component = self._single(factor)
+        total = self.builder.const([0])
+        local: Dim = component.size
+        for atom in component.atoms:
+            local = local_size(Component(local, (atom,)), self.mesh, self.view.table)
+            step = self.builder.op(
+                "Mul", self.builder.coord(atom), self.builder.size(local), dtype=INT64, shape=[1]
+            )
+            total = self.builder.op("Add", total, step, dtype=INT64, shape=[1])
+        return total
+
+    def valid(self, factor: str) -> ir.Value:
+        """Number of this rank's elements of a one-component factor that are no padding, int64 [1]."""
+        return valid_count(self.builder, self._single(factor))
+
+    def coord_sum(self, atoms: Atoms) -> ir.Value:
+        """Sum of this rank's coordinates along `atoms`, int64 [1]: zero on one device of a group."""
+        total = self.builder.coord(atoms[0])
+        for atom in atoms[1:]:
+            total = self.builder.op("Add", total, self.builder.coord(atom), dtype=INT64, shape=[1])
+        return total
+
+    def _single(self, factor: str) -> Component:
+        parts = self.components(factor)
+        if len(parts) != 1:
+            raise ValueError(f"node {self.view.name!r}: factor {factor!r} is a merged dim")
+        return parts[0]
+
+    def in_shape(self, index: int) -> tuple[Dim, ...]:
+        """Local shape of operand `index`."""
+        sharding = self.plan.inputs[index]
+        if sharding is None:
+            raise ValueError(f"node {self.view.name!r}: operand {index} has no fixed sharding")
+        return sharding.local_shape(self.mesh, self.view.table)
+
+    def out_shape(self, index: int = 0) -> tuple[Dim, ...]:
+        """Local shape of output `index`."""
+        return self.plan.outputs[index].local_shape(self.mesh, self.view.table)
+
+    def out_dtype(self, index: int = 0) -> ir.DataType | None:
+        """Element type of output `index`."""
+        return self.view.node.outputs[index].dtype
+
+    def copy(
+        self,
+        inputs: Sequence[ir.Value | None] | None = None,
+        attributes: Mapping[str, object] | None = None,
+    ) -> tuple[ir.Value, ...]:
+        """Emits the same operator with local shapes; `attributes` replace or (None) drop its own."""
+        node = self.view.node
+        merged: dict[str, object] = dict(node.attributes)
+        for key, value in (attributes or {}).items():
+            merged[key] = value
+        kept = {k: v for k, v in merged.items() if v is not None}
+        outputs = [
+            (out.dtype, self.plan.outputs[i].local_shape(self.mesh, self.view.table))
+            for i, out in enumerate(node.outputs)
+        ]
+        return self.builder.ops(
+            node.op_type,
+            list(self.inputs if inputs is None else inputs),
+            outputs,
+            kept,
+            domain=node.domain,
+            name=self.builder.fresh(self.view.name),
+            metadata=dict(node.metadata_props),
+        )
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        dtype: ir.DataType | None = None,
+        shape: Sequence[Dim] | None = None,
+        **attributes: object,
+    ) -> ir.Value:
+        """Emits a standard operator with one output; dtype defaults to the first input's."""
+        return self.builder.op(op_type, *inputs, dtype=dtype, shape=shape, **attributes)
+
+    def all_reduce(
+        self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], reduction: str = "sum"
+    ) -> ir.Value:
+        """Emits an AllReduce of `x` (local shape `shape`) inside the node's local algorithm."""
+        if not atoms:
+            return x
+        elements: Dim = 1
+        for d in shape:
+            elements = elements * d
+        count = self.mesh.count(atoms)
+        size = x.dtype.itemsize if x.dtype is not None else 1
+        return self.builder.collective(
+            "AllReduce",
+            x,
+            tuple(sorted(atoms)),
+            shape=shape,
+            moved=_ratio(2 * elements * int(size) * (count - 1), count),
+            value=x.name or "",
+            reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
+            reduction=reduction,
+        )
+
+    def masked(
+        self, x: ir.Value, operand: int, factor: str, fill: float | str, *, known_zero: bool = False
+    ) -> ir.Value:
+        """Returns local operand `x` with the padding of `factor` set to `fill`.
+
+        Args:
+            x: A local value laid out as operand `operand`.
+            operand: Index of the input whose dims `x` has.
+            factor: Factor whose padding is set.
+            fill: A number, or "lowest"/"highest" for the ends of the dtype's range.
+            known_zero: Whether the padding is known to hold zero.
+        """
+        if self.is_even(factor) or (known_zero and fill == 0):
+            return x
+        dims = self.plan.rule.inputs[operand].dims
+        for axis, names in enumerate(dims):
+            if factor in names:
+                sharding = self.plan.inputs[operand]
+                assert sharding is not None
+                return self._masked(x, sharding, axis, names, factor, fill)
+        return x
+
+    def _masked(
+        self,
+        x: ir.Value,
+        sharding: Sharding,
+        axis: int,
+        names: tuple[str, ...],
+        factor: str,
+        fill: float | str,
+    ) -> ir.Value:
+        before = [c for n in names[: names.index(factor)] for c in self.components(n)]
+        inside = list(self.components(factor))
+        after = [c for n in names[names.index(factor) + 1 :] for c in self.components(n)]
+        local = list(sharding.local_shape(self.mesh, self.view.table))
+        for position, component in enumerate(inside):
+            if component.atoms:
+                x = mask_component(
+                    self.builder,
+                    x,
+                    local,
+                    axis,
+                    [*before, *inside[:position]],
+                    component,
+                    [*inside[position + 1 :], *after],
+                    fill,
+                )
+        return x
+
+
+def _ratio(top: Dim, bottom: int) -> Dim:
+    if isinstance(top, int):
+        return top // bottom if top % bottom == 0 else -(-top // bottom)
+    return top / bottom
+
+
+def copy_node(node: LocalNode) -> Sequence[ir.Value]:
+    """The default local form: the same operator on the local operands."""
+    return node.copy()

@@ -1,0 +1,87 @@
+"""What an operator must say to be divided: `OpDef`, and the lookup by (domain, type, version)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import RuleError
+from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.rule import OpRule
+
+RuleFn = Callable[[NodeView], OpRule]
+LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
+GradientFn = Callable[..., Any]
+CostFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A slot that is not filled, and why."""
+
+    reason: str
+
+
+NEXT = Missing("gradients are not built yet")
+NOT_DIFFERENTIABLE = Missing("not differentiable")
+FROM_RULE = Missing("counted from the rule's factors")
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """Everything that onnxpar knows about an operator.
+
+    Attributes:
+        domain: "" for ONNX's default domain.
+        op_type: Name of the operator.
+        since_version: First opset version for which this definition holds.
+        rule: Returns the sharding rule of a node.
+        local: Emits the node's local form; the default copies the node as it is, which is right
+            where the rule's parallel factors and pending reductions say all.
+        gradient: Emits the gradient, or why there is none.
+        cost: Flops and bytes of a node, or why the default holds.
+        keeps_zero: Whether the padding of the outputs is zero where that of all inputs is.
+    """
+
+    domain: str
+    op_type: str
+    since_version: int
+    rule: RuleFn
+    local: LocalFn = copy_node
+    gradient: GradientFn | Missing = NEXT
+    cost: CostFn | Missing = FROM_RULE
+    keeps_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A table of operator definitions."""
+
+    defs: tuple[OpDef, ...]
+    _index: dict[tuple[str, str], list[OpDef]] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, str, int]] = set()
+        for op in self.defs:
+            key = (op.domain, op.op_type, op.since_version)
+            if key in seen:
+                raise RuleError(f"operator {op.op_type} since {op.since_version} is defined twice")
+            seen.add(key)
+            self._index.setdefault((op.domain, op.op_type), []).append(op)
+        for versions in self._index.values():
+            versions.sort(key=lambda op: op.since_version, reverse=True)
+
+    def find(self, domain: str, op_type: str, version: int) -> OpDef | None:
+        """Returns the newest definition that holds for an opset version, or None."""
+        domain = "" if domain == "ai.onnx" else domain
+        for op in self._index.get((domain, op_type), ()):
+            if op.since_version <= version:
+                return op
+        return None
+
+    @staticmethod
+    def join(tables: Iterable[Sequence[OpDef]]) -> "Registry":
+        """Joins the tables of the families."""
+        return Registry(tuple(op for table in tables for op in table))

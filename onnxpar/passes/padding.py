@@ -1,0 +1,101 @@
+"""Masks for padded dims: how many local elements are valid, and setting the others to an identity."""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.passes.builder import INT64, GraphBuilder
+from onnxpar.sharding import Component, Dim, local_size
+from onnxpar.symbols import ceil_div
+
+
+def valid_count(builder: GraphBuilder, component: Component) -> ir.Value:
+    """Returns the number of local elements of a component that are no padding, int64 [1].
+
+    Atom by atom: of `v` valid elements in a block, piece i of pieces of L has min(max(v - i·L, 0), L).
+    """
+    if not component.atoms:
+        return builder.size(component.size)
+    valid = builder.size(component.size)
+    local: Dim = component.size
+    zero = builder.const([0])
+    for atom in component.atoms:
+        local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
+        piece = builder.size(local)
+        start = builder.op("Mul", builder.coord(atom), piece, dtype=INT64, shape=[1])
+        left = builder.op("Sub", valid, start, dtype=INT64, shape=[1])
+        valid = builder.op(
+            "Min", builder.op("Max", left, zero, dtype=INT64, shape=[1]), piece, dtype=INT64, shape=[1]
+        )
+    return valid
+
+
+def fill_value(dtype: ir.DataType, fill: float | str) -> np.ndarray:
+    """Returns a 0-d array of `dtype`: a number, or the "lowest" or "highest" of its range."""
+    kind = dtype.numpy()
+    if fill in ("lowest", "highest"):
+        if dtype == ir.DataType.BOOL:
+            return np.array(fill == "highest")
+        info = ml_dtypes.iinfo(kind) if np.issubdtype(kind, np.integer) else ml_dtypes.finfo(kind)
+        if dtype.is_floating_point():
+            return np.array(-np.inf if fill == "lowest" else np.inf, kind)
+        return np.array(info.min if fill == "lowest" else info.max, kind)
+    return np.array(fill, kind)
+
+
+def mask_component(
+    builder: GraphBuilder,
+    x: ir.Value,
+    local: Sequence[Dim],
+    axis: int,
+    before: Sequence[Component],
+    component: Component,
+    after: Sequence[Component],
+    fill: float | str,
+) -> ir.Value:
+    """Returns `x` with the padding of one component of dim `axis` set to `fill`.
+
+    Args:
+        builder: Where nodes are emitted.
+        x: Local value of shape `local`.
+        local: Local shape.
+        axis: The dim.
+        before: Components of the dim that are more major.
+        component: The split component.
+        after: Components of the dim that are more minor.
+        fill: See `fill_value`.
+    """
+    mesh, table = builder.mesh, builder.table
+    if table.divisible(component.size, mesh.count(component.atoms)) or x.dtype is None:
+        return x
+    outer: Dim = 1
+    for c in before:
+        outer = outer * local_size(c, mesh, table)
+    inner: Dim = 1
+    for c in after:
+        inner = inner * local_size(c, mesh, table)
+    length = local_size(component, mesh, table)
+    view = [*local[:axis], outer, length, inner, *local[axis + 1 :]]
+    tall = builder.reshape(x, view) if before or after else x
+    position = axis + 1 if before or after else axis
+    tail = (len(view) if before or after else len(local)) - position - 1
+    scalar = builder.const(np.array(0, np.int64))
+    stop = builder.op("Squeeze", builder.size(length), dtype=INT64, shape=[])
+    one = builder.const(np.array(1, np.int64))
+    index = builder.op("Range", scalar, stop, one, dtype=INT64, shape=[length])
+    valid = builder.op(
+        "Less", index, valid_count(builder, component), dtype=ir.DataType.BOOL, shape=[length]
+    )
+    valid = builder.op(
+        "Reshape",
+        valid,
+        builder.const(np.array([-1, *[1] * tail], np.int64)),
+        shape=[length, *[1] * tail],
+    )
+    constant = builder.const(fill_value(x.dtype, fill), x.dtype)
+    kept = builder.op(
+        "Where", valid, tall, constant, dtype=x.dtype, shape=view if before or after else local
+    )
+    return builder.reshape(kept, local) if before or after else kept
