@@ -1,0 +1,77 @@
+"""The partitioner's result: one rank-generic graph with the sharding of everything that enters it.
+
+`onnxpar.passes.partition` makes it; `onnxpar.passes.emit` turns it into one graph per rank and
+`onnxpar.artifacts` into a directory of files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import Plan
+from onnxpar.passes.builder import GraphBuilder
+from onnxpar.sharding import Sharding
+from onnxpar.symbols import Symbol
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An initializer of the model, cut into shards.
+
+    Attributes:
+        name: Name in the model.
+        source: The global initializer; its `const_value` may be an `ir.ExternalTensor`, which is
+            read lazily.
+        local: The value of the rank-generic graph that stands for a rank's shard: an initializer
+            with dtype and local shape and without `const_value`.
+        sharding: How it is cut; never partial, sizes are integers.
+    """
+
+    name: str
+    source: ir.Value
+    local: ir.Value
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """An input or an output of the model.
+
+    Attributes:
+        name: Name in the model.
+        local: The value of the rank-generic graph, of that name, dtype known.
+        sharding: How it is cut, canonical, sizes may be symbolic; never partial.
+    """
+
+    name: str
+    local: ir.Value
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """The program of all ranks.
+
+    Attributes:
+        program: Name of the program, as in `rank0003.<program>.onnx`.
+        source: The undivided model; gives name, opset imports and metadata.
+        builder: Holds nodes in the order of execution, small constants, system inputs and
+            collectives. Nodes whose outputs nobody needs are not in it.
+        inputs: The model's inputs.
+        outputs: The model's outputs.
+        parameters: Initializers that go to the weight files.
+        plan: The plan that was carried out; its mesh is the program's.
+        symbols: Constraint of each symbol by name.
+        replicated: `(node, op_type, reason)` of each node that every rank computes whole.
+    """
+
+    program: str
+    source: ir.Model
+    builder: GraphBuilder
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphInput, ...]
+    parameters: tuple[Parameter, ...]
+    plan: Plan
+    symbols: Mapping[str, Symbol]
+    replicated: tuple[tuple[str, str, str], ...]
