@@ -1,4 +1,4 @@
-"""What can be known of an integer without knowing it: a congruence and bounds, and arithmetic on both.
+"""What is known of an integer that is not known: congruence and bounds, and arithmetic on them.
 
 A `Facts` is the reduced product of two classic abstract domains: arithmetical congruences (Granger,
 "Static analysis of arithmetical congruences", 1989) and intervals (Cousot and Cousot, 1977). Every
@@ -16,8 +16,8 @@ class Facts:
     """The integers `x` with `x ≡ remainder (mod divisor)` and `min ≤ x ≤ max`.
 
     Attributes:
-        divisor: The modulus; 0 says that the value is the constant `remainder` (every integer divides
-            0, so gcd arithmetic needs no special case for constants).
+        divisor: The modulus; 0 says that the value is the constant `remainder` (every integer
+            divides 0, so gcd arithmetic needs no special case for constants).
         remainder: In `[0, divisor)`, or the constant itself.
         min: Lower bound, a member of the congruence class; None where there is none.
         max: Upper bound, a member of the congruence class; None where there is none.
@@ -112,7 +112,10 @@ def meet(a: Facts, b: Facts) -> Facts:
     step = b.divisor // common
     turns = (b.remainder - a.remainder) // common * pow(a.divisor // common, -1, step) % step
     return _known(
-        a.divisor * step, a.remainder + a.divisor * turns, _highest(a.min, b.min), _lowest(a.max, b.max)
+        a.divisor * step,
+        a.remainder + a.divisor * turns,
+        _highest(a.min, b.min),
+        _lowest(a.max, b.max),
     )
 
 
@@ -160,10 +163,8 @@ def power(a: Facts, exponent: int) -> Facts:
     if exponent % 2 == 0:
         ends = [abs(end) for end in (low, high) if end is not None]
         high = max(ends) if len(ends) == 2 else None
-        if (low is not None and low >= 0) or (a.max is not None and a.max <= 0):
-            low = min(ends)
-        else:
-            low = 0
+        one_sign = (low is not None and low >= 0) or (a.max is not None and a.max <= 0)
+        low = min(ends) if one_sign else 0
     return _known(
         reduce(gcd, terms),
         a.remainder**exponent,
@@ -181,7 +182,7 @@ def divide_exact(a: Facts, b: Facts) -> Facts:
     if b.divisor == 0:
         return _divide_by_constant(a, b.remainder) if b.remainder else UNKNOWN
     low, high = _quotient_bounds(a, b, exact=True)
-    # q·b ≡ 0 modulo `shared`, and gcd(b, shared) is one number for every b since shared | b.divisor.
+    # q·b ≡ 0 modulo `shared`; as shared | b.divisor, gcd(b, shared) is the same for every b.
     shared = gcd(a.content, b.divisor)
     return _known(shared // gcd(shared, b.remainder), 0, low, high)
 
@@ -217,7 +218,7 @@ def floor_divide(a: Facts, b: Facts) -> Facts:
 
 
 def modulo(a: Facts, b: Facts) -> Facts:
-    """Returns the facts of `a % b`, with the sign of `b` as in Python; nothing where `b` may be 0."""
+    """Returns the facts of `a % b`, of the sign of `b`; nothing where `b` may be 0."""
     if b.max is not None and b.max < 0:
         return negate(modulo(negate(a), negate(b)))
     if b.min is None or b.min <= 0:
@@ -263,22 +264,20 @@ def _highest(a: int | None, b: int | None) -> int | None:
 
 def _product_bounds(a: Facts, b: Facts) -> tuple[int | None, int | None]:
     """Bounds of a product: the extreme corners, those at infinity taken by sign."""
-    corners: list[int | None] = []  # None marks a corner at infinity, its sign kept apart
-    infinities = set()
+    finite: list[int] = []
+    infinite_signs: set[int] = set()
     for x, x_sign in ((a.min, -1), (a.max, 1)):
         for y, y_sign in ((b.min, -1), (b.max, 1)):
             if x is not None and y is not None:
-                corners.append(x * y)
-                continue
-            if x == 0 or y == 0:
-                corners.append(0)
-                continue
-            sign_x = x_sign if x is None else (x > 0) - (x < 0)
-            sign_y = y_sign if y is None else (y > 0) - (y < 0)
-            infinities.add(sign_x * sign_y)
-    finite = [corner for corner in corners if corner is not None]
-    low = None if -1 in infinities else min(finite, default=None)
-    high = None if 1 in infinities else max(finite, default=None)
+                finite.append(x * y)
+            elif x == 0 or y == 0:
+                finite.append(0)
+            else:
+                x_sign = x_sign if x is None else (1 if x > 0 else -1)
+                y_sign = y_sign if y is None else (1 if y > 0 else -1)
+                infinite_signs.add(x_sign * y_sign)
+    low = None if -1 in infinite_signs else min(finite, default=None)
+    high = None if 1 in infinite_signs else max(finite, default=None)
     return low, high
 
 

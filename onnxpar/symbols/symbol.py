@@ -86,7 +86,7 @@ class Symbol:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `divisor=8,max=512,unique`: the arguments by name, a flag alone or `=true`/`=false`.
+        """Reads `divisor=8,max=512,unique`; a flag stands alone or with `=true` or `=false`.
 
         Raises:
             SymbolError: An unknown or repeated argument, a value that cannot be read or is refused.
@@ -97,7 +97,8 @@ class Symbol:
             if key not in _READERS:
                 expected = ", ".join(_READERS)
                 raise SymbolError(
-                    f"symbol constraint {text!r}: unknown argument {key!r}; expected one of {expected}"
+                    f"symbol constraint {text!r}: unknown argument {key!r}; "
+                    f"expected one of {expected}"
                 )
             if key in arguments:
                 raise SymbolError(f"symbol constraint {text!r}: {key} is given twice")
@@ -148,7 +149,9 @@ class Symbol:
         facts = self.facts
         if facts.constant is not None:
             return facts.constant
-        at_least = make(facts.divisor, facts.remainder, max(facts.min or 1, TYPICAL_SIZE), facts.max)
+        at_least = make(
+            facts.divisor, facts.remainder, max(facts.min or 1, TYPICAL_SIZE), facts.max
+        )
         size = at_least.min if at_least is not None else facts.max
         if size is None:
             raise ValueError(f"Symbol: no size satisfies {self}")

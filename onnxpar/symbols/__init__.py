@@ -1,0 +1,30 @@
+"""Symbolic sizes: constraints on them, expressions of them, and what can be proved."""
+
+from onnxpar.symbols.expr import (
+    Dim,
+    as_dim,
+    dim_str,
+    dim_symbol,
+    safe_name,
+    symbol_name,
+    symbols_of,
+)
+from onnxpar.symbols.facts import Facts
+from onnxpar.symbols.symbol import Symbol
+from onnxpar.symbols.table import NO_CONSTRAINTS, SymbolTable, ceil_div, exact_div
+
+__all__ = [
+    "NO_CONSTRAINTS",
+    "Dim",
+    "Facts",
+    "Symbol",
+    "SymbolTable",
+    "as_dim",
+    "ceil_div",
+    "dim_str",
+    "dim_symbol",
+    "exact_div",
+    "safe_name",
+    "symbol_name",
+    "symbols_of",
+]
