@@ -169,7 +169,7 @@ def _product(sizes: Iterable[Dim]) -> Dim:
     result: Dim = 1
     for size in sizes:
         result = size if isinstance(result, int) and result == 1 else result * size
-    return result
+    return int(result) if isinstance(result, sympy.Integer) else result
 
 
 def local_size(component: Component, mesh: Mesh, table: SymbolTable | None = None) -> Dim:

@@ -1,0 +1,104 @@
+"""Which parts of a dim later views tell apart: a projection's columns are really (heads, size).
+
+Walks the graph backwards. Where a Reshape splits a dim into (heads, size), or a Split takes it apart
+into (3, width), every value before it up to the weight has that structure too, so that a split of
+the weight can be chosen which the later views keep.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import factor_sizes
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.ops.rule import WHOLE, OpRule
+from onnxpar.sharding import Dim
+from onnxpar.symbols import SymbolTable, exact_div
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a dim: its size, and whether the operators that use it let it be split."""
+
+    size: Dim
+    splittable: bool = True
+
+
+Parts = tuple[Part, ...]
+
+
+def structure(
+    nodes: list[ir.Node],
+    rules: Mapping[str, OpRule],
+    views: Mapping[str, NodeView],
+    table: SymbolTable,
+) -> dict[str, tuple[Parts, ...]]:
+    """Returns for each value, by name, the parts of each of its dims, major first."""
+    found: dict[str, tuple[Parts, ...]] = {}
+    for node in reversed(nodes):
+        rule, view = rules[node.name or ""], views[node.name or ""]
+        if all(o.mode for o in rule.inputs) or all(o.mode for o in rule.outputs):
+            continue
+        factors = _of_factors(rule, view, found, table)
+        for index, operand in enumerate(rule.inputs):
+            value = node.inputs[index] if index < len(node.inputs) else None
+            if operand.mode or value is None or value.name is None:
+                continue
+            dims = tuple(
+                tuple(p for name in names for p in factors[name]) or (Part(size),)
+                for names, size in zip(operand.dims, view.shape(index), strict=True)
+            )
+            known = found.get(value.name)
+            found[value.name] = dims if known is None else tuple(map(_finer, known, dims))
+    return found
+
+
+def _finer(first: Parts, second: Parts) -> Parts:
+    return second if len(second) > len(first) else first
+
+
+def _of_factors(
+    rule: OpRule,
+    view: NodeView,
+    found: Mapping[str, tuple[Parts, ...]],
+    table: SymbolTable,
+) -> dict[str, Parts]:
+    sizes = factor_sizes(rule, view)
+    factors: dict[str, Parts] = {}
+    for index, operand in enumerate(rule.outputs):
+        dims = found.get(view.node.outputs[index].name or "")
+        if dims is None or operand.mode:
+            continue
+        for names, parts in zip(operand.dims, dims, strict=True):
+            for name, mine in _cut(names, parts, sizes, table).items():
+                factors[name] = _finer(factors.get(name, ()), mine)
+    for name in rule.factors:
+        if rule.kinds[name] == WHOLE:
+            factors[name] = (Part(sizes[name], False),)
+        else:
+            factors.setdefault(name, (Part(sizes[name]),))
+    return factors
+
+
+def _cut(
+    names: tuple[str, ...], parts: Parts, sizes: Mapping[str, Dim], table: SymbolTable
+) -> dict[str, Parts]:
+    """Gives each factor of a merged dim its share of the dim's parts, where they line up."""
+    if len(names) == 1:
+        return {names[0]: parts}
+    factors: dict[str, Parts] = {}
+    left = list(parts)
+    for name in names:
+        mine: list[Part] = []
+        rest: Dim = sizes[name]
+        while left and not table.equal(rest, 1):
+            inside = exact_div(rest, left[0].size)
+            if inside is None:
+                break
+            mine.append(left.pop(0))
+            rest = inside
+        if not table.equal(rest, 1):
+            return factors
+        factors[name] = tuple(mine) or (Part(sizes[name]),)
+    return factors

@@ -1,0 +1,172 @@
+"""Reading a model and bringing it into the one form that the later stages take.
+
+Afterwards: nodes are in topological order and have different names, functions are inlined, constants
+are initializers, initializers are no graph inputs, every dim of an input has a name or a size, and
+the shape of every value is inferred as an expression in those names.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+from google.protobuf.message import DecodeError
+from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
+
+from onnxpar.errors import ModelError
+from onnxpar.symbols import Symbol, SymbolTable, as_dim, symbols_of
+
+MIN_OPSET = 7
+
+
+def load(path: str | Path) -> ir.Model:
+    """Reads an ONNX file; weights in external files stay there until they are needed.
+
+    Raises:
+        ModelError: The file is missing, is not an ONNX model, or its graph has a cycle.
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise ModelError(f"the model {str(path)!r} {what}")
+    try:
+        model = ir.load(path)
+    except (DecodeError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ModelError(f"{str(path)!r} is not a readable ONNX model: {error}") from error
+    if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
+        raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
+    return model
+
+
+def normalise(model: ir.Model) -> ir.Model:
+    """Returns the model in the form described in the module's text; the argument is used up.
+
+    Raises:
+        ModelError: The graph is not valid: a cycle, an input nobody makes, an unknown version.
+    """
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
+    if opset is None or opset < MIN_OPSET:
+        raise ModelError(f"expected an opset version of at least {MIN_OPSET}, got {opset}")
+    _check_edges(model)
+    try:
+        model.graph.sort()
+    except ValueError as error:
+        raise ModelError(f"the graph has a cycle: {_cycle(model.graph)}") from error
+    for step in (
+        common.InlinePass(),
+        common.RemoveInitializersFromInputsPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.RemoveUnusedNodesPass(),
+    ):
+        model = step(model).model
+    _name_nodes(model.graph)
+    _name_dims(model.graph)
+    inputs = set(model.graph.inputs)
+    for node in model.graph:
+        for output in node.outputs:
+            if output not in inputs:
+                output.shape = None
+    # Models declare names for output dims that differ from what follows from the inputs; the
+    # inferred expressions are the ones that splits can be reasoned about with.
+    library = logging.getLogger("onnx_shape_inference")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        return infer_symbolic_shapes(model, warn_on_missing=False)
+    except (ShapeInferenceError, OpUsageError, ValueError) as error:
+        raise ModelError(f"shape inference failed: {error}") from error
+    finally:
+        library.setLevel(level)
+
+
+def _check_edges(model: ir.Model) -> None:
+    graph = model.graph
+    known = {id(v) for v in graph.inputs} | {id(v) for v in graph.initializers.values()}
+    for node in graph:
+        known |= {id(out) for out in node.outputs}
+    for node in graph:
+        for index, value in enumerate(node.inputs):
+            if value is not None and id(value) not in known:
+                raise ModelError(
+                    f"node {node.name!r} ({node.op_type}): input {index} ({value.name!r}) is made "
+                    "by no node, input or initializer"
+                )
+    for value in graph.outputs:
+        if id(value) not in known:
+            raise ModelError(f"output {value.name!r} is made by no node")
+    for name, value in graph.initializers.items():
+        if value.const_value is None:
+            raise ModelError(f"initializer {name!r} has no data")
+
+
+def _cycle(graph: ir.Graph) -> str:
+    """Names the nodes of one cycle."""
+    state: dict[ir.Node, int] = {}
+    for root in graph:
+        path: list[ir.Node] = []
+        stack = [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                state[node] = 2
+                path.pop()
+                continue
+            if state.get(node) == 2:
+                continue
+            if state.get(node) == 1:
+                names = [n.name or n.op_type for n in path[path.index(node) :]]
+                return " <- ".join(repr(n) for n in [*names, names[0]])
+            state[node] = 1
+            path.append(node)
+            stack.append((node, True))
+            for before in node.predecessors():
+                if state.get(before) == 1:
+                    names = [n.name or n.op_type for n in path[path.index(before) :]]
+                    return " <- ".join(repr(n) for n in [*names, names[0]])
+                if before not in state:
+                    stack.append((before, False))
+    return "unknown nodes"
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    taken: set[str] = set()
+    for node in graph:
+        base = node.name or (f"{node.op_type}_{node.outputs[0].name}" if node.outputs else "node")
+        name, count = base, 0
+        while name in taken:
+            count += 1
+            name = f"{base}.{count}"
+        taken.add(name)
+        node.name = name
+
+
+def _name_dims(graph: ir.Graph) -> None:
+    for value in graph.inputs:
+        if value.shape is None:
+            raise ModelError(f"input {value.name!r} has no shape: its rank must be known")
+        if value.dtype is None:
+            raise ModelError(f"input {value.name!r} has no element type")
+        value.shape = ir.Shape(
+            [
+                d if isinstance(d, int) or d.value is not None else f"{value.name}.{axis}"
+                for axis, d in enumerate(value.shape)
+            ]
+        )
+
+
+def symbol_table(model: ir.Model, constraints: Mapping[str, Symbol]) -> SymbolTable:
+    """Returns the symbols of a model's inputs, with the user's constraints on some of them.
+
+    Raises:
+        ModelError: A constraint is on a name that no input dim has.
+    """
+    names: list[str] = []
+    for value in model.graph.inputs:
+        for dim in value.shape or ():
+            if not isinstance(dim, int):
+                names += [n for n in sorted(symbols_of(as_dim(dim.value))) if n not in names]
+    for name in constraints:
+        if name not in names:
+            raise ModelError(f"symbol {name!r}: no input of the model has it; there are {names}")
+    return SymbolTable({name: constraints.get(name, Symbol()) for name in names})
