@@ -1,0 +1,249 @@
+"""How one node is divided, given how its operands lie: candidates, their cost, the choice.
+
+Candidates come from what the operands and the later users of the outputs already have, from the
+user's parameter axes, and from leaving everything whole. The choice is by bytes moved, then by the
+number of operands that move, then by the elements a device computes, then by order; it depends on
+nothing else, so that it is the same on every machine.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from onnxpar.analysis.plan import (
+    Factors,
+    NodePlan,
+    factor_sizes,
+    may_stay_partial,
+    project,
+    shardings,
+)
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.analysis.structure import Part, Parts
+from onnxpar.errors import ShardingError
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.rule import ANY, REDUCTIONS, SPECIAL, WHOLE, OpRule
+from onnxpar.sharding import Component, DimSharding, Sharding
+from onnxpar.symbols import SymbolTable
+
+ReshardCost = Callable[[Sharding, Sharding, int], int]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the choice for one node may look at.
+
+    Attributes:
+        operands: Sharding in which each operand lies; None for an operand whose sharding is still
+            free (a parameter, or a value made of parameters only) or absent.
+        free: For each operand, whether its sharding is still free.
+        parts: For each operand, the parts of its dims (see `analysis.structure`).
+        wishes: For each output, the split that its later users want; None if unknown.
+        itemsizes: Bytes per element of each operand, then of each output.
+    """
+
+    operands: tuple[Sharding | None, ...]
+    free: tuple[bool, ...]
+    parts: tuple[tuple[Parts, ...] | None, ...]
+    wishes: tuple[Sharding | None, ...]
+    itemsizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses the plan of nodes on one mesh.
+
+    Attributes:
+        mesh: The mesh.
+        table: What is known of symbols.
+        parameter_axes: Runs of atoms that split parameters.
+        cost: Bytes that one device sends in a reshard: (from, to, itemsize) -> bytes.
+    """
+
+    mesh: Mesh
+    table: SymbolTable
+    parameter_axes: tuple[Atoms, ...]
+    cost: ReshardCost
+
+    def choose(self, rule: OpRule, view: NodeView, situation: Situation) -> NodePlan:
+        """Returns the cheapest plan of a node in a situation."""
+        best: tuple[tuple[int, int, int], NodePlan] | None = None
+        seen: list[tuple[Factors, Mapping[int, tuple[Atoms, str]]]] = []
+        for factors in self._candidates(rule, view, situation):
+            for carried in self._carries(rule, factors, situation):
+                if (factors, carried) in seen:
+                    continue
+                seen.append((factors, carried))
+                try:
+                    plan = shardings(rule, view, factors, self.mesh, carried=carried)
+                except ShardingError:
+                    continue
+                price = self._price(rule, plan, view, situation, bool(carried))
+                if best is None or price < best[0]:
+                    best = (price, plan)
+        if best is None:
+            return shardings(rule, view, {}, self.mesh)
+        return best[1]
+
+    # -- candidates ------------------------------------------------------------------------------
+
+    def _candidates(
+        self, rule: OpRule, view: NodeView, situation: Situation
+    ) -> Iterator[dict[str, DimSharding]]:
+        sizes = factor_sizes(rule, view)
+        proposals: list[dict[str, DimSharding]] = []
+        for index, sharding in enumerate(situation.operands):
+            if sharding is not None and index < len(rule.inputs):
+                proposals.append(
+                    project(rule.inputs[index], sharding, sizes, self.mesh, self.table)
+                )
+        for index, wish in enumerate(situation.wishes):
+            if wish is not None and index < len(rule.outputs):
+                proposals.append(project(rule.outputs[index], wish, sizes, self.mesh, self.table))
+        proposals = [p for p in proposals if p]
+        orders = [proposals] + [[p, *proposals] for p in proposals[1:]]
+        for order in orders:
+            merged = self._merge(rule, order)
+            for extended in self._with_axes(rule, merged, situation):
+                yield extended
+            yield merged
+        for single in proposals:
+            yield self._merge(rule, [single])
+        yield {}
+
+    def _merge(
+        self, rule: OpRule, proposals: list[dict[str, DimSharding]]
+    ) -> dict[str, DimSharding]:
+        merged: dict[str, DimSharding] = {}
+        used: set[int] = set()
+        for proposal in proposals:
+            for name, parts in proposal.items():
+                atoms = {a for c in parts for a in c.atoms}
+                if name in merged or rule.kinds[name] == WHOLE or atoms & used:
+                    continue
+                merged[name] = parts
+                used |= atoms
+        return merged
+
+    def _with_axes(
+        self, rule: OpRule, factors: dict[str, DimSharding], situation: Situation
+    ) -> Iterator[dict[str, DimSharding]]:
+        """Splits parameters over the parameter axes that are not used yet, one way at most."""
+        extended = dict(factors)
+        for axis in self.parameter_axes:
+            used = {a for parts in extended.values() for c in parts for a in c.atoms}
+            if used & set(axis) or self._is_partial_over(axis, situation):
+                continue
+            choice = self._parameter_split(rule, extended, situation, axis)
+            if choice is not None:
+                extended[choice[0]] = choice[1]
+        if extended != factors:
+            yield extended
+
+    def _is_partial_over(self, axis: Atoms, situation: Situation) -> bool:
+        return any(s is not None and set(axis) & set(s.partial) for s in situation.operands)
+
+    def _parameter_split(
+        self, rule: OpRule, factors: Factors, situation: Situation, axis: Atoms
+    ) -> tuple[str, DimSharding] | None:
+        """Picks the factor of a free matrix to split: vocabulary first, else columns.
+
+        A factor that the activations share is left alone: splitting it would cut what they hold
+        whole. What remains of the parameter's own factors is, in this order, one that is reduced
+        away (the rows of an embedding), then one that reaches the output (Megatron's columns).
+        """
+        shared = {
+            name
+            for index, operand in enumerate(rule.inputs)
+            if not situation.free[index]
+            for dim in operand.dims
+            for name in dim
+        }
+        for reduced in (True, False):
+            for index, operand in enumerate(rule.inputs):
+                parts = situation.parts[index]
+                if not situation.free[index] or parts is None or len(operand.dims) < 2:
+                    continue
+                for names, dim_parts in zip(operand.dims, parts, strict=True):
+                    if len(names) != 1 or names[0] in shared or names[0] in factors:
+                        continue
+                    kind = rule.kinds[names[0]]
+                    if kind == WHOLE or (kind in REDUCTIONS) != reduced:
+                        continue
+                    split = self._first_even(dim_parts, axis)
+                    if split is not None:
+                        return names[0], split
+        return None
+
+    def _first_even(self, parts: tuple[Part, ...], axis: Atoms) -> DimSharding | None:
+        count = self.mesh.count(axis)
+        for position, part in enumerate(parts):
+            if not part.splittable:
+                continue
+            if not self.table.divisible(part.size, count):
+                return None
+            return tuple(
+                Component(p.size, axis if i == position else ()) for i, p in enumerate(parts)
+            )
+        return None
+
+    def _carries(
+        self, rule: OpRule, factors: Factors, situation: Situation
+    ) -> list[dict[int, tuple[Atoms, str]]]:
+        """Returns the ways in which partial operands may pass: none, or all that the rule admits."""
+        options: list[dict[int, tuple[Atoms, str]]] = [{}]
+        partial = {
+            i: s for i, s in enumerate(situation.operands) if s is not None and s.partial
+        }
+        if not partial:
+            return options
+        used = {a for parts in factors.values() for c in parts for a in c.atoms}
+        sharing = {(s.partial, s.reduction) for s in partial.values()}
+        if len(sharing) == 1:
+            atoms, reduction = next(iter(sharing))
+            if not used & set(atoms) and may_stay_partial(rule, frozenset(partial), reduction):
+                options.append(dict.fromkeys(partial, (atoms, reduction)))
+        return options
+
+    # -- cost ------------------------------------------------------------------------------------
+
+    def _price(
+        self,
+        rule: OpRule,
+        plan: NodePlan,
+        view: NodeView,
+        situation: Situation,
+        carries: bool,
+    ) -> tuple[int, int, int]:
+        moved, moves, elements = 0, 0, 0
+        for index, want in enumerate(plan.inputs):
+            have = situation.operands[index] if index < len(situation.operands) else None
+            if want is None or rule.inputs[index].mode == ANY:
+                continue
+            elements += self._elements(want)
+            if have is None or have == want:
+                continue
+            cost = self.cost(have, want, situation.itemsizes[index])
+            moved += cost
+            moves += cost > 0
+        for index, made in enumerate(plan.outputs):
+            size = self._elements(made)
+            elements += size
+            itemsize = situation.itemsizes[len(situation.operands) + index]
+            if made.partial:
+                count = self.mesh.count(made.partial)
+                # A pending reduction needs at least a reduce-scatter; one that was passed on would
+                # have needed the all-reduce here.
+                moved += (2 if carries else 1) * size * itemsize * (count - 1) // count
+        for name, parts in plan.factors.items():
+            if rule.kinds[name] == SPECIAL:
+                count = self.mesh.count(a for c in parts for a in c.atoms)
+                size = self._elements(plan.outputs[0]) * situation.itemsizes[len(situation.operands)]
+                whole = self.table.typical(factor_sizes(rule, view)[name])
+                moved += 4 * size * (count - 1) // max(whole, 1)
+        return moved, moves, elements
+
+    def _elements(self, sharding: Sharding) -> int:
+        total = 1
+        for size in sharding.local_shape(self.mesh, self.table):
+            total *= self.table.typical(size)
+        return total

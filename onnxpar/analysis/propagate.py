@@ -1,0 +1,260 @@
+"""Propagation: from what the user fixed to a sharding of every value.
+
+Forward over the nodes in topological order, each choosing by how its operands lie (`choose`); then
+once more with what later nodes turned out to want as further proposals, so that information flows in
+both directions. Parameters and values made only of parameters stay *free* until a node wants them,
+and take the sharding that it wants: laying out a weight costs nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from onnxpar.analysis.choose import Chooser, Situation
+from onnxpar.analysis.plan import (
+    NodePlan,
+    Plan,
+    factor_sizes,
+    operand_sharding,
+    project,
+    shardings,
+)
+from onnxpar.analysis.reshard import plan_reshard
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.analysis.structure import Parts, structure
+from onnxpar.ops.rule import OpRule
+from onnxpar.sharding import Sharding
+
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rule of every node of a model, by node name.
+
+    Attributes:
+        rules: The sharding rules.
+        views: What the rules saw.
+        reasons: For nodes that are computed replicated: why.
+    """
+
+    rules: Mapping[str, OpRule]
+    views: Mapping[str, NodeView]
+    reasons: Mapping[str, str]
+
+
+def propagate(model: ir.Model, env: ShapeEnv, rules: Rules, seeds: Seeds) -> Plan:
+    """Returns a plan for the whole model.
+
+    Args:
+        model: The normalised model; it is not changed.
+        env: Its shapes.
+        rules: The rule of each of its nodes.
+        seeds: What the user fixed; always kept.
+
+    Raises:
+        ShardingError: A strategy does not fit its node.
+    """
+    nodes = list(model.graph)
+    parts = structure(nodes, rules.rules, rules.views, env.table)
+    wishes = _wishes(nodes, rules, _pinned(nodes, rules, seeds), seeds)
+    walk = _Walk(model, env, rules, seeds, parts, wishes)
+    for _ in range(ROUNDS):
+        walk = _Walk(model, env, rules, seeds, parts, wishes, decided=walk.decided)
+        plan = walk.run(nodes)
+        wishes = _wishes(nodes, rules, plan.nodes, seeds)
+    return plan
+
+
+def _pinned(nodes: Sequence[ir.Node], rules: Rules, seeds: Seeds) -> dict[str, NodePlan]:
+    plans = {}
+    for node in nodes:
+        name = node.name or ""
+        if name in seeds.nodes:
+            plans[name] = shardings(
+                rules.rules[name],
+                rules.views[name],
+                seeds.nodes[name].factors,
+                seeds.mesh,
+                pinned=True,
+            )
+    return plans
+
+
+def _wishes(
+    nodes: Sequence[ir.Node], rules: Rules, plans: Mapping[str, NodePlan], seeds: Seeds
+) -> dict[str, Sharding]:
+    """Returns the split that the first user of each value wants, passed back through views."""
+    wishes: dict[str, Sharding] = {}
+    for node in reversed(nodes):
+        name = node.name or ""
+        rule, view = rules.rules[name], rules.views[name]
+        plan = plans.get(name)
+        if plan is not None:
+            wanted: Sequence[Sharding | None] = plan.inputs
+        else:
+            sizes = factor_sizes(rule, view)
+            factors = {}
+            for index, operand in enumerate(rule.outputs):
+                wish = wishes.get(node.outputs[index].name or "")
+                if wish is not None:
+                    factors.update(project(operand, wish, sizes, seeds.mesh, view.table))
+            wanted = [
+                operand_sharding(o, view.shape(i), factors, sizes)
+                if factors and not o.mode and view.has(i)
+                else None
+                for i, o in enumerate(rule.inputs)
+            ]
+        for value, want in zip(node.inputs, wanted, strict=False):
+            if value is not None and value.name and want is not None and want.split_atoms:
+                wishes[value.name] = want.with_partial(())
+    return wishes
+
+
+@dataclass
+class _Walk:
+    """One forward pass. Holds the shardings found so far."""
+
+    model: ir.Model
+    env: ShapeEnv
+    rules: Rules
+    seeds: Seeds
+    parts: Mapping[str, tuple[Parts, ...]]
+    wishes: Mapping[str, Sharding]
+    decided: dict[object, NodePlan] = field(default_factory=dict)
+    values: dict[str, Sharding] = field(default_factory=dict)
+    plans: dict[str, NodePlan] = field(default_factory=dict)
+    free: set[str] = field(default_factory=set)
+    resharded: dict[str, Sharding] = field(default_factory=dict)
+
+    def run(self, nodes: Sequence[ir.Node]) -> Plan:
+        mesh, table = self.seeds.mesh, self.env.table
+        graph = self.model.graph
+        for value in graph.inputs:
+            name = value.name or ""
+            self.values[name] = self.seeds.inputs.get(
+                name, Sharding.replicated(self.env.shapes[name])
+            ).canonical(mesh, table)
+        for name in graph.initializers:
+            if name in self.seeds.parameters:
+                self.values[name] = self.seeds.parameters[name].canonical(mesh, table)
+            else:
+                self.free.add(name)
+        for node in nodes:
+            self._visit(node)
+        outputs = {}
+        for value in graph.outputs:
+            name = value.name or ""
+            self._settle(value, None)
+            outputs[name] = self.values[name].with_partial(()).canonical(mesh, table)
+        for node in nodes:
+            for value in node.outputs:
+                self._settle(value, None)
+        for name in graph.initializers:
+            self._settle(graph.initializers[name], None)
+        return Plan(
+            mesh,
+            self.plans,
+            {v.name or "": self.values[v.name or ""] for v in graph.inputs},
+            {n: self.values[n] for n in graph.initializers},
+            outputs,
+            self.resharded,
+        )
+
+    def _visit(self, node: ir.Node) -> None:
+        name = node.name or ""
+        rule, view = self.rules.rules[name], self.rules.views[name]
+        seed = self.seeds.nodes.get(name)
+        if seed is not None:
+            plan = shardings(rule, view, seed.factors, self.seeds.mesh, pinned=True)
+        elif self.seeds.rest == "replicate" or name in self.rules.reasons:
+            reason = self.rules.reasons.get(name, "")
+            plan = shardings(rule, view, {}, self.seeds.mesh, reason=reason)
+        else:
+            if self._stays_free(node, rule):
+                self.free.update(v.name or "" for v in node.outputs)
+                return
+            plan = self._choose(node, rule, view)
+        self._adopt(node, plan)
+        for index, want in enumerate(seed.out if seed is not None else ()):
+            if want is not None:
+                out = node.outputs[index].name or ""
+                self.resharded[out] = want.canonical(self.seeds.mesh, self.env.table)
+                self.values[out] = self.resharded[out]
+
+    def _stays_free(self, node: ir.Node, rule: OpRule) -> bool:
+        """Whether the node only rearranges free values, so that its user may say how it lies."""
+        operands = [
+            v for v, o in zip(node.inputs, rule.inputs, strict=False) if v is not None and not o.mode
+        ]
+        return (
+            len(operands) == 1
+            and len(node.outputs) == 1
+            and not rule.outputs[0].mode
+            and all((v.name or "") in self.free for v in operands)
+        )
+
+    def _choose(self, node: ir.Node, rule: OpRule, view: NodeView) -> NodePlan:
+        names = [v.name if v is not None else None for v in node.inputs]
+        outs = [v.name or "" for v in node.outputs]
+        itemsizes = tuple(
+            int(v.dtype.itemsize) if v is not None and v.dtype is not None else 4
+            for v in (*node.inputs, *node.outputs)
+        )
+        situation = Situation(
+            tuple(self.values.get(n) if n is not None else None for n in names),
+            tuple(n is not None and n in self.free for n in names),
+            tuple(self.parts.get(n) if n is not None else None for n in names),
+            tuple(self.wishes.get(n) for n in outs),
+            itemsizes,
+        )
+        key = (
+            rule.inputs,
+            rule.outputs,
+            tuple(rule.kinds.items()),
+            rule.linear,
+            tuple(rule.sizes.items()),
+            tuple(view.env.shapes.get(n or "") for n in (*names, *outs)),
+            situation,
+        )
+        if key not in self.decided:
+            chooser = Chooser(
+                self.seeds.mesh, self.env.table, self.seeds.parameter_axes, self._cost
+            )
+            self.decided[key] = chooser.choose(rule, view, situation)
+        return self.decided[key]
+
+    def _cost(self, source: Sharding, target: Sharding, itemsize: int) -> int:
+        steps = plan_reshard(source, target, self.seeds.mesh, self.env.table, itemsize)
+        return sum(self.env.table.typical(step.bytes) for step in steps)
+
+    def _adopt(self, node: ir.Node, plan: NodePlan) -> None:
+        self.plans[node.name or ""] = plan
+        for value, want in zip(node.inputs, plan.inputs, strict=False):
+            if value is not None:
+                self._settle(value, want)
+        for value, made in zip(node.outputs, plan.outputs, strict=True):
+            self.values[value.name or ""] = made
+            self.free.discard(value.name or "")
+
+    def _settle(self, value: ir.Value, want: Sharding | None) -> None:
+        """Lays out a free value as its first user wants it, and the free values it is made of."""
+        name = value.name or ""
+        if name not in self.free:
+            return
+        self.free.discard(name)
+        mesh, table = self.seeds.mesh, self.env.table
+        node = value.producer()
+        if node is None:
+            whole = Sharding.replicated(self.env.shapes[name])
+            self.values[name] = (want or whole).with_partial(()).canonical(mesh, table)
+            return
+        rule, view = self.rules.rules[node.name or ""], self.rules.views[node.name or ""]
+        factors = {}
+        if want is not None:
+            sizes = factor_sizes(rule, view)
+            found = project(rule.outputs[0], want, sizes, mesh, table)
+            factors = {f: p for f, p in found.items() if f in rule.splittable}
+        self._adopt(node, shardings(rule, view, factors, mesh))

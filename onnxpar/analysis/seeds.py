@@ -1,0 +1,46 @@
+"""What the user fixed before propagation, resolved to the mesh and the nodes of one model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.sharding import DimSharding, Sharding
+
+
+@dataclass(frozen=True)
+class NodeSeed:
+    """A strategy for one node.
+
+    Attributes:
+        node: Name of the node.
+        factors: Components of each factor of its rule that is split; all others are whole.
+        out: For each output, the sharding to bring it into after it is made; None: as it is made.
+        where: Where the user said so, `file:line`, for messages.
+    """
+
+    node: str
+    factors: Mapping[str, DimSharding]
+    out: tuple[Sharding | None, ...] = ()
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """What the user fixed.
+
+    Attributes:
+        mesh: The device mesh, fine enough for every strategy.
+        nodes: Strategies of nodes, by node name.
+        inputs: Sharding of graph inputs, by name; those not named are whole.
+        parameters: Sharding of initializers, by name; those not named follow their users.
+        parameter_axes: Runs of atoms that split parameters and what follows from them (tensor
+            parallelism), never the batch.
+        rest: What happens to nodes without a strategy: "propagate" or "replicate".
+    """
+
+    mesh: Mesh
+    nodes: Mapping[str, NodeSeed] = field(default_factory=dict)
+    inputs: Mapping[str, Sharding] = field(default_factory=dict)
+    parameters: Mapping[str, Sharding] = field(default_factory=dict)
+    parameter_axes: tuple[Atoms, ...] = ()
+    rest: str = "propagate"
