@@ -286,10 +286,10 @@ class SymbolTable(Mapping[str, Symbol]):
         return self._quotients[key]
 
     def _divide(self, a: Dim, b: Dim) -> Dim | None:
-        if b == 0:
-            return None
         whole, part = sympy.sympify(a), sympy.sympify(b)
         for top, bottom in ((whole, part), (self.normal(whole), self.normal(part))):
+            if bottom.is_zero:
+                return None
             for quotient in (top / bottom, sympy.expand(top / bottom), sympy.cancel(top / bottom)):
                 numerator, denominator = fraction(canonical(quotient))
                 if denominator.is_Integer and self.divisible(numerator, int(denominator)):
