@@ -137,7 +137,7 @@ class LocalNode:
             outputs,
             kept,
             domain=node.domain,
-            name=self.builder.fresh(self.view.name),
+            name=self.builder.fresh_node(self.view.name),
             metadata=dict(node.metadata_props),
         )
 

@@ -67,6 +67,7 @@ class GraphBuilder:
     collectives: list[Collective] = field(default_factory=list)
     _scope: str = ""
     _names: dict[str, int] = field(default_factory=dict)
+    _node_names: dict[str, int] = field(default_factory=dict)
     _sizes: dict[object, ir.Value] = field(default_factory=dict)
     _consts: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
     _bound: dict[str, Callable[[], ir.Value]] = field(default_factory=dict)
@@ -79,10 +80,12 @@ class GraphBuilder:
         self._scope = name
 
     def fresh(self, hint: str) -> str:
-        """Returns a name that no other node or value of this graph has, beginning with `hint`."""
-        count = self._names.get(hint)
-        self._names[hint] = 0 if count is None else count + 1
-        return hint if count is None else self.fresh(f"{hint}.{count}")
+        """Returns a name that no other value of this graph has, beginning with `hint`."""
+        return _fresh(self._names, hint)
+
+    def fresh_node(self, hint: str) -> str:
+        """Returns a name that no other node of this graph has, beginning with `hint`."""
+        return _fresh(self._node_names, hint)
 
     def ops(
         self,
@@ -96,7 +99,7 @@ class GraphBuilder:
         metadata: Mapping[str, str] | None = None,
     ) -> tuple[ir.Value, ...]:
         """Appends a node and returns its outputs, one for each `(dtype, local shape)` given."""
-        node_name = name or self.fresh(f"{self._scope}/{op_type}")
+        node_name = name or self.fresh_node(f"{self._scope}/{op_type}")
         values = []
         for index, (dtype, shape) in enumerate(outputs):
             suffix = "" if len(outputs) == 1 else f":{index}"
@@ -285,7 +288,7 @@ class GraphBuilder:
             attributes: Further attributes of the operator.
         """
         texts = (before.describe(self.mesh) if before else "", after.describe(self.mesh) if after else "")
-        node_name = self.fresh(f"{self._scope}/{op_type}({value})")
+        node_name = self.fresh_node(f"{self._scope}/{op_type}({value})")
         operands = ["X"] if self._token is None else ["X", "token"]
         out, token = self.ops(
             op_type,
@@ -311,6 +314,15 @@ class GraphBuilder:
             Collective(op_type, node_name, value, tuple(atoms), moved, reason, *texts)
         )
         return out
+
+
+def _fresh(taken: dict[str, int], hint: str) -> str:
+    name = hint
+    while name in taken:
+        taken[hint] += 1
+        name = f"{hint}.{taken[hint]}"
+    taken[name] = 0
+    return name
 
 
 def ir_shape(dims: Sequence[Dim]) -> ir.Shape:

@@ -1,0 +1,56 @@
+"""Removes what nobody needs from a rank-generic graph, keeping the chain of tokens whole."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.passes.builder import DOMAIN, GraphBuilder
+
+
+def read_by(node: ir.Node) -> list[ir.Value]:
+    """Returns the values that a node reads, those captured by its subgraphs included."""
+    values = [v for v in node.inputs if v is not None]
+    for attribute in node.attributes.values():
+        if attribute.type != ir.AttributeType.GRAPH:
+            continue
+        graph = attribute.as_graph()
+        for inner in ir.traversal.RecursiveGraphIterator(graph):
+            values += [v for v in inner.inputs if v is not None]
+        values += list(graph.outputs)
+    return values
+
+
+def remove_unused(builder: GraphBuilder, outputs: Sequence[ir.Value]) -> None:
+    """Removes nodes, collectives, constants and system inputs that the outputs do not need.
+
+    A collective whose result is unused goes too, on all ranks alike: the next one takes its token.
+    """
+    needed = set(outputs)
+    kept: list[ir.Node] = []
+    for node in reversed(builder.nodes):
+        results = node.outputs[:1] if _is_collective(node) else node.outputs
+        if any(out in needed for out in results):
+            kept.append(node)
+            needed.update(
+                node.inputs[:1] if _is_collective(node) else read_by(node)  # not the token
+            )
+    kept.reverse()
+    token: ir.Value | None = None
+    for node in kept:
+        if not _is_collective(node):
+            continue
+        if len(node.inputs) > 1:
+            node.replace_input_with(1, token)
+        if token is None and len(node.inputs) > 1:
+            node.resize_inputs(1)
+            node.metadata_props["input_names"] = str(["X"])
+        token = node.outputs[1]
+    names = {node.name for node in kept}
+    builder.nodes = kept
+    builder.collectives = [c for c in builder.collectives if c.node in names]
+    builder.initializers = [v for v in builder.initializers if v in needed]
+    builder.system_inputs = {n: v for n, v in builder.system_inputs.items() if v in needed}
+
+
+def _is_collective(node: ir.Node) -> bool:
+    return node.domain == DOMAIN and "atoms" in node.meta

@@ -1,0 +1,281 @@
+"""Partitioning: carries out a plan, node by node, into one rank-generic graph.
+
+The global graph is walked once. Every operand is brought into the sharding that its node wants
+(reshards are remembered per value and sharding, so that a value is gathered once), padding that a
+reduction would see is set to the reduction's identity, and the operator's local form is emitted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import NodePlan, Plan
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.reshard import plan_reshard
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.errors import OnnxparError, ShardingError
+from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import ANY
+from onnxpar.passes.builder import GraphBuilder, ir_shape
+from onnxpar.passes.cleanup import read_by, remove_unused
+from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
+from onnxpar.passes.reshard import emit_reshard
+from onnxpar.sharding import Sharding
+
+IDENTITY = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
+INLINE_ELEMENTS = 1024
+
+
+def partition(
+    model: ir.Model, env: ShapeEnv, rules: Rules, ops: Mapping[str, OpDef], plan: Plan
+) -> PartitionedModel:
+    """Returns the program of all ranks for a plan.
+
+    Args:
+        model: The normalised global model; it is not changed.
+        env: Its shapes.
+        rules: The rule of each node.
+        ops: The operator definition of each node that has one, by node name.
+        plan: What to carry out.
+
+    Raises:
+        ShardingError: A node cannot be written for the sharding the plan gives it.
+    """
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    work = _Partition(model, env, rules, ops, plan, GraphBuilder(plan.mesh, env.table, opset))
+    return work.run()
+
+
+@dataclass
+class _Partition:
+    model: ir.Model
+    env: ShapeEnv
+    rules: Rules
+    ops: Mapping[str, OpDef]
+    plan: Plan
+    builder: GraphBuilder
+    made: dict[str, Sharding] = field(default_factory=dict)
+    versions: dict[str, dict[Sharding, ir.Value]] = field(default_factory=dict)
+    zero: dict[tuple[str, Sharding], bool] = field(default_factory=dict)
+    parameters: list[Parameter] = field(default_factory=list)
+
+    def run(self) -> PartitionedModel:
+        graph, mesh, table = self.model.graph, self.plan.mesh, self.env.table
+        reserved = [*graph.inputs, *graph.outputs, *graph.initializers.values()]
+        for name in dict.fromkeys(v.name or "" for v in reserved):
+            self.builder.fresh(name)
+        inputs = []
+        for value in graph.inputs:
+            name = value.name or ""
+            sharding = self.plan.inputs[name]
+            local = ir.Value(
+                name=name,
+                type=value.type,
+                shape=ir_shape(sharding.local_shape(mesh, table)),
+                doc_string=value.doc_string,
+            )
+            inputs.append(GraphInput(name, local, sharding))
+            self._define(name, sharding, local, zero=True)
+        for name, value in graph.initializers.items():
+            self._initializer(name, value)
+        for node in graph:
+            self.builder.scope(node.name or "")
+            try:
+                self._node(node)
+            except OnnxparError as error:
+                if repr(node.name) in str(error):
+                    raise
+                raise type(error)(f"node {node.name!r} ({node.op_type}): {error}") from error
+        outputs = []
+        used: set[str] = {v.name or "" for v in graph.inputs}
+        for value in graph.outputs:
+            name = value.name or ""
+            self.builder.scope(name)
+            sharding = self.plan.outputs[name]
+            local = self._get(value, sharding, f"output {name!r}")
+            if local.producer() is None or local.name in used:
+                local = self.builder.op(
+                    "Identity", local, dtype=local.dtype, shape=sharding.local_shape(mesh, table)
+                )
+            local.name = name
+            local.shape = ir_shape(sharding.local_shape(mesh, table))
+            used.add(name)
+            outputs.append(GraphInput(name, local, sharding))
+        remove_unused(self.builder, [o.local for o in outputs])
+        needed = {v for node in self.builder.nodes for v in read_by(node)}
+        replicated = tuple(
+            (node.name or "", node.op_type, self.plan.nodes[node.name or ""].reason)
+            for node in graph
+            if self.plan.nodes[node.name or ""].reason
+        )
+        return PartitionedModel(
+            program="model",
+            source=self.model,
+            builder=self.builder,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            parameters=tuple(p for p in self.parameters if p.local in needed),
+            plan=self.plan,
+            symbols=dict(self.env.table),
+            replicated=replicated,
+        )
+
+    def _initializer(self, name: str, value: ir.Value) -> None:
+        sharding = self.plan.parameters[name]
+        tensor = value.const_value
+        floating = value.dtype is not None and value.dtype.is_floating_point()
+        small = tensor is not None and tensor.size <= INLINE_ELEMENTS
+        local = ir.Value(
+            name=name,
+            type=value.type,
+            shape=ir_shape(sharding.local_shape(self.plan.mesh, self.env.table)),
+            doc_string=value.doc_string,
+        )
+        if sharding.is_replicated and small and not (floating and sharding.rank):
+            local.const_value = tensor
+            self.builder.initializers.append(local)
+        else:
+            self.parameters.append(Parameter(name, value, local, sharding))
+        self._define(name, sharding, local, zero=True)
+
+    def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+        self.made.setdefault(name, sharding)
+        self.versions.setdefault(name, {})[sharding] = local
+        self.zero[name, sharding] = zero
+        if sharding.partial or local.shape is None:
+            return
+        # Sizes that depend on data are read off the first whole value that has them.
+        for axis, size in enumerate(self.env.shapes.get(name, ())):
+            if not isinstance(size, int) and size.is_Symbol and not sharding.dim_atoms(axis):
+                if str(size) not in self.env.table:
+                    self.builder.bind(str(size), local, axis)
+
+    def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
+        """Returns a value in a sharding, by the cheapest way from a version that is there."""
+        name = value.name or ""
+        versions = self.versions.get(name, {})
+        if want in versions:
+            return versions[want]
+        mesh, table = self.plan.mesh, self.env.table
+        itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
+        best = None
+        for sharding, local in versions.items():
+            steps = plan_reshard(sharding, want, mesh, table, itemsize)
+            price = (sum(table.typical(s.bytes) for s in steps), len(steps))
+            if best is None or price < best[0]:
+                best = (price, sharding, local, steps)
+        if best is None or value.dtype is None:
+            raise ShardingError(f"{reason}: the value {name!r} is not there")
+        _, sharding, local, steps = best
+        moved = emit_reshard(
+            self.builder, local, steps, dtype=value.dtype, name=name, reason=reason
+        )
+        self._define(name, want, moved, zero=self.zero[name, sharding])
+        return moved
+
+    def _node(self, node: ir.Node) -> None:
+        name = node.name or ""
+        plan, view = self.plan.nodes[name], self.rules.views[name]
+        operands: list[ir.Value | None] = []
+        zero: list[bool] = []
+        for index, value in enumerate(node.inputs):
+            want = plan.inputs[index] if index < len(plan.inputs) else None
+            if value is None:
+                operands.append(None)
+                zero.append(True)
+                continue
+            if want is None:
+                want = self.made[value.name or ""]
+                if plan.rule.inputs[index].mode != ANY:
+                    raise ShardingError(f"operand {index} has no sharding")
+            operands.append(self._get(value, want, f"{name} operand {index}"))
+            zero.append(self.zero[value.name or "", want])
+        definition = self.ops.get(name)
+        local = LocalNode(view, plan, self.builder, tuple(operands), tuple(zero))
+        local = self._masked(local)
+        if definition is not None:
+            outputs = definition.local(local)
+            keeps = definition.keeps_zero and _covers(plan) and all(zero)
+        else:
+            outputs = copy_node(self._with_subgraphs(local))
+            keeps = False
+        for value, sharding, made in zip(node.outputs, plan.outputs, outputs, strict=True):
+            out = value.name or ""
+            if out in self.plan.resharded:
+                self.made[out] = self.plan.resharded[out]
+            self._define(out, sharding, made, zero=keeps)
+            if out in self.plan.resharded:
+                self._get(value, self.plan.resharded[out], f"{name} out strategy")
+
+    def _masked(self, local: LocalNode) -> LocalNode:
+        """Sets the padding that a pending reduction runs over to the reduction's identity."""
+        rule = local.plan.rule
+        operands = list(local.inputs)
+        for factor in local.plan.factors:
+            kind = rule.kinds[factor]
+            if kind not in IDENTITY:
+                continue
+            for index, operand in enumerate(rule.inputs):
+                value = operands[index] if index < len(operands) else None
+                if value is None or not any(factor in names for names in operand.dims):
+                    continue
+                operands[index] = local.masked(
+                    value, index, factor, IDENTITY[kind], known_zero=local.zero[index]
+                )
+        return LocalNode(local.view, local.plan, local.builder, tuple(operands), local.zero)
+
+    def _with_subgraphs(self, local: LocalNode) -> LocalNode:
+        """Gives the bodies of control flow the local, whole versions of the values they capture."""
+        node = local.view.node
+        if not any(_graphs_of(node)):
+            return local
+        clone = ir.Node(
+            node.domain,
+            node.op_type,
+            node.inputs,
+            [
+                ir.Attr(a.name, a.type, a.as_graph().clone(allow_outer_scope_values=True))
+                if a.type == ir.AttributeType.GRAPH
+                else a
+                for a in node.attributes.values()
+            ],
+            num_outputs=len(node.outputs),
+            name=node.name,
+        )
+        for new, old in zip(clone.outputs, node.outputs, strict=True):
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+        for graph in _graphs_of(clone):
+            for inner in ir.traversal.RecursiveGraphIterator(graph):
+                for index, value in enumerate(inner.inputs):
+                    if value is not None and value.name in self.made and self._is_outer(value):
+                        whole = Sharding.replicated(self.env.shapes.get(value.name, ()))
+                        inner.replace_input_with(
+                            index, self._get(value, whole, f"{node.name} body")
+                        )
+        view = type(local.view)(clone, local.view.env, local.view.opset)
+        return LocalNode(view, local.plan, local.builder, local.inputs, local.zero)
+
+    def _is_outer(self, value: ir.Value) -> bool:
+        producer = value.producer()
+        if producer is not None:
+            return producer.graph is self.model.graph
+        return value in self.model.graph.inputs or (
+            self.model.graph.initializers.get(value.name or "") is value
+        )
+
+
+def _graphs_of(node: ir.Node) -> list[ir.Graph]:
+    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+
+
+def _covers(plan: NodePlan) -> bool:
+    """Whether every operand has every factor that is split, so that none broadcasts over padding."""
+    return all(
+        any(factor in names for names in operand.dims)
+        for factor in plan.factors
+        for operand in plan.rule.inputs
+        if not operand.mode
+    )
+
