@@ -1,0 +1,93 @@
+"""`onnxpar verify`: the divided program against the undivided one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from onnxpar.execute import Case
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar shard` wrote.")],
+    model: Annotated[
+        Path,
+        typer.Option(
+            metavar="MODEL", help="The undivided model, or a directory cut with `--devices 1`."
+        ),
+    ],
+    symbol: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE[,…]",
+            help="One case: values of symbols; may be repeated. Default: three cases.",
+        ),
+    ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=".npz file of inputs instead of random ones."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Tolerance relative to the largest magnitude of an output. Default by dtype: "
+            "float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 5e-2, integers exact.",
+        ),
+    ] = None,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance, added.")] = 0.0,
+    ort: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of onnxruntime; may be repeated."),
+    ] = None,
+    custom_ops: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run every rank in this process and compare with the undivided model."""
+    from onnxpar import execute  # loads onnxruntime, which the other commands do without
+
+    cases = execute.verify(
+        directory,
+        model,
+        cases=symbol or (),
+        inputs=inputs,
+        seed=seed,
+        rtol=rtol,
+        atol=atol,
+        ort=ort or (),
+        custom_ops=custom_ops or (),
+    )
+    if as_json:
+        typer.echo(execute.report_json(cases))
+    else:
+        _print(cases)
+    raise typer.Exit(0 if all(case.ok for case in cases) else 1)
+
+
+def _print(cases: "list[Case]") -> None:
+    console = Console()
+    table = Table("symbols", "max abs", "max rel", "worst", "bytes sent by a rank", "holds")
+    for case in cases:
+        expected = "depends on data" if case.bytes_expected is None else str(case.bytes_expected)
+        equal = str(case.bytes_counted) == expected
+        sent = f"{expected}, as counted" if equal else f"{expected}, counted {case.bytes_counted}"
+        table.add_row(
+            escape(", ".join(f"{k}={v}" for k, v in case.symbols.items()) or "none"),
+            f"{case.max_abs:.2e}",
+            f"{case.max_rel:.2e}",
+            escape(case.worst or "none"),
+            sent,
+            "yes" if case.ok else "no",
+        )
+    console.print(table)
+    for case in cases:
+        for problem in case.problems:
+            console.print(f"does not hold: {problem}", markup=False, soft_wrap=True)

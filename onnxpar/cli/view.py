@@ -1,0 +1,54 @@
+"""`onnxpar view`: a rank's graph in Netron."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import netron
+import typer
+
+from onnxpar.errors import ArtifactError
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar shard` wrote.")],
+    rank: Annotated[int, typer.Option(min=0, help="Whose graph.")] = 0,
+    program: Annotated[str, typer.Option(help="Which program.")] = "model",
+    host: Annotated[str, typer.Option(help="Address to serve on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
+) -> None:
+    """Show a rank's graph in Netron until interrupted."""
+    path = graph_file(directory, program, rank)
+    address = netron.start(
+        str(path), address=(host, port) if port else (host, None), browse=browser
+    )
+    typer.echo(f"{path} at http://{address[0]}:{address[1]} (stop with Ctrl-C)")
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        netron.stop(address)
+
+
+def graph_file(directory: Path, program: str, rank: int) -> Path:
+    """Returns the path of a rank's graph as the manifest names it.
+
+    Raises:
+        ArtifactError: No manifest, no such program or rank, or the file is missing.
+    """
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        programs = {name: list(entry["files"]) for name, entry in manifest["programs"].items()}
+    except FileNotFoundError:
+        raise ArtifactError(f"{directory}: not an artifact directory, no manifest.json") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{directory / 'manifest.json'}: not readable: {error!r}") from None
+    if program not in programs:
+        raise ArtifactError(f"{directory}: no program {program!r}, it has {sorted(programs)}")
+    files = programs[program]
+    if rank >= len(files):
+        raise ArtifactError(f"{directory}: expected a rank from 0 to {len(files) - 1}, got {rank}")
+    if files[rank] is None or not (directory / files[rank]).is_file():
+        raise ArtifactError(f"{directory}: the graph of rank {rank} was not written")
+    return directory / str(files[rank])

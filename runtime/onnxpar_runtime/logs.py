@@ -1,0 +1,46 @@
+"""One log file for each rank."""
+
+import logging
+from pathlib import Path
+
+from onnxpar_runtime.errors import LaunchError
+
+PACKAGE = "onnxpar_runtime"
+# Without a handler Python would print warnings and errors to stderr, which are told there once
+# already.
+logging.getLogger(PACKAGE).addHandler(logging.NullHandler())
+
+
+def open_log(directory: str | Path, rank: int) -> Path:
+    """Sends this process's log to `rank0007.log` in `directory`, which is made if need be.
+
+    Lines have time, rank, level and message. Returns the file's path.
+
+    Raises:
+        LaunchError: The file cannot be written.
+    """
+    path = Path(directory) / f"rank{rank:04d}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, mode="w", encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{path}: cannot be written: {error.strerror or error}") from None
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s r{rank} %(levelname)s %(name)s: %(message)s")
+    )
+    logger = logging.getLogger(PACKAGE)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return path
+
+
+def close_log(path: Path) -> None:
+    """Ends the logging to a file that `open_log` opened."""
+    logger = logging.getLogger(PACKAGE)
+    for handler in list(logger.handlers):
+        if (
+            isinstance(handler, logging.FileHandler)
+            and Path(handler.baseFilename) == path.resolve()
+        ):
+            logger.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,149 @@
+"""Session options of onnxruntime from `key=value` text, and the choice of the device."""
+
+import ctypes
+import ctypes.util
+import enum
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import onnxruntime
+from onnxpar_runtime.errors import LaunchError
+
+log = logging.getLogger(__name__)
+DEVICES = ("auto", "cpu", "cuda")
+CUDA = "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
+_LEVELS = {
+    "disable": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+
+
+def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
+    """Returns `key=value` texts as a dict.
+
+    Raises:
+        LaunchError: A text has no `=`, or a key comes twice.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise LaunchError(f"onnxruntime option: expected key=value, got {text!r}")
+        if key in pairs:
+            raise LaunchError(f"onnxruntime option {key!r} is given twice")
+        pairs[key] = value
+    return pairs
+
+
+def session_options(pairs: Mapping[str, str]) -> onnxruntime.SessionOptions:
+    """Returns session options with the runtime's defaults, overridden by `pairs`.
+
+    Defaults: nodes run in the order in which the graph has them (PRIORITY_BASED, the order that the
+    transformer decided); one thread a rank, since ranks share the machine; only fatal messages are
+    logged, since every other error is raised.
+
+    Args:
+        pairs: An attribute of `onnxruntime.SessionOptions` and its value, or a configuration entry
+            (a key with a dot, `session.intra_op.allow_spinning`). Keys `cuda.*` are for the
+            provider and are left out here.
+
+    Raises:
+        LaunchError: An unknown key, or a value that its type does not take.
+    """
+    options = onnxruntime.SessionOptions()
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    for key, value in pairs.items():
+        if key.startswith("cuda."):
+            continue
+        if "." in key:
+            options.add_session_config_entry(key, value)
+            continue
+        current = getattr(options, key, None) if not key.startswith("_") else None
+        if current is None or callable(current):
+            raise LaunchError(f"unknown onnxruntime option {key!r}; known: {_known(options)}")
+        setattr(options, key, _convert(key, value, current))
+    return options
+
+
+def _known(options: onnxruntime.SessionOptions) -> str:
+    names = [n for n in dir(options) if not n.startswith("_") and not callable(getattr(options, n))]
+    return ", ".join([*names, "session.* entries", "cuda.* provider options"])
+
+
+def _convert(key: str, value: str, current: Any) -> Any:
+    kind = type(current)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        if kind is int:
+            return int(value)
+        if kind is str:
+            return value
+        members: Mapping[str, Any] = kind.__members__
+        return members[_LEVELS.get(value.lower(), value)]
+    except (KeyError, ValueError):
+        wanted = "true or false" if kind is bool else "an integer"
+        if kind not in (bool, int):
+            wanted = f"one of {sorted(getattr(kind, '__members__', ()))}"
+        raise LaunchError(f"onnxruntime option {key}: expected {wanted}, got {value!r}") from None
+
+
+class Device(enum.Enum):
+    """Where a session computes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def cuda_devices() -> int:
+    """Returns the number of CUDA devices that the driver shows, 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def choose_device(wanted: str) -> Device:
+    """Returns the device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        LaunchError: An unknown device, or `cuda` where it cannot be used; says what is missing.
+    """
+    if wanted not in DEVICES:
+        raise LaunchError(f"device: expected one of {', '.join(DEVICES)}, got {wanted!r}")
+    if wanted == "cpu":
+        return Device.CPU
+    missing = ""
+    if CUDA not in onnxruntime.get_available_providers():
+        missing = "this onnxruntime has no CUDA provider (install onnxruntime-gpu)"
+    elif cuda_devices() == 0:
+        missing = "the driver shows no CUDA device"
+    if missing and wanted == "cuda":
+        raise LaunchError(f"device cuda: {missing}")
+    return Device.CPU if missing else Device.CUDA
+
+
+def providers(device: Device, rank: int, pairs: Mapping[str, str]) -> list[Any]:
+    """Returns the provider list of a session.
+
+    On CUDA a rank takes the device of its place on the machine (`OMPI_COMM_WORLD_LOCAL_RANK`, else
+    its rank) modulo the number of devices, unless `cuda.device_id` says otherwise.
+    """
+    if device is Device.CPU:
+        return [CPU]
+    place = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
+    settings = {"device_id": str(place % max(cuda_devices(), 1))}
+    settings.update({k.removeprefix("cuda."): v for k, v in pairs.items() if k.startswith("cuda.")})
+    return [(CUDA, settings), CPU]

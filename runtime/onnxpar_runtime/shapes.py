@@ -1,0 +1,98 @@
+"""Reads the values of symbols off the shapes of the inputs, and checks them against constraints."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from onnxpar_runtime.errors import InputError, SymbolValueError
+from onnxpar_runtime.expressions import (
+    ExpressionError,
+    UnknownSymbolError,
+    bare_name,
+    evaluate,
+)
+from onnxpar_runtime.manifest import Symbol, TensorSpec
+
+Shape = tuple[int, ...]
+
+
+def bind_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Returns the value of every symbol that the global shapes of the inputs tell.
+
+    A dim that is a bare name binds it; every other dim, and every further use, is checked.
+
+    Args:
+        specs: The inputs.
+        shapes: Global shape of each input by name.
+
+    Raises:
+        InputError: A shape has the wrong rank or contradicts an expression; names input, dim,
+            expected and got.
+    """
+    values: dict[str, int] = {}
+    origin: dict[str, str] = {}
+    for spec in specs:
+        shape = shapes[spec.name]
+        if len(shape) != len(spec.shape):
+            raise InputError(
+                f"input {spec.name!r}: expected {len(spec.shape)} dims {_text(spec.shape)}, got "
+                f"shape {_text(shape)}"
+            )
+        for index, (size, got) in enumerate(zip(spec.shape, shape, strict=True)):
+            name = bare_name(size)
+            if name is not None and name not in values:
+                values[name] = got
+                origin[name] = f"dim {index} of input {spec.name!r}"
+    for spec in specs:
+        for index, (size, got) in enumerate(zip(spec.shape, shapes[spec.name], strict=True)):
+            try:
+                expected = evaluate(size, values)
+            except UnknownSymbolError:
+                continue
+            except ExpressionError as error:
+                raise InputError(f"input {spec.name!r}, dim {index}: {error}") from None
+            if expected != got:
+                name = bare_name(size)
+                why = f" ({name!r} is {expected} by {origin[name]})" if name in origin else ""
+                if not why and isinstance(size, str):
+                    why = f" (= {size})"
+                raise InputError(
+                    f"input {spec.name!r}, dim {index}: expected {expected}{why}, got {got}"
+                )
+    return values
+
+
+def bind_local_symbols(
+    specs: Sequence[TensorSpec],
+    shapes: Mapping[str, Shape],
+    atoms: Sequence[int],
+    symbols: Mapping[str, Symbol],
+) -> dict[str, int]:
+    """Returns the value of every symbol that the *local* shapes of the inputs tell.
+
+    A whole dim tells its symbol; a split one tells it where the constraint makes every split even.
+    """
+    values: dict[str, int] = {}
+    for spec in specs:
+        for dim, got in zip(spec.dims, shapes[spec.name], strict=False):
+            name = bare_name(dim[0][0]) if len(dim) == 1 else None
+            if name is None or name in values:
+                continue
+            parts = prod(atoms[a] for a in dim[0][1])
+            symbol = symbols.get(name, Symbol())
+            if parts == 1 or (symbol.divisor % parts == 0 and symbol.remainder == 0):
+                values[name] = got * parts
+    return values
+
+
+def check_symbols(symbols: Mapping[str, Symbol], values: Mapping[str, int]) -> None:
+    """Raises SymbolValueError naming symbol, value and constraint where one does not hold."""
+    for name, value in values.items():
+        symbol = symbols.get(name, Symbol())
+        if not symbol.admits(value):
+            raise SymbolValueError(
+                f"symbol {name!r} is {value}, which violates its constraint: {symbol.constraint}"
+            )
+
+
+def _text(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(str(s) for s in shape) + "]"
