@@ -1,0 +1,233 @@
+"""What the example models share: a small graph writer, seeded weights and the command line.
+
+The graphs look as a framework's exporter writes them: one node per operation with a path-like name
+(`/layer0/attn/q_proj/MatMul`), values named after the node that makes them, shape arithmetic
+in the graph, and symbolic dims on the inputs and outputs only.
+
+Weights are drawn when they are read, never all at once, so a model may be larger than memory: each
+is a function of the seed and its own name alone, and stays the same whatever else the graph holds.
+"""
+
+import argparse
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
+
+IR_VERSION = 11
+"""The first with multi-device fields; onnxruntime 1.31 reads up to 13."""
+
+OPSET = 21
+
+EXTERNAL_BYTES = 16 * 2**20
+"""Models with more bytes of weights than this keep them in a file beside the `.onnx`."""
+
+_ALIGNMENT = 4096
+
+Dims = Sequence[int | str]
+Attribute = int | float | str | Sequence[int]
+
+
+class GraphWriter:
+    """Appends nodes, constants and seeded weights to one graph under construction.
+
+    Args:
+        seed: non-negative; equal seeds give equal weights.
+    """
+
+    def __init__(self, seed: int) -> None:
+        if seed < 0:
+            raise ValueError(f"seed: expected a non-negative integer, got {seed}")
+        self._seed = seed
+        self._inputs: list[ir.Value] = []
+        self._nodes: list[ir.Node] = []
+        self._weights: dict[str, ir.Value] = {}
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+
+    def input(self, name: str, dtype: ir.DataType, dims: Dims) -> ir.Value:
+        """A graph input; a dim given as text is symbolic."""
+        value = ir.val(name, dtype, ir.Shape(dims))
+        self._inputs.append(value)
+        return value
+
+    def ops(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        outputs: int,
+        **attributes: Attribute,
+    ) -> tuple[ir.Value, ...]:
+        """Append one node with that many outputs, named `<node>_output_<i>`."""
+        node = ir.node(
+            op_type,
+            inputs,
+            attributes or None,
+            outputs=[ir.val(f"{name}_output_{i}") for i in range(outputs)],
+            name=name,
+        )
+        self._nodes.append(node)
+        return tuple(node.outputs)
+
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, name: str, **attributes: Attribute
+    ) -> ir.Value:
+        """Append one node with one output and return that output."""
+        return self.ops(op_type, inputs, name, 1, **attributes)[0]
+
+    def constant(self, value: npt.ArrayLike, dtype: npt.DTypeLike) -> ir.Value:
+        """The output of a Constant node; equal constants share one node."""
+        array = np.asarray(value, dtype=dtype)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = f"/Constant_{len(self._constants)}"
+            node = ir.node(
+                "Constant",
+                [],
+                {"value": ir.tensor(array)},
+                outputs=[ir.val(f"{name}_output_0")],
+                name=name,
+            )
+            self._nodes.append(node)
+            self._constants[key] = node.outputs[0]
+        return self._constants[key]
+
+    def weight(
+        self, name: str, shape: tuple[int, ...], *, std: float, mean: float = 0.0
+    ) -> ir.Value:
+        """A float32 initializer drawn from a normal distribution; one name is one tensor."""
+        if name in self._weights:
+            raise ValueError(f"weight {name!r} is defined twice")
+        # Keyed by the name, so that an option which adds a weight changes none of the others.
+        key = [self._seed, zlib.crc32(name.encode())]
+
+        def draw() -> ir.TensorProtocol:
+            sample = np.random.default_rng(key).standard_normal(shape, dtype=np.float32)
+            sample *= np.float32(std)
+            sample += np.float32(mean)
+            return ir.Tensor(sample, name=name)
+
+        tensor = ir.LazyTensor(draw, ir.DataType.FLOAT, ir.Shape(shape), name=name)
+        value = ir.val(name, ir.DataType.FLOAT, shape, const_value=tensor)
+        self._weights[name] = value
+        return value
+
+    def model(self, outputs: Mapping[str, tuple[ir.Value, Dims]], name: str) -> ir.Model:
+        """The finished float32 model; `outputs` gives each result its name and dims."""
+        for output, (value, dims) in outputs.items():
+            value.name = output
+            value.dtype = ir.DataType.FLOAT
+            value.shape = ir.Shape(dims)
+        graph = ir.Graph(
+            self._inputs,
+            [value for value, _ in outputs.values()],
+            nodes=self._nodes,
+            initializers=list(self._weights.values()),
+            opset_imports={"": OPSET},
+            name=name,
+        )
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name=f"models/{name}.py")
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """The bytes of all initializers together."""
+    return sum(tensor.nbytes for tensor in _weights(model))
+
+
+def save(model: ir.Model, path: Path, *, materialise: bool = True) -> None:
+    """Write `path`, and `path` + ".data" beside it where the weights are large.
+
+    Args:
+        model: as a `build` function returns it; it is left unchanged.
+        path: the `.onnx` file; its folder is made.
+        materialise: `False` writes no weight: the data file is sparse, of the right size, and reads
+            as zeros. For graphs whose weights would not fit on the disk.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = path.with_name(path.name + ".data")
+    if not materialise:
+        _save_sparse(model, path, data)
+    elif weight_bytes(model) > EXTERNAL_BYTES:
+        ir.save(model, path, external_data=data.name)
+    else:
+        data.unlink(missing_ok=True)
+        ir.save(model, path)
+
+
+def _weights(model: ir.Model) -> list[ir.TensorProtocol]:
+    values = model.graph.initializers.values()
+    return [value.const_value for value in values if value.const_value is not None]
+
+
+def _save_sparse(model: ir.Model, path: Path, data: Path) -> None:
+    kept = {value: value.const_value for value in model.graph.initializers.values()}
+    end = 0
+    try:
+        for value, tensor in kept.items():
+            if tensor is None or not isinstance(tensor.shape, ir.Shape):
+                raise ValueError(f"initializer {value.name!r} has no tensor")
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = offset + tensor.nbytes
+            value.const_value = ir.ExternalTensor(
+                data.name,
+                offset,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=str(value.name),
+                base_dir=path.parent,
+            )
+        with data.open("wb") as file:
+            file.truncate(end)
+        ir.save(model, path)
+    finally:
+        for value, tensor in kept.items():
+            value.const_value = tensor
+
+
+def main(description: str, config: type[ConfigT], build: Callable[[ConfigT], ir.Model]) -> None:
+    """Run an exporter: one flag per field of the frozen dataclass `config`, then `-o FILE`.
+
+    A field's flag takes its default's type: a bool is a switch, a tuple takes several integers.
+    Prints the file, its parameters and bytes. A mistake ends the process with code 2.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the .onnx file to write")
+    parser.add_argument(
+        "--no-weights",
+        action="store_true",
+        help="declare the weights in a sparse file that reads as zeros",
+    )
+    for field in dataclasses.fields(config):
+        flag = "--" + field.name.replace("_", "-")
+        text = str(field.metadata["help"])
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true", help=text)
+        elif isinstance(field.default, tuple):
+            parser.add_argument(flag, type=int, nargs="+", default=field.default, help=text)
+        else:
+            kind = type(field.default)
+            parser.add_argument(flag, type=kind, default=field.default, help=text)
+    options = vars(parser.parse_args())
+    output: Path = options.pop("output")
+    materialise = not options.pop("no_weights")
+    try:
+        chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+        model = build(config(**chosen))
+        save(model, output, materialise=materialise)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    parameters = sum(int(np.prod(tensor.shape.numpy())) for tensor in _weights(model))
+    print(f"{output}: {parameters:,} parameters, {weight_bytes(model):,} bytes of weights")

@@ -1,0 +1,54 @@
+"""The smallest network worth dividing: MatMul, ReLU, MatMul.
+
+    python models/two_layer.py -o two_layer.onnx
+
+`x` [batch, 32] float32 -> `y` [batch, 16] float32 through `/matmul1/MatMul` (32x16), `/relu/Relu`
+and `/matmul2/MatMul` (16x16). Weights are drawn as He et al. (2015) give them for ReLU networks.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+from _exporter import GraphWriter, main
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the network, in elements.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    inputs: int = field(default=32, metadata={"help": "width of the input"})
+    hidden: int = field(default=16, metadata={"help": "width between the layers"})
+    outputs: int = field(default=16, metadata={"help": "width of the output"})
+    seed: int = field(default=0, metadata={"help": "seed of the weights"})
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer can have."""
+        for size in (self.inputs, self.hidden, self.outputs):
+            if size < 1:
+                raise ValueError(f"layer sizes: expected positive integers, got {size}")
+
+
+def build(config: Config | None = None, **fields: int) -> ir.Model:
+    """The network as a model with the symbolic dim `batch`; `fields` replace those of `config`."""
+    config = replace(config or Config(), **fields)
+    writer = GraphWriter(config.seed)
+    x = writer.input("x", ir.DataType.FLOAT, ["batch", config.inputs])
+    first = writer.weight(
+        "matmul1.weight", (config.inputs, config.hidden), std=math.sqrt(2 / config.inputs)
+    )
+    second = writer.weight(
+        "matmul2.weight", (config.hidden, config.outputs), std=math.sqrt(2 / config.hidden)
+    )
+    hidden = writer.op("MatMul", x, first, name="/matmul1/MatMul")
+    hidden = writer.op("Relu", hidden, name="/relu/Relu")
+    y = writer.op("MatMul", hidden, second, name="/matmul2/MatMul")
+    return writer.model({"y": (y, ["batch", config.outputs])}, "two_layer")
+
+
+if __name__ == "__main__":
+    main("Write the two-layer network as ONNX.", Config, build)
