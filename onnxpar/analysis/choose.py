@@ -21,7 +21,7 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.analysis.structure import Part, Parts
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.ops.rule import ANY, REDUCTIONS, SPECIAL, WHOLE, OpRule
+from onnxpar.ops.rule import ANY, PARALLEL, REDUCTIONS, SPECIAL, WHOLE, OpRule
 from onnxpar.sharding import Component, DimSharding, Sharding
 from onnxpar.symbols import SymbolTable
 
@@ -106,6 +106,7 @@ class Chooser:
             for extended in self._with_axes(rule, merged, situation):
                 yield extended
             yield merged
+            yield from self._scattered(rule, merged, situation)
         for single in proposals:
             yield self._merge(rule, [single])
         yield {}
@@ -138,6 +139,33 @@ class Chooser:
                 extended[choice[0]] = choice[1]
         if extended != factors:
             yield extended
+
+    def _scattered(
+        self, rule: OpRule, factors: Factors, situation: Situation
+    ) -> Iterator[dict[str, DimSharding]]:
+        """Splits a dim, the last that divides, over atoms that an operand is partial over.
+
+        The pending reduction is then a reduce-scatter, half the traffic of an all-reduce, and what
+        follows is computed once. Not over parameter axes: there activations stay whole.
+        """
+        kept = {a for axis in self.parameter_axes for a in axis}
+        used = {a for parts in factors.values() for c in parts for a in c.atoms}
+        for index, sharding in enumerate(situation.operands):
+            if sharding is None or not sharding.partial or rule.inputs[index].mode:
+                continue
+            atoms = sharding.partial
+            if set(atoms) & (kept | used):
+                continue
+            for dim, names in reversed(
+                list(zip(sharding.dims, rule.inputs[index].dims, strict=True))
+            ):
+                if len(names) != 1 or len(dim) != 1 or rule.kinds[names[0]] != PARALLEL:
+                    continue
+                if names[0] in factors and factors[names[0]] != dim:
+                    continue
+                together = (*dim[0].atoms, *atoms)
+                if self.table.divisible(dim[0].size, self.mesh.count(together)):
+                    yield {**factors, names[0]: (Component(dim[0].size, together),)}
 
     def _is_partial_over(self, axis: Atoms, situation: Situation) -> bool:
         return any(s is not None and set(axis) & set(s.partial) for s in situation.operands)

@@ -1,0 +1,55 @@
+"""The rule language: what it reads, what it refuses, and that writing and reading agree."""
+
+import pytest
+
+from onnxpar.errors import RuleError
+from onnxpar.ops.rule import format_rule, parse_rule
+
+GOOD = (
+    "b m k, b k n -> b m n; sum: k; linear: sum 0, sum 1",
+    "a b -> a b; linear: any 0",
+    "(b s) d -> b s d",
+    "a 1, a b -> a b; whole: b; linear: sum 0+1, max 0+1",
+    "v d, i j -> i j d; sum: v",
+    "a c -> a c; special: c",
+    "m k, ., * -> m k, -; whole: m",
+    "-> ",
+)
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_format_reads_back(text: str) -> None:
+    rule = parse_rule(text)
+    again = parse_rule(format_rule(rule))
+    assert again == rule
+
+
+def test_kinds_and_linearity() -> None:
+    rule = parse_rule("m k, k n -> m n; sum: k; linear: sum 0, sum 1")
+    assert dict(rule.kinds) == {"m": "parallel", "k": "sum", "n": "parallel"}
+    assert rule.linear == (("sum", frozenset({0})), ("sum", frozenset({1})))
+    assert rule.splittable == ("m", "k", "n")
+    any_rule = parse_rule("a -> a; linear: any 0")
+    assert {r for r, _ in any_rule.linear} == {"sum", "max", "min", "prod"}
+
+
+BAD = (
+    ("m k", "'->'"),
+    ("m k -> m", "no output"),
+    ("m k -> m k; sum: k", "stands in an output"),
+    ("m k -> m; sum: z", "names no factor"),
+    ("m m -> m", "twice"),
+    ("m k -> m; sum: k; max: k", "two kinds"),
+    ("m -> m; linear: sum 3", "names operand 3"),
+    ("m -> m; linear: mean 0", "expected 'linear"),
+    ("m -> m; linear: sum x", "are numbers"),
+    ("m -> m; odd: m", "unknown clause"),
+    ("m -> m; whole m", "has no ':'"),
+    ("m & -> m", "cannot read"),
+)
+
+
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_refusals_say_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        parse_rule(text)
