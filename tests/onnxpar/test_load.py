@@ -1,0 +1,87 @@
+"""Reading and normalising models: what is accepted, and what is refused with a name."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+
+from onnxpar.errors import ModelError
+from onnxpar.passes.load import load, normalise, symbol_table
+from onnxpar.symbols import Symbol
+
+HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
+
+
+def read(text: str) -> ir.Model:
+    return ir.serde.deserialize_model(onnx.parser.parse_model(HEAD + text))
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no\.onnx' does not exist"):
+        load(tmp_path / "no.onnx")
+    with pytest.raises(ModelError, match="is a directory"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello, this is no model", bytes(range(256)) * 4])
+def test_not_a_model(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x.onnx"
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"x\.onnx"):
+        load(path)
+
+
+def test_cycle_names_its_nodes() -> None:
+    model = read("g (float[n] x) => (float[n] y) { a = Add(x, x) y = Relu(a) }")
+    first, second = list(model.graph)
+    first.name, second.name = "first", "second"
+    first.replace_input_with(1, second.outputs[0])
+    with pytest.raises(ModelError, match="cycle: '(first|second)' <- '(first|second)'"):
+        normalise(model)
+
+
+def test_dangling_input_is_named() -> None:
+    proto = onnx.parser.parse_model(HEAD + "g (float[n] x) => (float[n] y) { y = Add(x, ghost) }")
+    with pytest.raises(ModelError, match="ghost"):
+        normalise(ir.serde.deserialize_model(proto))
+
+
+def test_output_without_a_node() -> None:
+    proto = onnx.parser.parse_model(HEAD + "g (float[n] x) => (float[n] y) { z = Relu(x) }")
+    with pytest.raises(ModelError, match="'y' is made by no node"):
+        normalise(ir.serde.deserialize_model(proto))
+
+
+def test_names_constants_and_shapes() -> None:
+    model = normalise(
+        read(
+            """g (float[n, 4] x) => (float[p, q] y) {
+              c = Constant<value_ints: ints = [-1, 2]>()
+              a = Relu(x)
+              b = Relu(a)
+              y = Reshape(b, c)
+            }"""
+        )
+    )
+    names = [node.name for node in model.graph]
+    assert len(set(names)) == len(names) == 3
+    assert all(names)
+    assert np.array_equal(model.graph.initializers["c"].const_value.numpy(), [-1, 2])
+    assert str(model.graph.outputs[0].shape) == "[2*n,2]"
+
+
+def test_unnamed_dims_get_names_of_their_own() -> None:
+    proto = onnx.parser.parse_model(HEAD + "g (float[n] x) => (float[n] y) { y = Relu(x) }")
+    proto.graph.input[0].type.tensor_type.shape.dim[0].Clear()
+    model = normalise(ir.serde.deserialize_model(proto))
+    assert str(model.graph.inputs[0].shape) == "[x.0]"
+    assert list(symbol_table(model, {})) == ["x.0"]
+
+
+def test_constraint_on_unknown_symbol() -> None:
+    model = normalise(read("g (float[n] x) => (float[n] y) { y = Relu(x) }"))
+    with pytest.raises(ModelError, match="'batch'.*there are \\['n'\\]"):
+        symbol_table(model, {"batch": Symbol(divisor=8)})
