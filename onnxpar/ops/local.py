@@ -9,7 +9,7 @@ from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.passes.builder import INT64, GraphBuilder
-from onnxpar.passes.padding import mask_component, valid_count
+from onnxpar.passes.padding import block_start, mask_component, valid_count
 from onnxpar.sharding import Component, Dim, DimSharding, Sharding, local_size
 
 
@@ -73,16 +73,7 @@ class LocalNode:
 
     def start(self, factor: str) -> ir.Value:
         """Global index of this rank's first element of a one-component factor, int64 [1]."""
-        component = self._single(factor)
-        total = self.builder.const([0])
-        local: Dim = component.size
-        for atom in component.atoms:
-            local = local_size(Component(local, (atom,)), self.mesh, self.view.table)
-            step = self.builder.op(
-                "Mul", self.builder.coord(atom), self.builder.size(local), dtype=INT64, shape=[1]
-            )
-            total = self.builder.op("Add", total, step, dtype=INT64, shape=[1])
-        return total
+        return block_start(self.builder, self._single(factor))
 
     def valid(self, factor: str) -> ir.Value:
         """Number of this rank's elements of a one-component factor that are no padding, int64 [1]."""
@@ -100,6 +91,11 @@ class LocalNode:
         if len(parts) != 1:
             raise ValueError(f"node {self.view.name!r}: factor {factor!r} is a merged dim")
         return parts[0]
+
+    def split_factors(self, kind: str | None = None) -> tuple[str, ...]:
+        """Factors that the plan splits, in the order of the rule; of one kind where it is given."""
+        kinds = self.plan.rule.kinds
+        return tuple(f for f in kinds if self.atoms(f) and kind in (None, kinds[f]))
 
     def in_shape(self, index: int) -> tuple[Dim, ...]:
         """Local shape of operand `index`."""

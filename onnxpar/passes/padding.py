@@ -32,6 +32,19 @@ def valid_count(builder: GraphBuilder, component: Component) -> ir.Value:
     return valid
 
 
+def block_start(builder: GraphBuilder, component: Component) -> ir.Value:
+    """Returns the index, inside a component, of this rank's first element of it, int64 [1]."""
+    total: ir.Value | None = None
+    local: Dim = component.size
+    for atom in component.atoms:
+        local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
+        step = builder.op(
+            "Mul", builder.coord(atom), builder.size(local), dtype=INT64, shape=[1]
+        )
+        total = step if total is None else builder.op("Add", total, step, dtype=INT64, shape=[1])
+    return builder.const([0]) if total is None else total
+
+
 def fill_value(dtype: ir.DataType, fill: float | str) -> np.ndarray:
     """Returns a 0-d array of `dtype`: a number, or the "lowest" or "highest" of its range."""
     kind = dtype.numpy()

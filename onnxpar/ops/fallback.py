@@ -1,0 +1,52 @@
+"""What holds where an operator cannot be divided: every device computes the whole node."""
+
+from collections.abc import Iterable
+from types import MappingProxyType
+
+from onnxpar.analysis.plan import factor_sizes
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
+from onnxpar.ops.rule import ABSENT, REPLICATED, WHOLE, Operand, OpRule
+from onnxpar.sharding import Dim
+from onnxpar.symbols import symbols_of
+
+
+def replicated_rule(view: NodeView) -> OpRule:
+    """Returns the rule of a node that needs whole operands and makes whole results."""
+    inputs = tuple(
+        Operand(mode=REPLICATED if view.has(i) else ABSENT) for i in range(view.arity)
+    )
+    outputs = tuple(Operand(mode=REPLICATED) for _ in view.node.outputs)
+    return OpRule(inputs, outputs, MappingProxyType({}))
+
+
+def readable(view: NodeView, dims: Iterable[Dim]) -> bool:
+    """Whether every size follows from the sizes of the graph's inputs."""
+    return all(name in view.table for dim in dims for name in symbols_of(dim))
+
+
+def require_readable(view: NodeView, what: str, dims: Iterable[Dim]) -> None:
+    """Refuses a node that cannot be divided because its sizes depend on data.
+
+    Raises:
+        ModelError: A size of `what` does not follow from the sizes of the graph's inputs.
+    """
+    dims = tuple(dims)
+    if not readable(view, dims):
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): {what} must follow from the sizes of the "
+            f"inputs, got {', '.join(map(str, dims))}"
+        )
+
+
+def settle(rule: OpRule, view: NodeView) -> OpRule:
+    """Returns the rule with every factor whose size depends on data made whole.
+
+    Neither the local size nor the padding of such a factor could be computed by a device.
+    """
+    sizes = factor_sizes(rule, view)
+    unknown = {f for f in rule.factors if not readable(view, (sizes[f],))}
+    if not unknown:
+        return rule
+    kinds = {f: WHOLE if f in unknown else kind for f, kind in rule.kinds.items()}
+    return OpRule(rule.inputs, rule.outputs, MappingProxyType(kinds), rule.linear, rule.sizes)
