@@ -1,0 +1,182 @@
+"""The manifest: what the runtime, `inspect` and checkpoints know of an artifact directory.
+
+Schema 1. Sizes are integers or integer arithmetic over the symbols' names (`onnxpar.symbols`); a
+symbol whose name is no identifier is written in its safe form throughout. Parameters list explicit
+boxes of indices, so that a reader needs no sharding algebra.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.artifacts.directory import GENERATOR
+from onnxpar.artifacts.weights import Written
+from onnxpar.errors import ArtifactError
+from onnxpar.passes.builder import COORD_PREFIX, SYMBOL_PREFIX, Collective
+from onnxpar.passes.emit import used_system_inputs
+from onnxpar.passes.layout import Interval, WeightLayout, boxes
+from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
+from onnxpar.sharding import Dim, Sharding
+from onnxpar.symbols import Symbol, dim_str, safe_name
+from onnxpar.symbols.expr import fraction
+
+SCHEMA = 1
+VERSION = "0.1.0"
+
+Json = dict[str, Any]
+
+
+def manifest(
+    models: Sequence[PartitionedModel],
+    graphs: Mapping[str, Sequence[str | None]],
+    parameters: Mapping[str, Parameter],
+    layout: WeightLayout,
+    files: Mapping[str, Written],
+    *,
+    model_name: str,
+    strategy: Mapping[str, Any],
+    report: Mapping[str, Any],
+) -> Json:
+    """Returns the manifest as plain data.
+
+    Args:
+        models: The programs, all of one mesh.
+        graphs: By program, the graph file of each rank, None where it was not written.
+        parameters: By name.
+        layout: Where each shard lies; shards in files that were not written are left out.
+        files: Every file that was written.
+        model_name: Name of the model, for people.
+        strategy: The strategy as resolved.
+        report: What else the transformer has to tell.
+    """
+    mesh = models[0].plan.mesh
+    return {
+        "schema": SCHEMA,
+        "generator": f"{GENERATOR} {VERSION}",
+        "model": model_name,
+        "mesh": {"axes": [[n, s] for n, s in mesh.axes], "atoms": list(mesh.atoms)},
+        "devices": mesh.size,
+        "symbols": {
+            safe_name(name): _symbol(symbol) for pm in models for name, symbol in pm.symbols.items()
+        },
+        "programs": {pm.program: _program(pm, graphs[pm.program]) for pm in models},
+        "parameters": {
+            name: _parameter(parameters[name], layout, files, models[0]) for name in layout.shards
+        },
+        "files": {n: {"sha256": f.sha256, "bytes": f.size} for n, f in sorted(files.items())},
+        "strategy": dict(strategy),
+        "replicated": [
+            {"node": node, "op_type": op_type, "reason": reason}
+            for pm in models
+            for node, op_type, reason in pm.replicated
+        ],
+        "report": dict(report),
+    }
+
+
+def dtype_name(dtype: ir.DataType) -> str:
+    """Returns numpy's name of an element type, which also names those that numpy lacks."""
+    return {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}.get(
+        dtype, dtype.name.lower()
+    )
+
+
+def _symbol(symbol: Symbol) -> Json:
+    keys = ("min", "max", "divisor", "remainder", "unique", "per_rank")
+    return {key: getattr(symbol, key) for key in keys}
+
+
+def _size(size: Dim) -> int | str:
+    text = dim_str(size)
+    return int(text) if text.isdigit() else text
+
+
+def _bytes(size: Dim) -> int | str:
+    """Returns a count that need not be an integer (a half of an odd number of bytes)."""
+    if isinstance(size, int):
+        return size
+    over, under = fraction(size)
+    if under == 1:
+        return _size(size)
+    return f"({dim_str(over)})/({dim_str(under)})"
+
+
+def _dims(sharding: Sharding) -> list[list[Json]]:
+    return [[{"size": _size(c.size), "atoms": list(c.atoms)} for c in dim] for dim in sharding.dims]
+
+
+def _tensor(item: GraphInput) -> Json:
+    if item.local.dtype is None:
+        raise ArtifactError(f"{item.name!r}: the element type of this input or output is not known")
+    return {
+        "name": item.name,
+        "dtype": dtype_name(item.local.dtype),
+        "shape": [_size(s) for s in item.sharding.shape],
+        "dims": _dims(item.sharding),
+    }
+
+
+def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
+    return {
+        "files": list(graphs),
+        "inputs": [_tensor(item) for item in pm.inputs],
+        "outputs": [_tensor(item) for item in pm.outputs],
+        "system_inputs": [_system_input(value.name or "") for value in used_system_inputs(pm)],
+        "collectives": [_collective(c) for c in pm.builder.collectives],
+    }
+
+
+def _system_input(name: str) -> Json:
+    if name.startswith(SYMBOL_PREFIX):
+        symbol = safe_name(name.removeprefix(SYMBOL_PREFIX))
+        return {"name": name, "kind": "symbol", "symbol": symbol}
+    if name.startswith(COORD_PREFIX):
+        return {"name": name, "kind": "coordinate", "atom": int(name.removeprefix(COORD_PREFIX))}
+    raise ArtifactError(f"system input {name!r} is of no known kind")
+
+
+def _collective(collective: Collective) -> Json:
+    return {
+        "op": collective.op,
+        "node": collective.node,
+        "value": collective.value,
+        "atoms": list(collective.atoms),
+        "bytes": _bytes(collective.bytes),
+        "reason": collective.reason,
+        "before": collective.before,
+        "after": collective.after,
+    }
+
+
+def _parameter(
+    parameter: Parameter,
+    layout: WeightLayout,
+    files: Mapping[str, Written],
+    pm: PartitionedModel,
+) -> Json:
+    sharding, mesh = parameter.sharding, pm.plan.mesh
+    dtype = parameter.source.dtype
+    assert dtype is not None, "layout() refuses parameters without a type"
+    return {
+        "dtype": dtype_name(dtype),
+        "shape": [_size(s) for s in sharding.shape],
+        "dims": _dims(sharding),
+        "shards": [
+            {
+                "ranks": list(shard.ranks),
+                "file": shard.file,
+                "boxes": [
+                    {"global": _intervals(box.source), "local": _intervals(box.local)}
+                    for box in boxes(sharding, mesh, shard.ranks[0])
+                ],
+                "local_shape": list(shard.shape),
+            }
+            for shard in layout.shards[parameter.name]
+            if shard.file in files
+        ],
+    }
+
+
+def _intervals(box: Sequence[Interval]) -> list[list[int]]:
+    return [list(interval) for interval in box]

@@ -1,0 +1,137 @@
+"""Writes an artifact directory: graphs, weight shards, manifest."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from google.protobuf.message import EncodeError
+
+from onnxpar.artifacts import sources
+from onnxpar.artifacts.directory import MANIFEST, new_directory
+from onnxpar.artifacts.manifest import manifest
+from onnxpar.artifacts.weights import Written, write_weights
+from onnxpar.errors import ArtifactError
+from onnxpar.passes.emit import fill, template
+from onnxpar.passes.layout import layout
+from onnxpar.passes.partitioned import Parameter, PartitionedModel
+
+MAX_PROTOBUF = 2**31 - 1
+"""Bytes; the largest message that protobuf writes."""
+
+LINE = 100
+
+
+def write(
+    models: Sequence[PartitionedModel],
+    out_dir: str | Path,
+    *,
+    ranks: Iterable[int] | None = None,
+    force: bool = False,
+    report: Mapping[str, Any] | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    model_name: str,
+) -> None:
+    """Writes programs of one mesh as an artifact directory, whole or not at all.
+
+    Memory stays bounded by a few chunks of a weight (by the largest weight where the model holds
+    its weights itself), not by the model.
+
+    Args:
+        models: The programs; one parameter in several of them must be cut alike.
+        out_dir: The directory to make; flat, as onnxruntime refuses external data elsewhere.
+        ranks: Write only the graphs of these ranks and the weights that they read.
+        force: Replace an artifact directory that is there.
+        report: What the transformer has to tell, as JSON.
+        strategy: The strategy as resolved, as JSON.
+        model_name: Name of the model, for people.
+
+    Raises:
+        ArtifactError: The directory cannot be written or must not be replaced, a weight's data is
+            missing, or the programs do not fit together.
+    """
+    mesh = models[0].plan.mesh
+    if any(pm.plan.mesh != mesh for pm in models):
+        raise ArtifactError("the programs of one directory must be cut for one mesh")
+    chosen = sorted(set(range(mesh.size) if ranks is None else ranks))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= mesh.size:
+        raise ArtifactError(f"expected ranks from 0 to {mesh.size - 1}, got {chosen}")
+    parameters = _parameters(models)
+    places = layout(parameters.values(), mesh)
+    needed = {f.name for f in places.files.values() if set(chosen) & set(f.ranks)}
+    sources.check(
+        p
+        for name, p in parameters.items()
+        if any(s.file in needed for s in places.shards.get(name, ()))
+    )
+    size = sum(places.files[name].size for name in needed)
+    with new_directory(Path(out_dir), force=force, need=size) as folder:
+        files = write_weights(list(parameters.values()), places, folder, ranks=chosen)
+        graphs: dict[str, list[str | None]] = {}
+        for pm in models:
+            form = template(pm, places)
+            graphs[pm.program] = [None] * mesh.size
+            for rank in chosen:
+                name = f"rank{rank:04d}.{pm.program}.onnx"
+                files[name] = _write_graph(folder / name, fill(form, rank))
+                graphs[pm.program][rank] = name
+        contents = manifest(
+            models,
+            graphs,
+            parameters,
+            places,
+            files,
+            model_name=model_name,
+            strategy=strategy or {},
+            report=report or {},
+        )
+        with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
+            stream.write(_json(contents) + "\n")
+
+
+def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:
+    found: dict[str, Parameter] = {}
+    for pm in models:
+        for parameter in pm.parameters:
+            other = found.setdefault(parameter.name, parameter)
+            if other.sharding != parameter.sharding or other.source.dtype != parameter.source.dtype:
+                mesh = pm.plan.mesh
+                raise ArtifactError(
+                    f"parameter {parameter.name!r} is cut in two ways: "
+                    f"{other.sharding.describe(mesh)} and, in {pm.program!r}, "
+                    f"{parameter.sharding.describe(mesh)}"
+                )
+    return found
+
+
+def _write_graph(path: Path, proto: onnx.ModelProto) -> Written:
+    try:
+        data = proto.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path.name}: cannot be serialised, {error}; constants of more than {MAX_PROTOBUF} "
+            "bytes must be weights"
+        ) from error
+    path.write_bytes(data)
+    return Written(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _json(contents: Mapping[str, Any]) -> str:
+    try:
+        return _pretty(contents, "\n")
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(f"the manifest cannot be written as JSON: {error}") from error
+
+
+def _pretty(item: Any, indent: str) -> str:
+    """Returns JSON in which only what does not fit on a line is broken into lines."""
+    flat = json.dumps(item, allow_nan=False, ensure_ascii=False)
+    if len(flat) <= LINE or not isinstance(item, dict | list | tuple):
+        return flat
+    inner = indent + " "
+    if isinstance(item, dict):
+        parts = [f"{json.dumps(str(k))}: {_pretty(v, inner)}" for k, v in item.items()]
+        return "{" + inner + f",{inner}".join(parts) + indent + "}"
+    return "[" + inner + f",{inner}".join(_pretty(v, inner) for v in item) + indent + "]"

@@ -1,0 +1,291 @@
+"""Emission: one ordinary ONNX graph for each rank, from the rank-generic graph.
+
+The graphs of the ranks differ only in the `group` (and `pairs`, `root`) of each collective, in
+where their weights lie, and in texts for people. So the graph is serialised once into a template,
+and a rank's graph is the template with these few fields filled in.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+
+from onnxpar.errors import ArtifactError
+from onnxpar.mesh import Mesh
+from onnxpar.passes.builder import DOMAIN
+from onnxpar.passes.cleanup import read_by
+from onnxpar.passes.layout import WeightLayout, layout
+from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
+
+DOMAIN_VERSION = 1
+MIN_IR_VERSION = 11
+"""The first version with multi-device fields."""
+MAX_IR_VERSION = 13
+"""The last version that onnxruntime 1.31 reads."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A program's graph with the places that differ between ranks.
+
+    Attributes:
+        model: The partitioned model it is made from.
+        layout: Where each weight lies.
+        proto: The graph; `fill` writes into it, so it is one rank's at a time.
+        collectives: `(node, atoms, pairs, root)` of each node that has a group: its position in the
+            graph, the atoms of its groups, source and destination positions in the group (Permute),
+            and the root's position in the group (Broadcast; None elsewhere).
+        weights: `(parameter, position among the initializers)` of each weight kept in a file.
+    """
+
+    model: PartitionedModel
+    layout: WeightLayout
+    proto: onnx.ModelProto
+    collectives: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int | None], ...]
+    weights: tuple[tuple[str, int], ...]
+
+
+def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
+    """Returns one rank's graph as a model of its own.
+
+    Its weights are external tensors of the files that `onnxpar.artifacts.write` makes of this model
+    alone; they are not read here. To write several ranks, use one `template` and `fill` it.
+
+    Raises:
+        ArtifactError: The rank is not of the mesh, or a parameter cannot be stored.
+    """
+    proto = fill(template(pm, layout(pm.parameters, pm.plan.mesh)), rank)
+    return ir.from_proto(proto)
+
+
+def describe_rank(mesh: Mesh, rank: int, stage: int = 0) -> str:
+    """Returns a rank's place for people: `stage 0, rank 3 of 8, coordinates dp=0 tp=3`."""
+    if mesh.axes:
+        places = " ".join(
+            f"{name}={mesh.index(rank, mesh.axis_atoms(name))}" for name, _ in mesh.axes
+        )
+    elif mesh.atoms:
+        places = " ".join(
+            f"{c}/{size}" for c, size in zip(mesh.coords(rank), mesh.atoms, strict=True)
+        )
+    else:
+        places = "none"
+    return f"stage {stage}, rank {rank} of {mesh.size}, coordinates {places}"
+
+
+def used_system_inputs(pm: PartitionedModel) -> tuple[ir.Value, ...]:
+    """Returns the system inputs that some node reads, in the order in which they were asked for."""
+    read = {value for node in pm.builder.nodes for value in read_by(node)}
+    return tuple(value for value in pm.builder.system_inputs.values() if value in read)
+
+
+def template(pm: PartitionedModel, places: WeightLayout) -> Template:
+    """Serialises a partitioned model once. Its nodes are not changed.
+
+    Args:
+        pm: The program of all ranks.
+        places: Where its weights lie.
+
+    Raises:
+        ArtifactError: A parameter has no place and cannot be written into the graph.
+    """
+    source, mesh = pm.source, pm.plan.mesh
+    proto = onnx.ModelProto(
+        ir_version=min(max(source.ir_version or 0, MIN_IR_VERSION), MAX_IR_VERSION),
+        producer_name="onnxpar",
+    )
+    if source.domain:
+        proto.domain = source.domain
+    if source.model_version:
+        proto.model_version = source.model_version
+    versions = {**source.opset_imports, DOMAIN: DOMAIN_VERSION}
+    for domain, version in versions.items():
+        proto.opset_import.add(domain=domain, version=version)
+    for function in _called_functions(pm):
+        ir.serde.serialize_function_into(proto.functions.add(), function)
+    _put_metadata(
+        proto,
+        {
+            **source.metadata_props,
+            "onnxpar.program": pm.program,
+            "onnxpar.mesh": " ".join(f"{name}={size}" for name, size in mesh.axes)
+            or f"{mesh.size} devices",
+        },
+    )
+    graph = proto.graph
+    graph.name = source.graph.name or pm.program
+    for item in pm.inputs:
+        _put_value(graph.input.add(), item, mesh)
+    for value in used_system_inputs(pm):
+        ir.serde.serialize_value_into(graph.input.add(), value)
+    for item in pm.outputs:
+        _put_value(graph.output.add(), item, mesh)
+    for value in pm.builder.initializers:
+        if value.const_value is None:
+            raise ArtifactError(f"constant {value.name!r} has no value")
+        ir.serde.serialize_tensor_into(graph.initializer.add(), value.const_value)
+        graph.initializer[-1].name = value.name or ""
+    weights = []
+    for parameter in pm.parameters:
+        if parameter.name in places.shards:
+            weights.append((parameter.name, len(graph.initializer)))
+        _put_parameter(graph.initializer.add(), parameter, places, mesh)
+    collectives = tuple(_put_nodes(graph, pm))
+    return Template(pm, places, proto, collectives, tuple(weights))
+
+
+def fill(form: Template, rank: int) -> onnx.ModelProto:
+    """Fills in one rank's groups and weights, and returns the template's graph.
+
+    The graph returned is the template's own: it is valid until the next call.
+
+    Raises:
+        ArtifactError: The rank is not of the mesh.
+    """
+    mesh = form.model.plan.mesh
+    if not 0 <= rank < mesh.size:
+        raise ArtifactError(f"expected a rank from 0 to {mesh.size - 1}, got {rank}")
+    graph = form.proto.graph
+    original = form.model.source.graph.doc_string
+    place = describe_rank(mesh, rank)
+    graph.doc_string = f"{place}\n\n{original}" if original else place
+    _put_metadata(form.proto, {"onnxpar.rank": str(rank), "onnxpar.devices": str(mesh.size)})
+    groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for index, atoms, pairs, root in form.collectives:
+        if atoms not in groups:
+            groups[atoms] = mesh.group(rank, atoms)
+        group = groups[atoms]
+        _put_ints(graph.node[index], "group", group)
+        if pairs:
+            _put_ints(graph.node[index], "pairs", [group[i] for pair in pairs for i in pair])
+        if root is not None:
+            _put_int(graph.node[index], "root", group[root])
+    for name, index in form.weights:
+        shard = form.layout.shard(name, rank)
+        if shard.length:
+            location, offset, length = graph.initializer[index].external_data
+            location.value = shard.file
+            offset.value = str(shard.offset)
+            length.value = str(shard.length)
+    return form.proto
+
+
+def _put_nodes(
+    graph: onnx.GraphProto, pm: PartitionedModel
+) -> Iterator[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int | None]]:
+    outputs = {item.local for item in pm.outputs}
+    for index, node in enumerate(pm.builder.nodes):
+        proto = graph.node.add()
+        ir.serde.serialize_node_into(proto, node)
+        _put_metadata(proto, _layouts(pm, node))
+        for value in node.outputs:
+            if value not in outputs and value.name and value.type is not None:
+                ir.serde.serialize_value_into(graph.value_info.add(), value)
+        if "atoms" in node.meta:
+            yield index, node.meta["atoms"], node.meta.get("pairs", ()), node.meta.get("root")
+
+
+def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:
+    """Returns how a node of the undivided model lies on the mesh, for people."""
+    plan = pm.plan.nodes.get(node.name or "")
+    if plan is None or node.domain == DOMAIN:
+        return {}
+    mesh = pm.plan.mesh
+    texts = {
+        "onnxpar.in_layouts": " ".join(s.describe(mesh) if s else "-" for s in plan.inputs),
+        "onnxpar.out_layouts": " ".join(s.describe(mesh) for s in plan.outputs),
+    }
+    if plan.reason:
+        texts["onnxpar.replicated"] = plan.reason
+    return texts
+
+
+def _put_value(proto: onnx.ValueInfoProto, item: GraphInput, mesh: Mesh) -> None:
+    ir.serde.serialize_value_into(proto, item.local)
+    proto.name = item.name
+    _put_metadata(
+        proto,
+        {
+            "onnxpar.layout": item.sharding.describe(mesh),
+            "onnxpar.global_shape": str(list(item.sharding.shape)),
+        },
+    )
+
+
+def _put_parameter(
+    proto: onnx.TensorProto, parameter: Parameter, places: WeightLayout, mesh: Mesh
+) -> None:
+    source = parameter.source
+    if parameter.name not in places.shards:
+        # Text: ONNX allows no external data for it.
+        if source.const_value is None or parameter.sharding.split_atoms:
+            raise ArtifactError(f"parameter {parameter.name!r} has no place in the weight files")
+        ir.serde.serialize_tensor_into(proto, source.const_value)
+        proto.name = parameter.local.name or parameter.name
+        return
+    shard = places.shards[parameter.name][0]
+    proto.name = parameter.local.name or parameter.name
+    proto.data_type = int(source.dtype or ir.DataType.UNDEFINED)
+    proto.dims.extend(shard.shape)
+    if shard.length:
+        proto.data_location = onnx.TensorProto.EXTERNAL
+        for key in ("location", "offset", "length"):
+            proto.external_data.add(key=key)
+    else:
+        proto.raw_data = b""
+    _put_metadata(
+        proto,
+        {
+            "onnxpar.layout": parameter.sharding.describe(mesh),
+            "onnxpar.global_shape": str(list(parameter.sharding.shape)),
+        },
+    )
+
+
+def _put_metadata(
+    proto: onnx.ModelProto | onnx.NodeProto | onnx.ValueInfoProto | onnx.TensorProto,
+    texts: dict[str, str],
+) -> None:
+    present = {entry.key: entry for entry in proto.metadata_props}
+    for key, text in texts.items():
+        if key in present:
+            present[key].value = text
+        else:
+            proto.metadata_props.add(key=key, value=text)
+
+
+def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
+    for attribute in node.attribute:
+        if attribute.name == name:
+            return attribute
+    return node.attribute.add(name=name)
+
+
+def _put_ints(node: onnx.NodeProto, name: str, values: tuple[int, ...] | list[int]) -> None:
+    attribute = _attribute(node, name)
+    attribute.type = onnx.AttributeProto.INTS
+    attribute.ints[:] = values
+
+
+def _put_int(node: onnx.NodeProto, name: str, value: int) -> None:
+    attribute = _attribute(node, name)
+    attribute.type = onnx.AttributeProto.INT
+    attribute.i = value
+
+
+def _called_functions(pm: PartitionedModel) -> list[ir.Function]:
+    """Returns the model's functions that the program calls, directly or through others."""
+    functions = pm.source.functions
+    found: dict[tuple[str, str, str], ir.Function] = {}
+    waiting = list(pm.builder.nodes)
+    while waiting:
+        node = waiting.pop()
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                waiting.extend(attribute.as_graph())
+        identifier = node.op_identifier()
+        if identifier in functions and identifier not in found:
+            found[identifier] = functions[identifier]
+            waiting.extend(functions[identifier])
+    return list(found.values())
