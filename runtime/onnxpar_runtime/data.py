@@ -55,10 +55,12 @@ def read_npz(path: str | Path) -> dict[str, Array]:
         InputError: The file is missing, is no `.npz`, or holds pickled objects.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
+        with open(path, "rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
                 raise InputError(f"{path}: expected an .npz file with named arrays, got one array")
-            return {name: archive[name] for name in archive.files}
+            with archive:
+                return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:

@@ -348,7 +348,7 @@ def default_cases(manifest: Manifest, program: Program) -> list[dict[str, int]]:
 
 
 def _picks(symbol: Symbol, devices: int) -> list[int]:
-    near = symbol.admissible(devices + 1, 2 * devices + 2) or symbol.admissible(1, 4)
+    near = symbol.admissible(devices + 1, 2 * devices + 2) or symbol.admissible(1, 4)[::-1]
     smallest = symbol.admissible(1, 1)
     even = [v for v in near if v % devices == 0]
     # Not a multiple of any part of the mesh, if there is such a value.

@@ -1,0 +1,82 @@
+"""`onnxpar verify`: its table, its JSON and its exit codes."""
+
+import json
+from pathlib import Path
+
+import hand_made
+import numpy as np
+import pytest
+
+from onnxpar.cli import main
+
+SUM = (
+    "g (float[batch, 3] x) => (float[1, 3] y) {"
+    "  axes = Constant<value_ints = [0]>()  y = ReduceSum<keepdims: int = 1>(x, axes) }"
+)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[str, str]:
+    """Artifacts for two ranks, and their undivided model."""
+    directory = hand_made.reduced(tmp_path / "a", 2)
+    return str(directory), str(hand_made.undivided(tmp_path / "m.onnx", SUM))
+
+
+def test_json(paths: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    directory, model = paths
+    cases = ["--symbol", "batch=5", "--symbol", "batch=1"]
+    assert main(["verify", directory, "--model", model, *cases, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert [c["symbols"] for c in report["cases"]] == [{"batch": 5}, {"batch": 1}]
+    for case in report["cases"]:
+        assert case["bytes_expected"] == case["bytes_counted"] == 12
+        assert 0 <= case["max_rel"] <= 1e-5
+        assert {"max_abs", "worst"} <= set(case)
+
+
+def test_table(paths: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    directory, model = paths
+    assert main(["verify", directory, "--model", model]) == 0
+    shown = capsys.readouterr().out
+    assert "batch=4" in shown and "batch=3" in shown and "batch=1" in shown
+
+
+def test_does_not_hold(
+    paths: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = paths
+    model = str(hand_made.undivided(tmp_path / "w.onnx", SUM.replace("ReduceSum", "ReduceMean")))
+    assert main(["verify", directory, "--model", model, "--symbol", "batch=4"]) == 1
+    assert "does not hold: output 'y': expected a difference" in capsys.readouterr().out
+    assert main(["verify", directory, "--model", model, "--symbol", "batch=4", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+    loose = ["--symbol", "batch=4", "--atol", "100"]
+    assert main(["verify", directory, "--model", model, *loose]) == 0
+
+
+def test_given_inputs(paths: tuple[str, str], tmp_path: Path) -> None:
+    directory, model = paths
+    np.savez(tmp_path / "in.npz", x=np.ones((6, 3), np.float32))
+    inputs = ["--inputs", str(tmp_path / "in.npz")]
+    assert main(["verify", directory, "--model", model, *inputs]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--symbol", "batch"], "--symbol 'batch': expected name=integer, got 'batch'"),
+        (["--symbol", "batch=x"], "expected name=integer, got 'batch=x'"),
+        (["--symbol", "batch=1,batch=2"], "'batch' is given twice"),
+        (["--symbol", "seq=1"], "unknown symbol 'seq'; the inputs have ['batch']"),
+        (["--symbol", "batch=0"], "symbol 'batch' is 0, which violates its constraint"),
+        (["--inputs", "none.npz"], "none.npz: no such file"),
+    ],
+)
+def test_users_mistakes(
+    paths: tuple[str, str], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    directory, model = paths
+    assert main(["verify", directory, "--model", model, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("onnxpar: error: ") and message in error and error.count("\n") == 1

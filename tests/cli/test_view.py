@@ -1,0 +1,74 @@
+"""`onnxpar view`: serves the graph of the rank that was asked for."""
+
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import hand_made
+import pytest
+
+from onnxpar.cli import main
+
+
+def test_serves_until_interrupted(tmp_path: Path) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a")
+    command = ["view", str(directory), "--rank", "1", "--no-browser"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "onnxpar.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            found = re.search(r"rank0001\.model\.onnx at (http://\S+) \(stop", line)
+            if found:
+                break
+        assert found, lines
+        page = urllib.request.urlopen(found[1], timeout=10).read().decode()
+        assert "rank0001.model.onnx" in page
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        assert "Traceback" not in process.stdout.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rank", "2"], "expected a rank from 0 to 1, got 2"),
+        (["--program", "train"], "no program 'train', it has ['model']"),
+    ],
+)
+def test_users_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a")
+    assert main(["view", str(directory), "--no-browser", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"programs": {"model": {}}}'])
+def test_no_readable_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    assert main(["view", str(tmp_path), "--no-browser"]) == 2
+    assert "manifest.json" in capsys.readouterr().err
+
+
+def test_rank_that_was_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a")
+    (directory / "rank0001.model.onnx").unlink()
+    assert main(["view", str(directory), "--rank", "1", "--no-browser"]) == 2
+    assert "the graph of rank 1 was not written" in capsys.readouterr().err

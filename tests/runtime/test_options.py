@@ -1,0 +1,79 @@
+"""Options that pass through to onnxruntime, and the choice of the device."""
+
+import onnxruntime
+import pytest
+from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.options import (
+    Device,
+    choose_device,
+    cuda_devices,
+    parse_pairs,
+    providers,
+    session_options,
+)
+
+
+def test_defaults() -> None:
+    options = session_options({})
+    assert options.execution_order == onnxruntime.ExecutionOrder.PRIORITY_BASED
+    assert options.intra_op_num_threads == 1
+
+
+def test_pass_through() -> None:
+    pairs = parse_pairs(
+        ["intra_op_num_threads=3", "graph_optimization_level=basic", "enable_profiling=false",
+         "execution_mode=ORT_PARALLEL", "session.intra_op.allow_spinning=0", "logid=a=b",
+         "cuda.device_id=1"]
+    )  # fmt: skip
+    options = session_options(pairs)
+    assert options.intra_op_num_threads == 3
+    basic = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert options.graph_optimization_level == basic
+    assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert options.logid == "a=b"
+    assert providers(Device.CUDA, 0, pairs)[0][1]["device_id"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("threads", "expected key=value, got 'threads'"),
+        ("=1", "expected key=value"),
+        ("nothing=1", "unknown onnxruntime option 'nothing'; known: .*intra_op_num_threads"),
+        ("add_initializer=1", "unknown onnxruntime option"),
+        ("__class__=1", "unknown onnxruntime option"),
+        ("intra_op_num_threads=many", "expected an integer, got 'many'"),
+        ("enable_profiling=maybe", "expected true or false"),
+        ("graph_optimization_level=most", r"expected one of \['ORT_DISABLE_ALL'"),
+    ],
+)
+def test_refused(text: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        session_options(parse_pairs([text]))
+
+
+def test_twice_is_refused() -> None:
+    with pytest.raises(LaunchError, match="given twice"):
+        parse_pairs(["a=1", "a=2"])
+
+
+def test_device() -> None:
+    assert choose_device("cpu") is Device.CPU
+    with pytest.raises(LaunchError, match="expected one of auto, cpu, cuda, got 'tpu'"):
+        choose_device("tpu")
+
+
+@pytest.mark.skipif(cuda_devices() > 0, reason="the machine has a CUDA device")
+def test_without_cuda() -> None:
+    assert choose_device("auto") is Device.CPU
+    with pytest.raises(LaunchError, match="device cuda: "):
+        choose_device("cuda")
+
+
+def test_ranks_of_a_machine_take_different_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxpar_runtime.options.cuda_devices", lambda: 4)
+    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_RANK", raising=False)
+    assert providers(Device.CUDA, 6, {})[0][1]["device_id"] == "2"
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    assert providers(Device.CUDA, 6, {})[0][1]["device_id"] == "1"

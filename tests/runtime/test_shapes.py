@@ -1,0 +1,51 @@
+"""Symbols are read off input shapes; contradictions name input, dim, expected and got."""
+
+import pytest
+from onnxpar_runtime.errors import InputError, SymbolValueError
+from onnxpar_runtime.manifest import Symbol, TensorSpec
+from onnxpar_runtime.shapes import bind_local_symbols, bind_symbols, check_symbols
+
+
+def spec(name: str, *shape: int | str, atoms: tuple[int, ...] = ()) -> TensorSpec:
+    dims = tuple(((size, atoms if i == 0 else ()),) for i, size in enumerate(shape))
+    return TensorSpec(name, "float32", shape, dims)
+
+
+IDS, MASK = spec("ids", "batch", "seq"), spec("mask", "8*batch", "seq", 4)
+
+
+def test_bound_and_checked() -> None:
+    shapes = {"ids": (3, 5), "mask": (24, 5, 4)}
+    assert bind_symbols([MASK, IDS], shapes) == {"seq": 5, "batch": 3}
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ((24, 6, 4), "input 'mask', dim 1: expected 5 ('seq' is 5 by dim 1 of input 'ids'), got 6"),
+        ((25, 5, 4), "input 'mask', dim 0: expected 24 (= 8*batch), got 25"),
+        ((24, 5, 3), "input 'mask', dim 2: expected 4, got 3"),
+        ((24, 5), "input 'mask': expected 3 dims [8*batch, seq, 4], got shape [24, 5]"),
+    ],
+)
+def test_contradiction(mask: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        bind_symbols([IDS, MASK], {"ids": (3, 5), "mask": mask})
+    assert str(caught.value) == message
+
+
+def test_violated_constraint_names_symbol_value_and_constraint() -> None:
+    with pytest.raises(SymbolValueError) as caught:
+        check_symbols({"batch": Symbol(divisor=8, max=64)}, {"batch": 12})
+    message = "symbol 'batch' is 12, which violates its constraint: 8*N, N >= 1, at most 64"
+    assert str(caught.value) == message
+
+
+def test_local_shapes_tell_only_what_is_certain() -> None:
+    specs = [spec("x", "batch", "seq", atoms=(0, 1))]
+    shapes = {"x": (2, 5)}
+    assert bind_local_symbols(specs, shapes, (2, 3), {}) == {"seq": 5}
+    even = {"batch": Symbol(divisor=12)}
+    assert bind_local_symbols(specs, shapes, (2, 3), even) == {"batch": 12, "seq": 5}
+    shifted = {"batch": Symbol(divisor=12, remainder=1)}
+    assert bind_local_symbols(specs, shapes, (2, 3), shifted) == {"seq": 5}

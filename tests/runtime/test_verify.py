@@ -1,0 +1,214 @@
+"""The comparison finds what differs, and does not find what does not."""
+
+from pathlib import Path
+from typing import Any
+
+import hand_made
+import numpy as np
+import pytest
+from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.verify import (
+    ModelReference,
+    Settings,
+    default_cases,
+    difference_of,
+    index_bounds,
+    verify,
+)
+
+DOUBLE = (
+    "g (float[batch, 3] x) => (float[batch, 3] y) {"
+    "  s = Shape<start: int = 0, end: int = 1>(x)  b = Cast<to: int = 1>(s)"
+    "  t = Add(x, x)  y = Add(t, b) }"
+)
+SUM = (
+    "g (float[batch, 3] x) => (float[1, 3] y) {"
+    "  axes = Constant<value_ints = [0]>()  y = ReduceSum<keepdims: int = 1>(x, axes) }"
+)
+
+
+def edit(directory: Path, old: str, new: str) -> Path:
+    path = directory / "manifest.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return directory
+
+
+def test_holds(tmp_path: Path) -> None:
+    model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
+    cases = verify(hand_made.data_parallel(tmp_path / "a", 3), model)
+    assert [c.symbols["batch"] for c in cases] == [6, 5, 1]
+    assert all(c.ok and c.max_abs == 0 and c.bytes_counted == c.bytes_expected == 0 for c in cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_are_those_counted(tmp_path: Path, ranks: int) -> None:
+    model = hand_made.undivided(tmp_path / "m.onnx", SUM)
+    directory = hand_made.reduced(tmp_path / "a", ranks)
+    for case in verify(directory, model, [{"batch": 5}, {"batch": 1}]):
+        assert case.ok, case.problems
+        # Three float32 all-reduced by a ring: 2·12·(g-1)/g bytes.
+        assert case.bytes_expected == case.bytes_counted == 2 * 12 * (ranks - 1) // ranks
+    wrong = edit(directory, f"2*12*{ranks - 1}/{ranks}", f"12*{ranks - 1}/{ranks}")
+    case = verify(wrong, model, [{"batch": 5}])[0]
+    assert not case.ok
+    assert case.problems[0].startswith("AllReduce on rank 0: expected ")
+
+
+def test_a_wrong_program_is_found(tmp_path: Path) -> None:
+    model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE.replace("Add(x, x)", "Mul(x, x)"))
+    case = verify(hand_made.data_parallel(tmp_path / "a"), model, [{"batch": 3}])[0]
+    assert not case.ok and case.worst == "y" and case.max_rel > 1e-3
+    assert "output 'y': expected a difference of at most" in case.problems[0]
+    loose = Settings(rtol=0.0, atol=1e3)
+    assert verify(hand_made.data_parallel(tmp_path / "a"), model, [{"batch": 3}], None, loose)[0].ok
+
+
+def test_tolerance_is_relative_to_the_largest_magnitude(tmp_path: Path) -> None:
+    off = DOUBLE.replace(
+        "y = Add(t, b)", "c = Constant<value_float = 1.00001>()  u = Add(t, b)  y = Mul(u, c)"
+    )
+    model = hand_made.undivided(tmp_path / "m.onnx", off)
+    directory = hand_made.data_parallel(tmp_path / "a")
+    case = verify(directory, model, [{"batch": 4}], None, Settings(rtol=2e-5))[0]
+    # One rounding of the factor (1.00001 is 1.0000100136) and one of the product, 6e-8 each.
+    assert case.ok and case.max_rel == pytest.approx(1e-5, rel=0.02)
+    assert not verify(directory, model, [{"batch": 4}], None, Settings(rtol=5e-6))[0].ok
+
+
+@pytest.mark.parametrize(
+    ("symbol", "expected"),
+    [
+        ({}, [8, 5, 1]),
+        ({"divisor": 4}, [8, 4, 12]),
+        ({"divisor": 2, "remainder": 1}, [5, 3, 7]),
+        ({"max": 3}, [3, 1, 2]),
+    ],
+)
+def test_default_cases(tmp_path: Path, symbol: dict[str, Any], expected: list[int]) -> None:
+    """On four ranks: an even value, an uneven one and the smallest, as the symbol admits."""
+    split = [[("batch", [0, 1])], [(3, [])]]
+    directory = hand_made.write(
+        tmp_path / "a",
+        ["g (float[n, 3] x) => (float[n, 3] y) { y = Add(x, x) }"] * 4,
+        atoms=[2, 2],
+        inputs=[hand_made.tensor("x", "float32", ["batch", 3], split)],
+        outputs=[hand_made.tensor("y", "float32", ["batch", 3], split)],
+        symbols={"batch": symbol},
+    )
+    manifest = Manifest.load(directory)
+    found = [c["batch"] for c in default_cases(manifest, manifest.program("model"))]
+    assert found == expected
+
+
+def test_integers_stay_in_range(tmp_path: Path) -> None:
+    """Indices go up to the table's size, however they get there; a mask gets zeros and ones."""
+    text = (
+        "g (int64[n] ids, int32[n] small, int64[n] mask) => (float[n] y) {"
+        "  shape = Constant<value_ints = [37]>()  table = ConstantOfShape(shape)"
+        "  five = Constant<value_ints = [5]>()  short = ConstantOfShape(five)"
+        "  a = Gather(table, ids)  two = Constant<value_int = 2>()  wide = Cast<to: int = 7>(small)"
+        "  twice = Mul(wide, two)  b = Gather(short, twice)  m = Cast<to: int = 1>(mask)"
+        "  s = Add(a, b)  y = Mul(s, m) }"
+    )
+    whole = [[("n", [])]]
+    directory = hand_made.write(
+        tmp_path / "a",
+        [text] * 2,
+        atoms=[2],
+        inputs=[
+            hand_made.tensor("ids", "int64", ["n"], whole),
+            hand_made.tensor("small", "int32", ["n"], whole),
+            hand_made.tensor("mask", "int64", ["n"], whole),
+        ],
+        outputs=[hand_made.tensor("y", "float32", ["n"], whole)],
+    )
+    model = hand_made.undivided(tmp_path / "m.onnx", text)
+    program = Manifest.load(directory).program("model")
+    bounds = index_bounds(ModelReference(model), program, {"n": 1})
+    assert bounds == {"ids": 37, "small": 3, "mask": 2}
+    assert all(c.ok for c in verify(directory, model))
+
+
+def test_size_inputs_are_not_guessed(tmp_path: Path) -> None:
+    text = "g (int64[1] n) => (float[n] y) { y = ConstantOfShape(n) }"
+    directory = hand_made.write(
+        tmp_path / "a",
+        [text],
+        atoms=[],
+        inputs=[hand_made.tensor("n", "int64", [1], [[(1, [])]])],
+        outputs=[hand_made.tensor("y", "float32", ["k"], [[("k", [])]])],
+    )
+    model = hand_made.undivided(tmp_path / "m.onnx", text)
+    with pytest.raises(InputError, match=r"'n' decides the shape of an output.*--inputs"):
+        verify(directory, model)
+    assert verify(directory, model, [], {"n": np.array([4])})[0].ok
+
+
+def test_given_inputs(tmp_path: Path) -> None:
+    model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
+    directory = hand_made.data_parallel(tmp_path / "a")
+    feeds = {"x": np.ones((7, 3), np.float32)}
+    (case,) = verify(directory, model, [], feeds)
+    assert case.ok and case.symbols == {"batch": 7}
+    with pytest.raises(InputError, match="give inputs or symbols"):
+        verify(directory, model, [{"batch": 7}], feeds)
+
+
+def test_artifacts_of_one_device_are_a_reference(tmp_path: Path) -> None:
+    one = hand_made.write(
+        tmp_path / "one",
+        [DOUBLE],
+        atoms=[],
+        inputs=[hand_made.tensor("x", "float32", ["batch", 3], [[("batch", [])], [(3, [])]])],
+        outputs=[hand_made.tensor("y", "float32", ["batch", 3], [[("batch", [])], [(3, [])]])],
+    )
+    assert all(c.ok for c in verify(hand_made.data_parallel(tmp_path / "a"), one))
+    with pytest.raises(ArtifactError, match="artifacts for 1 device, got 2 devices"):
+        verify(one, hand_made.data_parallel(tmp_path / "a"))
+
+
+def test_wrong_requests(tmp_path: Path) -> None:
+    model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
+    directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 2})
+    with pytest.raises(
+        SymbolValueError, match=r"unknown symbol 'seq'; the inputs have \['batch'\]"
+    ):
+        verify(directory, model, [{"seq": 2}])
+    with pytest.raises(SymbolValueError, match="'batch' is 3, which violates"):
+        verify(directory, model, [{"batch": 3}])
+    with pytest.raises(InputError, match="no such file"):
+        verify(directory, tmp_path / "none.onnx")
+    (tmp_path / "text.onnx").write_text("hello")
+    with pytest.raises(ArtifactError, match="onnxruntime cannot load it"):
+        verify(directory, tmp_path / "text.onnx")
+    other = hand_made.undivided(tmp_path / "o.onnx", DOUBLE.replace("y", "z"))
+    with pytest.raises(InputError, match=r"the model has no output 'y'; it has \['z'\]"):
+        verify(directory, other)
+    narrow = hand_made.undivided(tmp_path / "n.onnx", DOUBLE.replace("[batch, 3] x", "[4, 3] x"))
+    with pytest.raises(InputError, match="the undivided model fails at batch=2"):
+        verify(directory, narrow, [{"batch": 2}])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "difference", "same"),
+    [
+        ([1.0, -4.0], [1.5, -4.0], 0.5, True),
+        ([np.inf, np.nan, 1], [np.inf, np.nan, 1], 0.0, True),
+        ([np.inf, 1.0], [-np.inf, 1.0], np.inf, False),
+        ([np.nan, 1.0], [0.0, 1.0], np.inf, False),
+        ([0.0, 1.0], [np.inf, 1.0], np.inf, False),
+        ([1.0], [1.0, 1.0], np.inf, False),
+        ([], [], 0.0, True),
+    ],
+)
+def test_difference(a: list[float], b: list[float], difference: float, same: bool) -> None:
+    found = difference_of(np.array(a), np.array(b))
+    assert (found[0], found[2]) == (difference, same)
+
+
+def test_difference_of_large_integers() -> None:
+    # Neighbours beyond 2^53 are one number in float64, but are not equal.
+    assert difference_of(np.array([2**60]), np.array([2**60 + 1]))[0] == 1.0
