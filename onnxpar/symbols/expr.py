@@ -370,8 +370,16 @@ def _form(expr: sympy.Expr) -> tuple[str, int]:
         return str(expr), _ATOM
     if isinstance(expr, sympy.Add) or expr.as_coeff_Mul()[0] < 0:
         return _form_sum(expr), _SUM
+    ordered = expr.as_ordered_factors()
+    if (
+        len(ordered) > 1
+        and ordered[0].is_Integer
+        and isinstance(ordered[1].as_base_exp()[0], sympy.Add)
+    ):
+        # sympy multiplies a number into a sum, so it has to meet the product of the sums.
+        ordered = [*ordered[1:], ordered[0]]
     factors: list[str] = []
-    for factor in expr.as_ordered_factors():
+    for factor in ordered:
         base, exponent = factor.as_base_exp()
         factors += [_show(base, _ATOM)] * int(exponent)
     return "*".join(factors), _PRODUCT

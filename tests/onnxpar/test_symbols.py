@@ -2,9 +2,10 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxpar.errors import SymbolError
@@ -20,7 +21,7 @@ from onnxpar.symbols import Facts, Symbol, SymbolTable, as_dim
     ]
     + [{name: value} for name in ("unique", "per_rank") for value in (1, 0, "true", None)],
 )
-def test_wrong_types_are_refused(arguments):
+def test_wrong_types_are_refused(arguments: dict[str, Any]) -> None:
     (name,) = arguments
     with pytest.raises(TypeError, match=name):
         Symbol(**arguments)
@@ -40,7 +41,7 @@ def test_wrong_types_are_refused(arguments):
         ({"divisor": 8, "min": 17, "max": 23}, "no size satisfies"),
     ],
 )
-def test_wrong_values_are_refused(arguments, message):
+def test_wrong_values_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Symbol(**arguments)
 
@@ -59,11 +60,12 @@ def test_wrong_values_are_refused(arguments, message):
         ({"divisor": 8, "min": 9, "max": 23}, 16, 16),
     ],
 )
-def test_admissible_sizes(arguments, least, greatest):
+def test_admissible_sizes(arguments: dict[str, Any], least: int, greatest: int | None) -> None:
     facts = Symbol(**arguments).facts
     assert (facts.min, facts.max) == (least, greatest)
 
 
+@settings(derandomize=True, deadline=None)
 @given(
     st.integers(-3, 60),
     st.integers(1, 30),
@@ -71,7 +73,9 @@ def test_admissible_sizes(arguments, least, greatest):
     st.integers(0, 8),
     st.integers(-2, 90),
 )
-def test_check_admits_what_the_definition_admits(greatest, least, divisor, remainder, value):
+def test_check_admits_what_the_definition_admits(
+    greatest: int, least: int, divisor: int, remainder: int, value: int
+) -> None:
     remainder %= divisor
     sizes = {divisor * n + remainder for n in range(1, 200)}
     sizes = {s for s in sizes if s >= least and (greatest <= least or s <= greatest)}
@@ -100,7 +104,7 @@ def test_check_admits_what_the_definition_admits(greatest, least, divisor, remai
         (Symbol(), 0, "least value is 1"),
     ],
 )
-def test_check_names_symbol_value_and_constraint(symbol, value, message):
+def test_check_names_symbol_value_and_constraint(symbol: Symbol, value: Any, message: str) -> None:
     with pytest.raises(SymbolError, match=f"'batch' is {value}, .*{message}"):
         symbol.check("batch", value)
 
@@ -115,7 +119,7 @@ def test_check_names_symbol_value_and_constraint(symbol, value, message):
         ("unique=false,per_rank=True", Symbol(per_rank=True)),
     ],
 )
-def test_parse(text, symbol):
+def test_parse(text: str, symbol: Symbol) -> None:
     assert Symbol.parse(text) == symbol
     assert Symbol.parse(str(symbol)) == symbol
 
@@ -135,12 +139,12 @@ def test_parse(text, symbol):
         ("divisor=8,max=4", "no size satisfies"),
     ],
 )
-def test_parse_refuses(text, message):
+def test_parse_refuses(text: str, message: str) -> None:
     with pytest.raises(SymbolError, match=message):
         Symbol.parse(text)
 
 
-def test_parse_named():
+def test_parse_named() -> None:
     assert Symbol.parse_named("batch:divisor=8") == ("batch", Symbol(divisor=8))
     assert Symbol.parse_named("a::b:max=4") == ("a::b", Symbol(max=4))
     for text in ("batch", ":divisor=8", ""):
@@ -148,7 +152,7 @@ def test_parse_named():
             Symbol.parse_named(text)
 
 
-def test_a_unique_symbol_under_two_names_is_one_size():
+def test_a_unique_symbol_under_two_names_is_one_size() -> None:
     shared = Symbol(divisor=8, unique=True)
     table = SymbolTable({"x0": shared, "y0": shared, "z0": Symbol(divisor=8, unique=True)})
     x, y, z = (as_dim(name) for name in ("x0", "y0", "z0"))
@@ -160,14 +164,14 @@ def test_a_unique_symbol_under_two_names_is_one_size():
         table.check({"x0": 16, "y0": 8})
 
 
-def test_names_that_only_share_constraints_are_not_one_size():
+def test_names_that_only_share_constraints_are_not_one_size() -> None:
     shared = Symbol(divisor=8)
     table = SymbolTable({"x0": shared, "y0": shared})
     assert not table.equal(as_dim("x0"), as_dim("y0"))
     table.check({"x0": 16, "y0": 8})
 
 
-def test_table_is_a_frozen_mapping():
+def test_table_is_a_frozen_mapping() -> None:
     entries = {"seq": Symbol(max=9), "batch": Symbol(divisor=8)}
     table = SymbolTable(entries)
     entries["late"] = Symbol()
@@ -184,7 +188,7 @@ def test_table_is_a_frozen_mapping():
     assert pickle.loads(pickle.dumps(table)) == table
 
 
-def test_table_check_names_the_symbol():
+def test_table_check_names_the_symbol() -> None:
     table = SymbolTable({"batch": Symbol(divisor=8)})
     table.check({"batch": 16, "seq": 5})
     with pytest.raises(SymbolError, match="'batch' is 12"):
@@ -193,7 +197,7 @@ def test_table_check_names_the_symbol():
         table.check({"seq": 0})
 
 
-def test_constant_facts():
+def test_constant_facts() -> None:
     facts = Symbol(divisor=8, min=9, max=23).facts
     assert facts == Facts(0, 16, 16, 16)
     assert facts.constant == 16

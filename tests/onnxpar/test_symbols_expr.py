@@ -2,8 +2,10 @@
 
 import random
 import re
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from math import ceil, floor
+from typing import Any
 
 import pytest
 import sympy
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from onnxpar.errors import SymbolError
 from onnxpar.symbols import (
+    Dim,
     Symbol,
     SymbolTable,
     as_dim,
@@ -25,59 +28,61 @@ from onnxpar.symbols import (
 )
 
 NAMES = ("a", "b", "c")
+Texts = st.SearchStrategy[str]
 
 
 class Exact:
     """A rational number with Python's spelling of the operators: the reference for expressions."""
 
-    def __init__(self, value):
+    def __init__(self, value: Any) -> None:
         self.value = Fraction(value)
 
-    def __neg__(self):
+    def __neg__(self) -> "Exact":
         return Exact(-self.value)
 
-    def __add__(self, other):
+    def __add__(self, other: "Exact") -> "Exact":
         return Exact(self.value + other.value)
 
-    def __sub__(self, other):
+    def __sub__(self, other: "Exact") -> "Exact":
         return Exact(self.value - other.value)
 
-    def __mul__(self, other):
+    def __mul__(self, other: "Exact") -> "Exact":
         return Exact(self.value * other.value)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: "Exact") -> "Exact":
         return Exact(self.value / other.value)
 
-    def __floordiv__(self, other):
+    def __floordiv__(self, other: "Exact") -> "Exact":
         return Exact(self.value // other.value)
 
-    def __mod__(self, other):
+    def __mod__(self, other: "Exact") -> "Exact":
         return Exact(self.value % other.value)
 
-    def __pow__(self, other):
+    def __pow__(self, other: "Exact") -> "Exact":
         return Exact(self.value**other.value)
 
-    def __lt__(self, other):
+    def __lt__(self, other: "Exact") -> bool:
         return self.value < other.value
 
 
-def reference(text, values):
+def reference(text: str, values: Mapping[str, int]) -> Fraction | None:
     """The value of an expression's text as a `Fraction`; None where it divides by zero."""
-    scope = {name: Exact(value) for name, value in values.items()}
+    scope: dict[str, Any] = {name: Exact(value) for name, value in values.items()}
     scope |= {"max": max, "min": min, "k": Exact}
     scope |= {"ceil": lambda x: Exact(ceil(x.value)), "floor": lambda x: Exact(floor(x.value))}
     marked = re.sub(r"(?<![\w.])\d+", r"k(\g<0>)", text)
     try:
-        return eval(marked, {"__builtins__": {}}, scope).value
+        found: Exact = eval(marked, {"__builtins__": {}}, scope)
     except ZeroDivisionError:
         return None
+    return found.value
 
 
-def tree(leaves, fractions):
+def tree(leaves: Texts, fractions: bool) -> Texts:
     """Texts of random expressions; with true divisions if `fractions`."""
     divisors = st.integers(1, 9).map(str)
 
-    def extend(inner):
+    def extend(inner: Texts) -> Texts:
         rounded = st.tuples(inner, st.sampled_from(["//", "%"]), divisors | st.sampled_from(NAMES))
         choices = [
             st.tuples(inner, st.sampled_from(["+", "-", "*"]), inner).map(
@@ -104,7 +109,7 @@ RATIONALS = tree(LEAVES, fractions=True)
 
 
 @st.composite
-def tables(draw):
+def tables(draw: st.DrawFn) -> SymbolTable:
     """Constraints on some of the names, with few to many admissible sizes."""
     entries = {}
     for name in NAMES:
@@ -117,19 +122,19 @@ def tables(draw):
     return SymbolTable(entries)
 
 
-def points(table, seed, how_many=40):
+def points(table: SymbolTable, seed: str, how_many: int = 40) -> Iterator[dict[str, int]]:
     """Admissible sizes of the names: the smallest, and random ones."""
     rng = random.Random(seed)
     sizes = {}
     for name in NAMES:
         facts = table.symbol(name).facts
-        sizes[name] = [v for v in range(facts.min, facts.min + 60) if facts.admits(v)]
+        sizes[name] = [v for v in range(1, 80) if facts.admits(v)]
     yield {name: sizes[name][0] for name in NAMES}
     for _ in range(how_many):
         yield {name: rng.choice(sizes[name]) for name in NAMES}
 
 
-def read(text):
+def read(text: str) -> Dim | None:
     """`as_dim`, None for a text that it rightly refuses: a plain fraction, a division by zero."""
     try:
         return as_dim(text)
@@ -142,8 +147,8 @@ def read(text):
 
 
 @given(INTEGERS, tables())
-@settings(max_examples=300, deadline=None)
-def test_facts_hold_for_every_size(text, table):
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_facts_hold_for_every_size(text: str, table: SymbolTable) -> None:
     expr = read(text)
     if expr is None:
         return
@@ -159,8 +164,8 @@ def test_facts_hold_for_every_size(text, table):
 
 
 @given(RATIONALS, tables())
-@settings(max_examples=300, deadline=None)
-def test_facts_hold_wherever_an_exact_quotient_is_an_integer(text, table):
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_facts_hold_wherever_an_exact_quotient_is_an_integer(text: str, table: SymbolTable) -> None:
     expr = read(text)
     if expr is None:
         return
@@ -179,8 +184,8 @@ def test_facts_hold_wherever_an_exact_quotient_is_an_integer(text, table):
 
 
 @given(INTEGERS)
-@settings(max_examples=300, deadline=None)
-def test_printing_and_reading_back(text):
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_printing_and_reading_back(text: str) -> None:
     expr = read(text)
     if expr is None:
         return
@@ -194,8 +199,8 @@ def test_printing_and_reading_back(text):
 
 
 @given(INTEGERS, st.integers(1, 12), tables())
-@settings(max_examples=150, deadline=None)
-def test_ceil_div(text, k, table):
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_ceil_div(text: str, k: int, table: SymbolTable) -> None:
     expr = read(text)
     if expr is None:
         return
@@ -208,8 +213,10 @@ def test_ceil_div(text, k, table):
 
 
 @given(INTEGERS, INTEGERS, tables())
-@settings(max_examples=150, deadline=None)
-def test_exact_div_times_divisor_is_the_dividend(first, second, table):
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_exact_div_times_divisor_is_the_dividend(
+    first: str, second: str, table: SymbolTable
+) -> None:
     a, b = read(first), read(second)
     if a is None or b is None:
         return
@@ -226,8 +233,8 @@ def test_exact_div_times_divisor_is_the_dividend(first, second, table):
 
 
 @given(INTEGERS, INTEGERS, tables())
-@settings(max_examples=200, deadline=None)
-def test_what_is_proved_equal_is_equal(first, second, table):
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_what_is_proved_equal_is_equal(first: str, second: str, table: SymbolTable) -> None:
     a, b = read(first), read(second)
     if a is None or b is None:
         return
@@ -272,7 +279,7 @@ TABLE = SymbolTable(
         ("24", 8, True),
     ],
 )
-def test_divisible(text, k, proved):
+def test_divisible(text: str, k: int, proved: bool) -> None:
     assert TABLE.divisible(as_dim(text), k) is proved
 
 
@@ -294,11 +301,11 @@ def test_divisible(text, k, proved):
         ("fixed", 4, 4),
     ],
 )
-def test_bounds(text, low, high):
+def test_bounds(text: str, low: int | None, high: int | None) -> None:
     assert TABLE.bounds(as_dim(text)) == (low, high)
 
 
-def test_positive():
+def test_positive() -> None:
     assert TABLE.positive(as_dim("batch - 7"))
     assert not TABLE.positive(as_dim("batch - 8"))
     assert TABLE.positive(as_dim("seq - seq//2"))
@@ -328,7 +335,7 @@ def test_positive():
         ("max(seq/2, 3)", "max(seq, 6)/2", True),
     ],
 )
-def test_equal(a, b, proved):
+def test_equal(a: str, b: str, proved: bool) -> None:
     assert TABLE.equal(as_dim(a), as_dim(b)) is proved
     assert TABLE.equal(as_dim(b), as_dim(a)) is proved
 
@@ -354,12 +361,12 @@ def test_equal(a, b, proved):
         ("24", "9", None),
     ],
 )
-def test_exact_div(a, b, quotient):
+def test_exact_div(a: str, b: str, quotient: str | None) -> None:
     expected = None if quotient is None else as_dim(quotient)
     assert exact_div(as_dim(a), as_dim(b), TABLE) == expected
 
 
-def test_division_without_constraints():
+def test_division_without_constraints() -> None:
     batch, seq = dim_symbol("batch"), dim_symbol("seq")
     assert exact_div(8 * batch * seq, 8 * seq) == batch
     assert exact_div(batch, 8) is None
@@ -369,7 +376,7 @@ def test_division_without_constraints():
     assert ceil_div(7, 4) == 2
 
 
-def test_typical():
+def test_typical() -> None:
     batch = as_dim("batch")
     assert TABLE.typical(batch) == 64
     assert TABLE.typical(as_dim("odd")) == 65
@@ -380,7 +387,7 @@ def test_typical():
     assert TABLE.typical(7) == 7
 
 
-def test_evaluate_refuses():
+def test_evaluate_refuses() -> None:
     assert TABLE.evaluate(as_dim("batch*seq//3"), {"batch": 8, "seq": 2}) == 5
     with pytest.raises(SymbolError, match="no value is given for the symbol 'seq'; given: batch"):
         TABLE.evaluate(as_dim("batch*seq"), {"batch": 8})
@@ -394,13 +401,13 @@ def test_evaluate_refuses():
     "text",
     ["", "3//0", "batch % 0", "batch/(seq - seq)", "3/2", "Mod(4, 0)"],
 )
-def test_text_that_is_no_size(text):
+def test_text_that_is_no_size(text: str) -> None:
     with pytest.raises(SymbolError):
         as_dim(text)
 
 
 @pytest.mark.parametrize("value", [True, 1.0, b"batch", [1], sympy.Symbol])
-def test_types_that_are_no_size(value):
+def test_types_that_are_no_size(value: Any) -> None:
     with pytest.raises(TypeError):
         as_dim(value)
 
@@ -418,19 +425,19 @@ def test_types_that_are_no_size(value):
         2 ** dim_symbol("n"),
     ],
 )
-def test_expressions_that_are_no_size(value):
+def test_expressions_that_are_no_size(value: Any) -> None:
     with pytest.raises(SymbolError):
         as_dim(value)
 
 
-def test_numbers_become_int():
+def test_numbers_become_int() -> None:
     for value in (8, sympy.Integer(8), "8", " 2*4 ", "max(3, 8)", "17//2"):
         found = as_dim(value)
         assert type(found) is int
         assert found == 8
 
 
-def test_symbols_are_given_their_assumptions():
+def test_symbols_are_given_their_assumptions() -> None:
     loose = sympy.Symbol("batch")
     assert as_dim(loose * 8) == 8 * dim_symbol("batch")
     assert as_dim("batch") is dim_symbol("batch")
@@ -469,7 +476,7 @@ def test_symbols_are_given_their_assumptions():
         "9" * 5000,
     ],
 )
-def test_text_that_is_no_expression_names_one_symbol(name):
+def test_text_that_is_no_expression_names_one_symbol(name: str) -> None:
     symbol = as_dim(name)
     assert symbol is dim_symbol(name)
     assert symbols_of(symbol) == {name}
@@ -487,7 +494,7 @@ def test_text_that_is_no_expression_names_one_symbol(name):
         ("8", set()),
     ],
 )
-def test_names(text, names):
+def test_names(text: str, names: set[str]) -> None:
     expr = as_dim(text)
     assert symbols_of(expr) == names
     printed = dim_str(expr)
@@ -495,8 +502,9 @@ def test_names(text, names):
     assert as_dim(printed) == expr
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.text(min_size=1))
-def test_safe_names_are_identifiers_and_read_back(name):
+def test_safe_names_are_identifiers_and_read_back(name: str) -> None:
     safe = safe_name(name)
     assert safe.isidentifier()
     assert safe.isascii()
@@ -504,13 +512,14 @@ def test_safe_names_are_identifiers_and_read_back(name):
     assert as_dim(dim_str(dim_symbol(name))) is dim_symbol(name)
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.text(alphabet="sym_x2e0.", min_size=1, max_size=12))
-def test_safe_names_of_names_like_safe_ones(name):
+def test_safe_names_of_names_like_safe_ones(name: str) -> None:
     assert symbol_name(safe_name(name)) == name
 
 
 @pytest.mark.parametrize("name", ["batch", "seq_len", "_0", "x", "decoder_x2e_"])
-def test_identifiers_are_their_own_safe_name(name):
+def test_identifiers_are_their_own_safe_name(name: str) -> None:
     assert safe_name(name) == name
 
 
@@ -529,7 +538,8 @@ def test_identifiers_are_their_own_safe_name(name):
         ("(a + 1)*(b - 1)", "(a + 1)*(b - 1)"),
         ("a//(2*b)", "a//(2*b)"),
         ("8*(a//8)", "8*(a//8)"),
+        ("(a + 1)**2*2", "(a + 1)*(a + 1)*2"),
     ],
 )
-def test_printed_form(text, printed):
+def test_printed_form(text: str, printed: str) -> None:
     assert dim_str(as_dim(text)) == printed
