@@ -13,9 +13,7 @@ from onnxpar.symbols import symbols_of
 
 def replicated_rule(view: NodeView) -> OpRule:
     """Returns the rule of a node that needs whole operands and makes whole results."""
-    inputs = tuple(
-        Operand(mode=REPLICATED if view.has(i) else ABSENT) for i in range(view.arity)
-    )
+    inputs = tuple(Operand(mode=REPLICATED if view.has(i) else ABSENT) for i in range(view.arity))
     outputs = tuple(Operand(mode=REPLICATED) for _ in view.node.outputs)
     return OpRule(inputs, outputs, MappingProxyType({}))
 

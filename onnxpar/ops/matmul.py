@@ -48,7 +48,9 @@ def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy()
     bias = node.input(2)
     shape = node.in_shape(2)
-    first = node.op("Equal", node.coord_sum(atoms), node.builder.const([0]), dtype=ir.DataType.BOOL, shape=[1])
+    first = node.op(
+        "Equal", node.coord_sum(atoms), node.builder.const([0]), dtype=ir.DataType.BOOL, shape=[1]
+    )
     zero = node.builder.const(0.0, bias.dtype)
     kept = node.op("Where", first, bias, zero, dtype=bias.dtype, shape=shape)
     return node.copy(inputs=[node.input(0), node.input(1), kept])

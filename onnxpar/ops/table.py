@@ -1,6 +1,18 @@
 """The one table of all operators."""
 
-from onnxpar.ops import elementwise, matmul
+from onnxpar.ops import cast, elementwise, gather, matmul, norm, reduce, shape, slice, view
 from onnxpar.ops.registry import Registry
 
-REGISTRY = Registry.join((matmul.DEFS, elementwise.DEFS))
+REGISTRY = Registry.join(
+    (
+        matmul.DEFS,
+        elementwise.DEFS,
+        view.DEFS,
+        shape.DEFS,
+        slice.DEFS,
+        gather.DEFS,
+        cast.DEFS,
+        reduce.DEFS,
+        norm.DEFS,
+    )
+)

@@ -1,0 +1,59 @@
+"""Cast and CastLike."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.forms import cast
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule, parse_rule
+
+_F = ir.DataType
+# Casts that lose nothing, so that a sum may be taken after them.
+_WIDENING = {
+    (_F.FLOAT16, _F.FLOAT),
+    (_F.FLOAT16, _F.DOUBLE),
+    (_F.BFLOAT16, _F.FLOAT),
+    (_F.BFLOAT16, _F.DOUBLE),
+    (_F.FLOAT, _F.DOUBLE),
+}
+
+
+def _linear(view: NodeView) -> str:
+    value, result = view.node.inputs[0], view.node.outputs[0]
+    source, target = (None if v is None else v.dtype for v in (value, result))
+    if source is None or target is None:
+        return ""
+    if source == target:
+        return "; linear: any 0"
+    if (source, target) in _WIDENING:
+        return "; linear: sum 0, max 0, min 0"
+    # Rounding keeps the order of floats; a sum of rounded parts is not the rounded sum.
+    both = source.is_floating_point() and target.is_floating_point()
+    return "; linear: max 0, min 0" if both else ""
+
+
+def cast_rule(view: NodeView) -> OpRule:
+    """Cast: every dim; pending sums only where the cast is exact."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    return parse_rule(f"{names} -> {names}{_linear(view)}")
+
+
+def cast_like_rule(view: NodeView) -> OpRule:
+    """CastLike: as Cast; the second operand gives its type alone."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    return parse_rule(f"{names}, * -> {names}{_linear(view)}")
+
+
+def cast_like_local(node: LocalNode) -> Sequence[ir.Value]:
+    """A Cast to the type of the second operand, which is then needed by nobody."""
+    return (cast(node, node.input(0), node.out_dtype(), node.out_shape()),)
+
+
+DEFS = (
+    OpDef("", "Cast", 6, cast_rule, keeps_zero=True),
+    OpDef("", "CastLike", 15, cast_like_rule, cast_like_local, keeps_zero=True),
+)

@@ -1,0 +1,76 @@
+"""Gather: by any dim of the indices, any dim of the rows, and by the indexed dim (vocabulary) itself.
+
+A device that holds a part of the vocabulary looks up the indices that are in its part and gives
+zeros for the others; the sum over the devices is pending (Megatron-LM's parallel embedding,
+Shoeybi et al., 2019).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.forms import cast, locate, normal_axis
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.passes.builder import INT64
+from onnxpar.sharding import Dim
+
+_INDEXED = "V"
+_NO_SUMS = (ir.DataType.BOOL, ir.DataType.STRING)
+
+
+def gather_rule(view: NodeView) -> OpRule:
+    """Gather: `a V b, i j -> a i j b; sum: V` for data of rank 3 along axis 1, indices of rank 2."""
+    data, indices = view.shape(0), view.shape(1)
+    axis = normal_axis(view, view.attr("axis", 0), len(data))
+    names = axis_names(len(data) - 1 + len(indices))
+    rows, places = names[: len(data) - 1], names[len(data) - 1 :]
+    operand = [*rows[:axis], _INDEXED, *rows[axis:]]
+    result = [*rows[:axis], *places, *rows[axis:]]
+    value = view.node.inputs[0]
+    kind = "whole" if value is None or value.dtype in _NO_SUMS else "sum"
+    return parse_rule(
+        f"{' '.join(operand)}, {' '.join(places)} -> {' '.join(result)}; {kind}: {_INDEXED}; "
+        "linear: any 0"
+    )
+
+
+def gather_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Looks up what is in this rank's part of the indexed dim; padding of the indices looks up 0."""
+    indices = node.input(1)
+    shape = node.in_shape(1)
+    for dim in node.plan.rule.inputs[1].dims:
+        for factor in dim:
+            indices = node.masked(indices, 1, factor, 0, known_zero=node.zero[1])
+    if not node.atoms(_INDEXED):
+        return node.copy([node.input(0), indices])
+    indices = cast(node, indices, INT64, shape)
+    negative = node.op(
+        "Less", indices, node.builder.const([0]), dtype=ir.DataType.BOOL, shape=_with_one(shape)
+    )
+    wrapped = node.op(
+        "Add", indices, node.builder.size(node.size(_INDEXED)), shape=_with_one(shape)
+    )
+    indices = node.op("Where", negative, wrapped, indices, dtype=INT64, shape=_with_one(shape))
+    place, inside = locate(node, _INDEXED, indices, _with_one(shape))
+    if not shape:
+        place = node.builder.reshape(place, shape)
+    rows = node.copy([node.input(0), place])[0]
+    assert rows.dtype is not None
+    axis = normal_axis(node.view, node.view.attr("axis", 0), len(node.view.shape(0)))
+    trailing = len(node.view.shape(0)) - axis - 1
+    inside = node.builder.reshape(inside, [*shape, *[1] * trailing])
+    zero = node.builder.const(np.array(0), rows.dtype)
+    return (node.op("Where", inside, rows, zero, dtype=rows.dtype, shape=node.out_shape()),)
+
+
+def _with_one(shape: Sequence[Dim]) -> Sequence[Dim]:
+    # Sizes are tensors of shape [1], so a scalar index becomes one too.
+    return shape or (1,)
+
+
+DEFS = (OpDef("", "Gather", 1, gather_rule, gather_local),)

@@ -1,0 +1,192 @@
+"""Operators that cut and join along a dim: Slice, Split, Concat, Expand, Where.
+
+A cut dim is whole, unless it is cut into or joined from equal pieces: such a dim is `(t d)`, t
+pieces of d elements, and d may be split (a fused projection to queries, keys and values splits by
+heads).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.ops.broadcast import aligned, axis_names, broadcast_rule
+from onnxpar.ops.fallback import require_readable
+from onnxpar.ops.forms import normal_axis
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.ops.view import further
+from onnxpar.sharding import Dim
+
+# Exporters write "to the end" as any of the greatest integers of their types.
+_TO_THE_END = 2**31 - 1
+
+
+def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequence[Dim]) -> OpRule:
+    """Returns the rule between one tensor and its pieces along `axis`; Split's way round."""
+    names = axis_names(len(joined))
+    equal = all(view.table.equal(pieces[0], piece) for piece in pieces)
+    sizes: dict[str, Dim] = {}
+    if equal:
+        last = "d" if pieces[0] != 1 else ""
+        whole = ["t"]
+        sizes = {"t": len(pieces)} | ({"d": pieces[0]} if last else {})
+        outer, inner = [f"(t {last})"], [last or "1"] * len(pieces)
+    else:
+        inner = [f"p{i}" for i in range(len(pieces))]
+        whole = ["p", *inner]
+        outer = ["p"]
+
+    def words(middle: str) -> str:
+        rest = [f"_{name}" for name in names]
+        rest[axis] = middle
+        return " ".join(rest)
+
+    one, many = words(outer[0]), [words(piece) for piece in inner]
+    if view.node.op_type == "Split":
+        text = f"{one}{further(view)} -> {', '.join(many)}; linear: any 0"
+    else:
+        everyone = "+".join(map(str, range(len(many))))
+        text = f"{', '.join(many)} -> {one}; linear: any {everyone}"
+    return parse_rule(f"{text}; whole: {' '.join(whole)}", sizes)
+
+
+def split_rule(view: NodeView) -> OpRule:
+    """Split: `(t d) -> d, d, …` for equal pieces, else the axis is whole."""
+    shape = view.shape(0)
+    axis = normal_axis(view, view.attr("axis", 0), len(shape))
+    pieces = [view.out_shape(i)[axis] for i in range(len(view.node.outputs))]
+    return _piece_rule(view, shape, axis, pieces)
+
+
+def split_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Sizes of the pieces, where they are given, become local ones."""
+    given = node.view.has(1) or node.view.attr("split") is not None
+    if not given or not node.atoms("d"):
+        return node.copy()
+    pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
+    if node.builder.opset >= 13:
+        return node.copy([node.input(0), node.builder.shape(pieces)])
+    if not all(isinstance(piece, int) for piece in pieces):
+        # Equal pieces are what Split makes where no sizes are given.
+        return node.copy(attributes={"split": None})
+    return node.copy(attributes={"split": pieces})
+
+
+def concat_rule(view: NodeView) -> OpRule:
+    """Concat: `d, d, … -> (t d)` for equal pieces, else the axis is whole."""
+    shapes = [view.shape(i) for i in range(view.arity)]
+    axis = normal_axis(view, view.attr("axis", 1), len(shapes[0]))
+    return _piece_rule(view, view.out_shape(), axis, [shape[axis] for shape in shapes])
+
+
+def _slices(view: NodeView) -> dict[int, int]:
+    """Returns for each sliced axis its position in starts, ends and steps.
+
+    Raises:
+        ModelError: The axes are an input that is not constant.
+    """
+    rank = len(view.shape(0))
+    if view.opset < 10:
+        starts = view.attr("starts", ())
+        axes: Sequence[int] | None = view.attr("axes")
+    else:
+        starts = range(int(view.shape(1)[0]))
+        axes = view.ints(3, "axes")
+    found = axes if axes is not None else range(len(starts))
+    return {normal_axis(view, axis, rank): position for position, axis in enumerate(found)}
+
+
+def _bounds(view: NodeView, name: str, index: int, position: int) -> Dim | None:
+    if view.opset < 10:
+        values = view.attr(name)
+        return 1 if values is None else int(values[position])
+    if not view.has(index):
+        return 1
+    known = view.contents(index)
+    return None if known is None else known[position]
+
+
+def _keeps_all(view: NodeView, axis: int, position: int) -> bool:
+    """Whether the slice of an axis is proved to keep all of it."""
+    start = _bounds(view, "starts", 1, position)
+    end = _bounds(view, "ends", 2, position)
+    step = _bounds(view, "steps", 4, position)
+    if start != 0 or step != 1 or end is None:
+        return False
+    size = view.shape(0)[axis]
+    if isinstance(end, int):
+        return end >= _TO_THE_END or (isinstance(size, int) and end >= size)
+    return view.table.equal(end, size)
+
+
+def slice_rule(view: NodeView) -> OpRule:
+    """Slice: a dim that keeps all its elements may be split, the others are whole."""
+    shape = view.shape(0)
+    names = axis_names(len(shape))
+    cut = {axis for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}
+    result = [f"{n}_cut" if axis in cut else n for axis, n in enumerate(names)]
+    text = f"{' '.join(names)}{further(view)} -> {' '.join(result)}; linear: any 0"
+    if cut:
+        text += f"; whole: {' '.join(f'{names[a]} {names[a]}_cut' for a in sorted(cut))}"
+    return parse_rule(text)
+
+
+def slice_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Leaves out the axes of which all is kept: their ends are global sizes."""
+    view = node.view
+    if not node.plan.factors:
+        return node.copy()
+    kept = {axis: at for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}
+    if not kept:
+        return (node.op("Identity", node.input(0), shape=node.out_shape()),)
+    positions = list(kept.values())
+    if view.opset < 10:
+        bounds = {name: [view.attr(name)[i] for i in positions] for name in ("starts", "ends")}
+        return node.copy(attributes={**bounds, "axes": list(kept)})
+    chosen = node.builder.const(np.array(positions, np.int64))
+    operands = [node.input(0)]
+    for index in (1, 2, 4):
+        if index == 4:
+            axes = np.array(list(kept), np.int64)
+            dtype = operands[1].dtype
+            operands.append(node.builder.const(axes, dtype))
+            if not view.has(4):
+                continue
+        value = node.input(index)
+        operands.append(node.op("Gather", value, chosen, shape=[len(positions)], axis=0))
+    return node.copy(operands)
+
+
+def expand_rule(view: NodeView) -> OpRule:
+    """Expand: dims that come in are factors of the output alone, so they can be made in shards."""
+    out = view.out_shape()
+    require_readable(view, "the shape of the output", out)
+    names = axis_names(len(out))
+    operand, whole = aligned(view.shape(0), out, names)
+    result = " ".join("1" if size == 1 else n for n, size in zip(names, out, strict=True))
+    text = f"{operand}, . -> {result}; linear: any 0"
+    return parse_rule(text + (f"; whole: {' '.join(sorted(whole))}" if whole else ""))
+
+
+def expand_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Expands to the local shape."""
+    if not node.plan.factors:
+        return node.copy()
+    return node.copy([node.input(0), node.builder.shape(node.out_shape())])
+
+
+def where_rule(view: NodeView) -> OpRule:
+    """Where: both branches may be pending together, the condition may not."""
+    return broadcast_rule(view, "any 1+2")
+
+
+DEFS = (
+    OpDef("", "Split", 2, split_rule, split_local, keeps_zero=True),
+    OpDef("", "Concat", 4, concat_rule, keeps_zero=True),
+    OpDef("", "Slice", 1, slice_rule, slice_local, keeps_zero=True),
+    OpDef("", "Expand", 8, expand_rule, expand_local, keeps_zero=True),
+    OpDef("", "Where", 9, where_rule, keeps_zero=True),
+)
