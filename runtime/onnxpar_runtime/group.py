@@ -94,7 +94,11 @@ class ThreadsGroup:
         futures: list[Future[T]] = [
             self._pool.submit(guarded, rank) for rank in range(self.manifest.devices)
         ]
-        errors = [f.exception() for f in futures]
+        try:
+            errors = [f.exception() for f in futures]
+        except KeyboardInterrupt:
+            self.world.abort(0, "interrupted")
+            raise
         if self._first is None:
             return [f.result() for f in futures]
         rank, error = self._first

@@ -426,10 +426,12 @@ class _Reader:
         return Symbol(**numbers, **flags)
 
     def tensor(self, raw: Any, atoms: int, where: str, name: str | None = None) -> TensorSpec:
+        weights = name is not None
         name = self.get(raw, "name", str, where) if name is None else name
         where = f"{where} {name!r}"
         dtype = self.get(raw, "dtype", str, where)
-        if dtype not in DTYPES:
+        # Parameters may be of any type: onnxruntime reads them, not we.
+        if not weights and dtype not in DTYPES:
             raise self.fail(f"{where}.dtype", f"one of {sorted(DTYPES)}", dtype)
         shape = self.get(raw, "shape", list, where)
         dims = []
