@@ -1,0 +1,76 @@
+"""Real handwritten digits as the input of `models/mlp.py`, with no download.
+
+    python models/digits.py -o digits.npz --count 128
+
+The 1,797 images of 8x8 pixels that scikit-learn carries (Alpaydin & Kaynak, 1998, the test half of
+the UCI set) are resized to 28x28, the size of MNIST. Written is one array `x`
+[count, 1, 28, 28] float32 from 0 (paper) to 1 (ink).
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+LEVELS = 16
+"""The images count up to 16 dots of ink for each pixel."""
+
+Array = npt.NDArray[np.float32]
+
+
+def resize(images: Array, size: int) -> Array:
+    """Bilinear resize of square images [count, height, height] to [count, size, size].
+
+    Pixel centres are aligned (`half_pixel` in ONNX's Resize) and the border is extended outwards.
+    """
+    matrix = _interpolation(images.shape[-1], size)
+    resized: Array = np.einsum("ai,nij,bj->nab", matrix, images, matrix, optimize=True)
+    return resized
+
+
+def _interpolation(old: int, new: int) -> Array:
+    """[new, old]: each row weighs the two nearest old pixels and sums to one."""
+    place = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    low = np.minimum(place.astype(np.int64), max(old - 2, 0))
+    high = np.minimum(low + 1, old - 1)
+    matrix = np.zeros((new, old), dtype=np.float32)
+    rows = np.arange(new)
+    np.add.at(matrix, (rows, low), 1 - (place - low))
+    np.add.at(matrix, (rows, high), place - low)
+    return matrix
+
+
+def digits(count: int | None = None, start: int = 0, size: int = 28) -> Array:
+    """Images [count, 1, size, size] from the one numbered `start` on; all that follow by default.
+
+    Raises:
+        ValueError: fewer images than asked for.
+    """
+    images: Array = load_digits().images.astype(np.float32) / LEVELS
+    stop = len(images) if count is None else start + count
+    if not 0 <= start < stop <= len(images):
+        raise ValueError(f"images {start} to {stop}: expected a range within 0 to {len(images)}")
+    # All of them are resized, since the rounding of a matrix product depends on the number of rows.
+    return resize(images, size)[start:stop, None]
+
+
+def main() -> None:
+    """Write the digits to a file; a mistake ends the process with code 2."""
+    parser = argparse.ArgumentParser(description="Write handwritten digits as an .npz file.")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the .npz file to write")
+    parser.add_argument("--count", type=int, help="how many; all by default")
+    parser.add_argument("--start", type=int, default=0, help="the number of the first one")
+    options = parser.parse_args()
+    try:
+        images = digits(options.count, options.start)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(options.output, x=images)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{options.output}: x {images.shape} float32")
+
+
+if __name__ == "__main__":
+    main()
