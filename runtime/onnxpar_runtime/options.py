@@ -135,15 +135,20 @@ def choose_device(wanted: str) -> Device:
     return Device.CPU if missing else Device.CUDA
 
 
-def providers(device: Device, rank: int, pairs: Mapping[str, str]) -> list[Any]:
-    """Returns the provider list of a session.
+def providers(device: Device, rank: int, pairs: Mapping[str, str]) -> tuple[list[Any], int]:
+    """Returns the provider list of a session, and the number of its device.
 
     On CUDA a rank takes the device of its place on the machine (`OMPI_COMM_WORLD_LOCAL_RANK`, else
     its rank) modulo the number of devices, unless `cuda.device_id` says otherwise.
+
+    Raises:
+        LaunchError: `cuda.device_id` is no number.
     """
     if device is Device.CPU:
-        return [CPU]
+        return [CPU], 0
     place = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
     settings = {"device_id": str(place % max(cuda_devices(), 1))}
     settings.update({k.removeprefix("cuda."): v for k, v in pairs.items() if k.startswith("cuda.")})
-    return [(CUDA, settings), CPU]
+    if not settings["device_id"].isdecimal():
+        raise LaunchError(f"cuda.device_id: expected a number, got {settings['device_id']!r}")
+    return [(CUDA, settings), CPU], int(settings["device_id"])

@@ -5,7 +5,6 @@ fills the system inputs (global values of symbols, mesh coordinates), and keeps 
 each set of shapes, so that a repeated step neither allocates nor copies on the device.
 """
 
-import ctypes
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.boxes import coordinates
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.data import convert
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import (
     ArtifactError,
     InputError,
@@ -34,6 +32,7 @@ from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import Manifest, Program, TensorSpec
 from onnxpar_runtime.options import CUDA, Device, choose_device, providers, session_options
 from onnxpar_runtime.shapes import bind_local_symbols, bind_symbols, check_symbols
+from onnxpar_runtime.tensors import to_host, to_ort
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -124,7 +123,7 @@ class Session:
                 raise LaunchError(f"custom-op library {library}: {_first_line(error)}") from None
         if self.device is Device.CUDA:
             onnxruntime.preload_dlls()
-        wanted = providers(self.device, self.rank.index, pairs)
+        wanted, self._index = providers(self.device, self.rank.index, pairs)
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=wanted)
         except Exception as error:
@@ -303,10 +302,7 @@ class Session:
             del self._bindings[key]
             raise RankError(self.rank.index, _first_line(error)) from error
         results = zip(self._output_names, binding.io.get_outputs(), strict=True)
-        return {name: _to_host(value, self._dtype(name)) for name, value in results}
-
-    def _dtype(self, output: str) -> str:
-        return next(spec.dtype for spec in self.program.outputs if spec.name == output)
+        return {name: to_host(value) for name, value in results}
 
     def _bind(self, values: Mapping[str, int]) -> _Binding:
         """Returns a new binding. Its output buffers are kept where the shapes alone fix theirs."""
@@ -323,7 +319,7 @@ class Session:
     def _bind_outputs(self, binding: _Binding) -> None:
         binding.io.clear_binding_outputs()
         for name in self._output_names:
-            binding.io.bind_output(name, self.device.value)
+            binding.io.bind_output(name, self.device.value, self._index)
 
     def _feed(self, binding: _Binding, feeds: Mapping[str, Array]) -> None:
         """Binds the inputs: on the CPU the arrays themselves, on a GPU a buffer that is kept."""
@@ -332,18 +328,10 @@ class Session:
             if kept is not None and kept.device_name() != "cpu":
                 kept.update_inplace(array)
                 continue
-            value = self._ort_value(name, array)
+            # Sizes and coordinates are read by shape arithmetic, which runs on the CPU everywhere.
+            value = to_ort(array, self.device.value if name in self._specs else "cpu", self._index)
             binding.inputs[name] = value
             binding.io.bind_ortvalue_input(name, value)
-
-    def _ort_value(self, name: str, array: Array) -> Any:
-        make = onnxruntime.OrtValue
-        spec = self._specs.get(name)
-        if spec is not None and spec.dtype == "bfloat16":
-            return make.ortvalue_from_numpy_with_onnx_type(array, DTYPES[spec.dtype].code)
-        if spec is None or self.device is Device.CPU:
-            return make.ortvalue_from_numpy(array)
-        return make.ortvalue_from_numpy(array, self.device.value, 0)
 
     def close(self) -> None:
         """Frees the session, and the world of one rank if it made one."""
@@ -367,22 +355,6 @@ def wrong_size(manifest: Manifest, size: int) -> str:
         f"{manifest.directory} was cut for {manifest.devices} ranks, got {size}: start it with "
         f"`mpirun -n {manifest.devices} …`"
     )
-
-
-def _to_host(value: Any, dtype: str) -> Array:
-    """Returns a copy of an OrtValue in host memory; its buffer belongs to the binding."""
-    if dtype != "bfloat16":
-        return np.array(value.numpy())
-    # onnxruntime gives no numpy array for bfloat16, so its bytes are read where they lie.
-    shape = tuple(value.shape())
-    if value.device_name() != "cpu":
-        host = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
-            np.empty(shape, DTYPES[dtype].dtype), DTYPES[dtype].code
-        )
-        onnxruntime.copy_tensors([value], [host])
-        value = host
-    raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
-    return np.frombuffer(bytearray(raw), DTYPES[dtype].dtype).reshape(shape)
 
 
 def _first_line(error: BaseException) -> str:

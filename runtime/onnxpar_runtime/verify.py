@@ -23,6 +23,7 @@ from onnxpar_runtime.expressions import ExpressionError, bare_name, evaluate, ev
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import FILE_NAME, Manifest, Program, Symbol, TensorSpec
 from onnxpar_runtime.shapes import bind_symbols, check_symbols
+from onnxpar_runtime.tensors import to_host, to_ort
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -63,8 +64,15 @@ class ModelReference:
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the outputs by name."""
-        known = {n: a for n, a in feeds.items() if n in self._inputs}
-        return dict(zip(self._outputs, self._session.run(None, known), strict=True))
+        binding = self._session.io_binding()
+        for name, array in feeds.items():
+            if name in self._inputs:
+                binding.bind_ortvalue_input(name, to_ort(array))
+        for name in self._outputs:
+            binding.bind_output(name, "cpu")
+        self._session.run_with_iobinding(binding)
+        results = zip(self._outputs, binding.get_outputs(), strict=True)
+        return {name: to_host(value) for name, value in results}
 
     def close(self) -> None:
         """Frees the session."""

@@ -32,7 +32,7 @@ def test_pass_through() -> None:
     assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert options.logid == "a=b"
-    assert providers(Device.CUDA, 0, pairs)[0][1]["device_id"] == "1"
+    assert providers(Device.CUDA, 0, pairs)[1] == 1
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,9 @@ def test_without_cuda() -> None:
 def test_ranks_of_a_machine_take_different_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxpar_runtime.options.cuda_devices", lambda: 4)
     monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_RANK", raising=False)
-    assert providers(Device.CUDA, 6, {})[0][1]["device_id"] == "2"
+    (provider, settings), _ = providers(Device.CUDA, 6, {})[0]
+    assert (provider, settings) == ("CUDAExecutionProvider", {"device_id": "2"})
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
-    assert providers(Device.CUDA, 6, {})[0][1]["device_id"] == "1"
+    assert providers(Device.CUDA, 6, {})[1] == 1
+    with pytest.raises(LaunchError, match="device_id: expected a number, got 'first'"):
+        providers(Device.CUDA, 6, {"cuda.device_id": "first"})

@@ -170,6 +170,20 @@ def test_artifacts_of_one_device_are_a_reference(tmp_path: Path) -> None:
         verify(one, hand_made.data_parallel(tmp_path / "a"))
 
 
+def test_bfloat16_on_both_sides(tmp_path: Path) -> None:
+    text = "g (bfloat16[n] x) => (bfloat16[n] y) { y = Identity(x) }"
+    dims = [[("n", [0])]]
+    directory = hand_made.write(
+        tmp_path / "a",
+        [text] * 2,
+        atoms=[2],
+        inputs=[hand_made.tensor("x", "bfloat16", ["n"], dims)],
+        outputs=[hand_made.tensor("y", "bfloat16", ["n"], dims)],
+    )
+    cases = verify(directory, hand_made.undivided(tmp_path / "m.onnx", text))
+    assert len(cases) == 3 and all(c.ok and c.max_abs == 0 for c in cases)
+
+
 def test_wrong_requests(tmp_path: Path) -> None:
     model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
     directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 2})
