@@ -151,7 +151,9 @@ def _floor_by_integer(terms: list[sympy.Expr], k: int) -> sympy.Expr:
     # All but the constant is a multiple of the gcd, so only multiples of it in the constant count.
     constant -= constant % gcd(k, *coefficients)
     floors = [term for term in rest if isinstance(term, sympy.floor)]
-    if len(floors) == 1:  # floor((p + floor(y)) / k) = floor((p + y) / k) for integer p
+    if len(floors) == 1:
+        # floor((p + floor(y)) / k) = floor((p + y) / k) for integer p. Of several floors none is
+        # merged, since the form would depend on which one is taken.
         inner = sympy.Add(*rest, constant, -floors[0], floors[0].args[0])
         return outside + floor_expr(inner / k)
     return outside + sympy.floor((sympy.Add(*rest) + constant) / k)
