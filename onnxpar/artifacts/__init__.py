@@ -1,5 +1,5 @@
 """The output directory: one graph for each rank, weight shards, manifest."""
 
-from onnxpar.artifacts.write import write
+from onnxpar.artifacts.output import write
 
 __all__ = ["write"]
