@@ -2,8 +2,9 @@
 
 Candidates come from what the operands and the later users of the outputs already have, from the
 user's parameter axes, and from leaving everything whole. The choice is by bytes moved, then by the
-number of operands that move, then by the elements a device computes, then by order; it depends on
-nothing else, so that it is the same on every machine.
+number of operands that move, then by the elements a device computes, then by order; but a parameter
+axis that could split a matrix and is left idle counts before all of these. It depends on nothing
+else, so that it is the same on every machine.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -66,7 +67,7 @@ class Chooser:
 
     def choose(self, rule: OpRule, view: NodeView, situation: Situation) -> NodePlan:
         """Returns the cheapest plan of a node in a situation."""
-        best: tuple[tuple[int, int, int], NodePlan] | None = None
+        best: tuple[tuple[int, ...], NodePlan] | None = None
         seen: list[tuple[Factors, Mapping[int, tuple[Atoms, str]]]] = []
         for factors in self._candidates(rule, view, situation):
             for carried in self._carries(rule, factors, situation):
@@ -77,7 +78,10 @@ class Chooser:
                     plan = shardings(rule, view, factors, self.mesh, carried=carried)
                 except ShardingError:
                     continue
-                price = self._price(rule, plan, view, situation, bool(carried))
+                price = (
+                    self._idle_axes(rule, plan, situation),
+                    *self._price(rule, plan, view, situation, bool(carried)),
+                )
                 if best is None or price < best[0]:
                     best = (price, plan)
         if best is None:
@@ -197,10 +201,25 @@ class Chooser:
                     kind = rule.kinds[names[0]]
                     if kind == WHOLE or (kind in REDUCTIONS) != reduced:
                         continue
+                    if not any(
+                        rule.kinds[n] in REDUCTIONS for other in operand.dims for n in other
+                    ):
+                        continue
                     split = self._first_even(dim_parts, axis)
                     if split is not None:
                         return names[0], split
         return None
+
+    def _idle_axes(self, rule: OpRule, plan: NodePlan, situation: Situation) -> int:
+        """Number of parameter axes that split nothing although a free matrix is contracted."""
+        matrix = any(
+            situation.free[index]
+            and len(operand.dims) > 1
+            and any(rule.kinds[name] in REDUCTIONS for names in operand.dims for name in names)
+            for index, operand in enumerate(rule.inputs)
+        )
+        used = {a for parts in plan.factors.values() for c in parts for a in c.atoms}
+        return sum(matrix and not used & set(axis) for axis in self.parameter_axes)
 
     def _first_even(self, parts: tuple[Part, ...], axis: Atoms) -> DimSharding | None:
         count = self.mesh.count(axis)
