@@ -103,7 +103,7 @@ class _InFile:
 
     def read(self, start: int, stop: int, into: Bytes) -> Bytes:
         piece = into[: stop - start]
-        view = memoryview(piece)
+        view = piece.data
         try:
             self.stream.seek(self.region.offset + start)
             done = 0

@@ -216,7 +216,7 @@ class _Files:
         """Appends bytes; returns when `data` may be reused."""
         digest = self._digest.setdefault(name, hashlib.sha256())
         stream = self._stream(name)
-        view = memoryview(data)
+        view = data.data
         if len(view) < _THREADED:
             digest.update(view)
             _write(stream, view)

@@ -256,10 +256,10 @@ def _put_metadata(
 
 
 def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
-    for attribute in node.attribute:
-        if attribute.name == name:
-            return attribute
-    return node.attribute.add(name=name)
+    found: onnx.AttributeProto | None = next((a for a in node.attribute if a.name == name), None)
+    if found is None:
+        found = node.attribute.add(name=name)
+    return found
 
 
 def _put_ints(node: onnx.NodeProto, name: str, values: tuple[int, ...] | list[int]) -> None:

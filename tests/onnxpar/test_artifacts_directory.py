@@ -216,7 +216,7 @@ def test_a_source_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     )
     first = parameter("first", _Shrinking(data), cut([(32, [0])]), MESH)
     second = parameter("w", tensor, cut([(1024, [0])]), MESH)
-    with pytest.raises(ArtifactError, match="'w': its data file .* became shorter"):
+    with pytest.raises(ArtifactError, match=r"'w': its data file .* became shorter"):
         write([exposing([first, second], MESH)], tmp_path / "out", model_name="m")
     assert names(tmp_path) == {"model.data"}
 
