@@ -243,7 +243,7 @@ def _target(writer: GraphWriter, path: str, *dims: ir.Value | int) -> ir.Value:
 
 
 def _linear(writer: GraphWriter, x: ir.Value, rows: int, columns: int, scope: str) -> ir.Value:
-    """x @ weight [rows, columns] + bias [columns]."""
+    """The affine map x @ weight [rows, columns] + bias [columns]."""
     weight = writer.weight(f"{scope}.weight", (rows, columns), std=WEIGHT_STD)
     bias = writer.weight(f"{scope}.bias", (columns,), std=WEIGHT_STD)
     y = writer.op("MatMul", x, weight, name=f"{_path(scope)}/MatMul")
