@@ -9,58 +9,92 @@ from onnxpar.ops.rule import OpRule
 
 
 def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
-    return lambda view: broadcast_rule(view, linear)
-
-
-def _variadic(linear_of: Callable[[str], str]) -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
-        return broadcast_rule(view, linear_of("+".join(str(i) for i in range(view.arity))))
+        return broadcast_rule(view, linear)
 
     return rule
 
 
-def _mul_rule(view: NodeView) -> OpRule:
-    return broadcast_rule(view, "sum 0, sum 1, prod 0+1")
+def _variadic(reduction: str) -> Callable[[NodeView], OpRule]:
+    def rule(view: NodeView) -> OpRule:
+        everyone = "+".join(str(i) for i in range(view.arity))
+        return broadcast_rule(view, f"{reduction} {everyone}")
+
+    return rule
 
 
-# Operators that keep the order of their operand may be applied before a pending max or min.
+def _is_float(view: NodeView) -> bool:
+    value = view.node.inputs[0]
+    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _div_rule(view: NodeView) -> OpRule:
+    """Quotients of integers are rounded, so a sum of them is not the quotient of the sum."""
+    return broadcast_rule(view, "sum 0" if _is_float(view) else "")
+
+
+# Operators that keep the order of all their operands may come before a pending max or min. Sqrt
+# and Log do too, but a part may be negative where the greatest is not, and become NaN.
 _MONOTONE = "max 0, min 0"
 _MONOTONE_UP = (
     ("Relu", 1, True),
     ("Tanh", 1, True),
     ("Sigmoid", 1, False),
     ("Exp", 1, False),
-    ("Sqrt", 1, True),
-    ("Log", 1, False),
     ("Ceil", 1, True),
     ("Floor", 1, True),
+    ("Round", 11, True),
+    ("Sign", 9, True),
     ("Erf", 9, True),
     ("Softplus", 1, False),
+    ("Softsign", 1, True),
+    ("Atan", 7, True),
+    ("Sinh", 9, True),
+    ("Asinh", 9, True),
+    ("HardSigmoid", 1, False),
 )
 _PLAIN_UNARY = (
-    ("Gelu", 20, True),
     ("Abs", 1, True),
-    ("Reciprocal", 1, False),
-    ("Sin", 7, True),
+    ("Acos", 7, False),
+    ("Acosh", 9, False),
+    ("Asin", 7, True),
+    ("Atanh", 9, True),
+    ("Celu", 12, True),
     ("Cos", 7, False),
+    ("Cosh", 9, False),
+    ("Elu", 1, True),
+    ("Gelu", 20, True),
+    ("HardSwish", 14, True),
+    ("LeakyRelu", 1, True),
+    ("Log", 1, False),
+    ("Mish", 18, True),
+    ("Reciprocal", 1, False),
+    ("Selu", 1, True),
+    ("Sin", 7, True),
+    ("Sqrt", 1, True),
+    ("Tan", 7, True),
+    ("ThresholdedRelu", 10, True),
 )
-_LOGIC = (("And", 7), ("Or", 7), ("Xor", 7), ("Equal", 1), ("Less", 1), ("Greater", 1))
+_TESTS = (("IsNaN", 9), ("IsInf", 10), ("Not", 1), ("BitwiseNot", 18))
+_LOGIC = (("And", 7), ("Or", 7), ("Xor", 7), ("Equal", 7), ("Less", 7), ("Greater", 7))
 _COMPARE = (("LessOrEqual", 12), ("GreaterOrEqual", 12))
+_BITS = (("BitwiseAnd", 18), ("BitwiseOr", 18), ("BitwiseXor", 18), ("BitShift", 11))
+_DISCRETE = (*_TESTS, *_LOGIC, *_COMPARE, *_BITS)
 
 DEFS = (
     *(OpDef("", n, v, _rule(_MONOTONE), keeps_zero=z) for n, v, z in _MONOTONE_UP),
     *(OpDef("", n, v, _rule(), keeps_zero=z) for n, v, z in _PLAIN_UNARY),
-    *(OpDef("", n, v, _rule(), gradient=NOT_DIFFERENTIABLE) for n, v in (*_LOGIC, *_COMPARE)),
-    OpDef("", "Not", 1, _rule(), gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Neg", 1, _rule("sum 0"), keeps_zero=True),
+    *(OpDef("", n, v, _rule(), gradient=NOT_DIFFERENTIABLE) for n, v in _DISCRETE),
+    OpDef("", "Neg", 6, _rule("sum 0"), keeps_zero=True),
     OpDef("", "Add", 7, _rule("sum 0+1"), keeps_zero=True),
     OpDef("", "Sub", 7, _rule("sum 0+1"), keeps_zero=True),
-    OpDef("", "Mul", 7, _mul_rule, keeps_zero=True),
-    OpDef("", "Div", 7, _rule("sum 0")),
+    OpDef("", "Mul", 7, _rule("sum 0, sum 1, prod 0+1"), keeps_zero=True),
+    OpDef("", "Div", 7, _div_rule),
     OpDef("", "Pow", 7, _rule()),
     OpDef("", "Mod", 10, _rule(), gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Sum", 8, _variadic(lambda g: f"sum {g}"), keeps_zero=True),
-    OpDef("", "Max", 8, _variadic(lambda g: f"max {g}"), keeps_zero=True),
-    OpDef("", "Min", 8, _variadic(lambda g: f"min {g}"), keeps_zero=True),
-    OpDef("", "Clip", 6, lambda v: broadcast_rule(v, _MONOTONE)),
+    OpDef("", "PRelu", 7, _rule(), keeps_zero=True),
+    OpDef("", "Sum", 8, _variadic("sum"), keeps_zero=True),
+    OpDef("", "Max", 8, _variadic("max"), keeps_zero=True),
+    OpDef("", "Min", 8, _variadic("min"), keeps_zero=True),
+    OpDef("", "Clip", 6, _rule(_MONOTONE)),
 )

@@ -1,6 +1,18 @@
 """The one table of all operators."""
 
-from onnxpar.ops import cast, elementwise, gather, matmul, norm, reduce, shape, slice, view
+from onnxpar.ops import (
+    cast,
+    elementwise,
+    gather,
+    loss,
+    matmul,
+    norm,
+    random,
+    reduce,
+    shape,
+    slice,
+    view,
+)
 from onnxpar.ops.registry import Registry
 
 REGISTRY = Registry.join(
@@ -14,5 +26,7 @@ REGISTRY = Registry.join(
         cast.DEFS,
         reduce.DEFS,
         norm.DEFS,
+        loss.DEFS,
+        random.DEFS,
     )
 )

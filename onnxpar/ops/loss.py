@@ -1,0 +1,203 @@
+"""Cross-entropy losses, split by rows, by positions and by classes.
+
+With the classes split, each device finds the labels that are in its part; what travels is one
+maximum, one sum and one score for each row, never the scores (Megatron-LM's parallel
+cross-entropy, Shoeybi et al., 2019). A mean is divided by the global weight of all labels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.mesh import Atoms
+from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.norm import log_softmax
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.passes.builder import INT64
+from onnxpar.sharding import Dim
+
+CLASSES = "C"
+SCORES, LABELS, WEIGHTS = 0, 1, 2
+
+
+def _keeps_log_prob(view: NodeView) -> bool:
+    return len(view.node.outputs) > 1 and bool(view.node.outputs[1].name)
+
+
+def loss_rule(view: NodeView) -> OpRule:
+    """`a C b, a b, C -> ; sum: a b; special: C`: rows and positions b, classes C.
+
+    Where the log-probabilities are an output too, the loss cannot be pending while they are not, so
+    rows and positions communicate inside the node as the classes do.
+    """
+    names = axis_names(len(view.shape(LABELS)))
+    rows = " ".join(names)
+    scores = " ".join([names[0], CLASSES, *names[1:]])
+    weights = f", {CLASSES}" if view.has(WEIGHTS) else ", -" if view.arity > 2 else ""
+    plain = view.attr("reduction", "mean") == "none"
+    outputs = [rows if plain else ""]
+    outputs += [scores if _keeps_log_prob(view) else "."] * (len(view.node.outputs) - 1)
+    text = f"{scores}, {rows}{weights} -> {', '.join(outputs)}; special: {CLASSES}"
+    if not plain and _keeps_log_prob(view):
+        text += f" {rows}"
+    elif not plain:
+        text += f"; sum: {rows}"
+    return parse_rule(text)
+
+
+def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        plain = node.view.attr("reduction", "mean") == "none"
+        if not node.plan.factors or (plain and not node.atoms(CLASSES)):
+            return node.copy([node.input(SCORES), _safe_labels(node), *node.inputs[WEIGHTS:]])
+        return _Loss(node, softmax).emit()
+
+    return local
+
+
+def _safe_labels(node: LocalNode) -> ir.Value:
+    """The labels, padding set to class 0, which is always there."""
+    labels = node.input(LABELS)
+    for factor in _rows(node):
+        labels = node.masked(labels, LABELS, factor, 0, known_zero=node.zero[LABELS])
+    return labels
+
+
+def _rows(node: LocalNode) -> tuple[str, ...]:
+    return tuple(f for f in node.split_factors() if f != CLASSES)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Emits the local form of one loss node."""
+
+    node: LocalNode
+    softmax: bool
+
+    @property
+    def rows(self) -> tuple[Dim, ...]:
+        """Local shape of the labels."""
+        return self.node.in_shape(LABELS)
+
+    @property
+    def wide(self) -> ir.DataType:
+        """The type in which the loss is computed."""
+        return work_dtype(self.node.input(SCORES).dtype)
+
+    def emit(self) -> Sequence[ir.Value]:
+        node, view = self.node, self.node.view
+        atoms = node.atoms(CLASSES)
+        log_prob = self._log_prob(atoms)
+        labels = cast(node, node.input(LABELS), INT64, self.rows)
+        counted = self._counted(labels)
+        place, inside = locate(node, CLASSES, labels, self.rows)
+        if counted is not None:
+            inside = node.op("And", inside, counted, shape=self.rows)
+        picked = self._picked(log_prob, place)
+        zero = node.builder.const(np.array(0), self.wide)
+        picked = node.op("Where", inside, picked, zero, dtype=self.wide, shape=self.rows)
+        picked = node.all_reduce(picked, atoms, self.rows)
+        loss = node.op("Neg", picked, shape=self.rows)
+        weight = self._weight(place, inside, counted, atoms)
+        if weight is not None and view.has(WEIGHTS):
+            loss = node.op("Mul", loss, weight, shape=self.rows)
+        reduction = view.attr("reduction", "mean")
+        if reduction != "none":
+            loss = self._total(loss)
+            if reduction == "mean":
+                loss = node.op("Div", loss, self._denominator(weight), shape=[])
+            if _keeps_log_prob(view):
+                loss = node.all_reduce(loss, self._row_atoms(), [])
+        outputs = [cast(node, loss, node.out_dtype(), node.out_shape())]
+        if _keeps_log_prob(view):
+            outputs.append(cast(node, log_prob, node.out_dtype(1), node.out_shape(1)))
+        elif len(view.node.outputs) > 1:
+            outputs.append(log_prob)
+        return outputs
+
+    def _row_atoms(self) -> Atoms:
+        return tuple(a for f in _rows(self.node) for a in self.node.atoms(f))
+
+    def _log_prob(self, atoms: Atoms) -> ir.Value:
+        node = self.node
+        shape = node.in_shape(SCORES)
+        x = node.input(SCORES)
+        if not self.softmax:
+            return cast(node, x, self.wide, shape)
+        if atoms:
+            x = node.masked(x, SCORES, CLASSES, "lowest")
+        x = cast(node, x, self.wide, shape)
+        if not atoms and node.builder.opset >= 13:
+            return node.op("LogSoftmax", x, shape=shape, axis=1)
+        return log_softmax(node, x, 1, atoms, shape)
+
+    def _counted(self, labels: ir.Value) -> ir.Value | None:
+        """Which labels count: neither ignored nor padding; None where all do."""
+        node, rows = self.node, self.rows
+        uneven = [f for f in _rows(node) if not node.is_even(f)]
+        ignored = node.view.attr("ignore_index")
+        if ignored is None and not uneven:
+            return None
+        if ignored is None:
+            counted = node.op("Equal", labels, labels, dtype=BOOL, shape=rows)
+        else:
+            value = node.builder.const(np.array(ignored), INT64)
+            same = node.op("Equal", labels, value, dtype=BOOL, shape=rows)
+            counted = node.op("Not", same, shape=rows)
+        for factor in uneven:
+            counted = node.masked(counted, LABELS, factor, 0)
+        return counted
+
+    def _picked(self, log_prob: ir.Value, place: ir.Value) -> ir.Value:
+        """The log-probability of each row's label, where this device has it."""
+        node, rows = self.node, self.rows
+        column = [rows[0], 1, *rows[1:]]
+        index = node.builder.reshape(place, column)
+        found = node.op("GatherElements", log_prob, index, shape=column, axis=1)
+        return node.builder.reshape(found, rows)
+
+    def _weight(
+        self, place: ir.Value, inside: ir.Value, counted: ir.Value | None, atoms: Atoms
+    ) -> ir.Value | None:
+        """The weight of each row; None where every one is 1."""
+        node, rows = self.node, self.rows
+        zero = node.builder.const(np.array(0), self.wide)
+        if node.view.has(WEIGHTS):
+            weights = cast(node, node.input(WEIGHTS), self.wide, node.in_shape(WEIGHTS))
+            weight = node.op("Gather", weights, place, shape=rows, axis=0)
+            weight = node.op("Where", inside, weight, zero, dtype=self.wide, shape=rows)
+            return node.all_reduce(weight, atoms, rows)
+        if counted is None:
+            return None
+        return cast(node, counted, self.wide, rows)
+
+    def _total(self, x: ir.Value) -> ir.Value:
+        """The sum of a local tensor shaped as the labels, as a scalar."""
+        if not self.rows:
+            return x
+        node = self.node
+        axes = list(range(len(self.rows)))
+        if node.builder.opset >= 13:
+            every = node.builder.const(np.array(axes, np.int64))
+            return node.op("ReduceSum", x, every, shape=[], keepdims=0)
+        return node.op("ReduceSum", x, shape=[], keepdims=0, axes=axes)
+
+    def _denominator(self, weight: ir.Value | None) -> ir.Value:
+        """The global weight of all labels, as a scalar."""
+        node = self.node
+        if weight is None:
+            count = count_of(node, node.view.shape(LABELS), self.wide)
+            return node.builder.reshape(count, [])
+        return node.all_reduce(self._total(weight), self._row_atoms(), [])
+
+
+DEFS = (
+    OpDef("", "SoftmaxCrossEntropyLoss", 12, loss_rule, _loss(softmax=True)),
+    OpDef("", "NegativeLogLikelihoodLoss", 12, loss_rule, _loss(softmax=False)),
+)
