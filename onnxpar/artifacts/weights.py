@@ -7,8 +7,9 @@ Memory is bounded by a few chunks, whatever the size of a tensor.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar.artifacts.sources import Bytes, reader
+from onnxpar.artifacts.sources import Bytes, Reader, reader
 from onnxpar.passes.layout import Shard, WeightLayout, stored_dtype
 from onnxpar.passes.partitioned import Parameter
 from onnxpar.sharding import Block
@@ -68,19 +69,42 @@ def write_weights(
     """
     wanted = None if ranks is None else frozenset(ranks)
     by_name = {p.name: p for p in parameters}
-    with ThreadPoolExecutor(1) as hasher, _Files(folder, hasher) as files:
+    with ThreadPoolExecutor(2) as pool, _Files(folder, pool) as files:
         for file in layout.files.values():
             if wanted is None or wanted & set(file.ranks):
                 files.append(file.name, np.frombuffer(file.header, np.uint8))
         for name, shards in layout.shards.items():
             shards = tuple(s for s in shards if s.file in files)
             if shards and shards[0].length:
-                _write_parameter(by_name[name], shards, files, chunk)
+                _write_parameter(by_name[name], shards, files, pool, chunk)
         return files.written()
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows `[low, high)` along one axis of a tensor, at one place along the axes before it.
+
+    Attributes:
+        low: First row.
+        high: Index after the last row.
+        first: Their first byte in the tensor.
+        last: Index after their last byte.
+        held: Which shards may have a part, each with its local indices along the axes before.
+    """
+
+    low: int
+    high: int
+    first: int
+    last: int
+    held: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 def _write_parameter(
-    parameter: Parameter, shards: Sequence[Shard], files: "_Files", chunk: int
+    parameter: Parameter,
+    shards: Sequence[Shard],
+    files: "_Files",
+    pool: ThreadPoolExecutor,
+    chunk: int,
 ) -> None:
     """Appends every shard of one tensor to its file; no two shards are of one file."""
     dtype = parameter.source.dtype
@@ -92,32 +116,68 @@ def _write_parameter(
     axis = _chunk_axis(sizes, itemsize, chunk)
     row = prod(sizes[axis + 1 :]) * itemsize
     count = max(1, chunk // row) if row else 1
-    stage = np.empty(min(count, sizes[axis]) * row, np.uint8)
-    scratch = np.empty_like(stage)
+    scratch = np.empty(min(count, sizes[axis]) * row, np.uint8)
     unit = _unit(itemsize)
-    with reader(parameter) as source:
-        for outer in product(*(range(n) for n in sizes[:axis])):
-            held = [
-                (index, [g - b.start for g, b in zip(outer, mine, strict=False)])
-                for index, mine in enumerate(blocks)
-                if all(b.start <= g < b.start + b.valid for g, b in zip(outer, mine, strict=False))
-            ]
-            before = 0
-            for g, n in zip(outer, sizes, strict=False):
-                before = before * n + g
-            for low, high in _ranges([blocks[i][axis] for i, _ in held], count):
-                first = (before * sizes[axis] + low) * row
-                data = source.read(first, first + (high - low) * row, stage)
-                rows = data.view(unit).reshape(high - low, *sizes[axis + 1 :], -1)
-                for index, inside in held:
-                    mine = blocks[index]
-                    at, part = _part(rows, mine, axis, low, high, inside, scratch)
-                    if part is not None:
-                        file = shards[index].file
-                        files.pad(file, starts[index] + at * itemsize)
-                        files.append(file, part)
+    chunks = _chunks(sizes, blocks, axis, count, row)
+    with (
+        reader(parameter) as source,
+        closing(_read_ahead(source, chunks, scratch.size, pool)) as pieces,
+    ):
+        for piece, data in pieces:
+            rows = data.view(unit).reshape(piece.high - piece.low, *sizes[axis + 1 :], -1)
+            for index, inside in piece.held:
+                at, part = _part(rows, blocks[index], axis, piece, inside, scratch)
+                if part is not None:
+                    file = shards[index].file
+                    files.pad(file, starts[index] + at * itemsize)
+                    files.append(file, part)
     for shard, start in zip(shards, starts, strict=True):
         files.pad(shard.file, start + shard.length)
+
+
+def _chunks(
+    sizes: Sequence[int], blocks: Sequence[Sequence[Block]], axis: int, count: int, row: int
+) -> Iterator[_Chunk]:
+    """Yields the chunks that some shard needs, at most `count` rows of `row` bytes, ascending."""
+    for outer in product(*(range(n) for n in sizes[:axis])):
+        held = tuple(
+            (index, tuple(g - b.start for g, b in zip(outer, mine, strict=False)))
+            for index, mine in enumerate(blocks)
+            if all(b.start <= g < b.start + b.valid for g, b in zip(outer, mine, strict=False))
+        )
+        before = 0
+        for g, n in zip(outer, sizes, strict=False):
+            before = before * n + g
+        before *= sizes[axis]
+        for low, high in _ranges([blocks[i][axis] for i, _ in held], count):
+            yield _Chunk(low, high, (before + low) * row, (before + high) * row, held)
+
+
+def _read_ahead(
+    source: Reader, chunks: Iterator[_Chunk], size: int, pool: ThreadPoolExecutor
+) -> Generator[tuple[_Chunk, Bytes], None, None]:
+    """Yields each chunk with its bytes, while the next one is being read."""
+    memory = [np.empty(size, np.uint8), np.empty(size, np.uint8)]
+
+    def begin() -> tuple[_Chunk, Future[Bytes]] | None:
+        chunk = next(chunks, None)
+        if chunk is None:
+            return None
+        memory.reverse()
+        return chunk, pool.submit(source.read, chunk.first, chunk.last, memory[0])
+
+    ahead = begin()
+    try:
+        while ahead is not None:
+            chunk, future = ahead
+            ahead = None
+            data = future.result()
+            ahead = begin()
+            yield chunk, data
+    finally:
+        # The reader's file must not be closed under it.
+        if ahead is not None:
+            wait([ahead[1]])
 
 
 def _unit(itemsize: int) -> np.dtype[Any]:
@@ -150,24 +210,23 @@ def _part(
     rows: NDArray[Any],
     blocks: Sequence[Block],
     axis: int,
-    low: int,
-    high: int,
+    piece: _Chunk,
     inside: Sequence[int],
     scratch: Bytes,
 ) -> tuple[int, Bytes | None]:
-    """Returns a shard's part of rows `[low, high)` and its first element's place in the shard.
+    """Returns a shard's part of a chunk, and the place of its first element in the shard.
 
     Args:
-        rows: The rows, and the halves of elements as last dim.
+        rows: The chunk's rows, and the halves of elements as last dim.
         blocks: The shard's block of each component.
         axis: Component that the rows index.
-        low: First row's index.
-        high: Index after the last row.
+        piece: The chunk.
         inside: Local indices along the components before `axis`.
         scratch: Memory for a part that is not contiguous, as long as the rows.
     """
     mine = blocks[axis]
-    first, last = max(low, mine.start), min(high, mine.start + mine.valid)
+    low = piece.low
+    first, last = max(low, mine.start), min(piece.high, mine.start + mine.valid)
     if first >= last:
         return 0, None
     trailing = blocks[axis + 1 :]
@@ -192,9 +251,9 @@ def _part(
 class _Files:
     """Files that are appended to and hashed together, few of them open at a time."""
 
-    def __init__(self, folder: Path, hasher: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
         self._folder = folder
-        self._hasher = hasher
+        self._pool = pool
         self._open: dict[str, BinaryIO] = {}
         self._digest: dict[str, Any] = {}
         self._size: dict[str, int] = {}
@@ -221,7 +280,7 @@ class _Files:
             digest.update(view)
             _write(stream, view)
         else:
-            hashed = self._hasher.submit(digest.update, view)
+            hashed = self._pool.submit(digest.update, view)
             try:
                 _write(stream, view)
             finally:
