@@ -56,6 +56,17 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_target(out: Path, *, force: bool) -> None:
+    """Checks what `new_directory` checks before it writes, so that a mistake shows early.
+
+    Raises:
+        ArtifactError: As `new_directory`.
+    """
+    out = Path(os.path.realpath(out))
+    _may_become(out, force)
+    _make_beside(out).rmdir()
+
+
 def _may_become(out: Path, force: bool) -> bool:
     """Returns whether `out` is there and is to be replaced."""
     if not os.path.lexists(out):

@@ -15,7 +15,7 @@ import pytest
 from _divided import cut, exposing, parameter, two_layers
 from numpy.typing import NDArray
 
-from onnxpar.artifacts import write
+from onnxpar.artifacts import check_target, write
 from onnxpar.artifacts.directory import new_directory
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
@@ -42,8 +42,13 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
 
 def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    check_target(out, force=False)
+    assert names(tmp_path) == set()
     write([two_layers(MESH)], out, model_name="net")
     before = tree(out)
+    with pytest.raises(ArtifactError, match="--force"):
+        check_target(out, force=False)
+    check_target(out, force=True)
     with pytest.raises(ArtifactError, match="--force"):
         write([two_layers(MESH, seed=1)], out, model_name="net")
     assert tree(out) == before
@@ -88,6 +93,9 @@ def test_force_replaces_nothing_that_is_not_ours(tmp_path: Path, content: dict[s
 
 def test_a_file_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
+    for name in ("file", "missing/out", "file/out"):
+        with pytest.raises(ArtifactError):
+            check_target(tmp_path / name, force=True)
     with pytest.raises(ArtifactError, match="expected a directory to write to, got a file"):
         write([two_layers(MESH)], tmp_path / "file", model_name="net", force=True)
     with pytest.raises(ArtifactError, match=r"parent directory .*missing does not exist"):
