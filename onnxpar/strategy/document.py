@@ -1,0 +1,140 @@
+"""A strategy file as plain data, with the line of every key and item.
+
+YAML 1.1 by PyYAML's safe resolver; JSON is a part of it. Only mappings with text keys, sequences
+and scalars are read; a key that stands twice in one mapping is an error, which YAML asks for and
+PyYAML leaves out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from onnxpar.errors import StrategyError
+
+Location = tuple[str | int, ...]
+MAX_NODES = 200_000
+"""Keys, items and scalars of one file; aliases multiply them, so a small file can ask for many."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain data and where it came from.
+
+    Attributes:
+        data: Mappings, lists and scalars.
+        source: File name, or another name of the source, for messages.
+        lines: Line, from 1, of each key and item by its location; empty where there is no file.
+    """
+
+    data: Any
+    source: str
+    lines: Mapping[Location, int] = field(default_factory=dict)
+
+    def where(self, location: Location = ()) -> str:
+        """Returns `file:line` of a location, or of the closest thing around it."""
+        for length in range(len(location), 0, -1):
+            line = self.lines.get(location[:length])
+            if line is not None:
+                return f"{self.source}:{line}"
+        if self.lines or not location:
+            return self.source
+        return f"{self.source}: " + ".".join(map(str, location[:2]))
+
+
+def read_document(path: Path) -> Document:
+    """Reads a strategy file.
+
+    Raises:
+        StrategyError: It cannot be read, is no YAML, or has a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise StrategyError(f"{path}: expected UTF-8 text, got byte {error.start}") from None
+    except OSError as error:
+        raise StrategyError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_document(text, str(path))
+
+
+def parse_document(text: str, source: str) -> Document:
+    """Parses the text of a strategy file; `source` names it in messages.
+
+    Raises:
+        StrategyError: It is no YAML (with line and column), or has a key twice.
+    """
+    try:
+        return _Reader(source).read(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        problem = error.problem or error.context or "malformed"
+        raise StrategyError(f"{source}{place}: not valid YAML: {problem}") from None
+    except yaml.reader.ReaderError as error:
+        raise StrategyError(
+            f"{source}: not valid YAML: character {error.position} is {error.reason}"
+        ) from None
+    except (ValueError, OverflowError) as error:
+        # PyYAML's constructors of dates and numbers, which match by form before they compute.
+        raise StrategyError(f"{source}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise StrategyError(f"{source}: nested too deeply") from None
+
+
+class _Reader:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.lines: dict[Location, int] = {}
+        self.open: set[int] = set()
+        self.count = 0
+
+    def read(self, text: str) -> Document:
+        self.loader = yaml.SafeLoader(text)
+        try:
+            root = self.loader.get_single_node()
+            data = None if root is None else self.value(root, ())
+        finally:
+            self.loader.dispose()
+        return Document(data, self.source, self.lines)
+
+    def fail(self, node: yaml.Node, message: str) -> StrategyError:
+        mark = node.start_mark
+        return StrategyError(f"{self.source}:{mark.line + 1}:{mark.column + 1}: {message}")
+
+    def value(self, node: yaml.Node, location: Location) -> Any:
+        self.count += 1
+        if self.count > MAX_NODES:
+            raise self.fail(node, f"expected at most {MAX_NODES} keys and items")
+        if isinstance(node, yaml.ScalarNode):
+            return self.loader.construct_object(node)  # type: ignore[no-untyped-call]
+        if id(node) in self.open:
+            raise self.fail(node, "an alias stands inside what it names")
+        self.open.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            result: Any = self.mapping(node, location)
+        else:
+            result = []
+            for index, item in enumerate(node.value):
+                self.lines[(*location, index)] = item.start_mark.line + 1
+                result.append(self.value(item, (*location, index)))
+        self.open.discard(id(node))
+        return result
+
+    def mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.value(key_node, location)
+            if not isinstance(key, str):
+                raise self.fail(
+                    key_node,
+                    f"expected text as key, got {key!r} (quote a key that YAML reads otherwise)",
+                )
+            line = key_node.start_mark.line + 1
+            if key in result:
+                first = self.lines[(*location, key)]
+                raise self.fail(key_node, f"key {key!r} stands here and in line {first}")
+            self.lines[(*location, key)] = line
+            result[key] = self.value(value_node, (*location, key))
+        return result

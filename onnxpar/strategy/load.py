@@ -1,0 +1,76 @@
+"""Presets, and the one entry for `--strategy FILE|PRESET`."""
+
+import re
+from math import prod
+from pathlib import Path
+
+from onnxpar.errors import StrategyError
+from onnxpar.strategy.names import nearest
+from onnxpar.strategy.schema import DATA_AXIS, Strategy
+
+REPLICATE = "replicate"
+PRESET_AXES = (DATA_AXIS, "tp")
+_PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d+))?")
+
+
+def load_strategy(text: str, devices: int | None = None) -> Strategy:
+    """Reads a strategy file, or makes the strategy of a preset.
+
+    Presets: `dp` splits the batch; `tp=4` splits parameters; `dp=2,tp=4` both, on a 2x4 mesh; one
+    axis may go without a number and takes the devices that are left; `replicate` splits nothing.
+
+    Args:
+        text: Path or preset; a file of that name wins.
+        devices: Number of devices, where file or preset do not say.
+
+    Raises:
+        StrategyError: No such file or preset, or a malformed one.
+    """
+    path = Path(text)
+    if path.is_file():
+        return Strategy.from_file(path, devices)
+    if path.is_dir():
+        raise StrategyError(f"strategy {text!r}: expected a file or a preset, got a directory")
+    if text == "auto" or text.startswith("auto:"):
+        raise StrategyError(f"strategy {text!r}: the search for a strategy is not built yet")
+    if text == REPLICATE:
+        content = {"rest": "replicate", "dataset": "full_batch"}
+        return Strategy.from_dict(content, devices, f"preset {text!r}")
+    parts = [_PART.fullmatch(part.strip()) for part in text.split(",")]
+    if path.suffix or any(part is None for part in parts):
+        raise StrategyError(
+            f"strategy {text!r}: there is no such file, and it is no preset "
+            f"(dp, tp=4, dp=2,tp=4, {REPLICATE})"
+        )
+    return _preset(text, [(p[1], p[2]) for p in parts if p is not None], devices)
+
+
+def _preset(text: str, parts: list[tuple[str, str | None]], devices: int | None) -> Strategy:
+    names = [name for name, _ in parts]
+    for name in names:
+        if name not in PRESET_AXES:
+            raise StrategyError(
+                f"strategy {text!r}: expected a file, or a preset of "
+                f"{' and '.join(PRESET_AXES)} or {REPLICATE!r}, got {name!r}"
+                f"{nearest(name, (*PRESET_AXES, REPLICATE))}"
+            )
+        if names.count(name) > 1:
+            raise StrategyError(f"strategy {text!r}: expected {name} once, got it twice")
+    sizes = {name: None if size is None else int(size) for name, size in parts}
+    known = prod(size for size in sizes.values() if size is not None)
+    open_axes = [name for name, size in sizes.items() if size is None]
+    if open_axes:
+        if len(open_axes) > 1:
+            raise StrategyError(
+                f"strategy {text!r}: expected a number for all axes but one, as in dp,tp=4"
+            )
+        if devices is None:
+            raise StrategyError(
+                f"strategy {text!r}: expected {open_axes[0]}=N or --devices, got neither"
+            )
+        if not known or devices % known:
+            raise StrategyError(
+                f"strategy {text!r}: {known} devices do not divide the {devices} asked for"
+            )
+        sizes[open_axes[0]] = devices // known
+    return Strategy.from_dict({"mesh": sizes}, devices, f"preset {text!r}")

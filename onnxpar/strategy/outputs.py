@@ -1,0 +1,148 @@
+"""The layout that the user wants of a node's outputs after they are made."""
+
+from collections.abc import Mapping, Sequence
+
+from onnxpar.analysis.plan import factor_sizes, operand_sharding, project
+from onnxpar.errors import ShardingError
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.rule import REDUCTIONS
+from onnxpar.sharding import Dim, DimSharding, Sharding
+from onnxpar.strategy.operands import (
+    Site,
+    Unit,
+    atoms_of,
+    check_rank,
+    counts_of,
+    is_named,
+    show,
+    units_of,
+)
+from onnxpar.strategy.schema import TensorEntry
+
+Factors = Mapping[str, DimSharding]
+
+
+def wanted(
+    site: Site,
+    entries: Sequence[TensorEntry | None],
+    factors: Factors,
+    mesh: Mesh,
+    axes: Mapping[str, Unit],
+) -> tuple[Sharding | None, ...]:
+    """Returns the sharding that each output is to be brought into; None where it stays as made.
+
+    Raises:
+        StrategyError: More entries than outputs, another rank than the output's, an axis that
+            splits two dims, or pieces that the node's devices cannot make.
+    """
+    outputs = site.view.node.outputs
+    if len(entries) > len(outputs):
+        raise site.fail(f"expected at most {len(outputs)} entries under 'out', got {len(entries)}")
+    found: list[Sharding | None] = []
+    for index, entry in enumerate(entries):
+        if entry is None:
+            found.append(None)
+            continue
+        tensor = f"output {index} ({outputs[index].name!r})"
+        shape = site.view.out_shape(index)
+        check_rank(site, tensor, shape, entry)
+        if is_named(entry):
+            atoms = [atoms_of(units, mesh) for units in units_of(entry, axes)]
+            sharding = Sharding.of(shape, atoms)
+        else:
+            sharding = _numeric(site, tensor, index, entry, factors, mesh)
+        try:
+            sharding.validate(mesh, f"{tensor}, {show(entry)}")
+        except ShardingError as error:
+            raise site.fail(str(error)) from None
+        found.append(sharding)
+    return tuple(found)
+
+
+def factors_from_outputs(
+    site: Site, shardings: Sequence[Sharding | None], mesh: Mesh
+) -> dict[str, DimSharding]:
+    """Returns the splits of the factors of a node of which only the outputs' layout is given.
+
+    Outputs are made in that layout; factors that no output has are whole.
+    """
+    sizes = factor_sizes(site.rule, site.view)
+    factors: dict[str, DimSharding] = {}
+    for operand, sharding in zip(site.rule.outputs, shardings, strict=False):
+        if sharding is not None:
+            found = project(operand, sharding, sizes, mesh, site.view.table)
+            for name, dim in found.items():
+                if name in site.rule.splittable:
+                    factors.setdefault(name, dim)
+    return factors
+
+
+def _numeric(
+    site: Site, tensor: str, index: int, entry: TensorEntry, factors: Factors, mesh: Mesh
+) -> Sharding:
+    """Finds the atoms for numbers of pieces.
+
+    A dim keeps the atoms that split it when it is made. One that is to have fewer pieces gives its
+    minor atoms up; one that is to have more takes, in this order, atoms over which the output is a
+    pending reduction (so that the AllReduce becomes a ReduceScatter, as in MindSpore), atoms that
+    other dims give up (AllToAll), and atoms over which the node repeats.
+    """
+    shape = site.view.out_shape(index)
+    sizes = factor_sizes(site.rule, site.view)
+    made = operand_sharding(site.rule.outputs[index], shape, factors, sizes)
+    counts = counts_of(entry)
+    kept: list[Atoms] = []
+    released: list[int] = []
+    for dim, count in enumerate(counts):
+        atoms = made.dim_atoms(dim)
+        length = _prefix(atoms, count, mesh)
+        kept.append(atoms[:length])
+        released += atoms[length:]
+    pending = [
+        a
+        for name, parts in factors.items()
+        if site.rule.kinds[name] in REDUCTIONS
+        for c in parts
+        for a in c.atoms
+    ]
+    used = {a for parts in factors.values() for c in parts for a in c.atoms}
+    pool = [*pending, *released, *(a for a in range(len(mesh.atoms)) if a not in used)]
+    dims: list[DimSharding] = []
+    for dim, count in enumerate(counts):
+        atoms = kept[dim]
+        missing = count // mesh.count(atoms)
+        taken = _take(pool, missing, mesh) if missing * mesh.count(atoms) == count else None
+        if taken is None:
+            raise site.fail(
+                f"{tensor}, dim {dim}: expected a number of pieces that its devices can make "
+                f"({mesh.count(made.dim_atoms(dim))} as it is made), got {count}"
+            )
+        pool = [a for a in pool if a not in taken]
+        dims.append(_dim(made, dim, shape[dim], (*atoms, *taken)))
+    return Sharding(tuple(dims))
+
+
+def _dim(made: Sharding, dim: int, size: Dim, atoms: Atoms) -> DimSharding:
+    if atoms == made.dim_atoms(dim):
+        return made.dims[dim]
+    return Sharding.of([size], [atoms]).dims[0]
+
+
+def _prefix(atoms: Atoms, count: int, mesh: Mesh) -> int:
+    """Returns how many of the leading atoms a split in `count` pieces keeps."""
+    length = 0
+    while length < len(atoms) and count % mesh.count(atoms[: length + 1]) == 0:
+        length += 1
+    return length
+
+
+def _take(pool: Sequence[int], missing: int, mesh: Mesh) -> Atoms | None:
+    """Returns the first atoms of the pool that make `missing` pieces, None if there are none."""
+    taken: list[int] = []
+    for atom in pool:
+        if missing == 1:
+            break
+        if missing % mesh.atoms[atom] == 0:
+            taken.append(atom)
+            missing //= mesh.atoms[atom]
+    return tuple(taken) if missing == 1 else None

@@ -1,0 +1,304 @@
+"""A strategy met with a model: the mesh, and the seeds from which propagation starts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import Plan, factor_sizes
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.seeds import NodeSeed, Seeds
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.errors import MeshError, StrategyError
+from onnxpar.layout import TensorLayout
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.rule import SPECIAL, WHOLE
+from onnxpar.sharding import Component, Dim, DimSharding, Sharding
+from onnxpar.strategy.names import match
+from onnxpar.strategy.operands import (
+    Site,
+    Unit,
+    Units,
+    aligned,
+    atoms_of,
+    axis_units,
+    counts_of,
+    is_named,
+    is_numeric,
+    named_factors,
+    numeric_factors,
+    rank_of,
+    show,
+    units_of,
+)
+from onnxpar.strategy.outputs import factors_from_outputs, wanted
+from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy, TensorEntry
+from onnxpar.symbols import dim_str
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A device matrix that a strategy uses, and whose it is."""
+
+    factors: tuple[int, ...]
+    owner: str
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The units that split each factor of a node."""
+
+    site: Site
+    entry: NodeEntry
+    factors: Mapping[str, Units]
+
+
+def resolve(strategy: Strategy, model: ir.Model, rules: Rules, env: ShapeEnv) -> Seeds:
+    """Resolves a strategy to the nodes, inputs and parameters of a model.
+
+    Args:
+        strategy: The strategy.
+        model: The normalised model; it is not changed.
+        rules: The sharding rule of each of its nodes.
+        env: Its shapes.
+
+    Raises:
+        StrategyError: An entry that fits nothing, contradicts another one or does not fit its
+            tensor; device matrices that do not divide the devices or exclude one another.
+    """
+    return _Resolver(strategy, model, rules, env).run()
+
+
+class _Resolver:
+    def __init__(self, strategy: Strategy, model: ir.Model, rules: Rules, env: ShapeEnv) -> None:
+        self.strategy = strategy
+        self.model = model
+        self.rules = rules
+        self.env = env
+        self.axes = axis_units(strategy.axes)
+        self.matrices: list[_Matrix] = []
+
+    def run(self) -> Seeds:
+        strategy, graph = self.strategy, self.model.graph
+        choices = [self.choose(*item) for item in self.entries()]
+        inputs = self.tensors("dataset", "graph input", [v.name or "" for v in graph.inputs])
+        parameters = self.tensors("parameters", "parameter", list(graph.initializers))
+        self.mesh = self.build_mesh()
+        nodes = {c.site.view.name: self.seed(c) for c in choices}
+        if strategy.rest == "data_parallel":
+            nodes = {**self.data_parallel_nodes(nodes), **nodes}
+        shardings = self.data_parallel() if strategy.dataset == "data_parallel" else {}
+        shardings |= {n: make(self.mesh) for n, make in inputs.items()}
+        return Seeds(
+            self.mesh,
+            nodes,
+            shardings,
+            {n: make(self.mesh) for n, make in parameters.items()},
+            tuple(atoms for n in strategy.parameter_axes if (atoms := self.mesh.axis_atoms(n))),
+            "replicate" if strategy.rest == "replicate" else "propagate",
+        )
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def entries(self) -> list[tuple[str, str, NodeEntry]]:
+        """Name, place and entry of every node that has one, in the order of the graph."""
+        where = {key: self.strategy.where("nodes", key) for key in self.strategy.nodes}
+        names = [node.name or "" for node in self.model.graph]
+        found = match(self.strategy.nodes, names, "node", where)
+        return [(name, where[key], entry) for name, (key, entry) in found.items()]
+
+    def choose(self, name: str, where: str, entry: NodeEntry) -> _Choice:
+        site = Site(self.rules.views[name], self.rules.rules[name], where)
+        tensors = [t for t in (*(entry.inputs or ()), *(entry.out or ())) if t is not None]
+        if name in self.rules.reasons and any(
+            is_named(t) or prod(counts_of(t)) > 1 for t in tensors
+        ):
+            raise site.fail(
+                f"it cannot be divided, every device computes it whole: {self.rules.reasons[name]}"
+            )
+        operands = aligned(site, entry.inputs or ())
+        numeric = [t for _, t in operands if is_numeric(t)]
+        named = [t for _, t in operands if is_named(t)]
+        if numeric and named:
+            raise site.fail(
+                "expected numbers of pieces or mesh axes for all operands, got "
+                f"{show(numeric[0])} and {show(named[0])}"
+            )
+        for tensor in tensors:
+            if isinstance(tensor, TensorLayout):
+                self.use(tensor.device_matrix, site.title)
+        if named:
+            factors = named_factors(site, operands, self.axes)
+        else:
+            counts = numeric_factors(site, operands)
+            self.use(tuple(counts.values()), site.title)
+            factors, before = {}, 1
+            for factor, count in counts.items():
+                factors[factor] = (Unit(before, count, str(count)),) if count > 1 else ()
+                before *= count
+        return _Choice(site, entry, factors)
+
+    def seed(self, choice: _Choice) -> NodeSeed:
+        site = choice.site
+        sizes = factor_sizes(site.rule, site.view)
+        factors: dict[str, DimSharding] = {}
+        owner: dict[int, str] = {}
+        for name, units in choice.factors.items():
+            atoms = atoms_of(units, self.mesh)
+            for atom in atoms:
+                if atom in owner:
+                    raise site.fail(
+                        f"expected different mesh axes for its dims {owner[atom]} and {name}, got "
+                        f"{self.mesh.describe((atom,))} for both"
+                    )
+                owner[atom] = name
+            if atoms:
+                factors[name] = (Component(sizes[name], atoms),)
+        out = wanted(site, choice.entry.out or (), factors, self.mesh, self.axes)
+        if choice.entry.inputs is None:
+            factors = factors_from_outputs(site, out, self.mesh)
+        return NodeSeed(site.view.name, factors, out, site.where)
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def tensors(
+        self, section: str, what: str, names: Sequence[str]
+    ) -> dict[str, Callable[[Mesh], Sharding]]:
+        """Returns for each tensor with an entry how to lay it out once the mesh is known."""
+        entries: object = getattr(self.strategy, section)
+        if not isinstance(entries, Mapping):
+            return {}
+        where = {key: self.strategy.where(section, key) for key in entries}
+        found: dict[str, Callable[[Mesh], Sharding]] = {}
+        for name, (key, entry) in match(entries, names, what, where).items():
+            title = f"{where[key]}: {what} {name!r}"
+            found[name] = self.tensor(title, self.env.shapes[name], entry)
+        return found
+
+    def tensor(
+        self, title: str, shape: Sequence[Dim], entry: TensorEntry
+    ) -> Callable[[Mesh], Sharding]:
+        if rank_of(entry) != len(shape):
+            raise StrategyError(
+                f"{title}: expected {len(shape)} entries for the shape "
+                f"({', '.join(map(dim_str, shape))}), got {rank_of(entry)}: {show(entry)}"
+            )
+        if isinstance(entry, TensorLayout):
+            self.use(entry.device_matrix, title)
+        if is_numeric(entry):
+            counts = counts_of(entry)
+            self.use(counts, title)
+            return lambda mesh: Sharding.of(shape, mesh.matrix(counts))
+        units = units_of(entry, self.axes)
+        return lambda mesh: Sharding.of(shape, [atoms_of(u, mesh) for u in units])
+
+    # -- mesh ------------------------------------------------------------------------------------
+
+    def use(self, matrix: tuple[int, ...], owner: str) -> None:
+        """Notes a device matrix for the mesh to hold."""
+        devices = self.strategy.devices
+        if devices % prod(matrix):
+            product = "·".join(map(str, matrix))
+            raise StrategyError(
+                f"{owner}: expected pieces whose product divides the {devices} devices, "
+                f"got {product} = {prod(matrix)}"
+            )
+        if matrix not in {m.factors for m in self.matrices}:
+            self.matrices.append(_Matrix(matrix, owner))
+
+    def build_mesh(self) -> Mesh:
+        devices, axes = self.strategy.devices, dict(self.strategy.axes)
+        matrices = list(self.matrices)
+        try:
+            return Mesh.refine(devices, [m.factors for m in matrices], axes)
+        except MeshError:
+            # The cuts of all matrices must form one chain of divisors, so two of them clash.
+            if axes:
+                where = self.strategy.where("mesh")
+                matrices.insert(0, _Matrix(tuple(axes.values()), f"{where}: the mesh {axes}"))
+            for index, second in enumerate(matrices):
+                for first in matrices[:index]:
+                    try:
+                        Mesh.refine(devices, [first.factors, second.factors])
+                    except MeshError as error:
+                        raise StrategyError(
+                            f"{second.owner}: cannot be used with {first.owner}: {error}"
+                        ) from None
+            raise
+
+    # -- data parallel ---------------------------------------------------------------------------
+
+    def data_atoms(self) -> Atoms:
+        """The atoms that split the batch: of the axis dp, or all where no axis has a name."""
+        if not self.strategy.axes:
+            return tuple(range(len(self.mesh.atoms)))
+        return self.mesh.axis_atoms(DATA_AXIS) if DATA_AXIS in self.strategy.axes else ()
+
+    def data_parallel(self) -> dict[str, Sharding]:
+        """Dim 0 of every input over the data axes; a dim of size 1 has nothing to split."""
+        found = {}
+        for value in self.model.graph.inputs:
+            shape = self.env.shapes[value.name or ""]
+            if shape and shape[0] != 1:
+                atoms = [self.data_atoms(), *([()] * (len(shape) - 1))]
+                found[value.name or ""] = Sharding.of(shape, atoms)
+        return found
+
+    def data_parallel_nodes(self, fixed: Mapping[str, NodeSeed]) -> dict[str, NodeSeed]:
+        """Splits the batch in every node that has no entry of its own.
+
+        The batch is followed from dim 0 of the graph inputs: it is the leading factor of dim 0 of
+        an operand that carries it, and goes on to the outputs whose dim 0 begins with that factor.
+        """
+        atoms = self.data_atoms()
+        where = self.strategy.where("rest")
+        carries = {v.name for v in self.model.graph.inputs if self.env.shapes[v.name or ""]}
+        seeds = {}
+        for node in self.model.graph:
+            name = node.name or ""
+            rule = self.rules.rules[name]
+            batch = None
+            for value, operand in zip(node.inputs, rule.inputs, strict=False):
+                if value is not None and value.name in carries and operand.dims:
+                    batch = batch or next(iter(operand.dims[0]), None)
+            if batch is None:
+                continue
+            for value, operand in zip(node.outputs, rule.outputs, strict=True):
+                if operand.dims and operand.dims[0][:1] == (batch,):
+                    carries.add(value.name)
+            if atoms and name not in fixed and rule.kinds[batch] not in (WHOLE, SPECIAL):
+                size = factor_sizes(rule, self.rules.views[name])[batch]
+                seeds[name] = NodeSeed(name, {batch: (Component(size, atoms),)}, (), where)
+        return seeds
+
+
+def resolved(plan: Plan, model: ir.Model) -> dict[str, Any]:
+    """Returns the strategy that a plan carries out, as plain data for the manifest.
+
+    `{"mesh": {"devices", "axes", "atoms"}, "inputs": {name: layout}, "parameters": {…}, "nodes":
+    {name: {"in": [layout | None, …], "out": […]}}}` with layouts as `{"pieces": [2, 1], "text":
+    "[dp, ~]"}`; None is an operand that is absent or taken as it lies.
+    """
+    mesh = plan.mesh
+
+    def show_layout(sharding: Sharding | None) -> dict[str, Any] | None:
+        if sharding is None:
+            return None
+        return {"pieces": list(sharding.strategy(mesh)), "text": sharding.describe(mesh)}
+
+    nodes = {}
+    for node in model.graph:
+        found = plan.nodes.get(node.name or "")
+        if found is not None:
+            nodes[node.name or ""] = {
+                "in": [show_layout(s) for s in found.inputs],
+                "out": [show_layout(s) for s in found.outputs],
+            }
+    return {
+        "mesh": {"devices": mesh.size, "axes": dict(mesh.axes), "atoms": list(mesh.atoms)},
+        "inputs": {name: show_layout(s) for name, s in plan.inputs.items()},
+        "parameters": {name: show_layout(s) for name, s in plan.parameters.items()},
+        "nodes": nodes,
+    }

@@ -1,0 +1,352 @@
+"""The schema of the strategy file, and `Strategy`, what is known of one before it meets a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from onnxpar.errors import MeshError, StrategyError
+from onnxpar.layout import WHOLE, TensorLayout
+from onnxpar.mesh import Mesh
+from onnxpar.strategy.document import Document, Location, parse_document, read_document
+from onnxpar.strategy.names import nearest
+from onnxpar.symbols import Symbol
+
+DimEntry = int | tuple[str, ...]
+"""A number of pieces, or the mesh axes that split a dim (outermost first, empty: whole)."""
+
+TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
+"""One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
+
+NOT_BUILT = ("search", "pipeline", "recompute", "optimizer_parallel")
+DATA_AXIS = "dp"
+MAX_DEVICES = 1 << 20
+Rest = Literal["propagate", "data_parallel", "replicate"]
+
+
+def _expected(expected: str, got: object) -> PydanticCustomError:
+    return PydanticCustomError(
+        "entry", "expected {expected}, got {got}", {"expected": expected, "got": _short(got)}
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _dim(entry: object) -> DimEntry | None:
+    if entry is None or entry == WHOLE:
+        return None
+    if isinstance(entry, bool):
+        raise _expected("a number of pieces, a mesh axis or ~ (quote a name such as on)", entry)
+    if isinstance(entry, int):
+        if entry < 1:
+            raise _expected("a number of pieces of at least 1", entry)
+        return entry
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, list | tuple) and entry and all(isinstance(name, str) for name in entry):
+        return tuple(entry)
+    raise _expected("a number of pieces, a mesh axis, a list of mesh axes or ~", entry)
+
+
+def _tensor(entry: object) -> TensorEntry:
+    if isinstance(entry, TensorLayout):
+        return entry
+    if not isinstance(entry, list | tuple):
+        raise _expected("a list with one entry for each dim of the tensor", entry)
+    dims = tuple(_dim(item) for item in entry)
+    if any(isinstance(d, int) for d in dims) and any(isinstance(d, tuple) for d in dims):
+        raise _expected("numbers of pieces or mesh axes, not both", entry)
+    names = [name for d in dims if isinstance(d, tuple) for name in d]
+    for name in names:
+        if names.count(name) > 1:
+            raise _expected(f"mesh axis {name!r} at most once in a tensor", entry)
+    return dims
+
+
+def _tensors(entry: object) -> tuple[TensorEntry | None, ...]:
+    if not isinstance(entry, list | tuple) or isinstance(entry, TensorLayout):
+        raise _expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
+    for item in entry:
+        if item is not None and not isinstance(item, list | tuple | TensorLayout):
+            raise _expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
+    return tuple(None if item is None else _tensor(item) for item in entry)
+
+
+def _dataset(entry: object) -> str | dict[str, TensorEntry]:
+    if entry in ("data_parallel", "full_batch"):
+        return str(entry)
+    if isinstance(entry, Mapping):
+        return {str(name): _tensor(item) for name, item in entry.items()}
+    raise _expected("data_parallel, full_batch or a mapping of inputs", entry)
+
+
+def _symbol(entry: object) -> Symbol:
+    if isinstance(entry, Symbol):
+        return entry
+    if not isinstance(entry, Mapping):
+        raise _expected("constraints such as {divisor: 8, max: 512}", entry)
+    known = Symbol.__dataclass_fields__
+    for key in entry:
+        if key not in known:
+            raise PydanticCustomError(
+                "entry", "unknown key {key}{near}", {"key": repr(key), "near": nearest(key, known)}
+            )
+    try:
+        return Symbol(**entry)
+    except (TypeError, ValueError) as error:
+        raise PydanticCustomError("entry", "{text}", {"text": str(error)}) from None
+
+
+_Tensors = Annotated[tuple[TensorEntry | None, ...], PlainValidator(_tensors)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class NodeEntry(_Section):
+    """What the user wants of one node.
+
+    Attributes:
+        inputs: An entry for each operand (key `in`), None where the others say it.
+        out: An entry for each output: its layout afterwards.
+    """
+
+    inputs: _Tensors | None = Field(default=None, alias="in")
+    out: _Tensors | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if self.inputs is None and self.out is None:
+            raise PydanticCustomError("entry", "expected 'in', 'out' or both, got neither")
+        return self
+
+
+class _File(_Section):
+    mesh: dict[str, int] | None = None
+    devices: int | None = None
+    symbols: dict[str, Annotated[Symbol, PlainValidator(_symbol)]] = {}
+    dataset: Annotated[str | dict[str, TensorEntry], PlainValidator(_dataset)] = "data_parallel"
+    parameters: dict[str, Annotated[TensorEntry, PlainValidator(_tensor)]] = {}
+    parameter_axes: list[str] | None = None
+    nodes: dict[str, NodeEntry] = {}
+    rest: Rest = "propagate"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy, checked for itself; `resolve` checks it against a model.
+
+    Attributes:
+        source: File name or preset, for messages.
+        devices: Number of devices.
+        axes: Named mesh axes, major first; empty where the strategy is numeric.
+        symbols: Constraints on the symbols of the model.
+        dataset: "data_parallel", "full_batch", or an entry for each graph input named.
+        parameters: Entry of the initializers that a name or pattern holds for.
+        parameter_axes: Axes that split parameters wherever that is cheapest.
+        nodes: Entry of the nodes that a name or pattern holds for.
+        rest: What happens to nodes without an entry.
+        document: Where each of these stands.
+    """
+
+    source: str
+    devices: int
+    axes: Mapping[str, int] = field(default_factory=dict)
+    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    dataset: str | Mapping[str, TensorEntry] = "data_parallel"
+    parameters: Mapping[str, TensorEntry] = field(default_factory=dict)
+    parameter_axes: tuple[str, ...] = ()
+    nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
+    rest: Rest = "propagate"
+    document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
+
+    @staticmethod
+    def from_dict(
+        data: Mapping[str, Any], devices: int | None = None, source: str = "strategy"
+    ) -> "Strategy":
+        """Returns a strategy from the content of a strategy file as Python data.
+
+        Lists may be tuples, a tensor's entry may be a `TensorLayout`, a symbol's a `Symbol`.
+
+        Args:
+            data: The content.
+            devices: Number of devices, where the data does not say.
+            source: A name for messages.
+
+        Raises:
+            StrategyError: Unknown keys, malformed entries, or no or two numbers of devices.
+        """
+        return _strategy(Document(data, source), devices)
+
+    @staticmethod
+    def from_text(
+        text: str, devices: int | None = None, source: str = "strategy.yaml"
+    ) -> "Strategy":
+        """Returns a strategy from the text of a strategy file; as `from_dict` otherwise."""
+        return _strategy(parse_document(text, source), devices)
+
+    @staticmethod
+    def from_file(path: Path, devices: int | None = None) -> "Strategy":
+        """Returns a strategy from a strategy file; as `from_dict` otherwise."""
+        return _strategy(read_document(path), devices)
+
+    def where(self, *location: str | int) -> str:
+        """Returns the place of a key for messages."""
+        return self.document.where(location)
+
+
+def _strategy(document: Document, devices: int | None) -> Strategy:
+    data = {} if document.data is None else document.data
+    if not isinstance(data, Mapping):
+        raise StrategyError(
+            f"{document.where()}: expected a mapping with keys such as mesh and nodes, "
+            f"got {_short(data)}"
+        )
+    for key in NOT_BUILT:
+        if key in data:
+            raise StrategyError(f"{document.where((key,))}: {key!r} is not built yet")
+    if data.get("rest") == "search":
+        raise StrategyError(f"{document.where(('rest',))}: 'rest: search' is not built yet")
+    try:
+        parsed = _File.model_validate(dict(data))
+    except ValidationError as error:
+        raise StrategyError(_message(document, error.errors()[0])) from None
+    axes = parsed.mesh or {}
+    _check_axes(document, parsed)
+    count = _devices(document, parsed, devices)
+    return Strategy(
+        document.source,
+        count,
+        MappingProxyType(axes),
+        MappingProxyType(parsed.symbols),
+        parsed.dataset,
+        MappingProxyType(parsed.parameters),
+        _parameter_axes(parsed),
+        MappingProxyType(parsed.nodes),
+        parsed.rest,
+        document,
+    )
+
+
+_TYPES = {
+    "int_type": "an integer",
+    "dict_type": "a mapping",
+    "string_type": "text",
+    "list_type": "a list",
+    "model_type": "a mapping with the keys 'in' and 'out'",
+    "model_attributes_type": "a mapping with the keys 'in' and 'out'",
+}
+
+
+def _message(document: Document, error: ErrorDetails) -> str:
+    location: Location = error["loc"]
+    where = document.where(location)
+    path = ": ".join(repr(part) for part in location)
+    if error["type"] == "extra_forbidden":
+        names = NodeEntry if location[0] == "nodes" else _File
+        keys = [f.alias or name for name, f in names.model_fields.items()]
+        inside = "" if len(location) == 1 else " in " + ": ".join(map(repr, location[:-1]))
+        return f"{where}: unknown key {location[-1]!r}{inside}{nearest(str(location[-1]), keys)}"
+    if error["type"] == "entry":
+        return f"{where}: {path}: {error['msg']}"
+    got = _short(error["input"])
+    if error["type"] == "literal_error":
+        return f"{where}: {path}: expected {error['ctx']['expected']}, got {got}"
+    if error["type"] in _TYPES:
+        return f"{where}: {path}: expected {_TYPES[error['type']]}, got {got}"
+    return f"{where}: {path}: {error['msg']}, got {got}"
+
+
+def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
+    """Every tensor entry with its location."""
+    found: list[tuple[Location, TensorEntry]] = []
+    if not isinstance(parsed.dataset, str):
+        found += [(("dataset", name), entry) for name, entry in parsed.dataset.items()]
+    found += [(("parameters", name), entry) for name, entry in parsed.parameters.items()]
+    for name, node in parsed.nodes.items():
+        for key, tensors in (("in", node.inputs), ("out", node.out)):
+            found += [
+                (("nodes", name, key, index), entry)
+                for index, entry in enumerate(tensors or ())
+                if entry is not None
+            ]
+    return found
+
+
+def _used(entry: TensorEntry) -> list[str]:
+    if isinstance(entry, TensorLayout):
+        return []
+    return [name for dim in entry if isinstance(dim, tuple) for name in dim]
+
+
+def _check_axes(document: Document, parsed: _File) -> None:
+    axes = parsed.mesh or {}
+    if parsed.mesh is not None and not axes:
+        raise StrategyError(f"{document.where(('mesh',))}: expected mesh axes, got none")
+    for name, size in axes.items():
+        if size > MAX_DEVICES:
+            raise StrategyError(
+                f"{document.where(('mesh', name))}: expected at most {MAX_DEVICES} devices, "
+                f"got {size}"
+            )
+    try:
+        Mesh.of(axes)
+    except MeshError as error:
+        raise StrategyError(f"{document.where(('mesh',))}: {error}") from None
+    if WHOLE in axes:
+        raise StrategyError(f"{document.where(('mesh', WHOLE))}: {WHOLE!r} means a whole dim")
+    for location, entry in _entries(parsed):
+        for name in _used(entry):
+            if name not in axes:
+                raise StrategyError(
+                    f"{document.where(location)}: {location[0]} {location[1]!r}: expected a mesh "
+                    f"axis, got {name!r}{nearest(name, axes)}"
+                )
+    for name in parsed.parameter_axes or ():
+        if name not in axes:
+            raise StrategyError(
+                f"{document.where(('parameter_axes',))}: expected mesh axes, got {name!r}"
+                f"{nearest(name, axes)}"
+            )
+
+
+def _parameter_axes(parsed: _File) -> tuple[str, ...]:
+    """The axes that split parameters: those named, else every axis that no entry places."""
+    if parsed.parameter_axes is not None:
+        return tuple(dict.fromkeys(parsed.parameter_axes))
+    placed = {name for _, entry in _entries(parsed) for name in _used(entry)}
+    return tuple(name for name in parsed.mesh or {} if name != DATA_AXIS and name not in placed)
+
+
+def _devices(document: Document, parsed: _File, given: int | None) -> int:
+    """The one number of devices that file, mesh and command line agree on."""
+    sources = []
+    if given is not None:
+        sources.append(("the number of devices asked for", given, document.where()))
+    if parsed.mesh:
+        size = prod(parsed.mesh.values())
+        sources.append((f"the mesh {parsed.mesh}", size, document.where(("mesh",))))
+    if parsed.devices is not None:
+        sources.append(("'devices'", parsed.devices, document.where(("devices",))))
+    if not sources:
+        raise StrategyError(
+            f"{document.where()}: expected a mesh, 'devices' or --devices, got none of them"
+        )
+    first, count, _ = sources[0]
+    for what, number, where in sources:
+        if not 1 <= number <= MAX_DEVICES:
+            raise StrategyError(
+                f"{where}: {what}: expected from 1 to {MAX_DEVICES} devices, got {number}"
+            )
+        if number != count:
+            raise StrategyError(f"{where}: {what} is of {number} devices, but {first} is {count}")
+    return count
