@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Measures how long `onnxpar shard` takes, and how much memory.
+
+    tools/bench/shard.py                    # both parts, 1 GiB of weights
+    tools/bench/shard.py graph --layers 12 96
+    tools/bench/shard.py weights --gib 4
+
+graph: models of GPT-3's shape (d 12288, 96 heads, vocabulary 50257; Brown et al. 2020) of 12 to 96
+layers, from the file to one rank's graph file, weights left where they are. Goal: 96 layers in less
+than 10 s and 1 GiB, time linear in the layers.
+
+weights: a model with real weights cut for 4 ranks, against `cp` of the same bytes in the same run.
+Goal: less than 1 GiB of memory, at least half the speed of `cp`.
+
+Every measurement is a process of its own; memory is its peak resident set, the interpreter's too.
+Exit code 1 where a goal is missed.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB, GIB = 1 << 20, 1 << 30
+GPT3 = {"d_model": 12288, "heads": 96, "vocab": 50257, "max_positions": 2048}
+SMALL = {"d_model": 2048, "heads": 16, "vocab": 8192, "max_positions": 2048}
+BLOCK = 64 * MIB
+REPEATS = 3
+
+
+def peak_memory() -> int:
+    """Returns the peak resident set of this process, bytes.
+
+    Linux's `ru_maxrss` begins with that of the process that started this one, so is not asked.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def export(folder: Path, layers: int, sizes: dict[str, int]) -> Path:
+    """Writes a transformer whose weights are a sparse file, and returns its path."""
+    path = folder / f"layers{layers}.onnx"
+    fields = {"layers": layers, **sizes}
+    options = [x for k, v in fields.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    command = [sys.executable, ROOT / "models" / "transformer.py", "-o", path, "--no-weights"]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def measure(task: str, *arguments: object) -> dict[str, Any]:
+    """Runs a task of this file in a process of its own and returns what it measured."""
+    command = [sys.executable, __file__, "--task", task, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
+    """From the file to one rank's graph file, without its weights."""
+    # Imports are a part of what a user waits for; they are measured too, and named.
+    laps: dict[str, float] = {}
+    last = perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal last
+        now = perf_counter()
+        laps[name] = now - last
+        last = now
+
+    from onnxpar.analysis.report import inspect_data
+
+    from onnxpar.analysis.propagate import propagate
+    from onnxpar.passes.emit import fill, template
+    from onnxpar.passes.layout import layout
+    from onnxpar.passes.load import load
+    from onnxpar.passes.partition import partition
+    from onnxpar.pipeline import analyse
+    from onnxpar.strategy import load_strategy, resolve
+
+    lap("import")
+    profiler = cProfile.Profile()
+    if profile:
+        profiler.enable()
+    given = load_strategy(strategy, None)
+    loaded = load(model)
+    lap("load")
+    known = analyse(loaded, given.symbols)
+    lap("analyse")
+    seeds = resolve(given, known.model, known.rules, known.env)
+    lap("resolve")
+    plan = propagate(known.model, known.env, known.rules, seeds)
+    lap("propagate")
+    parted = partition(known.model, known.env, known.rules, known.ops, plan)
+    lap("partition")
+    inspect_data(parted, known.env)
+    lap("report")
+    form = template(parted, layout(parted.parameters, plan.mesh))
+    Path(out).write_bytes(fill(form, 0).SerializeToString())
+    lap("emit")
+    if profile:
+        profiler.disable()
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
+    result = {
+        "laps": laps,
+        "nodes": len(parted.builder.nodes),
+        "bytes": Path(out).stat().st_size,
+        "peak": peak_memory(),
+    }
+    print(json.dumps(result))
+
+
+def weights_task(model: str, strategy: str, out: str) -> None:
+    """The whole of `onnxpar shard`."""
+    from onnxpar.pipeline import shard
+
+    begun = perf_counter()
+    summary = shard(model, strategy, out)
+    seconds = perf_counter() - begun
+    print(json.dumps({"seconds": seconds, "laps": summary.seconds, "peak": peak_memory()}))
+
+
+def graph(folder: Path, layers: list[int], strategy: str, profile: bool) -> bool:
+    """Prints the first table; returns whether the goals are met."""
+    print(f"graph: GPT-3's shape, strategy {strategy}, one rank's file, weights not read")
+    met, base = True, 0.0
+    for count in layers:
+        model = export(folder, count, GPT3)
+        result = measure("graph", model, strategy, folder / "rank.onnx", "x" * profile)
+        seconds = sum(result["laps"].values())
+        parts = "  ".join(f"{name} {took:.2f}" for name, took in result["laps"].items())
+        print(
+            f"{count:4d} layers  {result['nodes']:6d} nodes  {seconds:6.2f} s  "
+            f"{result['peak'] / MIB:5.0f} MiB  file {result['bytes'] / MIB:.1f} MiB  ({parts})",
+            flush=True,
+        )
+        model.unlink()
+        model.with_name(model.name + ".data").unlink()
+        # Without what does not depend on the layers, a line through the origin is what is wanted.
+        each = (seconds - result["laps"]["import"]) / count
+        base = base or each
+        if count == 96:
+            met &= seconds < 10 and result["peak"] < GIB
+        if each > 1.5 * base:
+            print(f"     not linear: {each:.4f} s a layer, {base:.4f} s at {layers[0]} layers")
+            met = False
+    return met
+
+
+def weights(folder: Path, gib: float, strategy: str) -> bool:
+    """Prints the second table; returns whether the goals are met."""
+    a_layer = 12 * SMALL["d_model"] ** 2 * 4
+    model = export(folder, max(1, round(gib * GIB / a_layer)), SMALL)
+    data = model.with_name(model.name + ".data")
+    size = data.stat().st_size
+    _fill(data, size)
+    print(f"weights: {size / GIB:.2f} GiB, strategy {strategy}, {REPEATS} times each in turn")
+    copies, cuts, peak = [], [], 0
+    for _ in range(REPEATS):
+        copies.append(_timed(lambda: subprocess.run(["cp", data, folder / "copy"], check=True)))
+        (folder / "copy").unlink()
+        result = measure("weights", model, strategy, folder / "out")
+        shutil.rmtree(folder / "out")
+        cuts.append(result["seconds"])
+        peak = max(peak, result["peak"])
+        print(
+            f"  cp {copies[-1]:6.2f} s   shard {cuts[-1]:6.2f} s, of which writing "
+            f"{result['laps']['write']:6.2f} s   {result['peak'] / MIB:.0f} MiB",
+            flush=True,
+        )
+    ratio = statistics.median(copies) / statistics.median(cuts)
+    print(f"  speed of shard / speed of cp: {ratio:.2f} (medians), peak {peak / MIB:.0f} MiB")
+    return ratio >= 0.5 and peak < GIB
+
+
+def _fill(path: Path, size: int) -> None:
+    """Makes a sparse file real: random bytes, a block of them over and over."""
+    import random
+
+    block = random.Random(0).randbytes(BLOCK)
+    with path.open("r+b") as stream:
+        for start in range(0, size, BLOCK):
+            stream.write(block[: size - start])
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begun = perf_counter()
+    run()
+    return perf_counter() - begun
+
+
+def main() -> int:
+    """Runs the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("part", nargs="?", choices=["graph", "weights", "both"], default="both")
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96])
+    parser.add_argument("--gib", type=float, default=1.0, help="bytes of weights, GiB")
+    parser.add_argument("--graph-strategy", default="dp=2,tp=8")
+    parser.add_argument("--weights-strategy", default="tp=4")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--dir", type=Path, help="where to write; needs three times the weights")
+    options = parser.parse_args()
+    met = True
+    with tempfile.TemporaryDirectory(prefix="onnxpar-bench-", dir=options.dir) as name:
+        folder = Path(name)
+        if options.part in ("graph", "both"):
+            met &= graph(folder, options.layers, options.graph_strategy, options.profile)
+        if options.part in ("weights", "both"):
+            met &= weights(folder, options.gib, options.weights_strategy)
+    print("goals met" if met else "goals missed")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--task"]:
+        {"graph": graph_task, "weights": weights_task}[sys.argv[2]](*sys.argv[3:])
+    else:
+        sys.exit(main())
