@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # PyYAML ships no types
 
 from onnxpar.errors import StrategyError
 
@@ -108,7 +108,7 @@ class _Reader:
         if self.count > MAX_NODES:
             raise self.fail(node, f"expected at most {MAX_NODES} keys and items")
         if isinstance(node, yaml.ScalarNode):
-            return self.loader.construct_object(node)  # type: ignore[no-untyped-call]
+            return self.loader.construct_object(node)
         if id(node) in self.open:
             raise self.fail(node, "an alias stands inside what it names")
         self.open.add(id(node))

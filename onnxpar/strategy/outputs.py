@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from onnxpar.analysis.plan import factor_sizes, operand_sharding, project
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.ops.rule import REDUCTIONS
-from onnxpar.sharding import Dim, DimSharding, Sharding
+from onnxpar.sharding import REDUCTIONS, Dim, DimSharding, Sharding
 from onnxpar.strategy.operands import (
     Site,
     Unit,

@@ -1,0 +1,212 @@
+"""What `onnxpar inspect` shows, as plain data: of a divided model, and of a model to be divided."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import NodePlan, factor_sizes
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.mesh import Mesh
+from onnxpar.ops.rule import format_rule
+from onnxpar.passes.builder import Collective
+from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.sharding import Dim, Sharding
+from onnxpar.symbols import dim_str
+from onnxpar.symbols.expr import fraction
+
+Json = dict[str, Any]
+
+
+def inspect_data(parted: PartitionedModel, env: ShapeEnv) -> Json:
+    """Returns what `onnxpar inspect DIR --json` prints; it is kept in the manifest as "report".
+
+    Sizes are integers, or text in the model's symbols. Shapes are global, in elements; a
+    `local_shape` is what every device holds, padding included. `strategy` counts the pieces of each
+    dim, `sharding` names their mesh axes (`2@4`: an unnamed pair of devices 4 apart), and both are
+    None for an operand that is absent or taken as it lies. `partial` is None or the reduction that
+    the value waits for: `{"reduction", "over"}`. `bytes` is what one device sends.
+
+    Keys: `mesh`, `devices`, `symbols`, `nodes`, `collectives`, `replicated`, `totals`.
+
+    Args:
+        parted: The program of all ranks.
+        env: Shapes of the undivided model.
+    """
+    plan, mesh = parted.plan, parted.plan.mesh
+    replicated = [
+        {"name": name, "op_type": op_type, "reason": reason}
+        for name, op_type, reason in parted.replicated
+    ]
+    nodes = []
+    for node in parted.source.graph:
+        found = plan.nodes.get(node.name or "")
+        if found is not None:
+            nodes.append(_node(node, found, parted, env))
+    return {
+        "mesh": {"axes": dict(mesh.axes), "atoms": list(mesh.atoms)},
+        "devices": mesh.size,
+        "symbols": {name: str(symbol) for name, symbol in parted.symbols.items()},
+        "nodes": nodes,
+        "collectives": [_collective(c, mesh) for c in parted.builder.collectives],
+        "replicated": replicated,
+        "totals": _totals(parted, nodes, replicated),
+    }
+
+
+def _node(node: ir.Node, plan: NodePlan, parted: PartitionedModel, env: ShapeEnv) -> Json:
+    resharded = parted.plan.resharded
+    outputs = []
+    for value, sharding in zip(node.outputs, plan.outputs, strict=True):
+        item = _operand(value, sharding, parted.plan.mesh, env)
+        after = resharded.get(value.name or "")
+        if after is not None:
+            item["resharded"] = _operand(value, after, parted.plan.mesh, env)
+        outputs.append(item)
+    return {
+        "name": node.name or "",
+        "op_type": node.op_type,
+        "stage": 0,
+        "pinned": plan.pinned,
+        "inputs": [
+            _operand(value, sharding, parted.plan.mesh, env)
+            for value, sharding in zip(node.inputs, plan.inputs, strict=True)
+        ],
+        "outputs": outputs,
+    }
+
+
+def _operand(value: ir.Value | None, sharding: Sharding | None, mesh: Mesh, env: ShapeEnv) -> Json:
+    name = value.name or "" if value is not None else ""
+    shape = env.shapes.get(name)
+    partial = None
+    # An output of unknown rank has a sharding without dims; its layout cannot be shown.
+    known = sharding is not None and shape is not None and len(shape) == sharding.rank
+    if sharding is not None and sharding.partial:
+        partial = {"reduction": sharding.reduction, "over": mesh.describe(sharding.partial)}
+    return {
+        "name": name,
+        "shape": None if shape is None else _sizes(shape),
+        "local_shape": _sizes(sharding.local_shape(mesh, env.table))
+        if known and sharding
+        else None,
+        "strategy": list(sharding.strategy(mesh)) if known and sharding else None,
+        "sharding": sharding.with_partial(()).describe(mesh) if known and sharding else None,
+        "partial": partial,
+    }
+
+
+def _sizes(shape: Sequence[Dim]) -> list[int | str]:
+    return [size if isinstance(size, int) else dim_str(size) for size in shape]
+
+
+def _collective(collective: Collective, mesh: Mesh) -> Json:
+    return {
+        "op": collective.op,
+        "node": collective.node,
+        "value": collective.value,
+        "over": mesh.describe(collective.atoms),
+        "groups": [list(group) for group in mesh.groups(collective.atoms)],
+        "bytes": _bytes(collective.bytes),
+        "reason": collective.reason,
+        "before": collective.before,
+        "after": collective.after,
+    }
+
+
+def _bytes(count: Dim) -> int | str:
+    """A count of bytes, which is no integer where an odd number of bytes is halved."""
+    if isinstance(count, int):
+        return count
+    top, bottom = fraction(count)
+    if bottom == 1:
+        return dim_str(count)
+    return f"({dim_str(top)})/({dim_str(bottom)})"
+
+
+def _is_divided(node: Json) -> bool:
+    operands = [*node["inputs"], *node["outputs"]]
+    return any(o["partial"] or prod(o["strategy"] or ()) > 1 for o in operands)
+
+
+def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequence[Json]) -> Json:
+    collectives = parted.builder.collectives
+    mesh = parted.plan.mesh
+    whole, local = 0, 0
+    for parameter in parted.parameters:
+        itemsize = parameter.source.dtype.itemsize if parameter.source.dtype is not None else 0
+        whole += int(prod(map(int, parameter.sharding.shape)) * itemsize)
+        local += int(prod(map(int, parameter.sharding.local_shape(mesh))) * itemsize)
+    total: Dim = 0
+    for collective in collectives:
+        total = total + collective.bytes
+    return {
+        "nodes": len(nodes),
+        "divided": sum(map(_is_divided, nodes)),
+        "replicated": len(replicated),
+        "collectives": len(collectives),
+        "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
+        "bytes": _bytes(total),
+        "parameters": len(parted.parameters),
+        "parameter_bytes": whole,
+        "parameter_bytes_per_device": local,
+    }
+
+
+def model_data(model: ir.Model, env: ShapeEnv, rules: Rules) -> Json:
+    """Returns what `onnxpar inspect MODEL --json` prints: what can be divided, and by which names.
+
+    Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`), `symbols`, `nodes` with
+    `rule`, `operands` (names of the operands that a strategy has entries for), `factors` (name,
+    size, kind) and `reason`, why a node cannot be divided.
+
+    Args:
+        model: The normalised model.
+        env: Its shapes.
+        rules: The rule of each node.
+    """
+    graph = model.graph
+    return {
+        "model": graph.name or "",
+        "inputs": [_value(v, env) for v in graph.inputs],
+        "outputs": [_value(v, env) for v in graph.outputs],
+        "symbols": {name: str(symbol) for name, symbol in env.table.items()},
+        "parameters": [_value(v, env) for v in graph.initializers.values()],
+        "nodes": [_rule(node, rules) for node in graph],
+    }
+
+
+def _value(value: ir.Value, env: ShapeEnv) -> Json:
+    shape = env.shapes.get(value.name or "")
+    return {
+        "name": value.name or "",
+        "dtype": value.dtype.name.lower() if value.dtype is not None else None,
+        "shape": None if shape is None else _sizes(shape),
+    }
+
+
+def _rule(node: ir.Node, rules: Rules) -> Json:
+    name = node.name or ""
+    rule, view = rules.rules[name], rules.views[name]
+    reason = rules.reasons.get(name, "")
+    sizes: Mapping[str, Dim] = {} if reason else factor_sizes(rule, view)
+    operands = [
+        value.name or ""
+        for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=True))
+        if value is not None and not operand.mode and operand.dims and view.has(index)
+    ]
+    return {
+        "name": name,
+        "op_type": node.op_type,
+        "rule": format_rule(rule),
+        "operands": operands,
+        "factors": [
+            {"name": factor, "size": _sizes([sizes[factor]])[0], "kind": kind}
+            for factor, kind in rule.kinds.items()
+            if factor in sizes
+        ],
+        "reason": reason,
+    }
