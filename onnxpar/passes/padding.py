@@ -101,14 +101,23 @@ def mask_component(
     valid = builder.op(
         "Less", index, valid_count(builder, component), dtype=ir.DataType.BOOL, shape=[length]
     )
+    valid_shape: list[Dim] = [length, *[1] * tail]
     valid = builder.op(
         "Reshape",
         valid,
         builder.const(np.array([-1, *[1] * tail], np.int64)),
-        shape=[length, *[1] * tail],
+        shape=valid_shape,
     )
-    constant = builder.const(fill_value(x.dtype, fill), x.dtype)
-    kept = builder.op(
-        "Where", valid, tall, constant, dtype=x.dtype, shape=view if before or after else local
-    )
+    shape = view if before or after else local
+    fills = fill_value(x.dtype, fill)
+    if x.dtype == ir.DataType.BOOL:
+        # onnxruntime has no Where on booleans.
+        kept = (
+            builder.op("Or", tall, builder.op("Not", valid, shape=valid_shape), shape=shape)
+            if fills
+            else builder.op("And", tall, valid, shape=shape)
+        )
+    else:
+        constant = builder.const(fills, x.dtype)
+        kept = builder.op("Where", valid, tall, constant, dtype=x.dtype, shape=shape)
     return builder.reshape(kept, local) if before or after else kept

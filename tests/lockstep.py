@@ -1,0 +1,193 @@
+"""Interprets a rank-generic graph for all devices at once, in one process and without the runtime.
+
+Standard nodes run in onnxruntime, one session for each stretch between collectives; collectives run
+in numpy over all devices.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+
+from onnxpar.mesh import Mesh
+from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.sharding import join, split
+
+Array = NDArray[np.generic]
+COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
+
+def run_model(
+    model: PartitionedModel, feeds: Mapping[str, Array], opset: int, symbols: Mapping[str, int]
+) -> dict[str, Array]:
+    """Runs all devices on whole inputs and returns whole outputs.
+
+    Args:
+        model: The program of all ranks.
+        feeds: Whole inputs by name.
+        opset: Version of the default domain.
+        symbols: The value of each symbol.
+    """
+    mesh, table = model.plan.mesh, model.builder.table
+    local: list[dict[str, Array]] = []
+    for rank in range(mesh.size):
+        here: dict[str, Array] = {}
+        for item in model.inputs:
+            here[item.name] = split(
+                feeds[item.name], item.sharding.concrete(table, symbols), mesh, rank
+            )
+        for parameter in model.parameters:
+            assert parameter.source.const_value is not None
+            here[parameter.name] = split(
+                parameter.source.const_value.numpy(), parameter.sharding, mesh, rank
+            )
+        for name in model.builder.system_inputs:
+            if name.startswith(COORD_PREFIX):
+                value = mesh.coords(rank)[int(name.removeprefix(COORD_PREFIX))]
+            else:
+                value = symbols[name.removeprefix(SYMBOL_PREFIX)]
+            here[name] = np.array([value], np.int64)
+        local.append(here)
+    values = Lockstep(mesh, model.builder, opset, False).run(
+        local, [o.local for o in model.outputs]
+    )
+    return {
+        item.name: join(shards, item.sharding.concrete(table, symbols), mesh)
+        for item, shards in zip(model.outputs, values, strict=True)
+    }
+
+
+@dataclass
+class Lockstep:
+    """Interprets a rank-generic graph for all devices at once."""
+
+    mesh: Mesh
+    builder: GraphBuilder
+    opset: int
+    reference: bool
+
+    def run(
+        self, feeds: Sequence[Mapping[str, Array]], outputs: Sequence[ir.Value]
+    ) -> list[list[Array]]:
+        """Returns the value of each output on each device."""
+        memory = [dict(f) for f in feeds]
+        for value in self.builder.initializers:
+            assert value.const_value is not None
+            for here in memory:
+                here[value.name or ""] = value.const_value.numpy()
+        stretch: list[ir.Node] = []
+        for node in self.builder.nodes:
+            if node.domain != DOMAIN:
+                stretch.append(node)
+                continue
+            self._stretch(stretch, memory, outputs)
+            stretch = []
+            self._custom(node, memory)
+        self._stretch(stretch, memory, outputs)
+        return [[here[value.name or ""] for here in memory] for value in outputs]
+
+    def _stretch(
+        self,
+        nodes: Sequence[ir.Node],
+        memory: list[dict[str, Array]],
+        outputs: Sequence[ir.Value],
+    ) -> None:
+        if not nodes:
+            return
+        made = {v.name: v for node in nodes for v in node.outputs if v.name}
+        used = {v.name: v for node in nodes for v in node.inputs if v is not None}
+        entering = [v for n, v in used.items() if n not in made]
+        wanted = {v.name for v in outputs} | {
+            v.name for node in self.builder.nodes for v in node.inputs if v is not None
+        }
+        leaving = [v for n, v in made.items() if n in wanted]
+        graph = onnx.helper.make_graph(
+            [ir.to_proto(node) for node in nodes],
+            "stretch",
+            [_info(v, memory[0][v.name or ""]) for v in entering],
+            [_info(v, None) for v in leaving],
+        )
+        model = onnx.helper.make_model(
+            graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=10
+        )
+        evaluate = _evaluator(model, self.reference)
+        for here in memory:
+            here.update(evaluate({v.name or "": here[v.name or ""] for v in entering}))
+
+    def _custom(self, node: ir.Node, memory: list[dict[str, Array]]) -> None:
+        names = [v.name or "" for v in node.inputs if v is not None]
+        out = node.outputs[0].name or ""
+        if node.op_type == "Philox":
+            for here in memory:
+                here[out] = _random(*(here[n] for n in names))
+            return
+        before = [here[names[0]] for here in memory]
+        for rank, here in enumerate(memory):
+            group = self.mesh.group(rank, node.meta["atoms"])
+            parts = [before[member] for member in group]
+            here[out] = np.asarray(collective(node, parts, group.index(rank)))
+            here[node.outputs[1].name or ""] = np.zeros(1, np.uint8)
+
+
+def collective(node: ir.Node, parts: Sequence[Array], position: int) -> Array:
+    """What the device at `position` of a group gets from a collective on the group's operands."""
+
+    def read(name: str) -> Any:
+        return node.attributes[name].value
+
+    if node.op_type in ("AllReduce", "ReduceScatter"):
+        total = reduce(COMBINE[read("reduction")], parts)
+        if node.op_type == "AllReduce":
+            return total
+        return np.split(total, len(parts), axis=read("axis"))[position]
+    if node.op_type == "AllGather":
+        return np.concatenate(parts, axis=read("axis"))
+    if node.op_type == "AllToAll":
+        mine = [np.split(p, len(parts), axis=read("split_axis"))[position] for p in parts]
+        return np.concatenate(mine, axis=read("concat_axis"))
+    if node.op_type == "Permute":
+        sources = {destination: source for source, destination in node.meta["pairs"]}
+        if position not in sources:
+            return np.zeros_like(parts[position])
+        return parts[sources[position]]
+    raise ValueError(f"no numpy form of {node.op_type}")
+
+
+def _random(key: Array, local: Array, whole: Array, start: Array) -> Array:
+    """Uniform numbers that depend on the key and the global index alone."""
+    seed = [int(k) % 2**32 for k in key]
+    numbers = np.random.default_rng(seed).random([int(n) for n in whole], np.float32)
+    result = np.full([int(n) for n in local], np.nan, np.float32)
+    part = numbers[tuple(slice(int(s), int(s + n)) for s, n in zip(start, local, strict=True))]
+    result[tuple(slice(0, n) for n in part.shape)] = part
+    return result
+
+
+def _info(value: ir.Value, array: Array | None) -> onnx.ValueInfoProto:
+    assert value.dtype is not None, f"{value.name} has no element type"
+    rank = None if array is None else array.ndim
+    shape = None if rank is None else [f"{value.name}.{i}" for i in range(rank)]
+    return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), shape)
+
+
+def _evaluator(model: onnx.ModelProto, reference: bool):  # type: ignore[no-untyped-def]
+    names = [o.name for o in model.graph.output]
+    if reference:
+        evaluator = ReferenceEvaluator(model)
+        return lambda feeds: dict(zip(names, evaluator.run(None, dict(feeds)), strict=True))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return lambda feeds: dict(zip(names, session.run(None, dict(feeds)), strict=True))
