@@ -1,23 +1,30 @@
 """The ordered list of stages from a model to rank graphs. Each takes plain data and returns plain data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules, propagate
+from onnxpar.analysis.report import inspect_data
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
-from onnxpar.errors import ModelError
+from onnxpar.artifacts import check_target, write
+from onnxpar.errors import ModelError, StrategyError
 from onnxpar.ops.fallback import replicated_rule
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule
 from onnxpar.ops.table import REGISTRY
+from onnxpar.passes.dump import Dumper
+from onnxpar.passes.emit import emit_rank
 from onnxpar.passes.load import load, normalise, symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.strategy import Strategy, load_strategy, resolve, resolved
 from onnxpar.symbols import Symbol
 
 
@@ -87,3 +94,101 @@ def divide(analysed: Analysed, seeds: Seeds) -> PartitionedModel:
     """
     plan: Plan = propagate(analysed.model, analysed.env, analysed.rules, seeds)
     return partition(analysed.model, analysed.env, analysed.rules, analysed.ops, plan)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `shard` did.
+
+    Attributes:
+        out: The directory written.
+        partitioned: The program of all ranks.
+        report: What `onnxpar inspect --json` prints.
+        seconds: Wall time of each stage, in order.
+    """
+
+    out: Path
+    partitioned: PartitionedModel
+    report: dict[str, Any]
+    seconds: dict[str, float]
+
+
+def shard(
+    model: str | Path,
+    strategy: str | Path | Strategy,
+    out: str | Path,
+    *,
+    devices: int | None = None,
+    symbols: Mapping[str, Symbol] | None = None,
+    ranks: Sequence[int] | None = None,
+    dump: str | Path | None = None,
+    force: bool = False,
+) -> Summary:
+    """Cuts a model into rank graphs and writes the output directory.
+
+    Args:
+        model: Path of the ONNX file.
+        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`.
+        out: The directory to write; it is written whole or not at all.
+        devices: Number of devices, where the strategy does not say.
+        symbols: Constraints on symbols; they replace the strategy's of the same name.
+        ranks: Write these ranks only.
+        dump: Directory for the model after each stage.
+        force: Replace an output directory that is there.
+
+    Raises:
+        OnnxparError: Anything wrong with model, strategy or target; nothing is written then.
+    """
+    clock = _Clock()
+    check_target(Path(out), force=force)
+    dumper = Dumper(Path(dump)) if dump is not None else None
+    loaded = load(model)
+    if not isinstance(strategy, Strategy):
+        strategy = load_strategy(str(strategy), devices)
+    clock.lap("load")
+    constraints = {**strategy.symbols, **(symbols or {})}
+    if dumper:
+        dumper.model("loaded", loaded)
+    analysed = analyse(loaded, constraints)
+    if dumper:
+        dumper.model("normalised", analysed.model)
+    clock.lap("analyse")
+    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    _check_ranks(ranks, seeds.mesh.size)
+    plan = propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    if dumper:
+        dumper.plan("planned", analysed.model, plan)
+    clock.lap("plan")
+    parted = partition(analysed.model, analysed.env, analysed.rules, analysed.ops, plan)
+    if dumper:
+        dumper.model("partitioned.rank0", emit_rank(parted, 0))
+    clock.lap("partition")
+    report = inspect_data(parted, analysed.env)
+    write(
+        [parted],
+        Path(out),
+        ranks=ranks,
+        force=force,
+        report=report,
+        strategy=resolved(plan, analysed.model),
+        model_name=Path(model).stem,
+    )
+    clock.lap("write")
+    return Summary(Path(out), parted, report, clock.laps)
+
+
+def _check_ranks(ranks: Sequence[int] | None, devices: int) -> None:
+    for rank in ranks or ():
+        if not 0 <= rank < devices:
+            raise StrategyError(f"--rank {rank}: expected a rank from 0 to {devices - 1}")
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
