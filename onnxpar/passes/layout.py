@@ -10,7 +10,7 @@ data.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
@@ -196,7 +196,7 @@ def _cut(parameter: Parameter, mesh: Mesh) -> list[_Cut]:
     shape = tuple(int(s) for s in sharding.local_shape(mesh))
     length = -(-prod(shape) * dtype.bitwidth // 8)
     cut = []
-    for ranks in mesh_positions(mesh, frozenset(sharding.split_atoms)):
+    for ranks in _holders(mesh, frozenset(sharding.split_atoms)):
         blocks = tuple(b for dim in sharding.dims for b in _blocks(dim, mesh, ranks[0]))
         sizes = tuple(int(c.size) for dim in sharding.dims for c in dim)
         if not stored_dtype(dtype)[1]:
@@ -205,10 +205,11 @@ def _cut(parameter: Parameter, mesh: Mesh) -> list[_Cut]:
     return cut
 
 
-def mesh_positions(mesh: Mesh, atoms: frozenset[int]) -> list[tuple[int, ...]]:
+@lru_cache(1024)
+def _holders(mesh: Mesh, atoms: frozenset[int]) -> tuple[tuple[int, ...], ...]:
     """Returns, for each position along `atoms`, the ranks that are there, ordered by first rank."""
     others = [a for a in range(len(mesh.atoms)) if a not in atoms]
-    return [tuple(sorted(group)) for group in mesh.groups(others)]
+    return tuple(tuple(sorted(group)) for group in mesh.groups(others))
 
 
 def _blocks(dim: DimSharding, mesh: Mesh, rank: int) -> list[Block]:
