@@ -1,0 +1,117 @@
+"""`onnxpar shard`: one ONNX file for each rank."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from onnxpar.errors import SymbolError
+from onnxpar.pipeline import Summary, shard
+from onnxpar.symbols import Symbol
+
+SHOWN = 5
+
+
+def command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to divide.")],
+    strategy: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|PRESET",
+            help="Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Directory to write, whole or not.")
+    ],
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
+    ] = None,
+    symbol: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:CONSTRAINTS",
+            help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
+        ),
+    ] = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Write this rank only; may be repeated. Default: all."),
+    ] = None,
+    dump: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the model after each stage to this directory."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an output directory that is there.")
+    ] = False,
+) -> None:
+    """Cut a model into one program for each device."""
+    summary = shard(
+        model,
+        strategy,
+        out,
+        devices=devices,
+        symbols=parse_symbols(symbol or ()),
+        ranks=rank,
+        dump=dump,
+        force=force,
+    )
+    _print(summary, rank or range(summary.report["devices"]))
+
+
+def parse_symbols(texts: "list[str] | tuple[()]") -> dict[str, Symbol]:
+    """Returns the constraints of `--symbol NAME:CONSTRAINTS` options by name.
+
+    Raises:
+        SymbolError: Malformed, or a name that is given twice.
+    """
+    symbols: dict[str, Symbol] = {}
+    for text in texts:
+        name, constraint = Symbol.parse_named(text)
+        if name in symbols:
+            raise SymbolError(f"--symbol {text}: expected {name!r} once, got it twice")
+        symbols[name] = constraint
+    return symbols
+
+
+def _print(summary: Summary, ranks: "list[int] | range") -> None:
+    report, console = summary.report, Console(soft_wrap=True, highlight=False)
+    totals: dict[str, Any] = report["totals"]
+    axes = report["mesh"]["axes"]
+    named = f", mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
+    sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"
+    lines = [
+        f"devices       {report['devices']}{named}",
+        f"nodes         {totals['nodes']}, {totals['divided']} of them divided",
+        f"parameters    {totals['parameters']}, {sizes} bytes on each device",
+        f"collectives   {_collectives(totals)}",
+    ]
+    lines += [
+        f"replicated    {item['name']} ({item['op_type']}): {item['reason']}"
+        for item in report["replicated"][:SHOWN]
+    ]
+    if len(report["replicated"]) > SHOWN:
+        lines.append(f"replicated    and {len(report['replicated']) - SHOWN} more nodes")
+    lines.append(f"written       {summary.out} in {sum(summary.seconds.values()):.1f} s")
+    for line in lines:
+        console.print(escape(line))
+    if len(ranks) == report["devices"]:
+        console.print(escape(_next(summary.out, report["devices"])))
+
+
+def _collectives(totals: dict[str, Any]) -> str:
+    if not totals["collectives"]:
+        return "none"
+    kinds = ", ".join(f"{count} {op}" for op, count in totals["collectives_by_op"].items())
+    return f"{kinds}; a device sends {totals['bytes']} bytes in a run"
+
+
+def _next(out: Path, devices: int) -> str:
+    return (
+        f"next          onnxpar inspect {out}\n"
+        f"              onnxpar view {out} --rank 0\n"
+        f"              mpirun -n {devices} onnxpar run {out} --inputs in.npz --outputs out.npz"
+    )
