@@ -148,14 +148,21 @@ def shardings(
         atoms, reduction = carried.get(index, ((), "sum"))
         inputs.append(sharding.with_partial(atoms, reduction).canonical(mesh, table))
     pending: list[int] = []
-    reduction = "sum"
+    reductions: set[str] = set()
     for name, parts in factors.items():
-        if rule.kinds[name] in REDUCTIONS:
-            pending += [a for c in parts for a in c.atoms]
-            reduction = rule.kinds[name]
+        atoms = tuple(a for c in parts for a in c.atoms)
+        if atoms and rule.kinds[name] in REDUCTIONS:
+            pending += atoms
+            reductions.add(rule.kinds[name])
     for atoms, kind in carried.values():
         pending += [a for a in atoms if a not in pending]
-        reduction = kind
+        reductions.add(kind)
+    if len(reductions) > 1:
+        raise ShardingError(
+            f"node {view.name!r}: its outputs would wait for two reductions, "
+            f"{' and '.join(sorted(reductions))}"
+        )
+    reduction = reductions.pop() if reductions else "sum"
     outputs = []
     for index, operand in enumerate(rule.outputs):
         shape = view.env.shapes.get(view.node.outputs[index].name or "", ())

@@ -47,7 +47,8 @@ def dropout_rule(view: NodeView) -> OpRule:
 def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
     """Keeps an element where its random number is at least the ratio, and scales what is kept."""
     if not trains(node.view):
-        return node.copy()
+        y, *mask = node.copy()
+        return [y, *(_masked(node, m) for m in mask)]
     shape = node.out_shape()
     x = node.input(0)
     number = uniform(node, shape)
@@ -65,7 +66,14 @@ def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
     assert x.dtype is not None
     zero = node.builder.const(np.array(0), x.dtype)
     y = node.op("Where", kept, scaled, zero, dtype=x.dtype, shape=shape)
-    return [y, kept][: len(node.view.node.outputs)]
+    return [y, _masked(node, kept)] if len(node.view.node.outputs) > 1 else [y]
+
+
+def _masked(node: LocalNode, kept: ir.Value) -> ir.Value:
+    """The mask as an output: false on padding, as the partitioner may count on."""
+    for factor in node.split_factors():
+        kept = node.masked(kept, 0, factor, 0)
+    return kept
 
 
 def uniform(node: LocalNode, shape: Sequence[Dim]) -> ir.Value:

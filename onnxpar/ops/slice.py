@@ -64,7 +64,7 @@ def split_rule(view: NodeView) -> OpRule:
 def split_local(node: LocalNode) -> Sequence[ir.Value]:
     """Sizes of the pieces, where they are given, become local ones."""
     given = node.view.has(1) or node.view.attr("split") is not None
-    if not given or not node.atoms("d"):
+    if not given or "d" not in node.plan.factors:
         return node.copy()
     pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
     if node.builder.opset >= 13:

@@ -20,16 +20,25 @@ def valid_count(builder: GraphBuilder, component: Component) -> ir.Value:
         return builder.size(component.size)
     valid = builder.size(component.size)
     local: Dim = component.size
-    zero = builder.const([0])
     for atom in component.atoms:
         local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
         piece = builder.size(local)
         start = builder.op("Mul", builder.coord(atom), piece, dtype=INT64, shape=[1])
         left = builder.op("Sub", valid, start, dtype=INT64, shape=[1])
-        valid = builder.op(
-            "Min", builder.op("Max", left, zero, dtype=INT64, shape=[1]), piece, dtype=INT64, shape=[1]
-        )
+        valid = _clamp(builder, left, piece)
     return valid
+
+
+def _clamp(builder: GraphBuilder, x: ir.Value, top: ir.Value) -> ir.Value:
+    """Returns min(max(x, 0), top) of int64 [1]; Min and Max have no integers before opset 12."""
+    zero = builder.const([0])
+    if builder.opset >= 12:
+        low = builder.op("Max", x, zero, dtype=INT64, shape=[1])
+        return builder.op("Min", low, top, dtype=INT64, shape=[1])
+    less = builder.op("Less", x, zero, dtype=ir.DataType.BOOL, shape=[1])
+    low = builder.op("Where", less, zero, x, dtype=INT64, shape=[1])
+    more = builder.op("Less", top, low, dtype=ir.DataType.BOOL, shape=[1])
+    return builder.op("Where", more, top, low, dtype=INT64, shape=[1])
 
 
 def block_start(builder: GraphBuilder, component: Component) -> ir.Value:

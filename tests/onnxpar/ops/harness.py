@@ -1,0 +1,482 @@
+"""Runs one node's local form on every device, in lockstep, and compares with the undivided node.
+
+Standard nodes run in onnxruntime, one session for each stretch between collectives; collectives run
+in numpy over all devices. Padding of the operands holds garbage, so that a local form which reads it
+gives a wrong answer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import permutations, product
+from types import MappingProxyType
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+
+from onnxpar.analysis.plan import NodePlan, Plan, factor_sizes, shardings
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.fallback import settle
+from onnxpar.ops.local import copy_node
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule
+from onnxpar.ops.table import REGISTRY
+from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.passes.load import normalise, symbol_table
+from onnxpar.passes.partition import _Partition
+from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.sharding import Component, DimSharding, Sharding, split
+
+Array = NDArray[np.generic]
+COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+GARBAGE_INT = 10**6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small node and its operands.
+
+    Attributes:
+        node: The node in ONNX's text form; its first output is compared, and all others.
+        inputs: Type of each operand in ONNX's text form, such as "float[N,6]".
+        sizes: Value of each symbolic dim.
+        consts: Operands that are initializers.
+        feeds: Operands that may not be random.
+        opset: Version of the default domain.
+        reference: Whether the undivided and local nodes run in onnx.reference, since onnxruntime has
+            no such kernel.
+        rtol: Tolerance relative to the greatest absolute value of a result.
+    """
+
+    node: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    consts: Mapping[str, Array] = field(default_factory=dict)
+    feeds: Mapping[str, Array] = field(default_factory=dict)
+    opset: int = 20
+    reference: bool = False
+    rtol: float = 1e-5
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{k}: {v}" for k, v in self.inputs.items())
+        return f"{self.node} | {shown} | opset {self.opset} {dict(self.sizes)}"
+
+    @cached_property
+    def model(self) -> onnx.ModelProto:
+        node = onnx.parser.parse_node(self.node)
+        node.name = "node"
+        inputs = []
+        for name, text in self.inputs.items():
+            value = onnx.parser.parse_graph(f"g ({text} {name}) => () {{}}").input[0]
+            inputs.append(value)
+        inits = [onnx.numpy_helper.from_array(np.asarray(a), n) for n, a in self.consts.items()]
+        outputs = [onnx.ValueInfoProto(name=n) for n in node.output if n]
+        graph = onnx.helper.make_graph([node], "g", inputs, outputs, inits)
+        return onnx.helper.make_model(
+            graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=10
+        )
+
+    @cached_property
+    def global_model(self) -> ir.Model:
+        return normalise(ir.from_proto(self.model))
+
+    @cached_property
+    def env(self) -> ShapeEnv:
+        return shapes(self.global_model, symbol_table(self.global_model, {}))
+
+    @cached_property
+    def view(self) -> NodeView:
+        return NodeView(self.global_model.graph[0], self.env, self.opset)
+
+    @cached_property
+    def definition(self) -> OpDef:
+        node = self.view.node
+        found = REGISTRY.find(node.domain, node.op_type, self.opset)
+        assert found is not None, f"no definition of {node.op_type}"
+        return found
+
+    @cached_property
+    def rule(self) -> OpRule:
+        return settle(self.definition.rule(self.view), self.view)
+
+    @cached_property
+    def arrays(self) -> dict[str, Array]:
+        """The whole operands: random, mixed in sign, seeded by the case's text."""
+        rng = np.random.default_rng(list(self.node.encode()))
+        found: dict[str, Array] = {}
+        for value in self.global_model.graph.inputs:
+            name = value.name or ""
+            shape = [int(self.env.table.evaluate(d, self.sizes)) for d in self.env.shapes[name]]
+            assert value.dtype is not None
+            dtype = value.dtype.numpy()
+            if name in self.feeds:
+                found[name] = np.asarray(self.feeds[name], dtype)
+                assert list(found[name].shape) == shape, name
+            elif dtype == np.bool_:
+                found[name] = rng.random(shape) < 0.5
+            elif np.issubdtype(dtype, np.integer):
+                found[name] = rng.integers(0, 4, shape).astype(dtype)
+            else:
+                found[name] = (rng.standard_normal(shape) * 2).astype(dtype)
+        return found
+
+    @cached_property
+    def expected(self) -> list[Array]:
+        """What the undivided node makes."""
+        whole = self.run(Mesh.of(), {}, {}, dirty=False)
+        if DOMAIN in {n.domain for n in whole.program.builder.nodes}:
+            return [shards[0] for shards in whole.shards]
+        results = _evaluator(self.model, self.reference)(self.arrays)
+        names = [o.name for o in self.model.graph.output]
+        return [results[n] for n in names]
+
+    # -- placements --------------------------------------------------------------------------------
+
+    def assignments(self, mesh: Mesh) -> Iterator[dict[str, DimSharding]]:
+        """Every way to give atoms to the rule's splittable factors, in every order."""
+        yield from assignments(self, self.rule.splittable, mesh)
+
+    def run(
+        self,
+        mesh: Mesh,
+        factors: Mapping[str, DimSharding],
+        carried: Mapping[int, tuple[Atoms, str]],
+        *,
+        dirty: bool = True,
+        rule: OpRule | None = None,
+        copy: bool = False,
+    ) -> "Run":
+        """Runs the node on all devices.
+
+        Args:
+            mesh: The mesh.
+            factors: Components of the split factors.
+            carried: Operands that stay partial.
+            dirty: Whether padding holds garbage; else zeros, and the partitioner knows it.
+            rule: Another rule than the operator's own.
+            copy: Whether to copy the node instead of writing its local form.
+        """
+        rule = rule or self.rule
+        plan = shardings(rule, self.view, factors, mesh, carried=carried)
+        return execute(self, mesh, plan, dirty=dirty, copy=copy)
+
+    def check(
+        self,
+        mesh: Mesh,
+        factors: Mapping[str, DimSharding],
+        carried: Mapping[int, tuple[Atoms, str]] = MappingProxyType({}),
+        *,
+        dirty: bool = True,
+    ) -> None:
+        """Fails unless every device's shard of every output is right."""
+        run = self.run(mesh, factors, carried, dirty=dirty)
+        wrong = run.wrong(self)
+        assert not wrong, f"{self}\n{dict(factors)} {dict(carried)} on {mesh.atoms}: {wrong}"
+
+
+def assignments(case: Case, names: Sequence[str], mesh: Mesh) -> Iterator[dict[str, DimSharding]]:
+    """Every way to give the atoms of a mesh to some of the factors, in every order."""
+    sizes = factor_sizes(case.rule, case.view)
+    for places in product((None, *names), repeat=len(mesh.atoms)):
+        given = {n: [a for a, p in enumerate(places) if p == n] for n in names if n in places}
+        for orders in product(*(permutations(atoms) for atoms in given.values())):
+            yield {
+                n: (Component(sizes[n], tuple(order)),)
+                for n, order in zip(given, orders, strict=True)
+            }
+
+
+def merged_assignments(case: Case, mesh: Mesh) -> Iterator[dict[str, DimSharding]]:
+    """Splits of one factor in its major or minor component, where its size is composite."""
+    sizes = factor_sizes(case.rule, case.view)
+    for name in case.rule.splittable:
+        size = sizes[name]
+        if not isinstance(size, int):
+            continue
+        for major in range(2, size):
+            if size % major:
+                continue
+            parts = (major, size // major)
+            for places in product((0, 1), repeat=len(mesh.atoms)):
+                atoms = [tuple(a for a, p in enumerate(places) if p == side) for side in (0, 1)]
+                if all(n % mesh.count(a) == 0 or n > 1 for n, a in zip(parts, atoms, strict=True)):
+                    yield {name: tuple(Component(n, a) for n, a in zip(parts, atoms, strict=True))}
+
+
+# -- execution -------------------------------------------------------------------------------------
+
+
+class _Dirty(_Partition):
+    """A partitioner that takes no padding to be zero."""
+
+    def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+        super()._define(name, sharding, local, zero=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all devices made: shards[output][device]."""
+
+    mesh: Mesh
+    program: PartitionedModel
+    plan: NodePlan
+    shards: list[list[Array]]
+    zero: list[bool]
+
+    def wrong(self, case: Case) -> str:
+        """Says what is wrong with the results, or nothing."""
+        for index, (shards, expected) in enumerate(zip(self.shards, case.expected, strict=True)):
+            sharding = self.plan.outputs[index].concrete(case.env.table, case.sizes)
+            if sharding.rank != expected.ndim:
+                return f"output {index}: a sharding of rank {sharding.rank} for {expected.shape}"
+            for rank in range(self.mesh.size):
+                got = shards[self.mesh.group(rank, sharding.partial)[0]]
+                for member in self.mesh.group(rank, sharding.partial)[1:]:
+                    got = COMBINE[sharding.reduction](got, shards[member])
+                want = split(expected, sharding, self.mesh, rank)
+                valid = split(np.ones(expected.shape, bool), sharding, self.mesh, rank)
+                if got.shape != want.shape or got.dtype != want.dtype:
+                    return (
+                        f"output {index}, device {rank}: {got.dtype}{list(got.shape)}, expected "
+                        f"{want.dtype}{list(want.shape)}"
+                    )
+                if not _close(got[valid], want[valid], expected, case.rtol):
+                    return f"output {index}, device {rank}: {got}, expected {want}"
+                if self.zero[index] and np.any(got[~valid] != 0):
+                    return f"output {index}, device {rank}: padding is said to be zero, is {got}"
+        return ""
+
+
+def _close(got: Array, want: Array, whole: Array, rtol: float) -> bool:
+    if not np.issubdtype(want.dtype, np.inexact) and want.dtype.kind != "V":
+        return bool(np.array_equal(got, want))
+    got, want, whole = (np.asarray(a, np.float64) for a in (got, want, whole))
+    finite = np.isfinite(whole)
+    scale = float(np.max(np.abs(whole[finite]), initial=1e-30))
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    return bool(np.all(same | (np.abs(got - want) <= rtol * scale)))
+
+
+def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool = False) -> Run:
+    """Partitions the one-node model by a plan and runs all devices in lockstep."""
+    model, env, node = case.global_model, case.env, case.view.node
+    held = {
+        v.name or "": s or Sharding.replicated(env.shapes[v.name or ""])
+        for v, s in zip(node.inputs, plan.inputs, strict=False)
+        if v is not None
+    }
+    whole = {
+        v.name or "": Sharding.replicated(env.shapes[v.name or ""])
+        for v in [*model.graph.inputs, *model.graph.initializers.values()]
+    }
+    outputs = {v.name or "": plan.outputs[i] for i, v in enumerate(node.outputs)}
+    rules = Rules({"node": plan.rule}, {"node": case.view}, {})
+    definition = case.definition
+    if copy:
+        definition = OpDef(node.domain, node.op_type, 1, definition.rule, copy_node)
+    kind = _Dirty if dirty else _Partition
+    work = kind(
+        model,
+        env,
+        rules,
+        {"node": definition},
+        Plan(
+            mesh,
+            {"node": plan},
+            {v.name or "": held.get(v.name or "", whole[v.name or ""]) for v in model.graph.inputs},
+            {n: held.get(n, whole[n]) for n in model.graph.initializers},
+            {n: outputs[n] for n in (v.name or "" for v in model.graph.outputs)},
+        ),
+        GraphBuilder(mesh, env.table, case.opset),
+    )
+    program = work.run()
+    feeds = [
+        _feeds(
+            case,
+            program,
+            {n: s.concrete(env.table, case.sizes) for n, s in (whole | held).items()},
+            mesh,
+            rank,
+            dirty,
+        )
+        for rank in range(mesh.size)
+    ]
+    values = Lockstep(mesh, program.builder, case.opset, case.reference).run(
+        feeds, [o.local for o in program.outputs]
+    )
+    zero = [work.zero[o.name, o.sharding] for o in program.outputs]
+    return Run(mesh, program, plan, values, zero)
+
+
+def _feeds(
+    case: Case,
+    program: PartitionedModel,
+    held: Mapping[str, Sharding],
+    mesh: Mesh,
+    rank: int,
+    dirty: bool,
+) -> dict[str, Array]:
+    feeds: dict[str, Array] = {}
+    entering = [(i.name, i.local) for i in program.inputs]
+    entering += [(p.name, p.local) for p in program.parameters]
+    for name, local in entering:
+        array = case.arrays[name] if name in case.arrays else np.asarray(case.consts[name])
+        sharding = held[name]
+        array = _part(array, sharding, mesh, rank, name)
+        shard = split(array, sharding, mesh, rank)
+        padding = ~split(np.ones(array.shape, bool), sharding, mesh, rank)
+        if dirty and padding.any() and name in case.arrays:
+            shard[padding] = _garbage(shard.dtype)
+        feeds[local.name or ""] = shard
+    for name in program.builder.system_inputs:
+        if name.startswith(SYMBOL_PREFIX):
+            feeds[name] = np.array([case.sizes[name.removeprefix(SYMBOL_PREFIX)]])
+        elif name.startswith(COORD_PREFIX):
+            feeds[name] = np.array([mesh.coords(rank)[int(name.removeprefix(COORD_PREFIX))]])
+        else:
+            feeds[name] = np.array([len(name)])
+    return feeds
+
+
+def _garbage(dtype: np.dtype[np.generic]) -> object:
+    if dtype == np.bool_:
+        return True
+    if np.issubdtype(dtype, np.integer):
+        return GARBAGE_INT % (np.iinfo(dtype).max + 1)
+    return np.nan
+
+
+def _part(array: Array, sharding: Sharding, mesh: Mesh, rank: int, name: str) -> Array:
+    """What a device holds of a partial value: uneven parts of both signs that reduce to `array`."""
+    if not sharding.partial:
+        return array
+    group = mesh.group(rank, sharding.partial)
+    rng = np.random.default_rng(list(name.encode()))
+    parts = [np.asarray(rng.standard_normal(array.shape) * 3 + 0.5) for _ in group]
+    if not np.issubdtype(array.dtype, np.inexact):
+        parts = [np.asarray(rng.integers(1, 5, array.shape)) for _ in group]
+    parts = [np.where(p == 0, 1, p).astype(array.dtype) for p in parts]
+    winner = rng.integers(0, len(group), array.shape)
+    for index, part in enumerate(parts):
+        if sharding.reduction in ("max", "min"):
+            sign = 1 if sharding.reduction == "min" else -1
+            parts[index] = np.where(winner == index, array, array + sign * np.abs(part))
+    if sharding.reduction == "sum":
+        parts[0] = array - np.sum(parts[1:], axis=0)
+    if sharding.reduction == "prod":
+        parts[0] = array / np.prod(parts[1:], axis=0)
+    return parts[group.index(rank)].astype(array.dtype)
+
+
+@dataclass
+class Lockstep:
+    """Interprets a rank-generic graph for all devices at once."""
+
+    mesh: Mesh
+    builder: GraphBuilder
+    opset: int
+    reference: bool
+
+    def run(
+        self, feeds: Sequence[Mapping[str, Array]], outputs: Sequence[ir.Value]
+    ) -> list[list[Array]]:
+        """Returns the value of each output on each device."""
+        memory = [dict(f) for f in feeds]
+        for value in self.builder.initializers:
+            assert value.const_value is not None
+            for here in memory:
+                here[value.name or ""] = value.const_value.numpy()
+        stretch: list[ir.Node] = []
+        for node in self.builder.nodes:
+            if node.domain != DOMAIN:
+                stretch.append(node)
+                continue
+            self._stretch(stretch, memory, outputs)
+            stretch = []
+            self._custom(node, memory)
+        self._stretch(stretch, memory, outputs)
+        return [[here[value.name or ""] for here in memory] for value in outputs]
+
+    def _stretch(
+        self,
+        nodes: Sequence[ir.Node],
+        memory: list[dict[str, Array]],
+        outputs: Sequence[ir.Value],
+    ) -> None:
+        if not nodes:
+            return
+        made = {v.name: v for node in nodes for v in node.outputs if v.name}
+        used = {v.name: v for node in nodes for v in node.inputs if v is not None}
+        entering = [v for n, v in used.items() if n not in made]
+        wanted = {v.name for v in outputs} | {
+            v.name for node in self.builder.nodes for v in node.inputs if v is not None
+        }
+        leaving = [v for n, v in made.items() if n in wanted]
+        graph = onnx.helper.make_graph(
+            [ir.to_proto(node) for node in nodes],
+            "stretch",
+            [_info(v, memory[0][v.name or ""]) for v in entering],
+            [_info(v, None) for v in leaving],
+        )
+        model = onnx.helper.make_model(
+            graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=10
+        )
+        evaluate = _evaluator(model, self.reference)
+        for here in memory:
+            here.update(evaluate({v.name or "": here[v.name or ""] for v in entering}))
+
+    def _custom(self, node: ir.Node, memory: list[dict[str, Array]]) -> None:
+        names = [v.name or "" for v in node.inputs if v is not None]
+        out = node.outputs[0].name or ""
+        if node.op_type == "Philox":
+            for here in memory:
+                here[out] = _random(*(here[n] for n in names))
+            return
+        assert node.op_type == "AllReduce", node.op_type
+        combine = COMBINE[node.attributes["reduction"].value]
+        before = [here[names[0]] for here in memory]
+        for rank, here in enumerate(memory):
+            group = self.mesh.group(rank, node.meta["atoms"])
+            total = before[group[0]]
+            for member in group[1:]:
+                total = combine(total, before[member])
+            here[out] = np.asarray(total)
+            here[node.outputs[1].name or ""] = np.zeros(1, np.uint8)
+
+
+def _random(key: Array, local: Array, whole: Array, start: Array) -> Array:
+    """Uniform numbers that depend on the key and the global index alone."""
+    seed = [int(k) % 2**32 for k in key]
+    numbers = np.random.default_rng(seed).random([int(n) for n in whole], np.float32)
+    result = np.full([int(n) for n in local], np.nan, np.float32)
+    part = numbers[tuple(slice(int(s), int(s + n)) for s, n in zip(start, local, strict=True))]
+    result[tuple(slice(0, n) for n in part.shape)] = part
+    return result
+
+
+def _info(value: ir.Value, array: Array | None) -> onnx.ValueInfoProto:
+    assert value.dtype is not None, f"{value.name} has no element type"
+    rank = None if array is None else array.ndim
+    shape = None if rank is None else [f"{value.name}.{i}" for i in range(rank)]
+    return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), shape)
+
+
+def _evaluator(model: onnx.ModelProto, reference: bool):  # type: ignore[no-untyped-def]
+    names = [o.name for o in model.graph.output]
+    if reference:
+        evaluator = ReferenceEvaluator(model)
+        return lambda feeds: dict(zip(names, evaluator.run(None, dict(feeds)), strict=True))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return lambda feeds: dict(zip(names, session.run(None, dict(feeds)), strict=True))
