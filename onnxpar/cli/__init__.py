@@ -17,14 +17,19 @@ _TRACEBACK = "ONNXPAR_TRACEBACK"
 # Name on the command line -> module whose function `command` it is. Modules are imported here and
 # not found by scanning, so that nothing is registered by accident.
 COMMANDS: tuple[tuple[str, str], ...] = (
+    ("shard", "onnxpar.cli.shard"),
+    ("inspect", "onnxpar.cli.inspect"),
     ("run", "onnxpar.cli.run"),
     ("verify", "onnxpar.cli.verify"),
     ("view", "onnxpar.cli.view"),
 )
 
 
-def build_app() -> typer.Typer:
-    """Returns the application with every subcommand."""
+def build_app(only: str | None = None) -> typer.Typer:
+    """Returns the application with every subcommand, or with that one of them which `only` names.
+
+    Loading the transformer takes a second, which eight ranks of `run` would each spend in vain.
+    """
     app = typer.Typer(
         name="onnxpar",
         help="Cut an ONNX model into one program for each device, and run it.",
@@ -34,7 +39,10 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_group)
+    known = only in [name for name, _ in COMMANDS]
     for name, module in COMMANDS:
+        if known and name != only:
+            continue
         command: Callable[..., Any] = importlib.import_module(module).command
         app.command(name)(command)
     return app
@@ -50,13 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What follows `onnxpar`; the process's own by default.
     """
-    command = typer.main.get_command(build_app())
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = typer.main.get_command(build_app(given[0] if given else None))
     try:
         # Typer prints usage errors and interruption itself and exits.
-        command.main(
-            args=None if arguments is None else list(arguments),
-            prog_name="onnxpar",
-        )
+        command.main(args=given, prog_name="onnxpar")
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 0
     except Exception as error:
