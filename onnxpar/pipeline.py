@@ -15,7 +15,7 @@ from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
 from onnxpar.artifacts import check_target, write
 from onnxpar.errors import ModelError, StrategyError
-from onnxpar.ops.fallback import replicated_rule
+from onnxpar.ops.fallback import replicated_rule, settle
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule
 from onnxpar.ops.table import REGISTRY
@@ -77,7 +77,7 @@ def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]
             reasons[name] = f"no sharding rule for {node.domain or 'onnx'}::{node.op_type}"
         else:
             try:
-                rules[name] = definition.rule(view)
+                rules[name] = settle(definition.rule(view), view)
                 ops[name] = definition
                 continue
             except ModelError as error:
