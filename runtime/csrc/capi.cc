@@ -1,0 +1,159 @@
+#include "capi.h"
+
+#include <dlfcn.h>
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "mpi_entry.h"
+#include "ops.h"
+#include "ort_io.h"
+#include "world.h"
+
+using namespace onnxpar;
+
+namespace {
+
+thread_local std::string t_error;
+thread_local RankContext* t_rank = nullptr;
+
+template <class F>
+int guarded(F&& f) {
+  try {
+    f();
+    return 0;
+  } catch (const std::exception& e) {
+    t_error = e.what();
+    return 1;
+  }
+}
+
+World* add_rank(World* world, std::unique_ptr<Transport> transport) {
+  const int rank = transport->rank();
+  world->size = transport->size();
+  world->ranks[rank] = new RankContext(std::move(transport));
+  return world;
+}
+
+// The transport's library stays loaded: its code may run until the process ends.
+MpiEntry mpi_entry(const char* library) {
+  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) throw std::runtime_error(dlerror());
+  void* entry = dlsym(handle, kMpiEntryName);
+  if (entry == nullptr) throw std::runtime_error(dlerror());
+  return reinterpret_cast<MpiEntry>(entry);
+}
+
+std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
+
+Call host_call(Transport& transport, const char* op, const std::string& detail) {
+  return {std::string(op) + " of the program", transport.debug() ? detail : std::string()};
+}
+
+}  // namespace
+
+const char* onnxpar_error() { return t_error.c_str(); }
+
+World* onnxpar_threads(int size, int debug, double timeout_s) {
+  World* world = nullptr;
+  guarded([&] {
+    if (size < 1) throw std::invalid_argument("a world has at least 1 rank");
+    auto made = std::make_unique<World>();
+    for (auto& transport : make_threads_transport(size, {debug != 0, timeout_s})) {
+      add_rank(made.get(), std::move(transport));
+    }
+    world = made.release();
+  });
+  return world;
+}
+
+World* onnxpar_mpi(const char* library, const void* communicator, int debug, double timeout_s) {
+  World* world = nullptr;
+  guarded([&] {
+    auto made = std::make_unique<World>();
+    Transport* transport = mpi_entry(library)(communicator, {debug != 0, timeout_s});
+    world = add_rank(made.release(), std::unique_ptr<Transport>(transport));
+  });
+  return world;
+}
+
+int onnxpar_size(const World* world) { return world->size; }
+
+int onnxpar_abort(const World* world, const char* message) {
+  return guarded([&] {
+    for (const auto& entry : world->ranks) entry.second->abort(message);
+  });
+}
+
+int onnxpar_close(const World* world) {
+  return guarded([&] {
+    for (const auto& entry : world->ranks) entry.second->close();
+  });
+}
+
+int onnxpar_bind(const World* world, int rank) {
+  return guarded([&] { t_rank = world == nullptr ? nullptr : &world->rank(rank); });
+}
+
+int onnxpar_ops() { return kOps; }
+const char* onnxpar_op_name(int op) { return op_name(static_cast<Op>(op)); }
+
+int onnxpar_counter(const World* world, int rank, int op, int64_t* calls, int64_t* bytes) {
+  return guarded([&] {
+    Counter& counter = world->rank(rank).counter(static_cast<Op>(op));
+    *calls = counter.calls;
+    *bytes = counter.bytes;
+  });
+}
+
+int onnxpar_reset_counters(const World* world, int rank) {
+  return guarded([&] {
+    for (int op = 0; op < kOps; ++op) {
+      Counter& counter = world->rank(rank).counter(static_cast<Op>(op));
+      counter.calls = 0;
+      counter.bytes = 0;
+    }
+  });
+}
+
+int onnxpar_all_reduce(const World* world, int rank, const int* group, int members,
+                       const void* in, void* out, size_t count, int onnx_type, int reduction) {
+  return guarded([&] {
+    Transport& transport = world->rank(rank).transport();
+    const DType type = dtype_from_onnx(onnx_type);
+    Group& g = transport.group(group_of(group, members), Lane::kMain);
+    const Call call = host_call(transport, "all_reduce",
+                                std::string(dtype_name(type)) + " x " + std::to_string(count) +
+                                    " " + reduction_name(static_cast<Reduction>(reduction)));
+    transport.all_reduce(g, call, in, out, count, type, static_cast<Reduction>(reduction),
+                         nullptr);
+  });
+}
+
+int onnxpar_all_gather(const World* world, int rank, const int* group, int members,
+                       const void* in, void* out, size_t bytes) {
+  return guarded([&] {
+    Transport& transport = world->rank(rank).transport();
+    Group& g = transport.group(group_of(group, members), Lane::kMain);
+    const Call call =
+        host_call(transport, "all_gather", "all_gather " + std::to_string(bytes) + " bytes");
+    transport.all_gather(g, call, in, out, bytes, nullptr);
+  });
+}
+
+// Called by onnxruntime. The rank is the one that onnxpar_bind set on this thread.
+ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
+                                              const ort::ApiBase* base) {
+  const void* const* table = base->get_api(ort::kVersion);
+  if (table == nullptr) {
+    // Without a table no status can be made; a null pointer would mean success.
+    throw std::runtime_error("onnxruntime is too old for this library");
+  }
+  static const bool loaded = [&] {
+    set_api(ort::Api::load(table));
+    return true;
+  }();
+  (void)loaded;
+  return register_ops(options, t_rank);
+}

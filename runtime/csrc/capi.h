@@ -1,0 +1,37 @@
+// The library's own C interface, called by Python through ctypes. Functions that can fail return 0
+// on success and leave a message for onnxpar_error on the calling thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define ONNXPAR_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace onnxpar {
+struct World;
+}
+
+ONNXPAR_EXPORT const char* onnxpar_error();
+// The ranks of one process. Null on failure.
+ONNXPAR_EXPORT onnxpar::World* onnxpar_threads(int size, int debug, double timeout_s);
+// This process as one rank. `library` is the MPI transport's file, `communicator` the address of an
+// MPI_Comm; every rank of it must call. Null on failure.
+ONNXPAR_EXPORT onnxpar::World* onnxpar_mpi(const char* library, const void* communicator,
+                                           int debug, double timeout_s);
+ONNXPAR_EXPORT int onnxpar_size(const onnxpar::World* world);
+ONNXPAR_EXPORT int onnxpar_abort(const onnxpar::World* world, const char* message);
+ONNXPAR_EXPORT int onnxpar_close(const onnxpar::World* world);
+// Sets the rank that RegisterCustomOps binds on this thread; a null world unsets it.
+ONNXPAR_EXPORT int onnxpar_bind(const onnxpar::World* world, int rank);
+// Number of operators, their names, and what a rank has counted of each.
+ONNXPAR_EXPORT int onnxpar_ops();
+ONNXPAR_EXPORT const char* onnxpar_op_name(int op);
+ONNXPAR_EXPORT int onnxpar_counter(const onnxpar::World* world, int rank, int op, int64_t* calls,
+                                   int64_t* bytes);
+ONNXPAR_EXPORT int onnxpar_reset_counters(const onnxpar::World* world, int rank);
+// Collectives on host memory outside a session. They are not counted.
+ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, const int* group,
+                                      int members, const void* in, void* out, size_t count,
+                                      int onnx_type, int reduction);
+ONNXPAR_EXPORT int onnxpar_all_gather(const onnxpar::World* world, int rank, const int* group,
+                                      int members, const void* in, void* out, size_t bytes);

