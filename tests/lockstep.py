@@ -4,7 +4,7 @@ Standard nodes run in onnxruntime, one session for each stretch between collecti
 in numpy over all devices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -22,6 +22,7 @@ from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.sharding import join, split
 
 Array = NDArray[np.generic]
+Evaluate = Callable[[Mapping[str, Array]], dict[str, Array]]
 COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
@@ -118,7 +119,7 @@ class Lockstep:
         model = onnx.helper.make_model(
             graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=10
         )
-        evaluate = _evaluator(model, self.reference)
+        evaluate = evaluator(model, self.reference)
         for here in memory:
             here.update(evaluate({v.name or "": here[v.name or ""] for v in entering}))
 
@@ -178,11 +179,12 @@ def _info(value: ir.Value, array: Array | None) -> onnx.ValueInfoProto:
     return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), shape)
 
 
-def _evaluator(model: onnx.ModelProto, reference: bool):  # type: ignore[no-untyped-def]
+def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
+    """Returns a function from a model's inputs to its outputs, both by name."""
     names = [o.name for o in model.graph.output]
     if reference:
-        evaluator = ReferenceEvaluator(model)
-        return lambda feeds: dict(zip(names, evaluator.run(None, dict(feeds)), strict=True))
+        whole = ReferenceEvaluator(model)
+        return lambda feeds: dict(zip(names, whole.run(None, dict(feeds)), strict=True))
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
