@@ -53,18 +53,14 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
     large = {
         name
         for name, value in model.graph.initializers.items()
-        if value.const_value is not None and value.const_value.size > TEXT_ELEMENTS
+        if value.const_value is None or value.const_value.size > TEXT_ELEMENTS
     }
-    tensors = {name: model.graph.initializers[name].const_value for name in large}
+    values = {name: model.graph.initializers.pop(name) for name in large}
     try:
-        for name in large:
-            model.graph.initializers[name].const_value = None
         proto = ir.serde.serialize_model(model)
     finally:
-        for name, tensor in tensors.items():
-            model.graph.initializers[name].const_value = tensor
+        model.graph.initializers.update(values)
     named = {i.name for i in proto.graph.input}
     for name in sorted(large - named):
-        value = model.graph.initializers[name]
-        proto.graph.input.append(ir.serde.serialize_value(value))
+        proto.graph.input.append(ir.serde.serialize_value(values[name]))
     return proto
