@@ -17,7 +17,7 @@ from onnxpar.passes.load import load
 from onnxpar.pipeline import analyse
 
 Json = dict[str, Any]
-WIDTH = 160
+WIDTH = 240
 """Columns of a table that goes to a file or a pipe."""
 
 
@@ -93,7 +93,8 @@ def show_divided(report: Json, console: Console) -> None:
             _row(nodes, *title, arrow + item["name"], *_layout(item))
             title = ["", ""]
     console.print(nodes)
-    console.print("* strategy given by the user")
+    if any(node["pinned"] for node in report["nodes"]):
+        console.print("* strategy given by the user")
     collectives = _table("collective", "value", "over", "groups", "bytes sent", "for")
     for item in report["collectives"]:
         groups = " ".join("{" + ",".join(map(str, group)) + "}" for group in item["groups"])

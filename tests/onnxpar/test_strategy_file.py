@@ -1,0 +1,197 @@
+"""The strategy file and the presets, before a model is known."""
+
+from pathlib import Path
+
+import pytest
+
+from onnxpar.errors import StrategyError
+from onnxpar.layout import Layout
+from onnxpar.strategy import Strategy, load_strategy
+from onnxpar.strategy.document import parse_document
+from onnxpar.symbols import Symbol
+
+FULL = """\
+mesh: {dp: 2, tp: 4}
+symbols: {batch: {divisor: 8, max: 512}, seq: {max: 2048}}
+dataset: {x: [dp, ~]}
+parameters: {"*.weight": [~, tp]}
+nodes:
+  "/h.*/mlp":
+    in: [[dp, tp], [tp, ~]]
+    out:
+      - [[dp, tp], None]
+rest: replicate
+"""
+
+
+def test_every_key_is_read() -> None:
+    strategy = Strategy.from_text(FULL)
+    assert strategy.devices == 8
+    assert dict(strategy.axes) == {"dp": 2, "tp": 4}
+    assert strategy.symbols == {
+        "batch": Symbol(divisor=8, max=512),
+        "seq": Symbol(max=2048),
+    }
+    assert strategy.dataset == {"x": (("dp",), None)}
+    assert strategy.parameters == {"*.weight": (None, ("tp",))}
+    entry = strategy.nodes["/h.*/mlp"]
+    assert entry.inputs == ((("dp",), ("tp",)), (("tp",), None))
+    assert entry.out == ((("dp", "tp"), None),)
+    assert strategy.rest == "replicate"
+    assert strategy.where("nodes", "/h.*/mlp") == "strategy.yaml:6"
+    assert strategy.where("nodes", "/h.*/mlp", "out", 0) == "strategy.yaml:9"
+
+
+def test_the_same_from_python() -> None:
+    layout = Layout((2, 4), ("dp", "tp"))
+    data = {
+        "devices": 8,
+        "symbols": {"batch": Symbol(divisor=8)},
+        "nodes": {"a": {"in": [layout("dp", "tp"), (4, None)]}},
+    }
+    strategy = Strategy.from_dict(data)
+    assert strategy.nodes["a"].inputs == (layout("dp", "tp"), (4, None))
+    assert strategy.symbols["batch"].divisor == 8
+    assert strategy.where("nodes", "a") == "strategy: nodes.a"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mesh: {dp: 2, tp: 4}", ("tp",)),
+        ("mesh: {dp: 2, x: 2, y: 2}\nparameters: {w: [x]}", ("y",)),
+        ("mesh: {dp: 2, x: 2, y: 2}\nnodes: {n: {in: [[[y, x]]]}}", ()),
+        ("mesh: {dp: 2, x: 2}\nparameters: {w: [x]}\nparameter_axes: [x]", ("x",)),
+        ("mesh: {dp: 2, x: 2}\nparameter_axes: []", ()),
+    ],
+)
+def test_axes_that_no_entry_places_split_parameters(text: str, expected: tuple[str, ...]) -> None:
+    assert Strategy.from_text(text).parameter_axes == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mesh: {dp: 2}\nnode: {}", "s:2: unknown key 'node'; nearest: 'nodes'"),
+        ("nodes:\n  a:\n    ni: [[1]]", "s:3: unknown key 'ni' in 'nodes': 'a'; nearest: 'in'"),
+        ("mesh: {dp: 2}\nrest: all", "s:2: 'rest': expected 'propagate', 'data_parallel' or"),
+        ("mesh: {dp: 2}\nrest: search", "s:2: 'rest: search' is not built yet"),
+        ("mesh: {dp: 2}\npipeline: {stages: 2}", "s:2: 'pipeline' is not built yet"),
+        ("search: {}", "s:1: 'search' is not built yet"),
+        ("recompute: []", "s:1: 'recompute' is not built yet"),
+        ("optimizer_parallel: {}", "s:1: 'optimizer_parallel' is not built yet"),
+        ("a: [", "s:1:5: not valid YAML"),
+        ("mesh: {dp: 2}\n\tx: 1", "s:2:1: not valid YAML"),
+        ("mesh: {dp: 2}\nmesh: {dp: 3}", "s:2:1: key 'mesh' stands here and in line 1"),
+        ("mesh:\n  dp: 2\n  dp: 4", "s:3:3: key 'dp' stands here and in line 2"),
+        ("mesh: {on: 2}", "s:1:8: expected text as key, got True"),
+        ("nodes: &a {x: *a}", "s:1:8: an alias stands inside what it names"),
+        ("x: \x01", "s: not valid YAML: character 3"),
+        ("mesh: {dp: 2", "s:1:"),
+        ("- a", r"s: expected a mapping with keys such as mesh and nodes, got \['a'\]"),
+        ("rest: propagate", "s: expected a mesh, 'devices' or --devices, got none of them"),
+        ("mesh: {}", "s:1: expected mesh axes, got none"),
+        ("mesh: {dp: 0}", "s:1: mesh axis 'dp': size must be an integer >= 1, got 0"),
+        ("mesh: {dp: two}", "s:1: 'mesh': 'dp': expected an integer, got 'two'"),
+        ("mesh: {dp: 99999999999999999}", "s:1: expected at most"),
+        ("mesh: [dp]", r"s:1: 'mesh': expected a mapping, got \['dp'\]"),
+        ("mesh: {dp: 2}\ndevices: 4", "s:2: 'devices' is of 4 devices, but the mesh .* is 2"),
+        ("devices: 0", "s:1: 'devices': expected from 1 to .* devices, got 0"),
+        ("devices: true", "s:1: 'devices': expected an integer, got True"),
+        ("symbols: {b: {divisor: 0}}", "s:1: 'symbols': 'b': Symbol: divisor must be at least 1"),
+        ("symbols: {b: {divisor: 2.5}}", "s:1: 'symbols': 'b': Symbol: divisor must be an int"),
+        ("symbols:\n  b: {divsor: 8}", "s:2: 'symbols': 'b': unknown key 'divsor'; nearest: 'div"),
+        ("symbols: {b: 8}", "s:1: 'symbols': 'b': expected constraints such as .*, got 8"),
+        ("dataset: all", "s:1: 'dataset': expected data_parallel, full_batch or a mapping"),
+        ("mesh: {dp: 2}\ndataset: {x: [pd]}", "s:2: dataset 'x': expected a mesh axis, got 'pd'"),
+        ("mesh: {dp: 2}\nparameters: {w: [tp]}", "s:2: parameters 'w': expected a mesh axis"),
+        ("mesh: {dp: 2}\nparameter_axes: [tp]", "s:2: expected mesh axes, got 'tp'"),
+        ("mesh: {dp: 2}\nparameters: {w: dp}", "s:2: 'parameters': 'w': expected a list with"),
+        ("nodes: {a: {}}", "s:1: 'nodes': 'a': expected 'in', 'out' or both, got neither"),
+        ("nodes: {a: [[2]]}", "s:1: 'nodes': 'a': expected a mapping with the keys 'in' and"),
+        ("nodes: {a: {in: [2, 4]}}", "s:1: 'nodes': 'a': 'in': expected a list with one list for"),
+        ("nodes: {a: {in: [[0]]}}", "'in': expected a number of pieces of at least 1, got 0"),
+        ("nodes: {a: {in: [[yes]]}}", r"expected a number of pieces, a mesh axis or ~ \(quote"),
+        ("nodes: {a: {in: [[2.0]]}}", "expected a number of pieces, a mesh axis, .*, got 2.0"),
+        ("nodes: {a: {in: [[2, dp]]}}", "expected numbers of pieces or mesh axes, not both"),
+        ("nodes: {a: {in: [[dp, dp]]}}", "expected mesh axis 'dp' at most once in a tensor"),
+        ("nodes: {a: {in: [[[]]]}}", r"expected a number of pieces, .*, got \[\]"),
+        ("[" * 5000, "s: nested too deeply"),
+        ("2026-13-41", "s: not valid YAML"),
+    ],
+)
+def test_mistakes_name_line_expected_and_got(text: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=f"^{message}" if message[:2] == "s:" else message):
+        Strategy.from_text(text, source="s")
+
+
+def test_aliases_are_read_but_may_not_explode() -> None:
+    text = "parameters: {a: &w [~, tp], b: *w}\nmesh: {tp: 2}"
+    assert Strategy.from_text(text).parameters["b"] == (None, ("tp",))
+    bomb = "a0: &a0 [x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+    )
+    with pytest.raises(StrategyError, match="expected at most"):
+        parse_document(bomb, "s")
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "axes"),
+    [
+        ("dp", 8, {"dp": 8}),
+        ("dp", 1, {"dp": 1}),
+        ("dp=3", None, {"dp": 3}),
+        ("tp=4", None, {"tp": 4}),
+        ("dp=2,tp=4", None, {"dp": 2, "tp": 4}),
+        ("dp=2,tp=4", 8, {"dp": 2, "tp": 4}),
+        ("tp=4,dp=2", None, {"tp": 4, "dp": 2}),
+        ("dp,tp=4", 8, {"dp": 2, "tp": 4}),
+        ("tp", 4, {"tp": 4}),
+        ("replicate", 4, {}),
+    ],
+)
+def test_presets(text: str, devices: int | None, axes: dict[str, int]) -> None:
+    strategy = load_strategy(text, devices)
+    assert list(strategy.axes.items()) == list(axes.items())
+    assert strategy.parameter_axes == (("tp",) if "tp" in axes else ())
+    assert strategy.devices == (devices or 8 if len(axes) > 1 else devices or sum(axes.values()))
+    assert strategy.dataset == ("full_batch" if text == "replicate" else "data_parallel")
+    assert strategy.rest == ("replicate" if text == "replicate" else "propagate")
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "message"),
+    [
+        ("dp", None, "expected dp=N or --devices, got neither"),
+        ("replicate", None, "expected a mesh, 'devices' or --devices"),
+        ("dp=2,tp=4", 4, r"the mesh .* is of 8 devices, but the number of devices asked for is 4"),
+        ("dp,tp=3", 8, "3 devices do not divide the 8 asked for"),
+        ("dp,tp", 8, "expected a number for all axes but one"),
+        ("dp=2,dp=4", None, "expected dp once, got it twice"),
+        ("dp=0", None, "size must be an integer >= 1, got 0"),
+        ("pd=2", None, "got 'pd'; nearest: 'tp', 'dp'"),
+        ("auto", 8, "search for a strategy is not built yet"),
+        ("auto:recursive", 8, "search for a strategy is not built yet"),
+        ("missing.yaml", 8, "there is no such file, and it is no preset"),
+        ("dp=two", 8, "there is no such file, and it is no preset"),
+        ("", 8, "expected a file or a preset, got a directory"),
+    ],
+)
+def test_presets_refused(text: str, devices: int | None, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        load_strategy(text, devices)
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dp").write_text("mesh: {x: 4}")
+    monkeypatch.chdir(tmp_path)
+    assert dict(load_strategy("dp", 4).axes) == {"x": 4}
+    (tmp_path / "s.json").write_text('{"mesh": {"dp": 2}, "nodes": {"a": {"in": [[null, 2]]}}}')
+    assert load_strategy("s.json").nodes["a"].inputs == ((None, 2),)
+    (tmp_path / "empty.yaml").write_text("")
+    assert load_strategy("empty.yaml", 4).devices == 4
+    (tmp_path / "binary.yaml").write_bytes(b"mesh: \xff")
+    with pytest.raises(StrategyError, match=r"binary.yaml: expected UTF-8 text, got byte 6"):
+        load_strategy("binary.yaml")
+    with pytest.raises(StrategyError, match="got a directory"):
+        load_strategy(str(tmp_path))
