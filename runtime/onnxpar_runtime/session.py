@@ -88,10 +88,14 @@ class Session:
         """Loads the rank's graph."""
         self.manifest = manifest or Manifest.load(directory)
         self.program: Program = self.manifest.program(program)
-        self._own_world = World.threads(1) if rank is None else None
-        self.rank: Rank = rank if self._own_world is None else self._own_world.rank(0)
-        if self.rank.world.size != self.manifest.devices:
-            raise LaunchError(wrong_size(self.manifest, self.rank.world.size))
+        size = 1 if rank is None else rank.world.size
+        if size != self.manifest.devices:
+            raise LaunchError(wrong_size(self.manifest, size))
+        self._own_world: World | None = None
+        if rank is None:
+            self._own_world = World.threads(1)
+            rank = self._own_world.rank(0)
+        self.rank: Rank = rank
         pairs = dict(ort_options or {})
         self.device = choose_device(device)
         path = self.manifest.graph_path(program, self.rank.index)
