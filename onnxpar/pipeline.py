@@ -92,8 +92,35 @@ def divide(analysed: Analysed, seeds: Seeds) -> PartitionedModel:
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    plan: Plan = propagate(analysed.model, analysed.env, analysed.rules, seeds)
-    return partition(analysed.model, analysed.env, analysed.rules, analysed.ops, plan)
+    chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    return partition(analysed.model, analysed.env, analysed.rules, analysed.ops, chosen)
+
+
+def plan(
+    model: ir.Model | str | Path,
+    strategy: str | Path | Strategy,
+    *,
+    devices: int | None = None,
+    symbols: Mapping[str, Symbol] | None = None,
+) -> Plan:
+    """Returns the sharding of every operand of every node, without writing anything.
+
+    Args:
+        model: The model, or its path. A model given is used up.
+        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`.
+        devices: Number of devices, where the strategy does not say.
+        symbols: Constraints on symbols; they replace the strategy's of the same name.
+
+    Raises:
+        OnnxparError: The model or the strategy is wrong.
+    """
+    if not isinstance(model, ir.Model):
+        model = load(model)
+    if not isinstance(strategy, Strategy):
+        strategy = load_strategy(str(strategy), devices)
+    analysed = analyse(model, {**strategy.symbols, **(symbols or {})})
+    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    return propagate(analysed.model, analysed.env, analysed.rules, seeds)
 
 
 @dataclass(frozen=True)
@@ -155,11 +182,11 @@ def shard(
     clock.lap("analyse")
     seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
     _check_ranks(ranks, seeds.mesh.size)
-    plan = propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
     if dumper:
-        dumper.plan("planned", analysed.model, plan)
+        dumper.plan("planned", analysed.model, chosen)
     clock.lap("plan")
-    parted = partition(analysed.model, analysed.env, analysed.rules, analysed.ops, plan)
+    parted = partition(analysed.model, analysed.env, analysed.rules, analysed.ops, chosen)
     if dumper:
         dumper.model("partitioned.rank0", emit_rank(parted, 0))
     clock.lap("partition")
@@ -170,7 +197,7 @@ def shard(
         ranks=ranks,
         force=force,
         report=report,
-        strategy=resolved(plan, analysed.model),
+        strategy=resolved(chosen, analysed.model),
         model_name=Path(model).stem,
     )
     clock.lap("write")
