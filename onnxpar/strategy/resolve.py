@@ -118,7 +118,7 @@ class _Resolver:
             raise site.fail(
                 f"it cannot be divided, every device computes it whole: {self.rules.reasons[name]}"
             )
-        operands = aligned(site, entry.inputs or ())
+        operands = aligned(site, entry.inputs) if entry.inputs is not None else []
         numeric = [t for _, t in operands if is_numeric(t)]
         named = [t for _, t in operands if is_named(t)]
         if numeric and named:
