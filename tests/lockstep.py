@@ -60,10 +60,15 @@ def run_model(
     values = Lockstep(mesh, model.builder, opset, False).run(
         local, [o.local for o in model.outputs]
     )
-    return {
-        item.name: join(shards, item.sharding.concrete(table, symbols), mesh)
-        for item, shards in zip(model.outputs, values, strict=True)
-    }
+    outputs = {}
+    for item, shards in zip(model.outputs, values, strict=True):
+        # Sizes that depend on data are read off the shards; such dims are not split.
+        sizes = dict(symbols)
+        for size, local_size in zip(item.sharding.shape, shards[0].shape, strict=True):
+            if not isinstance(size, int) and size.is_Symbol:
+                sizes.setdefault(str(size), local_size)
+        outputs[item.name] = join(shards, item.sharding.concrete(table, sizes), mesh)
+    return outputs
 
 
 @dataclass

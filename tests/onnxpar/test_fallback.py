@@ -1,0 +1,75 @@
+"""Operators without a rule are computed whole on every device, named with the reason, and right."""
+
+import numpy as np
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from lockstep import run_model
+
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.mesh import Mesh
+from onnxpar.pipeline import analyse, divide
+from onnxpar.sharding import Sharding
+
+HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
+
+MODELS = {
+    "an operator without a rule": (
+        """g (float[n, 6] x) => (float[n, 2] y) <int64[1] k = {2}> {
+          a = Relu(x)
+          v, i = TopK(a, k)
+          y = Neg(v)
+        }""",
+        ["TopK"],
+    ),
+    "sizes that depend on data": (
+        """g (float[n, 6] x) => (float[m] y) <int64[1] flat = {-1}> {
+          a = Relu(x)
+          b = Reshape(a, flat)
+          i = NonZero(b)
+          s = Shape(i)
+          f = Cast<to = 1>(s)
+          t = Reshape(i, flat)
+          c = Cast<to = 1>(t)
+          y = Add(c, c)
+        }""",
+        ["NonZero"],
+    ),
+    "control flow that captures divided values": (
+        """g (float[n, 6] x, bool p) => (float[n, 6] y) {
+          a = Relu(x)
+          b = If (p) <
+            then_branch = t () => (float[n, 6] r) { r = Add(a, a) },
+            else_branch = e () => (float[n, 6] q) { q = Neg(a) }
+          >
+          y = Mul(b, a)
+        }""",
+        ["If"],
+    ),
+}
+
+
+@pytest.mark.parametrize("title", MODELS)
+@pytest.mark.parametrize("batch", [4, 5])
+def test_computed_whole_and_named(title: str, batch: int) -> None:
+    text, missing = MODELS[title]
+    proto = onnx.parser.parse_model(HEAD + text)
+    analysed = analyse(ir.serde.deserialize_model(proto), {})
+    mesh = Mesh.of(dp=2, tp=2)
+    shape = analysed.env.shapes["x"]
+    parted = divide(analysed, Seeds(mesh, {}, {"x": Sharding.of(shape, [(0, 1), ()])}))
+    named = {op: reason for _, op, reason in parted.replicated}
+    for op in missing:
+        assert f"no sharding rule for onnx::{op}" in named[op]
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((batch, 6)).astype(np.float32)}
+    if len(proto.graph.input) > 1:
+        feeds["p"] = np.array(True)
+    reference = ort.InferenceSession(
+        proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    want = reference.run(None, feeds)[0]
+    got = run_model(parted, feeds, 20, {"n": batch})["y"]
+    # The same operations on the same numbers: no sum is taken in another order.
+    assert np.array_equal(got, want)
