@@ -37,6 +37,9 @@ fingerprint() {
 ready_environment() {
     local folder=$1 wanted=$2 python
     shift 2
+    wanted="$wanted $*"
+    # Before anything is made, so that a machine without a compiler is told so at once.
+    [ "$(cat "$folder/installed" 2>/dev/null)" = "$wanted" ] || need_compiler
     if [ ! -x "$folder/bin/python" ]; then
         python=$(find_python)
         echo "+ $python -m venv $folder"
@@ -47,12 +50,11 @@ ready_environment() {
     fi
     export VIRTUAL_ENV="$PWD/$folder" PATH="$PWD/$folder/bin:$PATH"
     unset PYTHONPATH PYTHONHOME
-    if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted $*" ]; then
-        need_compiler
+    if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
         echo "+ pip install $*"
         python -m pip install --quiet --disable-pip-version-check "$@" ||
             die "the installation failed; the lines above say why"
-        printf '%s\n' "$wanted $*" >"$folder/installed"
+        printf '%s\n' "$wanted" >"$folder/installed"
     fi
 }
 
