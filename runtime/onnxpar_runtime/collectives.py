@@ -15,12 +15,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
 from onnxpar_runtime.errors import LaunchError, RankError
 from onnxpar_runtime.library import custom_op_library, load_library, mpi_library
 
