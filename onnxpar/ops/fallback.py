@@ -38,13 +38,13 @@ def require_readable(view: NodeView, what: str, dims: Iterable[Dim]) -> None:
 
 
 def settle(rule: OpRule, view: NodeView) -> OpRule:
-    """Returns the rule with every factor whose size depends on data made whole.
+    """Returns the rule with every factor made whole whose size is zero or depends on data.
 
-    Neither the local size nor the padding of such a factor could be computed by a device.
+    No device could compute the local size or the padding of the latter.
     """
     sizes = factor_sizes(rule, view)
-    unknown = {f for f in rule.factors if not readable(view, (sizes[f],))}
-    if not unknown:
+    fixed = {f for f in rule.factors if sizes[f] == 0 or not readable(view, (sizes[f],))}
+    if not fixed:
         return rule
-    kinds = {f: WHOLE if f in unknown else kind for f, kind in rule.kinds.items()}
+    kinds = {f: WHOLE if f in fixed else kind for f, kind in rule.kinds.items()}
     return OpRule(rule.inputs, rule.outputs, MappingProxyType(kinds), rule.linear, rule.sizes)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import sympy
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.fallback import readable, require_readable
 from onnxpar.ops.forms import normal_axes
@@ -146,8 +147,14 @@ def further(view: NodeView, first: int = 1) -> str:
 
 
 def reshape_rule(view: NodeView) -> OpRule:
-    """Reshape: from the known shapes; the target operand itself is not looked at."""
+    """Reshape: from the known shapes; the target operand itself is not looked at.
+
+    Raises:
+        ModelError: The tensor is empty, or two sizes of the output depend on data.
+    """
     right = view.out_shape()
+    if 0 in right:
+        raise ModelError(f"node {view.name!r} (Reshape): its tensor has no elements")
     if sum(not readable(view, (size,)) for size in right) > 1:
         require_readable(view, "the shape of the output", right)
     return view_rule(view, view.shape(0), right, further(view))

@@ -1,7 +1,7 @@
 """Small nodes of every operator, sizes chosen so that splits by 2, 3, 4 and 6 are even and uneven."""
 
 import numpy as np
-from harness import Case
+from op_harness import Case
 
 F, I64, B = "float", "int64", "bool"
 

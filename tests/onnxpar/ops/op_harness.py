@@ -3,11 +3,14 @@
 Padding of the operands holds garbage, so that a local form which reads it gives a wrong answer.
 """
 
+import os
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations, product
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -30,6 +33,18 @@ from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.sharding import Component, DimSharding, Sharding, split
 
 GARBAGE_INT = 10**6
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+SEED = int(os.environ.get("ONNXPAR_SEED", "1"))
+SAMPLES = 6
+
+T = TypeVar("T")
+
+
+def chosen(items: Sequence[T], count: int = SAMPLES) -> Sequence[T]:
+    """All of them in the full tier, else a sample drawn by ONNXPAR_SEED."""
+    if FULL or len(items) <= count:
+        return items
+    return random.Random(SEED).sample(items, count)
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class Case:
         reference: Whether the undivided and local nodes run in onnx.reference, since onnxruntime has
             no such kernel.
         rtol: Tolerance relative to the greatest absolute value of a result.
+        proto: The whole one-node model, instead of `node` and `inputs`.
     """
 
     node: str
@@ -56,6 +72,7 @@ class Case:
     opset: int = 20
     reference: bool = False
     rtol: float = 1e-5
+    proto: onnx.ModelProto | None = None
 
     def __str__(self) -> str:
         shown = ", ".join(f"{k}: {v}" for k, v in self.inputs.items())
@@ -63,6 +80,9 @@ class Case:
 
     @cached_property
     def model(self) -> onnx.ModelProto:
+        """The undivided model."""
+        if self.proto is not None:
+            return self.proto
         node = onnx.parser.parse_node(self.node)
         node.name = "node"
         inputs = []
