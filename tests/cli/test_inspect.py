@@ -1,0 +1,138 @@
+"""`onnxpar inspect`: the report of a divided model, and of a model to be divided."""
+
+import json
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+import two_layer
+
+from onnxpar.cli import main
+
+STRATEGY = "devices: 8\nnodes: {/matmul1/MatMul: {in: [[2, 4], [4, 1]], out: [[8, 1]]}}\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and its artifacts."""
+    monkeypatch.chdir(tmp_path)
+    ir.save(two_layer.build(), tmp_path / "model.onnx")
+    (tmp_path / "s.yaml").write_text(STRATEGY)
+    options = ["--symbol", "batch:divisor=8"]
+    assert main(["shard", "model.onnx", "--strategy", "s.yaml", "-o", "out", *options]) == 0
+    return tmp_path
+
+
+def test_json_of_a_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", "out", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["devices"] == 8
+    assert report["mesh"] == {"axes": {}, "atoms": [2, 2, 2]}
+    first = report["nodes"][0]
+    assert (first["name"], first["op_type"], first["stage"], first["pinned"]) == (
+        "/matmul1/MatMul",
+        "MatMul",
+        0,
+        True,
+    )
+    x, w = first["inputs"]
+    assert (x["shape"], x["local_shape"], x["strategy"]) == (
+        ["batch", 32],
+        ["batch//2", 8],
+        [2, 4],
+    )
+    assert (w["shape"], w["local_shape"], w["strategy"]) == ([32, 16], [8, 16], [4, 1])
+    y = first["outputs"][0]
+    assert y["partial"]["reduction"] == "sum"
+    assert y["strategy"] == [2, 1]
+    assert y["resharded"]["strategy"] == [8, 1]
+    assert y["resharded"]["partial"] is None
+    ops = {item["op"]: item for item in report["collectives"]}
+    assert ops["ReduceScatter"]["groups"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # Each device sends 3 of 4 blocks of its (batch/2, 16) float32: 3/4 * batch/2 * 64 bytes.
+    assert ops["ReduceScatter"]["bytes"] == "24*batch"
+    totals = report["totals"]
+    assert totals["collectives"] == len(report["collectives"]) == 2
+    assert totals["nodes"] == totals["divided"] == 3
+    assert totals["parameter_bytes"] == (32 * 16 + 16 * 16) * 4
+    # The first weight lies in quarters; the second node is split by the batch alone.
+    assert totals["parameter_bytes_per_device"] == (8 * 16 + 16 * 16) * 4
+
+
+def test_tables_of_a_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", "out"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith("/matmul1/MatMul *"))
+    assert row.split() == [
+        "/matmul1/MatMul", "*", "MatMul", "x", "(batch,", "32)", "(batch//2,", "8)", "2,4",
+        *row.split()[9:],
+    ]  # fmt: skip
+    assert any("after: /matmul1/MatMul_output_0" in line for line in lines)
+    assert any("{0,1,2,3} {4,5,6,7}" in line for line in lines)
+    assert "symbol batch: divisor=8" in lines
+
+
+def test_groups_of_one_rank(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", "out", "--rank", "5", "--json"]) == 0
+    collectives = json.loads(capsys.readouterr().out)["collectives"]
+    assert [item["groups"] for item in collectives] == [[[4, 5, 6, 7]]] * len(collectives)
+    assert main(["inspect", "out", "--rank", "8"]) == 2
+    assert "expected a rank from 0 to 7, got 8" in capsys.readouterr().err
+
+
+def test_replicated_nodes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+        <ir_version: 10, opset_import: ["" : 18]>
+        g (float[batch, 4, 4] x) => (float[batch] y) { [det] y = Det(x) }
+    """
+    onnx.save(onnx.parser.parse_model(text), here / "c.onnx")
+    assert main(["shard", "c.onnx", "--strategy", "dp=2", "-o", "c"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "c", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (item,) = report["replicated"]
+    assert (item["name"], item["op_type"]) == ("det", "Det")
+    assert report["totals"]["divided"] == 0
+    assert main(["inspect", "c"]) == 0
+    assert "no sharding rule" in capsys.readouterr().out
+    assert main(["inspect", "c.onnx"]) == 0
+    assert "no sharding rule" in capsys.readouterr().out
+
+
+def test_what_of_a_model_can_be_divided(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", "model.onnx", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["inputs"] == [{"name": "x", "dtype": "float", "shape": ["batch", 32]}]
+    assert list(data["symbols"]) == ["batch"]
+    node = data["nodes"][0]
+    assert node["operands"] == ["x", "matmul1.weight"]
+    assert node["factors"] == [
+        {"name": "M", "size": "batch", "kind": "parallel"},
+        {"name": "K", "size": 32, "kind": "sum"},
+        {"name": "N", "size": 16, "kind": "parallel"},
+    ]
+    assert main(["inspect", "model.onnx"]) == 0
+    assert "M=batch, K=32 sum, N=16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "not an artifact directory"),
+        ("{", "not readable"),
+        ("[]", "expected a report"),
+        ('{"report": {"nodes": []}}', "expected a report"),
+    ],
+)
+def test_directories_that_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""`onnxpar shard`: what it writes and prints, and that a mistake writes nothing."""
+
+import json
+import os
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+import two_layer
+
+from onnxpar.cli import main
+
+STRATEGY = """\
+devices: 8
+symbols: {batch: {divisor: 8}}
+nodes:
+  /matmul1/MatMul: {in: [[2, 4], [4, 1]]}
+  /matmul2/MatMul: {in: [[2, 4], [4, 1]]}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and a strategy."""
+    monkeypatch.chdir(tmp_path)
+    ir.save(two_layer.build(), tmp_path / "model.onnx")
+    (tmp_path / "s.yaml").write_text(STRATEGY)
+    return tmp_path
+
+
+def shard(*more: str) -> int:
+    return main(["shard", "model.onnx", "-o", "out", *more])
+
+
+def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shard("--strategy", "s.yaml") == 0
+    printed = capsys.readouterr().out
+    assert "devices       8\n" in printed
+    assert "nodes         3, 3 of them divided" in printed
+    # 32x16 + 16x16 float32 weights; each device has a quarter of both.
+    assert "parameters    2, 768 of 3,072 bytes on each device" in printed
+    assert "1 ReduceScatter" in printed
+    assert "mpirun -n 8 onnxpar run out" in printed
+    manifest = json.loads((here / "out" / "manifest.json").read_text())
+    assert manifest["symbols"]["batch"]["divisor"] == 8
+    assert manifest["strategy"]["nodes"]["/matmul1/MatMul"]["in"][0]["pieces"] == [2, 4]
+    for rank in range(8):
+        onnx.checker.check_model(here / "out" / f"rank{rank:04}.model.onnx")
+
+
+def test_preset_symbols_ranks_and_dump(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--symbol", "batch:divisor=4,max=64", "--rank", "1", "--rank", "3", "--dump", "d")
+    assert shard("--strategy", "dp", "--devices", "4", *options) == 0
+    printed = capsys.readouterr().out
+    assert "devices       4, mesh dp=4" in printed
+    assert "collectives   none" in printed
+    assert "next" not in printed
+    graphs = sorted(p.name for p in (here / "out").glob("*.onnx"))
+    assert graphs == ["rank0001.model.onnx", "rank0003.model.onnx"]
+    symbol = json.loads((here / "out" / "manifest.json").read_text())["symbols"]["batch"]
+    assert (symbol["divisor"], symbol["max"]) == (4, 64)
+    assert any((here / "d").iterdir())
+
+
+def test_replicated_nodes_are_named_with_the_reason(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+        <ir_version: 10, opset_import: ["" : 18]>
+        g (float[batch, 4, 4] x) => (float[batch] y) { [plus] a = Add(x, x) [det] y = Det(a) }
+    """
+    onnx.save(onnx.parser.parse_model(text), here / "model.onnx")
+    assert shard("--strategy", "dp=2") == 0
+    assert "replicated    det (Det): no sharding rule" in capsys.readouterr().out
+
+
+def test_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shard("--strategy", "dp=2") == 0
+    before = (here / "out" / "manifest.json").read_bytes()
+    assert shard("--strategy", "dp=4") == 2
+    assert (here / "out" / "manifest.json").read_bytes() == before
+    assert shard("--strategy", "dp=4", "--force") == 0
+    assert json.loads((here / "out" / "manifest.json").read_text())["devices"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "content", "message"),
+    [
+        (["--strategy", "s.yaml"], "nodes: {/fc/MatMul: {in: [[1]]}}\ndevices: 2", "s.yaml:1: "),
+        (["--strategy", "s.yaml"], "devices: 2\nnods: {}", "s.yaml:2: unknown key 'nods'"),
+        (["--strategy", "s.yaml"], "devices: [", "s.yaml:1:11: not valid YAML"),
+        (["--strategy", "s.yaml", "--devices", "4"], STRATEGY, "'devices' is of 8 devices"),
+        (["--strategy", "s.yaml"], "devices: 8\nsymbols: {seq: {max: 4}}", "symbol 'seq'"),
+        (["--strategy", "none.yaml"], "", "no such file"),
+        (["--strategy", "dp"], "", "--devices"),
+        (["--strategy", "auto"], "", "not built yet"),
+        (["--strategy", "dp=2", "--symbol", "batch=8"], "", "expected NAME:CONSTRAINTS"),
+        (["--strategy", "dp=2", "--symbol", "batch:dv=8"], "", "unknown argument 'dv'"),
+        (
+            ["--strategy", "dp=2", "--symbol", "batch:max=8", "--symbol", "batch:max=9"],
+            "",
+            "expected 'batch' once",
+        ),
+        (["--strategy", "dp=2", "--rank", "2"], "", "expected a rank from 0 to 1"),
+    ],
+)
+def test_a_mistake_is_one_message_and_nothing_is_written(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    content: str,
+    message: str,
+) -> None:
+    (here / "s.yaml").write_text(content)
+    before = set(os.listdir(here))
+    assert shard(*options) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+    assert set(os.listdir(here)) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "does not exist"), (b"not onnx", "model.onnx"), (b"", "not an ONNX model")],
+)
+def test_models_that_are_none(
+    here: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+) -> None:
+    (here / "model.onnx").unlink()
+    if content is not None:
+        (here / "model.onnx").write_bytes(content)
+    assert shard("--strategy", "dp=2") == 2
+    assert message in capsys.readouterr().err
+    assert not (here / "out").exists()
