@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+from google.protobuf.message import EncodeError
 
 from onnxpar.artifacts import sources
 from onnxpar.artifacts.directory import MANIFEST, new_directory

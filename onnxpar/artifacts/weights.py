@@ -1,17 +1,18 @@
 """Writes the weight files in one pass over the model's weights.
 
-Every tensor is read once, front to back, in chunks; each chunk's part of every shard is appended to
-that shard's file. Parts arrive in ascending order in the global tensor and hence in every shard, so
-files are written and hashed as streams, and what a part leaves out between two is padding: zeros.
-Memory is bounded by a few chunks, whatever the size of a tensor.
+Every tensor is read once, in chunks; each chunk's part of every shard is appended to that shard's
+file. Parts arrive in the order of the shard, so files are written and hashed as streams, and what a
+part leaves out between two is padding: zeros. Hashing costs more than copying, so files are hashed
+and written by several threads. Memory is bounded by a few chunks, whatever the size of a tensor.
 """
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
-from dataclasses import dataclass
-from itertools import product
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar.artifacts.sources import Bytes, Reader, reader
+from onnxpar.artifacts.sources import Bytes, reader
 from onnxpar.passes.layout import Shard, WeightLayout, stored_dtype
 from onnxpar.passes.partitioned import Parameter
 from onnxpar.sharding import Block
@@ -27,11 +28,15 @@ from onnxpar.sharding import Block
 CHUNK = 8 << 20
 """Bytes read at a time: large enough that a system call costs nothing, small enough for caches."""
 
+CHUNKS = 4
+"""Chunks that are under way at once."""
+
+LANES = max(2, min(4, os.cpu_count() or 1))
+"""Threads that hash and write."""
+
 OPEN_FILES = 128
 """Output files kept open at once; a process may have 256 on macOS."""
 
-# Below this a hand-over to the hashing thread costs more than hashing.
-_THREADED = 1 << 18
 _ZEROS = np.zeros(1 << 16, np.uint8)
 
 
@@ -69,15 +74,33 @@ def write_weights(
     """
     wanted = None if ranks is None else frozenset(ranks)
     by_name = {p.name: p for p in parameters}
-    with ThreadPoolExecutor(2) as pool, _Files(folder, pool) as files:
+    slots = deque(_Slot(np.empty(chunk, np.uint8)) for _ in range(CHUNKS))
+    with _Files(folder) as files:
         for file in layout.files.values():
             if wanted is None or wanted & set(file.ranks):
                 files.append(file.name, np.frombuffer(file.header, np.uint8))
         for name, shards in layout.shards.items():
             shards = tuple(s for s in shards if s.file in files)
             if shards and shards[0].length:
-                _write_parameter(by_name[name], shards, files, pool, chunk)
-        return files.written()
+                _write_parameter(by_name[name], shards, files, slots, chunk)
+        return files.finish()
+
+
+@dataclass
+class _Slot:
+    """Memory for one chunk, and what still reads it."""
+
+    stage: Bytes
+    scratch: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
+    readers: "list[Future[Any]]" = field(default_factory=list)
+
+    def free(self, size: int) -> None:
+        """Waits until nobody reads it, and makes `size` bytes of scratch memory."""
+        for future in self.readers:
+            future.result()
+        self.readers = []
+        if self.scratch.size < size:
+            self.scratch = np.empty(size, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -103,7 +126,7 @@ def _write_parameter(
     parameter: Parameter,
     shards: Sequence[Shard],
     files: "_Files",
-    pool: ThreadPoolExecutor,
+    slots: "deque[_Slot]",
     chunk: int,
 ) -> None:
     """Appends every shard of one tensor to its file; no two shards are of one file."""
@@ -115,69 +138,56 @@ def _write_parameter(
     starts = [files.size(s.file) for s in shards]
     axis = _chunk_axis(sizes, itemsize, chunk)
     row = prod(sizes[axis + 1 :]) * itemsize
-    count = max(1, chunk // row) if row else 1
-    scratch = np.empty(min(count, sizes[axis]) * row, np.uint8)
+    # Padding may make the parts larger than the rows that they are of.
+    apart = len({b[axis] for b in blocks})
+    parts = prod(b.local for b in blocks[0][axis + 1 :]) * itemsize * (len(blocks) // apart)
+    count = max(1, chunk // max(row, parts))
     unit = _unit(itemsize)
-    chunks = _chunks(sizes, blocks, axis, count, row)
-    with (
-        reader(parameter) as source,
-        closing(_read_ahead(source, chunks, scratch.size, pool)) as pieces,
-    ):
-        for piece, data in pieces:
+    with reader(parameter) as source:
+        for piece in _chunks(sizes, blocks, axis, count, row):
+            slot = slots.popleft()
+            slots.append(slot)
+            slot.free(count * parts)
+            data = source.read(piece.first, piece.last, slot.stage)
             rows = data.view(unit).reshape(piece.high - piece.low, *sizes[axis + 1 :], -1)
+            scratch = slot.scratch
             for index, inside in piece.held:
                 at, part = _part(rows, blocks[index], axis, piece, inside, scratch)
-                if part is not None:
-                    file = shards[index].file
-                    files.pad(file, starts[index] + at * itemsize)
-                    files.append(file, part)
+                if np.may_share_memory(part, scratch):
+                    scratch = scratch[part.size :]
+                file = shards[index].file
+                slot.readers += files.pad(file, starts[index] + at * itemsize)
+                slot.readers += files.append(file, part)
+    last = slots[-1].readers
     for shard, start in zip(shards, starts, strict=True):
-        files.pad(shard.file, start + shard.length)
+        last += files.pad(shard.file, start + shard.length)
 
 
 def _chunks(
     sizes: Sequence[int], blocks: Sequence[Sequence[Block]], axis: int, count: int, row: int
 ) -> Iterator[_Chunk]:
-    """Yields the chunks that some shard needs, at most `count` rows of `row` bytes, ascending."""
+    """Yields the chunks that some shard needs, at most `count` rows of `row` bytes each.
+
+    They ascend for every shard; shards of different rows take turns, so that their files are hashed
+    at the same time.
+    """
     for outer in product(*(range(n) for n in sizes[:axis])):
-        held = tuple(
-            (index, tuple(g - b.start for g, b in zip(outer, mine, strict=False)))
-            for index, mine in enumerate(blocks)
-            if all(b.start <= g < b.start + b.valid for g, b in zip(outer, mine, strict=False))
-        )
+        held: dict[tuple[int, int], list[tuple[int, tuple[int, ...]]]] = {}
+        for index, mine in enumerate(blocks):
+            inside = tuple(g - b.start for g, b in zip(outer, mine, strict=False))
+            if all(0 <= i < b.valid for i, b in zip(inside, mine, strict=False)):
+                rows = (mine[axis].start, mine[axis].start + mine[axis].valid)
+                held.setdefault(rows, []).append((index, inside))
         before = 0
         for g, n in zip(outer, sizes, strict=False):
             before = before * n + g
         before *= sizes[axis]
-        for low, high in _ranges([blocks[i][axis] for i, _ in held], count):
-            yield _Chunk(low, high, (before + low) * row, (before + high) * row, held)
-
-
-def _read_ahead(
-    source: Reader, chunks: Iterator[_Chunk], size: int, pool: ThreadPoolExecutor
-) -> Generator[tuple[_Chunk, Bytes], None, None]:
-    """Yields each chunk with its bytes, while the next one is being read."""
-    memory = [np.empty(size, np.uint8), np.empty(size, np.uint8)]
-
-    def begin() -> tuple[_Chunk, Future[Bytes]] | None:
-        chunk = next(chunks, None)
-        if chunk is None:
-            return None
-        memory.reverse()
-        return chunk, pool.submit(source.read, chunk.first, chunk.last, memory[0])
-
-    ahead = begin()
-    try:
-        while ahead is not None:
-            chunk, future = ahead
-            ahead = None
-            data = future.result()
-            ahead = begin()
-            yield chunk, data
-    finally:
-        # The reader's file must not be closed under it.
-        if ahead is not None:
-            wait([ahead[1]])
+        for turn in zip_longest(*(range(*rows, count) for rows in held)):
+            for low, (rows, shards) in zip(turn, held.items(), strict=True):
+                if low is not None:
+                    high = min(low + count, rows[1])
+                    first, last = (before + low) * row, (before + high) * row
+                    yield _Chunk(low, high, first, last, tuple(shards))
 
 
 def _unit(itemsize: int) -> np.dtype[Any]:
@@ -193,19 +203,6 @@ def _chunk_axis(sizes: Sequence[int], itemsize: int, chunk: int) -> int:
     raise AssertionError("a chunk holds less than one element")
 
 
-def _ranges(blocks: Sequence[Block], count: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of at most `count` indices that together cover what the blocks need."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((b.start, b.start + b.valid) for b in blocks if b.valid):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    for start, stop in merged:
-        for first in range(start, stop, count):
-            yield first, min(first + count, stop)
-
-
 def _part(
     rows: NDArray[Any],
     blocks: Sequence[Block],
@@ -213,31 +210,24 @@ def _part(
     piece: _Chunk,
     inside: Sequence[int],
     scratch: Bytes,
-) -> tuple[int, Bytes | None]:
-    """Returns a shard's part of a chunk, and the place of its first element in the shard.
+) -> tuple[int, Bytes]:
+    """Returns the place of a shard's part of a chunk, in elements of the shard, and the part.
 
     Args:
-        rows: The chunk's rows, and the halves of elements as last dim.
+        rows: The chunk's rows, all of them the shard's; the halves of elements are the last dim.
         blocks: The shard's block of each component.
         axis: Component that the rows index.
         piece: The chunk.
         inside: Local indices along the components before `axis`.
-        scratch: Memory for a part that is not contiguous, as long as the rows.
+        scratch: Memory for a part that is not contiguous.
     """
-    mine = blocks[axis]
-    low = piece.low
-    first, last = max(low, mine.start), min(piece.high, mine.start + mine.valid)
-    if first >= last:
-        return 0, None
     trailing = blocks[axis + 1 :]
     at = 0
-    for index, b in zip([*inside, first - mine.start], blocks, strict=False):
+    for index, b in zip([*inside, piece.low - blocks[axis].start], blocks, strict=False):
         at = at * b.local + index
     at *= prod(b.local for b in trailing)
-    picked = rows[
-        (slice(first - low, last - low), *(slice(b.start, b.start + b.valid) for b in trailing))
-    ]
-    local = (last - first, *(b.local for b in trailing), rows.shape[-1])
+    picked = rows[(slice(None), *(slice(b.start, b.start + b.valid) for b in trailing))]
+    local = (len(rows), *(b.local for b in trailing), rows.shape[-1])
     if picked.shape == local and picked.flags.c_contiguous:
         return at, picked.reshape(-1).view(np.uint8)
     length = prod(local) * rows.itemsize
@@ -249,12 +239,11 @@ def _part(
 
 
 class _Files:
-    """Files that are appended to and hashed together, few of them open at a time."""
+    """Files that are appended to and hashed at the same time, each in its order."""
 
-    def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
-        self._folder = folder
-        self._pool = pool
-        self._open: dict[str, BinaryIO] = {}
+    def __init__(self, folder: Path) -> None:
+        self._lanes = [_Lane(folder) for _ in range(LANES)]
+        self._lane: dict[str, int] = {}
         self._digest: dict[str, Any] = {}
         self._size: dict[str, int] = {}
 
@@ -262,8 +251,8 @@ class _Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stream in self._open.values():
-            stream.close()
+        for lane in self._lanes:
+            lane.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._size
@@ -271,41 +260,78 @@ class _Files:
     def size(self, name: str) -> int:
         return self._size[name]
 
-    def append(self, name: str, data: Bytes) -> None:
-        """Appends bytes; returns when `data` may be reused."""
-        digest = self._digest.setdefault(name, hashlib.sha256())
-        stream = self._stream(name)
-        view = data.data
-        if len(view) < _THREADED:
-            digest.update(view)
-            _write(stream, view)
-        else:
-            hashed = self._pool.submit(digest.update, view)
-            try:
-                _write(stream, view)
-            finally:
-                hashed.result()
-        self._size[name] = self._size.get(name, 0) + len(view)
+    def append(self, name: str, data: Bytes) -> "list[Future[Any]]":
+        """Begins to append bytes; `data` must not change until the futures returned are done."""
+        if name not in self._size:
+            self._lane[name] = len(self._lane)
+            self._digest[name] = hashlib.sha256()
+            self._size[name] = 0
+        view, lane = data.data, self._lane[name]
+        self._size[name] += len(view)
+        # Two lanes, so that one file alone, of what all ranks hold, is not slower than it must be.
+        return [
+            self._lanes[lane % LANES].submit(self._digest[name].update, view),
+            self._lanes[(lane + 1) % LANES].append(name, view),
+        ]
 
-    def pad(self, name: str, size: int) -> None:
-        """Appends zeros until the file has `size` bytes."""
+    def pad(self, name: str, size: int) -> "list[Future[Any]]":
+        """Begins to append zeros until the file has `size` bytes."""
+        done = []
         while self._size[name] < size:
-            self.append(name, _ZEROS[: size - self._size[name]])
+            done += self.append(name, _ZEROS[: size - self._size[name]])
+        return done
 
-    def written(self) -> dict[str, Written]:
+    def finish(self) -> dict[str, Written]:
+        """Waits until everything is written, and returns what is."""
+        for lane in self._lanes:
+            lane.drain()
         return {n: Written(size, self._digest[n].hexdigest()) for n, size in self._size.items()}
 
-    def _stream(self, name: str) -> BinaryIO:
+
+class _Lane:
+    """One thread that does what it is given in order, and the files that it writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1)
+        self._open: dict[str, BinaryIO] = {}
+        self._failed: BaseException | None = None
+
+    def submit(self, task: Callable[..., object], *arguments: object) -> "Future[Any]":
+        return self._thread.submit(self._guard, task, *arguments)
+
+    def append(self, name: str, view: memoryview) -> "Future[Any]":
+        return self.submit(self._append, name, view)
+
+    def drain(self) -> None:
+        """Waits for all that was submitted; raises what it raised."""
+        self._thread.submit(self._raise).result()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        for stream in self._open.values():
+            stream.close()
+
+    def _guard(self, task: Callable[..., object], *arguments: object) -> None:
+        # After a failure the rest would only leave holes: it is not done, and fails alike.
+        self._raise()
+        try:
+            task(*arguments)
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _append(self, name: str, view: memoryview) -> None:
         stream = self._open.pop(name, None)
         if stream is None:
-            if len(self._open) >= OPEN_FILES:
+            if len(self._open) >= OPEN_FILES // LANES:
                 self._open.pop(next(iter(self._open))).close()
             stream = (self._folder / name).open("ab", buffering=0)
         self._open[name] = stream
-        return stream
-
-
-def _write(stream: BinaryIO, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        done += stream.write(view[done:])
+        done = 0
+        while done < len(view):
+            done += stream.write(view[done:])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from onnxpar.artifacts import write
-from onnxpar.artifacts.weights import write_weights
+from onnxpar.artifacts.weights import CHUNKS, write_weights
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.passes.builder import GraphBuilder
@@ -287,8 +287,9 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
     write_weights([p], layout([p], MESH), out, chunk=chunk)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # One chunk read and one gathered, of a tensor of 64 chunks; the rest is headers and paths.
-    assert peak < 4 * chunk
+    # What is read and what is gathered of the chunks under way, of a tensor of 64; the rest is
+    # headers and paths.
+    assert peak < (2 * CHUNKS + 1) * chunk
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,9 +81,8 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
         laps[name] = now - last
         last = now
 
-    from onnxpar.analysis.report import inspect_data
-
     from onnxpar.analysis.propagate import propagate
+    from onnxpar.analysis.report import inspect_data
     from onnxpar.passes.emit import fill, template
     from onnxpar.passes.layout import layout
     from onnxpar.passes.load import load
@@ -131,18 +130,18 @@ def weights_task(model: str, strategy: str, folder: str) -> None:
     copy, out = Path(folder) / "copy", Path(folder) / "out"
     rounds = []
     for _ in range(REPEATS):
-        # Memory that a virtual machine has not used for some seconds is slow at first touch, so each
+        # Memory that a virtual machine has not used for some seconds is slow at first touch: each
         # is measured right after files of the same size were written and removed. And what is still
         # on its way to the disk must not be paid for by what is measured next.
         _copy(data, copy)
         os.sync()
         copied = _copy(data, copy)
         os.sync()
-        begun = perf_counter()
+        begun, used = perf_counter(), process_time()
         summary = shard(model, strategy, out)
-        seconds = perf_counter() - begun
+        seconds, used = perf_counter() - begun, process_time() - used
         shutil.rmtree(out)
-        rounds.append({"cp": copied, "shard": seconds, "laps": summary.seconds})
+        rounds.append({"cp": copied, "shard": seconds, "cpu": used, "laps": summary.seconds})
     print(json.dumps({"rounds": rounds, "peak": peak_memory()}))
 
 
@@ -193,7 +192,7 @@ def weights(folder: Path, gib: float, strategy: str) -> bool:
     for turn in result["rounds"]:
         print(
             f"  cp {turn['cp']:6.2f} s   shard {turn['shard']:6.2f} s, of which writing "
-            f"{turn['laps']['write']:6.2f} s"
+            f"{turn['laps']['write']:6.2f} s; processor time {turn['cpu']:.2f} s"
         )
     copied, cut = (statistics.median(t[key] for t in result["rounds"]) for key in ("cp", "shard"))
     print(
