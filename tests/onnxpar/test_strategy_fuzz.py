@@ -45,7 +45,7 @@ WORDS = st.sampled_from(
         "rest",
         "batch",
         "divisor",
-    )  # fmt: skip
+    )
 )
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-2, 9), st.floats(), WORDS, st.text(max_size=3)
