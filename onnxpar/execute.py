@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from onnxpar.errors import SymbolError
 from onnxpar_runtime import commands
 from onnxpar_runtime import verify as checks
 from onnxpar_runtime.data import read_npz
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.verify import Case
-
-from onnxpar.errors import SymbolError
 
 __all__ = ["Case", "parse_case", "report_json", "run", "verify"]
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
 from onnxpar_runtime.errors import OnnxparRuntimeError, RankError, SymbolValueError
 
 T = TypeVar("T")

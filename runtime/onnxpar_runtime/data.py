@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from onnxpar_runtime.dtypes import DTYPES, lossless
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import TensorSpec

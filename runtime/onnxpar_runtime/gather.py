@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+
 from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank, World
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
+
 from onnxpar_runtime.collectives import OpCounter, World
 from onnxpar_runtime.errors import OnnxparRuntimeError, RankError
 from onnxpar_runtime.manifest import Manifest

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import onnxruntime
+
 from onnxpar_runtime.errors import LaunchError
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.boxes import coordinates
 from onnxpar_runtime.collectives import Rank, World

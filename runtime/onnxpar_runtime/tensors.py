@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+
 from onnxpar_runtime.dtypes import DTYPES
 
 Array = NDArray[Any]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))

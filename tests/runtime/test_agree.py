@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, RankError, SymbolValueError

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnxpar_runtime.boxes import Cut, block, coordinates
 
 from onnxpar import sharding
 from onnxpar.mesh import Mesh
 from onnxpar.sharding import Component, Sharding
+from onnxpar_runtime.boxes import Cut, block, coordinates
 
 
 @st.composite

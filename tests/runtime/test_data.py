@@ -7,6 +7,7 @@ import hand_made
 import ml_dtypes
 import numpy as np
 import pytest
+
 from onnxpar_runtime.data import convert, read_npz, write_npz
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import Manifest, TensorSpec

@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+
 from onnxpar_runtime.expressions import (
     ExpressionError,
     UnknownSymbolError,

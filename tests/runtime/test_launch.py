@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError
 from onnxpar_runtime.launch import (

@@ -8,6 +8,7 @@ from typing import Any
 
 import hand_made
 import pytest
+
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.manifest import Manifest, Symbol
 

@@ -2,6 +2,7 @@
 
 import onnxruntime
 import pytest
+
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.options import (
     Device,

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
 from onnxpar_runtime.collectives import World
 from onnxpar_runtime.errors import (
     ArtifactError,

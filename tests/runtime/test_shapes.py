@@ -1,6 +1,7 @@
 """Symbols are read off input shapes; contradictions name input, dim, expected and got."""
 
 import pytest
+
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.manifest import Symbol, TensorSpec
 from onnxpar_runtime.shapes import bind_local_symbols, bind_symbols, check_symbols
