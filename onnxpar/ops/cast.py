@@ -27,10 +27,8 @@ def _linear(view: NodeView) -> str:
     source, target = (None if v is None else v.dtype for v in (value, result))
     if source is None or target is None:
         return ""
-    if source == target:
+    if source == target or (source, target) in _WIDENING:
         return "; linear: any 0"
-    if (source, target) in _WIDENING:
-        return "; linear: sum 0, max 0, min 0"
     # Rounding keeps the order of floats; a sum of rounded parts is not the rounded sum.
     both = source.is_floating_point() and target.is_floating_point()
     return "; linear: max 0, min 0" if both else ""

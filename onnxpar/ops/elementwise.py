@@ -1,6 +1,6 @@
 """Elementwise operators: every dim is a parallel factor; they differ in what they are linear in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import broadcast_rule
@@ -15,12 +15,21 @@ def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
     return rule
 
 
-def _variadic(reduction: str) -> Callable[[NodeView], OpRule]:
-    def rule(view: NodeView) -> OpRule:
-        everyone = "+".join(str(i) for i in range(view.arity))
-        return broadcast_rule(view, f"{reduction} {everyone}")
+def _extrema(operands: Iterable[int]) -> str:
+    """A pending max or min of one operand passes where the result grows with it."""
+    return ", ".join(f"{reduction} {i}" for i in operands for reduction in ("max", "min"))
 
-    return rule
+
+def _sum_rule(view: NodeView) -> OpRule:
+    everyone = "+".join(str(i) for i in range(view.arity))
+    return broadcast_rule(view, f"sum {everyone}, {_extrema(range(view.arity))}")
+
+
+def _extremum_rule(view: NodeView) -> OpRule:
+    """Max and Min: any one operand, since max and min distribute over one another; or all."""
+    everyone = "+".join(str(i) for i in range(view.arity))
+    joint = f", {view.node.op_type.lower()} {everyone}" if view.arity > 1 else ""
+    return broadcast_rule(view, _extrema(range(view.arity)) + joint)
 
 
 def _is_float(view: NodeView) -> bool:
@@ -29,8 +38,8 @@ def _is_float(view: NodeView) -> bool:
 
 
 def _div_rule(view: NodeView) -> OpRule:
-    """Quotients of integers are rounded, so a sum of them is not the quotient of the sum."""
-    return broadcast_rule(view, "sum 0" if _is_float(view) else "")
+    """Quotients of integers are rounded: a sum of them is not the quotient of the sum."""
+    return broadcast_rule(view, "sum 0, prod 0+1" if _is_float(view) else "")
 
 
 # Operators that keep the order of all their operands may come before a pending max or min. Sqrt
@@ -44,7 +53,6 @@ _MONOTONE_UP = (
     ("Ceil", 1, True),
     ("Floor", 1, True),
     ("Round", 11, True),
-    ("Sign", 9, True),
     ("Erf", 9, True),
     ("Softplus", 1, False),
     ("Softsign", 1, True),
@@ -53,8 +61,9 @@ _MONOTONE_UP = (
     ("Asinh", 9, True),
     ("HardSigmoid", 1, False),
 )
+# |xy| = |x||y|, and so on.
+_MULTIPLICATIVE = (("Abs", 1, True), ("Reciprocal", 1, False))
 _PLAIN_UNARY = (
-    ("Abs", 1, True),
     ("Acos", 7, False),
     ("Acosh", 9, False),
     ("Asin", 7, True),
@@ -68,7 +77,6 @@ _PLAIN_UNARY = (
     ("LeakyRelu", 1, True),
     ("Log", 1, False),
     ("Mish", 18, True),
-    ("Reciprocal", 1, False),
     ("Selu", 1, True),
     ("Sin", 7, True),
     ("Sqrt", 1, True),
@@ -83,18 +91,20 @@ _DISCRETE = (*_TESTS, *_LOGIC, *_COMPARE, *_BITS)
 
 DEFS = (
     *(OpDef("", n, v, _rule(_MONOTONE), keeps_zero=z) for n, v, z in _MONOTONE_UP),
+    *(OpDef("", n, v, _rule("prod 0"), keeps_zero=z) for n, v, z in _MULTIPLICATIVE),
     *(OpDef("", n, v, _rule(), keeps_zero=z) for n, v, z in _PLAIN_UNARY),
     *(OpDef("", n, v, _rule(), gradient=NOT_DIFFERENTIABLE) for n, v in _DISCRETE),
+    OpDef("", "Sign", 9, _rule("max 0, min 0, prod 0"), keeps_zero=True),
     OpDef("", "Neg", 6, _rule("sum 0"), keeps_zero=True),
-    OpDef("", "Add", 7, _rule("sum 0+1"), keeps_zero=True),
-    OpDef("", "Sub", 7, _rule("sum 0+1"), keeps_zero=True),
+    OpDef("", "Add", 7, _sum_rule, keeps_zero=True),
+    OpDef("", "Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), keeps_zero=True),
     OpDef("", "Mul", 7, _rule("sum 0, sum 1, prod 0+1"), keeps_zero=True),
     OpDef("", "Div", 7, _div_rule),
     OpDef("", "Pow", 7, _rule()),
     OpDef("", "Mod", 10, _rule(), gradient=NOT_DIFFERENTIABLE),
     OpDef("", "PRelu", 7, _rule(), keeps_zero=True),
-    OpDef("", "Sum", 8, _variadic("sum"), keeps_zero=True),
-    OpDef("", "Max", 8, _variadic("max"), keeps_zero=True),
-    OpDef("", "Min", 8, _variadic("min"), keeps_zero=True),
+    OpDef("", "Sum", 8, _sum_rule, keeps_zero=True),
+    OpDef("", "Max", 8, _extremum_rule, keeps_zero=True),
+    OpDef("", "Min", 8, _extremum_rule, keeps_zero=True),
     OpDef("", "Clip", 6, _rule(_MONOTONE)),
 )

@@ -48,6 +48,8 @@ def loss_rule(view: NodeView) -> OpRule:
         text += f" {rows}"
     elif not plain:
         text += f"; sum: {rows}"
+    if view.node.op_type == "NegativeLogLikelihoodLoss":
+        text += "; linear: sum 0"
     return parse_rule(text)
 
 

@@ -50,6 +50,9 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
     else:
         everyone = "+".join(map(str, range(len(many))))
         text = f"{', '.join(many)} -> {one}; linear: any {everyone}"
+        if len(many) > 1:
+            # A copy on every device is its own maximum, but not its own sum.
+            text += "".join(f", max {i}, min {i}" for i in range(len(many)))
     return parse_rule(f"{text}; whole: {' '.join(whole)}", sizes)
 
 
@@ -180,7 +183,7 @@ def expand_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def where_rule(view: NodeView) -> OpRule:
     """Where: both branches may be pending together, the condition may not."""
-    return broadcast_rule(view, "any 1+2")
+    return broadcast_rule(view, "any 1+2, max 1, max 2, min 1, min 2")
 
 
 DEFS = (

@@ -35,7 +35,7 @@ from onnxpar.sharding import Component, DimSharding, Sharding, split
 GARBAGE_INT = 10**6
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_SEED", "1"))
-SAMPLES = 6
+SAMPLES = 3
 
 T = TypeVar("T")
 
