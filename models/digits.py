@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from sklearn.datasets import load_digits
 
 LEVELS = 16
 """The images count up to 16 dots of ink for each pixel."""

@@ -52,7 +52,8 @@ ready_environment() {
     unset PYTHONPATH PYTHONHOME
     if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
         echo "+ pip install $*"
-        python -m pip install --quiet --disable-pip-version-check "$@" ||
+        # Twice quiet: errors are shown, warnings about the machine's package index are not.
+        python -m pip install --quiet --quiet --disable-pip-version-check "$@" ||
             die "the installation failed; the lines above say why"
         printf '%s\n' "$wanted" >"$folder/installed"
     fi
