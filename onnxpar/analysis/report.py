@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import onnx_ir as ir
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.mesh import Mesh
+from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import format_rule
 from onnxpar.passes.builder import Collective
 from onnxpar.passes.partitioned import PartitionedModel
@@ -36,35 +37,92 @@ def inspect_data(parted: PartitionedModel, env: ShapeEnv) -> Json:
         parted: The program of all ranks.
         env: Shapes of the undivided model.
     """
-    plan, mesh = parted.plan, parted.plan.mesh
+    texts = _Texts(parted.plan.mesh, env)
     replicated = [
         {"name": name, "op_type": op_type, "reason": reason}
         for name, op_type, reason in parted.replicated
     ]
     nodes = []
     for node in parted.source.graph:
-        found = plan.nodes.get(node.name or "")
+        found = parted.plan.nodes.get(node.name or "")
         if found is not None:
-            nodes.append(_node(node, found, parted, env))
+            nodes.append(_node(node, found, parted.plan.resharded, texts))
+    mesh = parted.plan.mesh
     return {
         "mesh": {"axes": dict(mesh.axes), "atoms": list(mesh.atoms)},
         "devices": mesh.size,
         "symbols": {name: str(symbol) for name, symbol in parted.symbols.items()},
         "nodes": nodes,
-        "collectives": [_collective(c, mesh) for c in parted.builder.collectives],
+        "collectives": [texts.collective(c) for c in parted.builder.collectives],
         "replicated": replicated,
         "totals": _totals(parted, nodes, replicated),
     }
 
 
-def _node(node: ir.Node, plan: NodePlan, parted: PartitionedModel, env: ShapeEnv) -> Json:
-    resharded = parted.plan.resharded
+@dataclass(frozen=True)
+class _Texts:
+    """Layouts and groups in words, each found once: a deep model has few that differ."""
+
+    mesh: Mesh
+    env: ShapeEnv
+    _layouts: dict[Sharding, Json] = field(default_factory=dict)
+    _shapes: dict[tuple[Dim, ...], list[int | str]] = field(default_factory=dict)
+    _groups: dict[Atoms, list[list[int]]] = field(default_factory=dict)
+
+    def operand(self, value: ir.Value | None, sharding: Sharding | None) -> Json:
+        name = value.name or "" if value is not None else ""
+        shape = self.env.shapes.get(name)
+        layout = dict.fromkeys(("local_shape", "strategy", "sharding", "partial"))
+        # An output of unknown rank has a sharding without dims; its layout cannot be shown.
+        if sharding is not None and shape is not None and len(shape) == sharding.rank:
+            layout = self.layout(sharding)
+        return {"name": name, "shape": None if shape is None else self.sizes(shape), **layout}
+
+    def layout(self, sharding: Sharding) -> Json:
+        found = self._layouts.get(sharding)
+        if found is None:
+            mesh, partial = self.mesh, None
+            if sharding.partial:
+                over = mesh.describe(sharding.partial)
+                partial = {"reduction": sharding.reduction, "over": over}
+            found = self._layouts[sharding] = {
+                "local_shape": self.sizes(sharding.local_shape(mesh, self.env.table)),
+                "strategy": list(sharding.strategy(mesh)),
+                "sharding": sharding.with_partial(()).describe(mesh),
+                "partial": partial,
+            }
+        return found
+
+    def sizes(self, shape: tuple[Dim, ...]) -> list[int | str]:
+        found = self._shapes.get(shape)
+        if found is None:
+            found = self._shapes[shape] = _sizes(shape)
+        return found
+
+    def collective(self, collective: Collective) -> Json:
+        atoms = collective.atoms
+        if atoms not in self._groups:
+            self._groups[atoms] = [list(group) for group in self.mesh.groups(atoms)]
+        return {
+            "op": collective.op,
+            "node": collective.node,
+            "value": collective.value,
+            "over": self.mesh.describe(atoms),
+            "groups": self._groups[atoms],
+            "bytes": _bytes(collective.bytes),
+            "reason": collective.reason,
+            "before": collective.before,
+            "after": collective.after,
+        }
+
+
+def _node(node: ir.Node, plan: NodePlan, resharded: Mapping[str, Sharding], texts: _Texts) -> Json:
     outputs = []
     for value, sharding in zip(node.outputs, plan.outputs, strict=True):
-        item = _operand(value, sharding, parted.plan.mesh, env)
+        item = texts.operand(value, sharding)
         after = resharded.get(value.name or "")
         if after is not None:
-            item["resharded"] = _operand(value, after, parted.plan.mesh, env)
+            item["resharded"] = texts.operand(value, after)
         outputs.append(item)
     return {
         "name": node.name or "",
@@ -72,49 +130,15 @@ def _node(node: ir.Node, plan: NodePlan, parted: PartitionedModel, env: ShapeEnv
         "stage": 0,
         "pinned": plan.pinned,
         "inputs": [
-            _operand(value, sharding, parted.plan.mesh, env)
+            texts.operand(value, sharding)
             for value, sharding in zip(node.inputs, plan.inputs, strict=True)
         ],
         "outputs": outputs,
     }
 
 
-def _operand(value: ir.Value | None, sharding: Sharding | None, mesh: Mesh, env: ShapeEnv) -> Json:
-    name = value.name or "" if value is not None else ""
-    shape = env.shapes.get(name)
-    partial = None
-    # An output of unknown rank has a sharding without dims; its layout cannot be shown.
-    known = sharding is not None and shape is not None and len(shape) == sharding.rank
-    if sharding is not None and sharding.partial:
-        partial = {"reduction": sharding.reduction, "over": mesh.describe(sharding.partial)}
-    return {
-        "name": name,
-        "shape": None if shape is None else _sizes(shape),
-        "local_shape": _sizes(sharding.local_shape(mesh, env.table))
-        if known and sharding
-        else None,
-        "strategy": list(sharding.strategy(mesh)) if known and sharding else None,
-        "sharding": sharding.with_partial(()).describe(mesh) if known and sharding else None,
-        "partial": partial,
-    }
-
-
 def _sizes(shape: Sequence[Dim]) -> list[int | str]:
     return [size if isinstance(size, int) else dim_str(size) for size in shape]
-
-
-def _collective(collective: Collective, mesh: Mesh) -> Json:
-    return {
-        "op": collective.op,
-        "node": collective.node,
-        "value": collective.value,
-        "over": mesh.describe(collective.atoms),
-        "groups": [list(group) for group in mesh.groups(collective.atoms)],
-        "bytes": _bytes(collective.bytes),
-        "reason": collective.reason,
-        "before": collective.before,
-        "after": collective.after,
-    }
 
 
 def _bytes(count: Dim) -> int | str:

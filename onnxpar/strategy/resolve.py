@@ -283,10 +283,13 @@ def resolved(plan: Plan, model: ir.Model) -> dict[str, Any]:
     """
     mesh = plan.mesh
 
+    known: dict[Sharding | None, dict[str, Any] | None] = {None: None}
+
     def show_layout(sharding: Sharding | None) -> dict[str, Any] | None:
-        if sharding is None:
-            return None
-        return {"pieces": list(sharding.strategy(mesh)), "text": sharding.describe(mesh)}
+        if sharding is not None and sharding not in known:
+            pieces = list(sharding.strategy(mesh))
+            known[sharding] = {"pieces": pieces, "text": sharding.describe(mesh)}
+        return known[sharding]
 
     nodes = {}
     for node in model.graph:
