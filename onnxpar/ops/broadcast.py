@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.sharding import Dim
 
@@ -10,9 +11,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def axis_names(rank: int) -> list[str]:
-    """Returns factor names for the dims of a tensor: a b c …"""
+    """Returns factor names for the dims of a tensor, `a b c` and so on.
+
+    Raises:
+        ModelError: The rank is above 26.
+    """
     if rank > len(LETTERS):
-        raise ValueError(f"tensors of more than {len(LETTERS)} dims are not supported, got {rank}")
+        raise ModelError(f"expected tensors of at most {len(LETTERS)} dims, got {rank}")
     return list(LETTERS[:rank])
 
 

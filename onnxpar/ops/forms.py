@@ -1,4 +1,4 @@
-"""Small pieces that several local forms share: axes, reductions in any opset, indices of a shard."""
+"""Pieces that several local forms share: axes, reductions in any opset, indices of a shard."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Gather: by any dim of the indices, any dim of the rows, and by the indexed dim (vocabulary) itself.
+"""Gather: by dims of the indices, dims of the rows, and by the indexed dim (vocabulary) itself.
 
 A device that holds a part of the vocabulary looks up the indices that are in its part and gives
 zeros for the others; the sum over the devices is pending (Megatron-LM's parallel embedding,
@@ -24,7 +24,7 @@ _NO_SUMS = (ir.DataType.BOOL, ir.DataType.STRING)
 
 
 def gather_rule(view: NodeView) -> OpRule:
-    """Gather: `a V b, i j -> a i j b; sum: V` for data of rank 3 along axis 1, indices of rank 2."""
+    """Gather: `a V b, i j -> a i j b; sum: V` for data of rank 3, axis 1, indices of rank 2."""
     data, indices = view.shape(0), view.shape(1)
     axis = normal_axis(view, view.attr("axis", 0), len(data))
     names = axis_names(len(data) - 1 + len(indices))
@@ -40,7 +40,7 @@ def gather_rule(view: NodeView) -> OpRule:
 
 
 def gather_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Looks up what is in this rank's part of the indexed dim; padding of the indices looks up 0."""
+    """Looks up what is in this rank's part of the indexed dim; padding of indices looks up 0."""
     indices = node.input(1)
     shape = node.in_shape(1)
     for dim in node.plan.rule.inputs[1].dims:

@@ -9,7 +9,7 @@ from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.passes.builder import INT64, GraphBuilder
-from onnxpar.passes.padding import block_start, mask_component, valid_count
+from onnxpar.passes.padding import mask_component
 from onnxpar.sharding import Component, Dim, DimSharding, Sharding, local_size
 
 
@@ -71,26 +71,12 @@ class LocalNode:
             for c in self.components(factor)
         )
 
-    def start(self, factor: str) -> ir.Value:
-        """Global index of this rank's first element of a one-component factor, int64 [1]."""
-        return block_start(self.builder, self._single(factor))
-
-    def valid(self, factor: str) -> ir.Value:
-        """Number of this rank's elements of a one-component factor that are no padding, int64 [1]."""
-        return valid_count(self.builder, self._single(factor))
-
     def coord_sum(self, atoms: Atoms) -> ir.Value:
-        """Sum of this rank's coordinates along `atoms`, int64 [1]: zero on one device of a group."""
+        """Sum of this rank's coordinates along `atoms`, int64 [1]; zero on one of a group."""
         total = self.builder.coord(atoms[0])
         for atom in atoms[1:]:
             total = self.builder.op("Add", total, self.builder.coord(atom), dtype=INT64, shape=[1])
         return total
-
-    def _single(self, factor: str) -> Component:
-        parts = self.components(factor)
-        if len(parts) != 1:
-            raise ValueError(f"node {self.view.name!r}: factor {factor!r} is a merged dim")
-        return parts[0]
 
     def split_factors(self, kind: str | None = None) -> tuple[str, ...]:
         """Factors that the plan splits, in the order of the rule; of one kind where it is given."""
@@ -117,7 +103,7 @@ class LocalNode:
         inputs: Sequence[ir.Value | None] | None = None,
         attributes: Mapping[str, object] | None = None,
     ) -> tuple[ir.Value, ...]:
-        """Emits the same operator with local shapes; `attributes` replace or (None) drop its own."""
+        """Emits the same operator in local shapes; `attributes` replace or (None) drop its own."""
         node = self.view.node
         merged: dict[str, object] = dict(node.attributes)
         for key, value in (attributes or {}).items():
@@ -146,7 +132,9 @@ class LocalNode:
         **attributes: object,
     ) -> ir.Value:
         """Emits a standard operator with one output; dtype defaults to the first input's."""
-        return self.builder.op(op_type, *inputs, dtype=dtype, shape=shape, **attributes)
+        if dtype is None:
+            dtype = next((v.dtype for v in inputs if v is not None), None)
+        return self.builder.ops(op_type, inputs, [(dtype, shape)], attributes)[0]
 
     def all_reduce(
         self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], reduction: str = "sum"

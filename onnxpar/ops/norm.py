@@ -1,4 +1,4 @@
-"""Softmax, LogSoftmax and LayerNormalization: a split axis communicates statistics, never the data."""
+"""Softmax, LogSoftmax, LayerNormalization: a split axis communicates statistics, not the data."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from onnxpar.sharding import Dim
 
 
 def softmax_axes(view: NodeView) -> tuple[int, ...]:
-    """Returns the axes that are normalised together: one since opset 13, before it `axis` and on."""
+    """Returns the axes normalised together: one since opset 13, before it `axis` and all after."""
     rank = len(view.shape(0))
     if view.opset >= 13:
         return (normal_axis(view, view.attr("axis", -1), rank),)

@@ -55,7 +55,7 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
 
 
 def _splits(view: NodeView, kind: str) -> bool:
-    """Means and logarithms of integers round in the middle: they are not put together from parts."""
+    """Means and logarithms of integers round midway: parts do not make the whole of them."""
     value = view.node.inputs[0]
     exact = kind in ("max", "min", "prod") or view.node.op_type in (
         "ReduceSum",
@@ -111,7 +111,7 @@ def _summed(op_type: str, last: str) -> Callable[[LocalNode], Sequence[ir.Value]
 
 
 def log_sum_exp(node: LocalNode) -> Sequence[ir.Value]:
-    """log Σ exp(x - m) + m with m the greatest element of all parts; infinite m is left out."""
+    """Emits log Σ exp(x - m) + m, m the greatest element of all parts; infinite m is left out."""
     x, axes = _inner(node, "lowest")
     shape = node.in_shape(0)
     kept = [1 if axis in axes else size for axis, size in enumerate(shape)]

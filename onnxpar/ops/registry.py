@@ -63,6 +63,7 @@ class Registry:
     _index: dict[tuple[str, str], list[OpDef]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        """Builds the index; RuleError where an operator is defined twice."""
         seen: set[tuple[str, str, int]] = set()
         for op in self.defs:
             key = (op.domain, op.op_type, op.since_version)

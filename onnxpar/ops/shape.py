@@ -73,7 +73,7 @@ def range_rule(view: NodeView) -> OpRule:
 
 
 def range_local(node: LocalNode) -> Sequence[ir.Value]:
-    """start + delta · (global index of each local element)."""
+    """Emits start + delta · (global index of each local element)."""
     if not node.plan.factors:
         return node.copy()
     shape = node.out_shape()

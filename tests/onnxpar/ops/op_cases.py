@@ -1,4 +1,4 @@
-"""Small nodes of every operator, sizes chosen so that splits by 2, 3, 4 and 6 are even and uneven."""
+"""Small nodes of every operator, of sizes that splits by 2, 3, 4 and 6 meet evenly and not."""
 
 import numpy as np
 from op_harness import Case

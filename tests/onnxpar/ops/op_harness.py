@@ -58,8 +58,7 @@ class Case:
         consts: Operands that are initializers.
         feeds: Operands that may not be random.
         opset: Version of the default domain.
-        reference: Whether the undivided and local nodes run in onnx.reference, since onnxruntime has
-            no such kernel.
+        reference: Whether all nodes run in onnx.reference, since onnxruntime has no such kernel.
         rtol: Tolerance relative to the greatest absolute value of a result.
         proto: The whole one-node model, instead of `node` and `inputs`.
     """

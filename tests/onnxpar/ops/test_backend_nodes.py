@@ -1,6 +1,5 @@
 """ONNX's own backend node tests, cut along the legal factors of each node."""
 
-import random
 import warnings
 from collections import defaultdict
 from functools import lru_cache
@@ -8,11 +7,11 @@ from functools import lru_cache
 import numpy as np
 import onnx
 import pytest
-from op_harness import Case, chosen
 from lockstep import evaluator
 from onnx import TensorProto
 from onnx.backend.test import loader
 from onnxruntime.capi import onnxruntime_pybind11_state as state
+from op_harness import Case, chosen
 
 from onnxpar.errors import ModelError
 from onnxpar.mesh import Mesh

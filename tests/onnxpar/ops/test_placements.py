@@ -24,9 +24,10 @@ REFUSED = (state.Fail, state.InvalidArgument, state.RuntimeException, state.Inva
 
 def floating_operands(case: Case) -> list[int]:
     """Operands of floats that are no constants and have dims in the rule."""
+    operands = zip(case.view.node.inputs, case.rule.inputs, strict=True)
     return [
         i
-        for i, (value, operand) in enumerate(zip(case.view.node.inputs, case.rule.inputs))
+        for i, (value, operand) in enumerate(operands)
         if value is not None
         and not operand.mode
         and value.name in case.arrays
@@ -48,18 +49,6 @@ def floating(case: Case) -> bool:
 
 
 ids = [f"{i}-{c.view.node.op_type}" for i, c in enumerate(ALL)]
-
-
-def partial_cases(case: Case) -> bool:
-    """Whether some operand may be partial; booleans have no sums."""
-    dtypes = {v.dtype for v in case.view.node.inputs if v is not None}
-    return bool(case.rule.linear) and dtypes != {ir.DataType.BOOL, ir.DataType.INT64}
-
-
-def floating(case: Case) -> bool:
-    """Whether the first operand is of floats."""
-    value = case.view.node.inputs[0]
-    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
 ids = [f"{i}-{c.view.node.op_type}" for i, c in enumerate(ALL)]
@@ -130,7 +119,7 @@ def test_pending_operands_that_no_rule_admits_give_wrong_results(case: Case) -> 
 
 @pytest.mark.parametrize("case", ALL, ids=ids)
 def test_factors_that_need_care_cannot_be_split_without(case: Case) -> None:
-    """A whole factor that is split, and a special one without its local form, give wrong results."""
+    """A whole factor that is split, or a special one with no local form, gives wrong results."""
     sizes = factor_sizes(case.rule, case.view)
     for factor, kind in case.rule.kinds.items():
         size = case.env.table.evaluate(sizes[factor], case.sizes)
