@@ -6,10 +6,10 @@ from pathlib import Path
 
 from onnxpar.errors import StrategyError
 from onnxpar.strategy.names import nearest
-from onnxpar.strategy.schema import DATA_AXIS, Strategy
+from onnxpar.strategy.schema import DATA_AXIS, PARAMETER_AXIS, Strategy
 
 REPLICATE = "replicate"
-PRESET_AXES = (DATA_AXIS, "tp")
+PRESET_AXES = (DATA_AXIS, PARAMETER_AXIS)
 _PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d+))?")
 
 

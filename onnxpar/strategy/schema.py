@@ -24,7 +24,7 @@ TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
 """One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
 
 NOT_BUILT = ("search", "pipeline", "recompute", "optimizer_parallel")
-DATA_AXIS = "dp"
+DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 MAX_DEVICES = 1 << 20
 Rest = Literal["propagate", "data_parallel", "replicate"]
 
@@ -320,11 +320,16 @@ def _check_axes(document: Document, parsed: _File) -> None:
 
 
 def _parameter_axes(parsed: _File) -> tuple[str, ...]:
-    """The axes that split parameters: those named, else every axis that no entry places."""
+    """The axes that split parameters where no entry says otherwise.
+
+    Those that the file names; else `tp`, and every axis but `dp` that no entry places. Going by the
+    name, a file that places `tp` on some nodes leaves the others as the preset would have them.
+    """
     if parsed.parameter_axes is not None:
         return tuple(dict.fromkeys(parsed.parameter_axes))
     placed = {name for _, entry in _entries(parsed) for name in _used(entry)}
-    return tuple(name for name in parsed.mesh or {} if name != DATA_AXIS and name not in placed)
+    free = set(parsed.mesh or {}) - placed - {DATA_AXIS} | {PARAMETER_AXIS}
+    return tuple(name for name in parsed.mesh or {} if name in free)
 
 
 def _devices(document: Document, parsed: _File, given: int | None) -> int:

@@ -61,11 +61,14 @@ def test_the_same_from_python() -> None:
         ("mesh: {dp: 2, tp: 4}", ("tp",)),
         ("mesh: {dp: 2, x: 2, y: 2}\nparameters: {w: [x]}", ("y",)),
         ("mesh: {dp: 2, x: 2, y: 2}\nnodes: {n: {in: [[[y, x]]]}}", ()),
+        ("mesh: {dp: 2, tp: 2}\nparameters: {w: [tp]}", ("tp",)),
         ("mesh: {dp: 2, x: 2}\nparameters: {w: [x]}\nparameter_axes: [x]", ("x",)),
         ("mesh: {dp: 2, x: 2}\nparameter_axes: []", ()),
     ],
 )
-def test_axes_that_no_entry_places_split_parameters(text: str, expected: tuple[str, ...]) -> None:
+def test_tp_and_axes_that_no_entry_places_split_parameters(
+    text: str, expected: tuple[str, ...]
+) -> None:
     assert Strategy.from_text(text).parameter_axes == expected
 
 

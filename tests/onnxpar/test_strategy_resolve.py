@@ -404,3 +404,24 @@ def test_mesh_of_one_device_has_nothing_to_split() -> None:
     found = resolve(load_strategy("dp", 1), *((a := parse(MATMUL)).model, a.rules, a.env))
     assert found.mesh == Mesh.of(dp=1)
     assert all(s.is_replicated for s in found.inputs.values())
+
+
+@pytest.mark.parametrize("form", [{}, {"merged_heads": True}], ids=str)
+def test_a_transformer_placed_by_hand_moves_what_the_preset_does(form: dict[str, bool]) -> None:
+    """Columns then rows (Shoeybi et al., Megatron-LM, 2019): two reductions a layer."""
+    text = """
+mesh: {dp: 2, tp: 4}
+nodes:
+  "/layer*/attn/[qkv]_proj/MatMul": {in: [[dp, ~, ~], [~, tp]]}
+  "/layer*/attn/out_proj/MatMul": {in: [[dp, ~, tp], [tp, ~]]}
+  "/layer*/mlp/fc1/MatMul": {in: [[dp, ~, ~], [~, tp]]}
+  "/layer*/mlp/fc2/MatMul": {in: [[dp, ~, tp], [tp, ~]], out: [[dp, ~, ~]]}
+"""
+    analysed = analyse(transformer.build(layers=2, **form), {})
+    by_hand = divide(analysed, seeds(analysed, text))
+    strategy = load_strategy("dp=2,tp=4")
+    preset = divide(analysed, resolve(strategy, analysed.model, analysed.rules, analysed.env))
+    moved = [(c.op, c.value, c.atoms) for c in by_hand.builder.collectives]
+    assert moved == [(c.op, c.value, c.atoms) for c in preset.builder.collectives]
+    assert [op for op, _, _ in moved] == ["AllReduce"] * 5
+    assert by_hand.plan.parameters == preset.plan.parameters
