@@ -205,7 +205,7 @@ class Chooser:
                         rule.kinds[n] in REDUCTIONS for other in operand.dims for n in other
                     ):
                         continue
-                    split = self._first_even(dim_parts, axis)
+                    split = self._cut(dim_parts, axis)
                     if split is not None:
                         return names[0], split
         return None
@@ -221,15 +221,31 @@ class Chooser:
         used = {a for parts in plan.factors.values() for c in parts for a in c.atoms}
         return sum(matrix and not used & set(axis) for axis in self.parameter_axes)
 
-    def _first_even(self, parts: tuple[Part, ...], axis: Atoms) -> DimSharding | None:
-        count = self.mesh.count(axis)
+    def _cut(self, parts: tuple[Part, ...], axis: Atoms) -> DimSharding | None:
+        """Splits the first part that may be split, by as much of the axis as makes pieces smaller.
+
+        Heads that the axis does not divide are split over a prefix of it, or unevenly, whichever
+        leaves a device fewer; an even split wins a tie.
+        """
         for position, part in enumerate(parts):
             if not part.splittable:
                 continue
-            if not self.table.divisible(part.size, count):
+            best: tuple[int, Atoms] | None = None
+            for length in range(1, len(axis) + 1):
+                atoms = axis[:length]
+                count = self.mesh.count(atoms)
+                if isinstance(part.size, int):
+                    local = -(-part.size // count)
+                elif self.table.divisible(part.size, count):
+                    local = self.table.typical(part.size) // count
+                else:
+                    continue
+                if best is None or local < best[0]:
+                    best = (local, atoms)
+            if best is None or (isinstance(part.size, int) and best[0] == part.size):
                 return None
             return tuple(
-                Component(p.size, axis if i == position else ()) for i, p in enumerate(parts)
+                Component(p.size, best[1] if i == position else ()) for i, p in enumerate(parts)
             )
         return None
 

@@ -76,6 +76,25 @@ def test_transformer_dp2_tp4(form: dict[str, bool]) -> None:
         check(model, parted, feeds, {"batch": batch, "seq": seq})
 
 
+@pytest.mark.parametrize("axes", [{"tp": 8}, {"tp": 3}, {"dp": 2, "tp": 3}], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"fused_qkv": True, "merged_heads": True, "loss": True}], ids=str
+)
+def test_heads_and_vocabulary_that_the_axis_does_not_divide(
+    form: dict[str, bool], axes: dict[str, int]
+) -> None:
+    """4 heads over 8 are split by 4; 4 heads and 257 words over 3 are split unevenly."""
+    analysed = analyse(transformer.build(layers=2, vocab=257, **form), {})
+    parted = divide(analysed, preset(analysed, **axes))
+    model = transformer.build(layers=2, vocab=257, **form)
+    rng = np.random.default_rng(4)
+    for batch, seq in ((3, 7), (1, 1)):
+        feeds = {"input_ids": rng.integers(0, 257, (batch, seq))}
+        if "loss" in form:
+            feeds["labels"] = rng.integers(0, 257, (batch, seq))
+        check(model, parted, feeds, {"batch": batch, "seq": seq})
+
+
 def test_every_weight_of_the_transformer_is_split_over_tp() -> None:
     analysed = analyse(transformer.build(layers=2), {})
     plan = divide(analysed, preset(analysed, dp=2, tp=4)).plan
