@@ -70,10 +70,10 @@ def save(tmp_path: Path, batch: int, dtype: str = "float32") -> Path:
 
 def messages(outcome: Outcome) -> list[str]:
     """The lines of stderr that are onnxpar's own."""
+    # prterun ends what it says of an abort with a zero byte, which a message of ours may follow.
+    lines = (line.lstrip("\0") for line in outcome.err.splitlines())
     return [
-        line
-        for line in outcome.err.splitlines()
-        if line.startswith(("onnxpar: ", "r0 |", "r1 |", "r2 |", "r3 |"))
+        line for line in lines if line.startswith(("onnxpar: ", "r0 |", "r1 |", "r2 |", "r3 |"))
     ]
 
 
