@@ -12,6 +12,9 @@ def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
         return broadcast_rule(view, linear)
 
+    rule.__doc__ = "Every dim, broadcast as numpy does" + (
+        f"; linear: {linear}." if linear else "."
+    )
     return rule
 
 
@@ -21,6 +24,7 @@ def _extrema(operands: Iterable[int]) -> str:
 
 
 def _sum_rule(view: NodeView) -> OpRule:
+    """Every dim, broadcast as numpy does; all operands may be pending sums together."""
     everyone = "+".join(str(i) for i in range(view.arity))
     return broadcast_rule(view, f"sum {everyone}, {_extrema(range(view.arity))}")
 

@@ -170,4 +170,6 @@ def copy_or(
     def local(node: LocalNode) -> Sequence[ir.Value]:
         return special(node) if node.split_factors("special") else node.copy()
 
+    local.__doc__ = special.__doc__
+
     return local

@@ -60,6 +60,8 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
             return node.copy([node.input(SCORES), _safe_labels(node), *node.inputs[WEIGHTS:]])
         return _Loss(node, softmax).emit()
 
+    local.__doc__ = "Labels found where their class lies; global weights under a mean."
+
     return local
 
 

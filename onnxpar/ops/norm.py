@@ -41,6 +41,7 @@ def _softmax(*, log: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
         y = _normalised(node, x, softmax_axes(node.view), split_atoms(node), shape, log=log)
         return (cast(node, y, node.out_dtype(), shape),)
 
+    special.__doc__ = "The maximum, then the sum of powers, each all-reduced, one number a row."
     return special
 
 
