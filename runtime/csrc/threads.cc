@@ -180,6 +180,7 @@ class ThreadWorld {
 
   std::string disagreement(const Meeting& meeting, const Group& group,
                            const Announcement& own) const {
+    if (group.size() == 1) return {};
     const size_t last = static_cast<size_t>(group.index);
     const Announcement& first = meeting.members[last == 0 ? 1 : 0];
     for (size_t i = 0; i < meeting.members.size(); ++i) {

@@ -1,0 +1,57 @@
+"""The `team` fixture: all ranks as threads, at 1, 2 and 4 ranks, or this rank of an MPI job."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from teams import UNDER_MPI, Team
+
+from onnxpar_runtime.collectives import World
+
+SIZES = [int(os.environ["OMPI_COMM_WORLD_SIZE"])] if UNDER_MPI else [1, 2, 4]
+
+
+@pytest.fixture(scope="session")
+def mpi_world() -> Iterator[World | None]:
+    """One MPI world for the whole run, since making one is a collective; None for threads."""
+    if not UNDER_MPI:
+        yield None
+        return
+    with World.mpi(debug=True) as world:
+        yield world
+
+
+@pytest.fixture(params=SIZES)
+def team(request: pytest.FixtureRequest, mpi_world: World | None) -> Iterator[Team]:
+    """The ranks."""
+    if mpi_world is not None:
+        yield Team(mpi_world)
+        return
+    with World.threads(request.param) as world:
+        yield Team(world)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out, under mpirun, what is about ranks in one process."""
+    if UNDER_MPI:
+        for item in items:
+            if item.get_closest_marker("threads_only"):
+                item.add_marker(pytest.mark.skip(reason="about ranks in one process"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Ends an MPI job at the first failure: the other ranks would wait for this one."""
+    outcome = yield
+    report = outcome.get_result()
+    if UNDER_MPI and report.failed:
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.Get_rank()
+        print(f"r{rank} | {item.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)
