@@ -23,7 +23,7 @@ from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.fallback import settle
 from onnxpar.ops.local import copy_node
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import OpDef, Registry
 from onnxpar.ops.rule import OpRule
 from onnxpar.ops.table import REGISTRY
 from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
@@ -61,6 +61,7 @@ class Case:
         reference: Whether all nodes run in onnx.reference, since onnxruntime has no such kernel.
         rtol: Tolerance relative to the greatest absolute value of a result.
         proto: The whole one-node model, instead of `node` and `inputs`.
+        registry: The table of operators.
     """
 
     node: str
@@ -72,6 +73,7 @@ class Case:
     reference: bool = False
     rtol: float = 1e-5
     proto: onnx.ModelProto | None = None
+    registry: Registry = REGISTRY
 
     def __str__(self) -> str:
         shown = ", ".join(f"{k}: {v}" for k, v in self.inputs.items())
@@ -110,7 +112,7 @@ class Case:
     @cached_property
     def definition(self) -> OpDef:
         node = self.view.node
-        found = REGISTRY.find(node.domain, node.op_type, self.opset)
+        found = self.registry.find(node.domain, node.op_type, self.opset)
         assert found is not None, f"no definition of {node.op_type}"
         return found
 

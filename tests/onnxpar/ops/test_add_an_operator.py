@@ -1,0 +1,50 @@
+"""The worked example of docs/add_an_operator.md does what the page says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from op_harness import Case
+
+from onnxpar.mesh import Mesh
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.report import operator_table
+from onnxpar.ops.rule import format_rule, parse_rule
+from onnxpar.ops.table import REGISTRY
+
+PAGE = (Path(__file__).parents[3] / "docs" / "add_an_operator.md").read_text(encoding="utf-8")
+MESH = Mesh((), (2, 2))
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    namespace: dict[str, Any] = {}
+    exec("\n".join(blocks("python")), namespace)
+    return Registry.join((REGISTRY.defs, namespace["DEFS"]))
+
+
+@pytest.mark.parametrize("text", blocks("python case")[0].splitlines())
+def test_the_example_divides_the_operator(text: str, registry: Registry) -> None:
+    case: Case = eval(text, {"Case": Case})
+    case = Case(case.node, case.inputs, case.sizes, registry=registry)
+    splits = list(case.assignments(MESH))
+    assert any("b" in s or "a" in s for s in splits)
+    for factors in splits:
+        case.check(MESH, factors)
+
+
+def test_the_rule_shown_is_the_rule_made(registry: Registry) -> None:
+    case = Case("y = LpNormalization<axis=1>(x)", {"x": "float[5,6,7]"}, registry=registry)
+    shown = PAGE.split("```\n")[1].splitlines()[0]
+    assert format_rule(case.rule) == format_rule(parse_rule(shown))
+
+
+def test_the_table_shows_it(registry: Registry) -> None:
+    (row,) = (r for r in operator_table(registry) if r.op_type == "LpNormalization")
+    assert row.rule == "Every dim may be split; the normalised one communicates norms."
+    assert row.local == "The norm of the local part, all-reduced."
