@@ -27,7 +27,7 @@ def sources(folder: str, *suffixes: str) -> list[Path]:
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """Line and absolute module name of every import, wherever in the file it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -101,7 +101,7 @@ def test_operators_are_told_apart_in_ops_alone() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources("onnxpar")
         if ops not in path.parents
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
         if isinstance(node, ast.Compare | ast.Match) and names_an_operator(node)
     ]
     assert found == []
