@@ -17,6 +17,10 @@ from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.ops.view import further
 
 
+# With noop_with_empty_axes the others still square their elements or take absolute values.
+_IDENTITY_WITHOUT_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
+
+
 def reduced_axes(view: NodeView) -> tuple[int, ...] | None:
     """Returns the axes that a Reduce node reduces; None where it reduces nothing.
 
@@ -36,7 +40,9 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
         axes = reduced_axes(view)
         operands = " ".join(names) + further(view)
         if axes is None:
-            return parse_rule(f"{operands} -> {' '.join(names)}")
+            identity = view.node.op_type in _IDENTITY_WITHOUT_AXES
+            text = f"{operands} -> {' '.join(names)}"
+            return parse_rule(text + ("; linear: any 0" if identity else ""))
         keep = view.attr("keepdims", 1)
         result = [
             "1" if axis in axes else name

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as state
@@ -98,8 +99,6 @@ EXCUSED = {
     "LayerNormalization": "the bias and, with no bias, the scale could wait; nothing makes them so",
     "SoftmaxCrossEntropyLoss": "the class weights could wait; nothing makes them so",
     "NegativeLogLikelihoodLoss": "the class weights could wait; nothing makes them so",
-    "ReduceSum": "with noop_with_empty_axes it is an identity",
-    "ReduceLogSumExp": "infinities swallow the parts",
 }
 
 
@@ -109,6 +108,8 @@ def test_pending_operands_that_no_rule_admits_give_wrong_results(case: Case) -> 
     op_type = case.view.node.op_type
     if op_type in EXCUSED or not all(o.dtype.is_floating_point() for o in case.view.node.outputs):
         return
+    if any(np.isinf(case.arrays[case.view.node.inputs[i].name]).any() for i in operands):
+        return  # infinities swallow the parts
     groups = {frozenset((i,)) for i in operands} | ({frozenset(operands)} if operands else set())
     for reduction, group in product(REDUCTIONS, sorted(groups, key=sorted)):
         if (reduction, group) in case.rule.linear:
