@@ -21,6 +21,9 @@ from onnxpar.symbols.expr import fraction
 
 Json = dict[str, Any]
 
+SMALL = 1024
+"""Elements up to which an initializer of integers is taken for a shape or axis, not a parameter."""
+
 
 def inspect_data(parted: PartitionedModel, env: ShapeEnv) -> Json:
     """Returns what `onnxpar inspect DIR --json` prints; it is kept in the manifest as "report".
@@ -183,9 +186,9 @@ def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequenc
 def model_data(model: ir.Model, env: ShapeEnv, rules: Rules) -> Json:
     """Returns what `onnxpar inspect MODEL --json` prints: what can be divided, and by which names.
 
-    Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`), `symbols`, `nodes` with
-    `rule`, `operands` (names of the operands that a strategy has entries for), `factors` (name,
-    size, kind) and `reason`, why a node cannot be divided.
+    Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; small integers and scalars
+    are left out), `symbols`, `nodes` with `rule`, `operands` (names of the operands that a strategy
+    has entries for), `factors` (name, size, kind) and `reason`, why a node cannot be divided.
 
     Args:
         model: The normalised model.
@@ -198,9 +201,17 @@ def model_data(model: ir.Model, env: ShapeEnv, rules: Rules) -> Json:
         "inputs": [_value(v, env) for v in graph.inputs],
         "outputs": [_value(v, env) for v in graph.outputs],
         "symbols": {name: str(symbol) for name, symbol in env.table.items()},
-        "parameters": [_value(v, env) for v in graph.initializers.values()],
+        "parameters": [_value(v, env) for v in graph.initializers.values() if _is_parameter(v)],
         "nodes": [_rule(node, rules) for node in graph],
     }
+
+
+def _is_parameter(value: ir.Value) -> bool:
+    """Whether an initializer is worth dividing: no shape, axis or scalar of the graph."""
+    if value.shape is None or value.dtype is None:
+        return True
+    large = value.shape.is_dynamic() or prod(value.shape.numpy()) > SMALL
+    return large or (value.dtype.is_floating_point() and len(value.shape) > 0)
 
 
 def _value(value: ir.Value, env: ShapeEnv) -> Json:

@@ -22,6 +22,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("run", "onnxpar.cli.run"),
     ("verify", "onnxpar.cli.verify"),
     ("view", "onnxpar.cli.view"),
+    ("ops", "onnxpar.cli.ops"),
 )
 
 
