@@ -24,6 +24,7 @@ from onnxpar.passes.emit import emit_rank
 from onnxpar.passes.load import load, normalise, symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.passes.validity import blamed_on_model
 from onnxpar.strategy import Strategy, load_strategy, resolve, resolved
 from onnxpar.symbols import Symbol
 
@@ -166,14 +167,28 @@ def shard(
     Raises:
         OnnxparError: Anything wrong with model, strategy or target; nothing is written then.
     """
-    clock = _Clock()
     check_target(Path(out), force=force)
+    with blamed_on_model(Path(model)):
+        return _shard(model, strategy, out, devices, symbols or {}, ranks, dump, force)
+
+
+def _shard(
+    model: str | Path,
+    strategy: str | Path | Strategy,
+    out: str | Path,
+    devices: int | None,
+    symbols: Mapping[str, Symbol],
+    ranks: Sequence[int] | None,
+    dump: str | Path | None,
+    force: bool,
+) -> Summary:
+    clock = _Clock()
     dumper = Dumper(Path(dump)) if dump is not None else None
     loaded = load(model)
     if not isinstance(strategy, Strategy):
         strategy = load_strategy(str(strategy), devices)
     clock.lap("load")
-    constraints = {**strategy.symbols, **(symbols or {})}
+    constraints = {**strategy.symbols, **symbols}
     if dumper:
         dumper.model("loaded", loaded)
     analysed = analyse(loaded, constraints)

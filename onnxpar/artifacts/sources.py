@@ -75,7 +75,13 @@ def reader(parameter: Parameter) -> Iterator[Reader]:
     """
     tensor = _tensor(parameter)
     if not isinstance(tensor, ir.ExternalTensor):
-        yield _InMemory(_bytes(tensor))
+        try:
+            data = _bytes(tensor)
+        except ValueError as error:
+            raise ArtifactError(
+                f"tensor {parameter.name!r}: its data does not fit its shape: {error}"
+            ) from error
+        yield _InMemory(data)
         return
     region = _region(parameter.name, tensor)
     try:

@@ -32,7 +32,15 @@ def load(path: str | Path) -> ir.Model:
         raise ModelError(f"the model {str(path)!r} {what}")
     try:
         model = ir.load(path)
-    except (DecodeError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except (
+        DecodeError,
+        ir.serde.SerdeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OSError,
+    ) as error:
         raise ModelError(f"{str(path)!r} is not a readable ONNX model: {error}") from error
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
@@ -98,6 +106,23 @@ def _check_edges(model: ir.Model) -> None:
     for name, value in graph.initializers.items():
         if value.const_value is None:
             raise ModelError(f"initializer {name!r} has no data")
+        _check_tensor(name, value.const_value)
+
+
+def _check_tensor(name: str, tensor: ir.TensorProtocol) -> None:
+    """Checks that a tensor has as much data as its shape says; external data is not looked at."""
+    if tensor.dtype == ir.DataType.UNDEFINED:
+        raise ModelError(f"initializer {name!r} has no element type")
+    shape = [d for d in tensor.shape if isinstance(d, int)]
+    if any(d < 0 for d in shape):
+        raise ModelError(f"initializer {name!r} has the shape {shape}")
+    if isinstance(tensor, ir.TensorProtoTensor):
+        raw = tensor.raw
+        if raw.HasField("raw_data") and len(raw.raw_data) != tensor.nbytes:
+            raise ModelError(
+                f"initializer {name!r}: expected {tensor.nbytes} bytes for "
+                f"{tensor.dtype.name.lower()}{shape}, got {len(raw.raw_data)}"
+            )
 
 
 def _cycle(graph: ir.Graph) -> str:
@@ -145,7 +170,7 @@ def _name_dims(graph: ir.Graph) -> None:
     for value in graph.inputs:
         if value.shape is None:
             raise ModelError(f"input {value.name!r} has no shape: its rank must be known")
-        if value.dtype is None:
+        if value.dtype in (None, ir.DataType.UNDEFINED):
             raise ModelError(f"input {value.name!r} has no element type")
         value.shape = ir.Shape(
             [

@@ -124,6 +124,11 @@ class _Partition:
 
     def _initializer(self, name: str, value: ir.Value) -> None:
         sharding = self.plan.parameters[name]
+        if not all(isinstance(size, int) for size in sharding.shape):
+            raise ShardingError(
+                f"initializer {name!r}: a node takes its dims {list(value.shape or ())} to be "
+                f"{list(sharding.shape)}, which are not proved to be equal"
+            )
         tensor = value.const_value
         floating = value.dtype is not None and value.dtype.is_floating_point()
         small = tensor is not None and tensor.size <= INLINE_ELEMENTS
