@@ -1,80 +1,17 @@
 """`mpirun -n N onnxpar run`: equal outputs, and an end within seconds when something is wrong."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import hand_made
 import numpy as np
 import pytest
-
-from onnxpar_runtime.launch import find_mpirun, mpirun_environment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
-import hand_made
-
-LIMIT = 60
-"""Seconds after which mpirun is killed and the test fails: two cores may be busy."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What mpirun left: exit code, both streams, seconds."""
-
-    code: int
-    out: str
-    err: str
-    seconds: float
-
-
-def mpirun(ranks: int, arguments: Sequence[str]) -> Outcome:
-    """Runs Python with `arguments` on `ranks` ranks; a hang fails the test."""
-    command = [find_mpirun(), "--oversubscribe", "-n", str(ranks), sys.executable, *arguments]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
-    start = time.monotonic()
-    # A session of its own, so that all of mpirun's ranks can be ended with it.
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=mpirun_environment(environment),
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"mpirun hung for {LIMIT} s; stdout: {out} stderr: {err}")
-    return Outcome(process.returncode, out, err, time.monotonic() - start)
-
-
-def run(ranks: int, directory: Path, inputs: Path, *more: str) -> tuple[Outcome, Path]:
-    """Runs `onnxpar run` on `ranks` ranks."""
-    outputs = inputs.parent / "out.npz"
-    arguments = ["run", str(directory), "--inputs", str(inputs), "--outputs", str(outputs), *more]
-    return mpirun(ranks, ["-m", "onnxpar.cli", *arguments]), outputs
+from launching import LIMIT, mpirun, run
 
 
 def save(tmp_path: Path, batch: int, dtype: str = "float32") -> Path:
     x = np.arange(3 * batch).reshape(batch, 3).astype(dtype)
     np.savez(tmp_path / "in.npz", x=x)
     return tmp_path / "in.npz"
-
-
-def messages(outcome: Outcome) -> list[str]:
-    """The lines of stderr that are onnxpar's own."""
-    # prterun ends what it says of an abort with a zero byte, which a message of ours may follow.
-    lines = (line.lstrip("\0") for line in outcome.err.splitlines())
-    return [
-        line for line in lines if line.startswith(("onnxpar: ", "r0 |", "r1 |", "r2 |", "r3 |"))
-    ]
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (2, 5), (4, 9)])
@@ -116,7 +53,7 @@ def test_wrong_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 2)
     outcome, outputs = run(ranks, directory, save(tmp_path, 4))
     assert outcome.code == 2
-    (message,) = messages(outcome)
+    (message,) = outcome.messages
     assert f"was cut for 2 ranks, got {ranks}" in message and "mpirun -n 2" in message
     assert "Traceback" not in outcome.err + outcome.out and not outputs.exists()
 
@@ -126,7 +63,7 @@ def test_violated_symbol(tmp_path: Path) -> None:
     outcome, outputs = run(2, directory, save(tmp_path, 6), "--log-dir", str(tmp_path / "logs"))
     assert outcome.code == 2
     text = "symbol 'batch' is 6, which violates its constraint: 4*N, N >= 1"
-    assert messages(outcome) == [f"onnxpar: error: {text}"]
+    assert outcome.messages == [f"onnxpar: error: {text}"]
     assert all(text in log.read_text() for log in (tmp_path / "logs").iterdir())
     assert "Traceback" not in outcome.err and not outputs.exists()
 
@@ -153,7 +90,7 @@ def test_users_mistakes_are_told_once(tmp_path: Path, what: str) -> None:
         2, directory, inputs, *(["--ort", "speed=1"] if what == "option" else [])
     )
     assert outcome.code == 2
-    (message,) = messages(outcome)
+    (message,) = outcome.messages
     assert expected in message
     assert "Traceback" not in outcome.err and not outputs.exists()
 
@@ -165,7 +102,7 @@ def test_mistake_of_one_rank_names_it(tmp_path: Path) -> None:
     graph.write_bytes(b"\xff" * graph.stat().st_size)
     outcome, _ = run(2, directory, save(tmp_path, 4))
     assert outcome.code == 2
-    (message,) = messages(outcome)
+    (message,) = outcome.messages
     assert message.startswith("onnxpar: error: r1 | ") and "rank0001.model.onnx" in message
 
 
@@ -174,7 +111,7 @@ def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     outcome, outputs = run(3, directory, save(tmp_path, 1), "--log-dir", str(logs))
     assert outcome.code != 0 and outcome.seconds < LIMIT / 2
-    assert any(m.startswith("r2 | ") and "indices" in m for m in messages(outcome)), outcome.err
+    assert any(m.startswith("r2 | ") and "indices" in m for m in outcome.messages), outcome.err
     assert "Traceback" not in outcome.err and not outputs.exists()
 
 
@@ -201,7 +138,7 @@ raise SystemExit(guarded(rank, body))
 def test_an_exception_of_one_rank_ends_all(failure: str, message: str) -> None:
     outcome = mpirun(2, ["-c", SCRIPT.format(failure=failure)])
     assert outcome.code != 0 and outcome.seconds < LIMIT / 2
-    assert messages(outcome) == [message]
+    assert outcome.messages == [message]
     assert "Traceback" not in outcome.err
 
 
@@ -258,4 +195,4 @@ def test_large_parts_travel_in_pieces(tmp_path: Path) -> None:
     )
     outcome = mpirun(2, ["-c", script])
     assert outcome.code == 0, outcome.err
-    assert messages(outcome) == []
+    assert outcome.messages == []
