@@ -13,7 +13,13 @@ import onnx_ir as ir
 from onnxpar.artifacts.directory import GENERATOR
 from onnxpar.artifacts.weights import Written
 from onnxpar.errors import ArtifactError
-from onnxpar.passes.builder import COORD_PREFIX, SYMBOL_PREFIX, Collective
+from onnxpar.passes.builder import (
+    COORD_PREFIX,
+    COUNTERS,
+    DOMAIN,
+    SYMBOL_PREFIX,
+    Collective,
+)
 from onnxpar.passes.emit import used_system_inputs
 from onnxpar.passes.layout import Interval, WeightLayout, boxes
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
@@ -133,6 +139,8 @@ def _system_input(name: str) -> Json:
         return {"name": name, "kind": "symbol", "symbol": symbol}
     if name.startswith(COORD_PREFIX):
         return {"name": name, "kind": "coordinate", "atom": int(name.removeprefix(COORD_PREFIX))}
+    if name in COUNTERS:
+        return {"name": name, "kind": "counter", "counter": name.removeprefix(f"{DOMAIN}.")}
     raise ArtifactError(f"system input {name!r} is of no known kind")
 
 

@@ -17,11 +17,10 @@ from onnxpar.ops.forms import BOOL, FLOAT, cast
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.passes.builder import DOMAIN, INT64
+from onnxpar.passes.builder import COUNTERS, DOMAIN, INT64
 from onnxpar.passes.padding import block_start
 from onnxpar.sharding import Component, Dim, local_size
 
-SEED, STEP, MICRO_BATCH = "onnxpar.seed", "onnxpar.step", "onnxpar.micro_batch"
 _RATIO, _TRAINING = 1, 2
 
 
@@ -88,7 +87,7 @@ def uniform(node: LocalNode, shape: Sequence[Dim]) -> ir.Value:
     name = crc32(node.view.name.encode())
     key = builder.ops(
         "Concat",
-        [*map(builder.system_input, (SEED, STEP, MICRO_BATCH)), builder.const([name])],
+        [*map(builder.system_input, COUNTERS), builder.const([name])],
         [(INT64, [4])],
         {"axis": 0},
     )[0]

@@ -16,7 +16,6 @@ from onnxpar.ops.registry import LocalFn, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.ops.view import further
 
-
 # With noop_with_empty_axes the others still square their elements or take absolute values.
 _IDENTITY_WITHOUT_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 

@@ -21,6 +21,8 @@ from onnxpar.symbols import SymbolTable
 DOMAIN = "onnxpar"
 SYMBOL_PREFIX = "onnxpar.symbol."
 COORD_PREFIX = "onnxpar.coord."
+COUNTERS = ("onnxpar.seed", "onnxpar.step", "onnxpar.micro_batch")
+"""System inputs that key random numbers; the runtime advances them."""
 INT64 = ir.DataType.INT64
 
 

@@ -112,6 +112,10 @@ class TensorSpec:
         return Cut(atoms, tuple(dims))
 
 
+COUNTERS = ("seed", "step", "micro_batch")
+"""What random numbers are keyed by, next to the node that draws them."""
+
+
 @dataclass(frozen=True)
 class SystemInput:
     """An int64 input of shape [1] that the runtime fills.
@@ -120,11 +124,13 @@ class SystemInput:
         name: Name in the rank's graph.
         symbol: The symbol whose global value it takes, or None.
         atom: The atom whose coordinate of the rank it takes, or None.
+        counter: The session's counter that it takes (one of `COUNTERS`), or None.
     """
 
     name: str
     symbol: str | None = None
     atom: int | None = None
+    counter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -474,8 +480,13 @@ class _Reader:
                 if not 0 <= atom < atoms:
                     raise self.fail(place, f"an atom from 0 to {atoms - 1}", atom)
                 system.append(SystemInput(label, atom=atom))
+            elif kind == "counter":
+                counter = self.get(entry, "counter", str, place)
+                if counter not in COUNTERS:
+                    raise self.fail(place, f"one of the counters {list(COUNTERS)}", counter)
+                system.append(SystemInput(label, counter=counter))
             else:
-                raise self.fail(f"{place}.kind", "'symbol' or 'coordinate'", kind)
+                raise self.fail(f"{place}.kind", "'symbol', 'coordinate' or 'counter'", kind)
         return Program(
             name=name,
             files=tuple(graphs),

@@ -30,7 +30,7 @@ from onnxpar_runtime.errors import (
 )
 from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.gather import gather_to_root
-from onnxpar_runtime.manifest import Manifest, Program, TensorSpec
+from onnxpar_runtime.manifest import COUNTERS, Manifest, Program, TensorSpec
 from onnxpar_runtime.options import CUDA, Device, choose_device, providers, session_options
 from onnxpar_runtime.shapes import bind_local_symbols, bind_symbols, check_symbols
 from onnxpar_runtime.tensors import to_host, to_ort
@@ -67,6 +67,8 @@ class Session:
         program: The program.
         rank: The rank.
         device: Where it computes.
+        counters: Seed, step and micro-batch that random numbers are keyed by, all 0 at first; every
+            rank of a run must have the same.
 
     Raises:
         ArtifactError: The directory is incomplete, or onnxruntime refuses the graph.
@@ -106,6 +108,7 @@ class Session:
         self._output_names = [o.name for o in self._session.get_outputs()]
         self._check_graph(path)
         coords = coordinates(self.rank.index, self.manifest.atoms)
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self._coordinates = {
             s.name: coords[s.atom] for s in self.program.system_inputs if s.atom is not None
         }
@@ -287,11 +290,12 @@ class Session:
         feeds = {name: a for name, a in local.items() if name in self._graph_inputs}
         for entry in self.program.system_inputs:
             if entry.name in self._graph_inputs:
-                number = (
-                    values[entry.symbol]
-                    if entry.symbol is not None
-                    else self._coordinates[entry.name]
-                )
+                if entry.symbol is not None:
+                    number = values[entry.symbol]
+                elif entry.counter is not None:
+                    number = self.counters[entry.counter]
+                else:
+                    number = self._coordinates[entry.name]
                 feeds[entry.name] = np.array([number], np.int64)
         key = (tuple(sorted(values.items())), *((n, a.shape) for n, a in sorted(feeds.items())))
         binding = self._bindings.pop(key, None) or self._bind(values)

@@ -54,7 +54,7 @@ def test_load(tmp_path: Path) -> None:
         (lambda m: program(m)["inputs"][0]["dims"].pop(), "'x'.shape: expected 1 sizes"),
         (lambda m: program(m)["inputs"][0]["dims"][1][0].update(atoms=[0]), "at most once"),
         (lambda m: program(m)["inputs"][0]["dims"][1][0].update(atoms=[1]), "at most once"),
-        (lambda m: program(m)["system_inputs"][0].update(kind="dice"), "'coordinate', got 'dice'"),
+        (lambda m: program(m)["system_inputs"][0].update(kind="dice"), "'counter', got 'dice'"),
         (lambda m: program(m)["system_inputs"][0].update(symbol="seq"), "got 'seq'"),
         (lambda m: m["files"]["rank0000.model.onnx"].update(sha256="0"), "64 hexadecimal digits"),
     ],
