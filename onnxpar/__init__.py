@@ -1,14 +1,22 @@
-"""Cuts ONNX models into per-rank ONNX graphs. The runtime that executes them is `onnxpar_runtime`."""
+"""Cuts ONNX models into per-rank ONNX graphs. The runtime that executes them is `onnxpar_runtime`.
 
-from onnxpar.errors import OnnxparError
-from onnxpar.layout import Layout
-from onnxpar.mesh import Mesh
-from onnxpar.passes.load import load
-from onnxpar.pipeline import plan
-from onnxpar.pipeline import shard as shard_model
-from onnxpar.sharding import Sharding
-from onnxpar.strategy import Strategy
-from onnxpar.symbols import Symbol
+Names are loaded when they are first used: the transformer takes a second to load, which every rank
+of `mpirun -n 8 onnxpar run` would otherwise spend in vain.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnxpar.errors import OnnxparError
+    from onnxpar.layout import Layout
+    from onnxpar.mesh import Mesh
+    from onnxpar.passes.load import load
+    from onnxpar.pipeline import plan
+    from onnxpar.pipeline import shard as shard_model
+    from onnxpar.sharding import Sharding
+    from onnxpar.strategy import Strategy
+    from onnxpar.symbols import Symbol
 
 __version__ = "0.1.0"
 
@@ -23,3 +31,30 @@ __all__ = [
     "plan",
     "shard_model",
 ]
+
+_HOMES = {
+    "Layout": ("onnxpar.layout", "Layout"),
+    "Mesh": ("onnxpar.mesh", "Mesh"),
+    "OnnxparError": ("onnxpar.errors", "OnnxparError"),
+    "Sharding": ("onnxpar.sharding", "Sharding"),
+    "Strategy": ("onnxpar.strategy", "Strategy"),
+    "Symbol": ("onnxpar.symbols", "Symbol"),
+    "load": ("onnxpar.passes.load", "load"),
+    "plan": ("onnxpar.pipeline", "plan"),
+    "shard_model": ("onnxpar.pipeline", "shard"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onnxpar' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,39 @@
+"""The package's Python interface."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import two_layer
+
+import onnxpar
+
+
+def test_every_public_name_is_there() -> None:
+    for name in onnxpar.__all__:
+        assert getattr(onnxpar, name) is not None
+        assert name in dir(onnxpar)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = onnxpar.nothing
+
+
+def test_importing_the_package_loads_no_transformer() -> None:
+    code = "import onnxpar, sys; sys.exit(any(m in sys.modules for m in ('sympy', 'onnx_ir')))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_plan_and_shard_from_python(tmp_path: Path) -> None:
+    strategy = onnxpar.Strategy.from_dict(
+        {"devices": 8, "nodes": {"/matmul1/MatMul": {"in": [[2, 4], [4, 1]]}}}
+    )
+    plan = onnxpar.plan(two_layer.build(), strategy)
+    assert plan.nodes["/matmul1/MatMul"].inputs[0].strategy(plan.mesh) == (2, 4)
+    path = tmp_path / "two.onnx"
+    ir.save(two_layer.build(), path)
+    summary = onnxpar.shard_model(
+        path, "dp", tmp_path / "out", devices=4, symbols={"batch": onnxpar.Symbol(divisor=4)}
+    )
+    assert summary.out.joinpath("rank0003.model.onnx").is_file()
+    assert summary.report["devices"] == 4
