@@ -1,0 +1,70 @@
+"""The example models, cut and run with every rank in this process, equal the undivided ones."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import mlp
+import onnx_ir as ir
+import pytest
+import transformer
+import two_layer
+
+from onnxpar.pipeline import shard
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.verify import Case, verify
+
+LAYERS = 4
+MODELS: dict[str, Callable[[], ir.Model]] = {
+    "mlp": mlp.build,
+    "two_layer": two_layer.build,
+    "transformer": lambda: transformer.build(layers=2, d_model=32),
+    "merged_heads": lambda: transformer.build(layers=1, d_model=32, merged_heads=True),
+    "loss": lambda: transformer.build(layers=1, d_model=30, heads=6, vocab=37, loss=True),
+}
+
+
+def cut(
+    tmp_path: Path, model: ir.Model, strategy: str, cases: Sequence[Mapping[str, int]]
+) -> tuple[Manifest, list[Case]]:
+    """Cuts a model and compares it with the whole one at each case."""
+    path, directory = tmp_path / "model.onnx", tmp_path / "cut"
+    ir.save(model, path)
+    shard(path, strategy, directory)
+    return Manifest.load(directory), verify(directory, path, cases)
+
+
+@pytest.mark.parametrize("strategy", ["dp=4", "dp=2,tp=2", "tp=3"])
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_from_1_to_17(tmp_path: Path, name: str, strategy: str) -> None:
+    """No constraint on the batch, and most of them divide by nothing."""
+    model = MODELS[name]()
+    has_seq = any("seq" in str(value.shape) for value in model.graph.inputs)
+    # Lengths 1 to 13, so that some are uneven wherever they might be split.
+    cases = [{"batch": b, "seq": 1 + 5 * b % 13} if has_seq else {"batch": b} for b in range(1, 18)]
+    _, results = cut(tmp_path, model, strategy, cases)
+    assert [p for case in results for p in case.problems] == []
+    assert [case.symbols["batch"] for case in results] == list(range(1, 18))
+
+
+def test_transformer_over_data_and_tensor_axes(tmp_path: Path) -> None:
+    cases = [
+        {"batch": 1, "seq": 16},
+        {"batch": 3, "seq": 16},
+        {"batch": 7, "seq": 16},
+        {"batch": 4, "seq": 1},
+        {"batch": 8, "seq": 33},
+    ]
+    model = transformer.build(layers=LAYERS, d_model=64)
+    manifest, results = cut(tmp_path, model, "dp=2,tp=4", cases)
+    for case in results:
+        assert case.ok, case.problems
+        assert case.max_rel < 1e-5
+        # Groups of four: 2·n·3/4 of a multiple of 16 bytes is whole, so nothing is rounded.
+        assert case.bytes_counted == case.bytes_expected != 0
+    collectives = manifest.program("model").collectives
+    # The mesh is dp=2, tp=2·2: nothing travels along the data axis, atom 0.
+    assert {c.atoms for c in collectives} == {(1, 2)}
+    assert {c.op for c in collectives} == {"AllReduce"}
+    by_layer = Counter(c.value.split("/")[1] for c in collectives if c.value.startswith("/layer"))
+    assert by_layer == {f"layer{i}": 2 for i in range(LAYERS)}
