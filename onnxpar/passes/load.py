@@ -1,8 +1,8 @@
 """Reading a model and bringing it into the one form that the later stages take.
 
-Afterwards: nodes are in topological order and have different names, functions are inlined, constants
-are initializers, initializers are no graph inputs, every dim of an input has a name or a size, and
-the shape of every value is inferred as an expression in those names.
+Afterwards: nodes are in topological order and have different names, functions are inlined,
+constants are initializers, initializers are no graph inputs, every dim of an input has a name or a
+size, and the shape of every value is inferred as an expression in those names.
 """
 
 import logging
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
 
 from onnxpar.errors import ModelError
-from onnxpar.symbols import Symbol, SymbolTable, as_dim, symbols_of
+from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 
 MIN_OPSET = 7
 
@@ -75,6 +75,8 @@ def normalise(model: ir.Model) -> ir.Model:
         for output in node.outputs:
             if output not in inputs:
                 output.shape = None
+                if output.dtype == ir.DataType.UNDEFINED:
+                    output.type = None
     # Models declare names for output dims that differ from what follows from the inputs; the
     # inferred expressions are the ones that splits can be reasoned about with.
     library = logging.getLogger("onnx_shape_inference")
@@ -172,6 +174,11 @@ def _name_dims(graph: ir.Graph) -> None:
             raise ModelError(f"input {value.name!r} has no shape: its rank must be known")
         if value.dtype in (None, ir.DataType.UNDEFINED):
             raise ModelError(f"input {value.name!r} has no element type")
+        for dim in value.shape:
+            text = "" if isinstance(dim, int) else dim.value or ""
+            # `9**9**9` is a name to `as_dim`, but a number to shape inference, which computes it.
+            if "**" in text and as_dim(text) == dim_symbol(text):
+                raise ModelError(f"input {value.name!r} has the dim {text!r}, which is no size")
         value.shape = ir.Shape(
             [
                 d if isinstance(d, int) or d.value is not None else f"{value.name}.{axis}"
