@@ -1,10 +1,14 @@
 """What the documentation says that a machine can check."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import two_layer
 import typer
+from _exporter import save
 
 from onnxpar.cli import build_app
 from onnxpar.strategy import Strategy
@@ -61,3 +65,19 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
             for option in options(line.split("|")[1])
         }
         assert documented == real, name
+
+
+def test_the_python_shown_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    save(two_layer.build(), tmp_path / "two_layer.onnx")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    # Columns then rows: one sum, at the end. And the outputs of a batch of 6.
+    assert done.stdout.splitlines() == ["{'AllReduce': 1}", "(6, 16)"]
