@@ -190,11 +190,7 @@ def verify(
     model = Path(model)
     if not model.exists():
         raise InputError(f"{model}: no such file")
-    reference: Reference = (
-        ArtifactReference(model, settings.program, settings.custom_ops)
-        if (model / FILE_NAME).is_file()
-        else ModelReference(model, settings.custom_ops)
-    )
+    reference = _reference(model, program, settings)
     with closing(reference):
         if feeds is not None:
             if cases:
@@ -215,6 +211,18 @@ def verify(
             custom_ops=settings.custom_ops,
         ) as group:
             return [_compare(group, reference, program, v, f, settings) for v, f in runs]
+
+
+def _reference(model: Path, program: Program, settings: Settings) -> Reference:
+    if (model / FILE_NAME).is_file():
+        return ArtifactReference(model, settings.program, settings.custom_ops)
+    if any(entry.counter is not None for entry in program.system_inputs):
+        # onnxruntime's own generators have hidden state, so no run of the model repeats another.
+        raise InputError(
+            f"the program draws random numbers, which {model} would draw differently: cut it with "
+            "`onnxpar shard --devices 1` and give that directory as --model"
+        )
+    return ModelReference(model, settings.custom_ops)
 
 
 def _compare(

@@ -188,6 +188,30 @@ def test_bfloat16_on_both_sides(tmp_path: Path) -> None:
     assert len(cases) == 3 and all(c.ok and c.max_abs == 0 for c in cases)
 
 
+def test_random_numbers_need_a_reference_with_the_same_counters(tmp_path: Path) -> None:
+    """The output is `x + step`, so both sides must have the same counters."""
+    text = (
+        "g (float[n] x, int64[1] step) => (float[n] y)"
+        " { s = Cast<to: int = 1>(step)  y = Add(x, s) }"
+    )
+
+    def drawing(name: str, ranks: int) -> Path:
+        dims = [[("n", [0] if ranks > 1 else [])]]
+        return hand_made.write(
+            tmp_path / name,
+            [text] * ranks,
+            atoms=[ranks] if ranks > 1 else [],
+            inputs=[hand_made.tensor("x", "float32", ["n"], dims)],
+            outputs=[hand_made.tensor("y", "float32", ["n"], dims)],
+            system_inputs=[{"name": "step", "kind": "counter", "counter": "step"}],
+        )
+
+    model = hand_made.undivided(tmp_path / "m.onnx", text)
+    with pytest.raises(InputError, match=r"draws random numbers.*shard --devices 1"):
+        verify(drawing("two", 2), model)
+    assert all(c.ok for c in verify(drawing("two", 2), drawing("one", 1)))
+
+
 def test_wrong_requests(tmp_path: Path) -> None:
     model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
     directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 2})
