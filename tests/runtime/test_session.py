@@ -290,3 +290,22 @@ def test_wrong_world_and_libraries(tmp_path: Path) -> None:
     (tmp_path / "bad.so").write_text("no library")
     with pytest.raises(OnnxparRuntimeError, match=r"custom-op library .*bad\.so: "):
         ThreadsGroup(directory, custom_ops=[tmp_path / "bad.so"])
+
+
+def test_counters_reach_the_graph(tmp_path: Path) -> None:
+    names = ("seed", "step", "micro_batch")
+    inputs = ", ".join(f"int64[1] {n}" for n in names)
+    directory = hand_made.write(
+        tmp_path / "a",
+        [f"g ({inputs}) => (int64[3] y) {{ y = Concat<axis = 0>({', '.join(names)}) }}"] * 2,
+        atoms=[2],
+        inputs=[],
+        outputs=[hand_made.tensor("y", "int64", [3], [[(3, [])]])],
+        system_inputs=[{"name": n, "kind": "counter", "counter": n} for n in names],
+    )
+    with ThreadsGroup(directory) as group:
+        assert group.run_global({})["y"].tolist() == [0, 0, 0]
+        for session in group.sessions:
+            session.counters["seed"] = 7
+            session.counters["step"] = 1 << 40
+        assert group.run_global({})["y"].tolist() == [7, 1 << 40, 0]
