@@ -15,7 +15,8 @@ from math import prod
 
 from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
-from onnxpar.sharding import Dim, Sharding
+from onnxpar.sharding import Sharding
+from onnxpar.symbols import Dim
 
 WHOLE = "None"
 

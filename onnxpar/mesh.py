@@ -9,7 +9,7 @@ the views `8`, `2x4` and `2x2x2` of the same devices share atoms and meet withou
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 from onnxpar.errors import MeshError
@@ -36,8 +36,8 @@ class Mesh:
     """A device mesh.
 
     Attributes:
-        axes: `(name, size)` pairs, major first; the product of the sizes is the device count. May be
-            empty where strategies are numeric and need no names.
+        axes: `(name, size)` pairs, major first; the product of the sizes is the device count.
+            May be empty where strategies are numeric and need no names.
         atoms: Sizes of the atoms, primes, major first; their product is the device count.
     """
 
@@ -45,6 +45,7 @@ class Mesh:
     atoms: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Checks names, sizes and that axes begin and end between atoms."""
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
             raise MeshError(f"mesh axes must have different names, got {names}")
@@ -109,18 +110,14 @@ class Mesh:
                 prefix *= factor
                 cuts.setdefault(prefix, row)
         chain = sorted(cuts)
-        for small, large in zip(chain, chain[1:], strict=False):
+        for small, large in pairwise(chain):
             if large % small:
                 raise MeshError(
                     f"device matrices {cuts[small]} and {cuts[large]} cannot be used together on "
                     f"{devices} devices in one device order: one cuts the devices after {small}, "
                     f"the other after {large}, and {small} does not divide {large}"
                 )
-        atoms = tuple(
-            p
-            for small, large in zip(chain, chain[1:], strict=False)
-            for p in prime_factors(large // small)
-        )
+        atoms = tuple(p for small, large in pairwise(chain) for p in prime_factors(large // small))
         return Mesh(tuple((axes or {}).items()), atoms)
 
     @cached_property
@@ -213,7 +210,7 @@ class Mesh:
         return tuple(sorted({self.group(rank, atoms) for rank in range(self.size)}))
 
     def describe(self, atoms: Sequence[int]) -> str:
-        """Names a run of atoms by mesh axes where they are whole axes, else by atom sizes."""
+        """Names a run of atoms: by mesh axes, else `4@2` for 4 pieces of devices 2 apart."""
         left = tuple(atoms)
         names = []
         while left:
@@ -224,6 +221,9 @@ class Mesh:
                     left = left[len(run) :]
                     break
             else:
-                names.append(f"{self.atoms[left[0]]}@{self.strides[left[0]]}")
-                left = left[1:]
+                length = 1
+                while left[length : length + 1] == (left[0] + length,):
+                    length += 1
+                names.append(f"{self.count(left[:length])}@{self.strides[left[length - 1]]}")
+                left = left[length:]
         return ".".join(names)

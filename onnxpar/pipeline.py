@@ -1,4 +1,4 @@
-"""The ordered list of stages from a model to rank graphs. Each takes plain data and returns plain data."""
+"""The ordered list of stages from a model to rank graphs, each from plain data to plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The sharding of one tensor: which atoms split each dim, and over which it is a pending reduction.
 
 A dim is a list of *components*, major first, whose sizes multiply to the dim's size: a dim that a
-reshape merged from `(batch, heads)` is split by `dp` in its major and by `tp` in its minor component
-(ONNX calls this `ShardedDimProto.simple_sharding`). Most dims have one component.
+reshape merged from `(batch, heads)` is split by `dp` in its major and by `tp` in its minor
+component (ONNX calls this `ShardedDimProto.simple_sharding`). Most dims have one component.
 
 A component of size n split by the atoms p1, p2, … is split atom by atom: into p1 blocks of
 ceil(n/p1), each of those into p2 blocks of ceil(ceil(n/p1)/p2), and so on. Splits over a prefix of
@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.symbols import SymbolTable, ceil_div
+from onnxpar.symbols import Dim, SymbolTable, ceil_div
 
-Dim = int | sympy.Expr
 REDUCTIONS = ("sum", "max", "min", "prod")
 
 
@@ -102,7 +101,7 @@ class Sharding:
         return tuple(mesh.count(self.dim_atoms(d)) for d in range(self.rank))
 
     def validate(self, mesh: Mesh, what: str) -> None:
-        """Raises ShardingError unless each atom exists and is used once; `what` names the tensor."""
+        """Raises ShardingError unless each atom exists and is used once; `what` is the tensor."""
         used = [*self.split_atoms, *self.partial]
         if self.reduction not in REDUCTIONS:
             raise ShardingError(f"{what}: reduction must be one of {REDUCTIONS}")
@@ -114,9 +113,7 @@ class Sharding:
 
     def local_shape(self, mesh: Mesh, table: SymbolTable | None = None) -> tuple[Dim, ...]:
         """Returns the shape, padding included, that every device holds."""
-        return tuple(
-            _product(local_size(c, mesh, table) for c in dim) for dim in self.dims
-        )
+        return tuple(_product(local_size(c, mesh, table) for c in dim) for dim in self.dims)
 
     def is_even(self, mesh: Mesh, table: SymbolTable) -> bool:
         """Whether every split is proved to divide its component, so that nothing is padded."""
@@ -231,7 +228,9 @@ def _blocks(dim: DimSharding, mesh: Mesh, rank: int) -> list[Block]:
     ]
 
 
-def split(array: NDArray[np.generic], sharding: Sharding, mesh: Mesh, rank: int) -> NDArray[np.generic]:
+def split(
+    array: NDArray[np.generic], sharding: Sharding, mesh: Mesh, rank: int
+) -> NDArray[np.generic]:
     """Returns what device `rank` holds of `array` under a concrete `sharding`, padded with zeros.
 
     `sharding.partial` is not looked at: a partial value has no unique split.

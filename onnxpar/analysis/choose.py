@@ -22,8 +22,8 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.analysis.structure import Part, Parts
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.ops.rule import ANY, PARALLEL, REDUCTIONS, SPECIAL, WHOLE, OpRule
-from onnxpar.sharding import Component, DimSharding, Sharding
+from onnxpar.ops.rule import ANY, PARALLEL, SPECIAL, WHOLE, OpRule
+from onnxpar.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.symbols import SymbolTable
 
 ReshardCost = Callable[[Sharding, Sharding, int], int]
@@ -107,8 +107,7 @@ class Chooser:
         orders = [proposals] + [[p, *proposals] for p in proposals[1:]]
         for order in orders:
             merged = self._merge(rule, order)
-            for extended in self._with_axes(rule, merged, situation):
-                yield extended
+            yield from self._with_axes(rule, merged, situation)
             yield merged
             yield from self._scattered(rule, merged, situation)
         for single in proposals:
@@ -252,11 +251,9 @@ class Chooser:
     def _carries(
         self, rule: OpRule, factors: Factors, situation: Situation
     ) -> list[dict[int, tuple[Atoms, str]]]:
-        """Returns the ways in which partial operands may pass: none, or all that the rule admits."""
+        """Returns the ways in which partial operands may pass: none, or all the rule admits."""
         options: list[dict[int, tuple[Atoms, str]]] = [{}]
-        partial = {
-            i: s for i, s in enumerate(situation.operands) if s is not None and s.partial
-        }
+        partial = {i: s for i, s in enumerate(situation.operands) if s is not None and s.partial}
         if not partial:
             return options
         used = {a for parts in factors.values() for c in parts for a in c.atoms}
@@ -300,7 +297,9 @@ class Chooser:
         for name, parts in plan.factors.items():
             if rule.kinds[name] == SPECIAL:
                 count = self.mesh.count(a for c in parts for a in c.atoms)
-                size = self._elements(plan.outputs[0]) * situation.itemsizes[len(situation.operands)]
+                size = (
+                    self._elements(plan.outputs[0]) * situation.itemsizes[len(situation.operands)]
+                )
                 whole = self.table.typical(factor_sizes(rule, view)[name])
                 moved += 4 * size * (count - 1) // max(whole, 1)
         return moved, moves, elements

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.ops.rule import ANY, REDUCTIONS, SPECIAL, WHOLE, Operand, OpRule
-from onnxpar.sharding import Component, Dim, DimSharding, Sharding, canonical_dim
-from onnxpar.symbols import SymbolTable, exact_div
+from onnxpar.ops.rule import ANY, SPECIAL, WHOLE, Operand, OpRule
+from onnxpar.sharding import REDUCTIONS, Component, DimSharding, Sharding, canonical_dim
+from onnxpar.symbols import Dim, SymbolTable, exact_div
 
 Factors = Mapping[str, DimSharding]
 
@@ -141,21 +141,20 @@ def shardings(
             inputs.append(None)
             continue
         if operand.mode:
-            shape = view.env.shapes.get(view.node.inputs[index].name or "", ())
-            inputs.append(Sharding.replicated(shape))
+            inputs.append(Sharding.replicated(view.known_shape(index)))
             continue
         sharding = operand_sharding(operand, view.shape(index), factors, sizes)
-        atoms, reduction = carried.get(index, ((), "sum"))
-        inputs.append(sharding.with_partial(atoms, reduction).canonical(mesh, table))
+        held, reduction = carried.get(index, ((), "sum"))
+        inputs.append(sharding.with_partial(held, reduction).canonical(mesh, table))
     pending: list[int] = []
     reductions: set[str] = set()
     for name, parts in factors.items():
-        atoms = tuple(a for c in parts for a in c.atoms)
-        if atoms and rule.kinds[name] in REDUCTIONS:
-            pending += atoms
+        mine = [a for c in parts for a in c.atoms]
+        if mine and rule.kinds[name] in REDUCTIONS:
+            pending += mine
             reductions.add(rule.kinds[name])
-    for atoms, kind in carried.values():
-        pending += [a for a in atoms if a not in pending]
+    for held, kind in carried.values():
+        pending += [a for a in held if a not in pending]
         reductions.add(kind)
     if len(reductions) > 1:
         raise ShardingError(

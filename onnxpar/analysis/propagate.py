@@ -1,9 +1,9 @@
 """Propagation: from what the user fixed to a sharding of every value.
 
 Forward over the nodes in topological order, each choosing by how its operands lie (`choose`); then
-once more with what later nodes turned out to want as further proposals, so that information flows in
-both directions. Parameters and values made only of parameters stay *free* until a node wants them,
-and take the sharding that it wants: laying out a weight costs nothing.
+once more with what later nodes turned out to want as further proposals, so that information flows
+in both directions. Parameters and values made only of parameters stay *free* until a node wants
+them, and take the sharding that it wants: laying out a weight costs nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -187,7 +187,9 @@ class _Walk:
     def _stays_free(self, node: ir.Node, rule: OpRule) -> bool:
         """Whether the node only rearranges free values, so that its user may say how it lies."""
         operands = [
-            v for v, o in zip(node.inputs, rule.inputs, strict=False) if v is not None and not o.mode
+            v
+            for v, o in zip(node.inputs, rule.inputs, strict=False)
+            if v is not None and not o.mode
         ]
         return (
             len(operands) == 1

@@ -15,8 +15,8 @@ from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import format_rule
 from onnxpar.passes.builder import Collective
 from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.sharding import Dim, Sharding
-from onnxpar.symbols import dim_str
+from onnxpar.sharding import Sharding
+from onnxpar.symbols import Dim, dim_str
 from onnxpar.symbols.expr import fraction
 
 Json = dict[str, Any]

@@ -14,8 +14,8 @@ import sympy
 from onnxpar.analysis.reshard_search import Move, Search, State
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.sharding import Component, Dim, DimSharding, Sharding, local_size
-from onnxpar.symbols import SymbolTable, as_dim, exact_div
+from onnxpar.sharding import Component, DimSharding, Sharding, local_size
+from onnxpar.symbols import Dim, SymbolTable, as_dim, exact_div
 
 Slot = tuple[int, int]
 

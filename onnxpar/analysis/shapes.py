@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from onnx_shape_inference import SYM_DATA_KEY
 
 from onnxpar.errors import ModelError
-from onnxpar.sharding import Dim
-from onnxpar.symbols import SymbolTable, as_dim
+from onnxpar.symbols import Dim, SymbolTable, as_dim
 
 CONST_LIMIT = 65536
 
@@ -61,9 +60,12 @@ def shapes(model: ir.Model, table: SymbolTable) -> ShapeEnv:
             items = json.loads(data)
             if all(item is not None for item in items):
                 contents[name] = tuple(as_dim(item) for item in items)
-        elif value.const_value is not None and value.dtype in _INTEGERS:
-            if value.const_value.size <= 1024:
-                contents[name] = tuple(int(x) for x in value.const_value.numpy().ravel())
+        elif (
+            value.const_value is not None
+            and value.dtype in _INTEGERS
+            and value.const_value.size <= 1024
+        ):
+            contents[name] = tuple(int(x) for x in value.const_value.numpy().ravel())
     return ShapeEnv(found, contents, table)
 
 
@@ -111,13 +113,17 @@ class NodeView:
 
     def shape(self, index: int) -> tuple[Dim, ...]:
         """Global shape of input `index`; ModelError where its rank is unknown."""
-        name = self._input(index).name
+        name = self._input(index).name or ""
         if name not in self.env.shapes:
             raise ModelError(
                 f"node {self.name!r} ({self.node.op_type}): the shape of input {index} "
                 f"({name!r}) is not known"
             )
         return self.env.shapes[name]
+
+    def known_shape(self, index: int) -> tuple[Dim, ...]:
+        """Global shape of input `index`, () where its rank is unknown."""
+        return self.env.shapes.get(self._input(index).name or "", ())
 
     def out_shape(self, index: int = 0) -> tuple[Dim, ...]:
         """Global shape of output `index`; ModelError where its rank is unknown."""

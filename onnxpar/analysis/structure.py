@@ -1,8 +1,8 @@
 """Which parts of a dim later views tell apart: a projection's columns are really (heads, size).
 
-Walks the graph backwards. Where a Reshape splits a dim into (heads, size), or a Split takes it apart
-into (3, width), every value before it up to the weight has that structure too, so that a split of
-the weight can be chosen which the later views keep.
+Walks the graph backwards. Where a Reshape splits a dim into (heads, size), or a Split takes it
+apart into (3, width), every value before it up to the weight has that structure too, so that a
+split of the weight can be chosen which the later views keep.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,7 @@ import onnx_ir as ir
 from onnxpar.analysis.plan import factor_sizes
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.rule import WHOLE, OpRule
-from onnxpar.sharding import Dim
-from onnxpar.symbols import SymbolTable, exact_div
+from onnxpar.symbols import Dim, SymbolTable, exact_div
 
 
 @dataclass(frozen=True)

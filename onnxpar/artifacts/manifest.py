@@ -23,8 +23,8 @@ from onnxpar.passes.builder import (
 from onnxpar.passes.emit import used_system_inputs
 from onnxpar.passes.layout import Interval, WeightLayout, boxes
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
-from onnxpar.sharding import Dim, Sharding
-from onnxpar.symbols import Symbol, dim_str, safe_name
+from onnxpar.sharding import Sharding
+from onnxpar.symbols import Dim, Symbol, dim_str, safe_name
 from onnxpar.symbols.expr import fraction
 
 SCHEMA = 1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.sharding import Dim
+from onnxpar.symbols import Dim
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

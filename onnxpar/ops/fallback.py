@@ -7,8 +7,7 @@ from onnxpar.analysis.plan import factor_sizes
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.rule import ABSENT, REPLICATED, WHOLE, Operand, OpRule
-from onnxpar.sharding import Dim
-from onnxpar.symbols import symbols_of
+from onnxpar.symbols import Dim, symbols_of
 
 
 def replicated_rule(view: NodeView) -> OpRule:

@@ -10,7 +10,8 @@ from onnxpar.errors import ModelError
 from onnxpar.ops.local import LocalNode
 from onnxpar.passes.builder import INT64
 from onnxpar.passes.padding import block_start, valid_count
-from onnxpar.sharding import Dim, local_size
+from onnxpar.sharding import local_size
+from onnxpar.symbols import Dim
 
 BOOL = ir.DataType.BOOL
 FLOAT = ir.DataType.FLOAT

@@ -17,7 +17,7 @@ from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.passes.builder import INT64
-from onnxpar.sharding import Dim
+from onnxpar.symbols import Dim
 
 _INDEXED = "V"
 _NO_SUMS = (ir.DataType.BOOL, ir.DataType.STRING)

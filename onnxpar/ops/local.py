@@ -10,7 +10,8 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.passes.builder import INT64, GraphBuilder
 from onnxpar.passes.padding import mask_component
-from onnxpar.sharding import Component, Dim, DimSharding, Sharding, local_size
+from onnxpar.sharding import Component, DimSharding, Sharding, local_size
+from onnxpar.symbols import Dim
 
 
 @dataclass(frozen=True)

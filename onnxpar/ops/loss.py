@@ -20,7 +20,7 @@ from onnxpar.ops.norm import log_softmax
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.passes.builder import INT64
-from onnxpar.sharding import Dim
+from onnxpar.symbols import Dim
 
 CLASSES = "C"
 SCORES, LABELS, WEIGHTS = 0, 1, 2

@@ -11,7 +11,7 @@ from onnxpar.ops.forms import cast, copy_or, count_of, normal_axis, reduce, redu
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.sharding import Dim
+from onnxpar.symbols import Dim
 
 
 def softmax_axes(view: NodeView) -> tuple[int, ...]:

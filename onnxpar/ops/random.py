@@ -19,7 +19,8 @@ from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.passes.builder import COUNTERS, DOMAIN, INT64
 from onnxpar.passes.padding import block_start
-from onnxpar.sharding import Component, Dim, local_size
+from onnxpar.sharding import Component, local_size
+from onnxpar.symbols import Dim
 
 _RATIO, _TRAINING = 1, 2
 

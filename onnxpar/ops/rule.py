@@ -27,7 +27,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from onnxpar.errors import RuleError
-from onnxpar.sharding import REDUCTIONS, Dim
+from onnxpar.sharding import REDUCTIONS
+from onnxpar.symbols import Dim
 
 PARALLEL, WHOLE, SPECIAL = "parallel", "whole", "special"
 ABSENT, REPLICATED, ANY = "-", ".", "*"

@@ -17,7 +17,7 @@ from onnxpar.ops.forms import cast, global_index
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.sharding import Dim
+from onnxpar.symbols import Dim
 
 
 def _shown(view: NodeView) -> tuple[Dim, ...]:

@@ -18,7 +18,7 @@ from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.ops.view import further
-from onnxpar.sharding import Dim
+from onnxpar.symbols import Dim
 
 # Exporters write "to the end" as any of the greatest integers of their types.
 _TO_THE_END = 2**31 - 1

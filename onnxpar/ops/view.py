@@ -20,8 +20,7 @@ from onnxpar.ops.forms import normal_axes
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.sharding import Dim
-from onnxpar.symbols import SymbolTable
+from onnxpar.symbols import Dim, SymbolTable
 
 
 class _Matcher:

@@ -1,4 +1,4 @@
-"""Builds the rank-generic graph: nodes, integer shape arithmetic, and collectives chained by tokens.
+"""Builds the rank-generic graph: nodes, shape arithmetic, and collectives chained by tokens.
 
 A rank-generic graph is the program of all ranks of a stage. What differs between ranks is either a
 small integer input (mesh coordinates; the global values of symbols are inputs too) or filled in at
@@ -8,6 +8,7 @@ emission (the `group` of a collective, see `onnxpar.passes.emit`).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,8 +16,8 @@ import sympy
 
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.sharding import Dim, Sharding
-from onnxpar.symbols import SymbolTable
+from onnxpar.sharding import Sharding
+from onnxpar.symbols import Dim, SymbolTable
 
 DOMAIN = "onnxpar"
 SYMBOL_PREFIX = "onnxpar.symbol."
@@ -95,7 +96,7 @@ class GraphBuilder:
         op_type: str,
         inputs: Sequence[ir.Value | None],
         outputs: Sequence[tuple[ir.DataType | None, Sequence[Dim] | None]],
-        attributes: Mapping[str, object] | None = None,
+        attributes: Mapping[str, Any] | None = None,
         *,
         domain: str = "",
         name: str | None = None,
@@ -257,7 +258,7 @@ class GraphBuilder:
         if x.shape is not None and ir_shape(dims) == x.shape:
             return x
         # A size of zero means zero; before opset 14 there was no way to say so.
-        zeros = {"allowzero": 1} if self.opset >= 14 else {}
+        zeros: dict[str, Any] = {"allowzero": 1} if self.opset >= 14 else {}
         return self.op("Reshape", x, self.shape(dims), shape=dims, **zeros)
 
     # -- collectives -----------------------------------------------------------------------------
@@ -292,7 +293,10 @@ class GraphBuilder:
             pairs: For Permute: (source, destination) positions in the group.
             attributes: Further attributes of the operator.
         """
-        texts = (before.describe(self.mesh) if before else "", after.describe(self.mesh) if after else "")
+        texts = (
+            before.describe(self.mesh) if before else "",
+            after.describe(self.mesh) if after else "",
+        )
         node_name = self.fresh_node(f"{self._scope}/{op_type}({value})")
         operands = ["X"] if self._token is None else ["X", "token"]
         out, token = self.ops(

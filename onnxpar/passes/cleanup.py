@@ -32,7 +32,7 @@ def remove_unused(builder: GraphBuilder, outputs: Sequence[ir.Value]) -> None:
         if any(out in needed for out in results):
             kept.append(node)
             needed.update(
-                node.inputs[:1] if _is_collective(node) else read_by(node)  # not the token
+                read_by(node)[:1] if _is_collective(node) else read_by(node)  # not the token
             )
     kept.reverse()
     token: ir.Value | None = None

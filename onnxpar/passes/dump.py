@@ -19,7 +19,9 @@ class Dumper:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ArtifactError(f"cannot make the dump directory {str(folder)!r}: {error}") from error
+            raise ArtifactError(
+                f"cannot make the dump directory {str(folder)!r}: {error}"
+            ) from error
         self._folder = folder
         self._count = 0
 

@@ -1,20 +1,21 @@
-"""Masks for padded dims: how many local elements are valid, and setting the others to an identity."""
+"""Masks for padded dims: how many elements are valid, and setting the others to an identity."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from onnxpar.passes.builder import INT64, GraphBuilder
-from onnxpar.sharding import Component, Dim, local_size
-from onnxpar.symbols import ceil_div
+from onnxpar.sharding import Component, local_size
+from onnxpar.symbols import Dim, ceil_div
 
 
 def valid_count(builder: GraphBuilder, component: Component) -> ir.Value:
     """Returns the number of local elements of a component that are no padding, int64 [1].
 
-    Atom by atom: of `v` valid elements in a block, piece i of pieces of L has min(max(v - i·L, 0), L).
+    Atom by atom: of v valid elements in a block, piece i of L elements has min(max(v - i·L, 0), L).
     """
     if not component.atoms:
         return builder.size(component.size)
@@ -47,22 +48,20 @@ def block_start(builder: GraphBuilder, component: Component) -> ir.Value:
     local: Dim = component.size
     for atom in component.atoms:
         local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
-        step = builder.op(
-            "Mul", builder.coord(atom), builder.size(local), dtype=INT64, shape=[1]
-        )
+        step = builder.op("Mul", builder.coord(atom), builder.size(local), dtype=INT64, shape=[1])
         total = step if total is None else builder.op("Add", total, step, dtype=INT64, shape=[1])
     return builder.const([0]) if total is None else total
 
 
-def fill_value(dtype: ir.DataType, fill: float | str) -> np.ndarray:
+def fill_value(dtype: ir.DataType, fill: float | str) -> NDArray[Any]:
     """Returns a 0-d array of `dtype`: a number, or the "lowest" or "highest" of its range."""
     kind = dtype.numpy()
     if fill in ("lowest", "highest"):
         if dtype == ir.DataType.BOOL:
             return np.array(fill == "highest")
-        info = ml_dtypes.iinfo(kind) if np.issubdtype(kind, np.integer) else ml_dtypes.finfo(kind)
         if dtype.is_floating_point():
             return np.array(-np.inf if fill == "lowest" else np.inf, kind)
+        info = np.iinfo(kind)
         return np.array(info.min if fill == "lowest" else info.max, kind)
     return np.array(fill, kind)
 

@@ -24,7 +24,7 @@ from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.reshard import emit_reshard
 from onnxpar.sharding import Sharding
 
-IDENTITY = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
+IDENTITY: dict[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
 INLINE_ELEMENTS = 1024
 
 
@@ -153,9 +153,13 @@ class _Partition:
             return
         # Sizes that depend on data are read off the first whole value that has them.
         for axis, size in enumerate(self.env.shapes.get(name, ())):
-            if not isinstance(size, int) and size.is_Symbol and not sharding.dim_atoms(axis):
-                if str(size) not in self.env.table:
-                    self.builder.bind(str(size), local, axis)
+            if (
+                not isinstance(size, int)
+                and size.is_Symbol
+                and str(size) not in self.env.table
+                and not sharding.dim_atoms(axis)
+            ):
+                self.builder.bind(str(size), local, axis)
 
     def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
         """Returns a value in a sharding, by the cheapest way from a version that is there."""
@@ -276,11 +280,10 @@ def _graphs_of(node: ir.Node) -> list[ir.Graph]:
 
 
 def _covers(plan: NodePlan) -> bool:
-    """Whether every operand has every factor that is split, so that none broadcasts over padding."""
+    """Whether every operand has every split factor, so that none broadcasts over padding."""
     return all(
         any(factor in names for names in operand.dims)
         for factor in plan.factors
         for operand in plan.rule.inputs
         if not operand.mode
     )
-

@@ -9,14 +9,17 @@ nothing but the step itself is emitted. Zeros pad zeros: a reshard never makes p
 from collections.abc import Sequence
 from itertools import product
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.reshard import Slot, Step
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.passes.builder import INT64, GraphBuilder
-from onnxpar.sharding import Component, Dim, Sharding, local_size
-from onnxpar.symbols import ceil_div
+from onnxpar.sharding import Component, Sharding, local_size
+from onnxpar.symbols import Dim, as_dim, ceil_div
 
+# onnxruntime 1.31 has no CPU kernel of Pad for these.
+NO_PAD_KERNEL = (ir.DataType.BFLOAT16, ir.DataType.INT16, ir.DataType.UINT16)
 OPERATORS = {
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
@@ -94,7 +97,7 @@ class _Emitter:
         return axis + (slot[1] if slot[0] in self.open else 0)
 
     def _levels(self, component: Component, atoms: Atoms) -> list[Dim]:
-        """Local sizes while `atoms` split on after the component's own atoms: first whole, last cut."""
+        """Local sizes of a component while `atoms` split it on: first whole, last cut."""
         sizes = [local_size(component, self.mesh, self.builder.table)]
         for atom in atoms:
             sizes.append(ceil_div(sizes[-1], self.mesh.atoms[atom], self.builder.table))
@@ -116,10 +119,7 @@ class _Emitter:
         )
         if step.kind == "slice":
             assert target is not None
-            for atom, local in zip(atoms, scattered[1:], strict=True):
-                x, shape = self._pad(x, shape, target, local * self.mesh.atoms[atom])
-                x, shape = self._cut_own(x, shape, target, atom, local)
-            return x, shape
+            return self._own(x, shape, target, scattered)
         if target is not None:
             x, shape = self._pad_levels(x, shape, target, scattered)
         shape = list(shape)
@@ -128,12 +128,12 @@ class _Emitter:
             shape[target] = scattered[-1]
         if source is not None:
             shape[source] = gathered[-1] * group
-        attributes: dict[str, object] = {
+        by_kind: dict[str, dict[str, object]] = {
             "all_gather": {"axis": source},
             "reduce_scatter": {"axis": target, "reduction": step.before.reduction},
             "all_to_all": {"split_axis": target, "concat_axis": source},
-        }[step.kind]
-        x = self._collective(x, shape, **attributes)
+        }
+        x = self._collective(x, shape, **by_kind[step.kind])
         if source is not None:
             x, shape = self._cut_levels(x, shape, source, gathered)
         return x, shape
@@ -144,22 +144,21 @@ class _Emitter:
         """Pads an axis with zeros at its end up to `size`."""
         if self.builder.table.equal(shape[axis], size):
             return x, shape
-        missing = self.builder.op(
-            "Sub",
-            self.builder.size(size),
-            self.builder.size(shape[axis]),
-            dtype=INT64,
-            shape=[1],
-        )
-        pads = self.builder.op(
-            "Concat", self.builder.const([0]), missing, dtype=INT64, shape=[2], axis=0
-        )
-        shape = [*shape[:axis], size, *shape[axis + 1 :]]
-        zero = self.builder.const(0, x.dtype)
-        padded = self.builder.op(
-            "Pad", x, pads, zero, self.builder.const([axis]), dtype=x.dtype, shape=shape
-        )
-        return padded, shape
+        build = self.builder
+        missing = build.op("Sub", build.size(size), build.size(shape[axis]), dtype=INT64, shape=[1])
+        before, shape = shape, [*shape[:axis], size, *shape[axis + 1 :]]
+        if x.dtype in NO_PAD_KERNEL:
+            parts = [build.shape(before[:axis]), missing, build.shape(before[axis + 1 :])]
+            gap = build.op("Concat", *parts, dtype=INT64, shape=[len(shape)], axis=0)
+            zeros = build.op("ConstantOfShape", gap, dtype=ir.DataType.FLOAT)
+            zeros = build.op("Cast", zeros, dtype=x.dtype, to=x.dtype)
+            return build.op("Concat", x, zeros, shape=shape, axis=axis), shape
+        ends = [0] * (len(shape) + axis), [0] * (len(shape) - axis - 1)
+        parts = [build.const(np.array(ends[0], np.int64)), missing]
+        if ends[1]:
+            parts.append(build.const(np.array(ends[1], np.int64)))
+        pads = build.op("Concat", *parts, dtype=INT64, shape=[2 * len(shape)], axis=0)
+        return build.op("Pad", x, pads, build.const(0, x.dtype), shape=shape), shape
 
     def _cut(
         self, x: ir.Value, shape: list[Dim], axis: int, size: Dim
@@ -179,18 +178,40 @@ class _Emitter:
         )
         return kept, shape
 
-    def _cut_own(
-        self, x: ir.Value, shape: list[Dim], axis: int, atom: int, local: Dim
+    def _own(
+        self, x: ir.Value, shape: list[Dim], axis: int, levels: list[Dim]
     ) -> tuple[ir.Value, list[Dim]]:
-        """Keeps this rank's piece along an atom."""
-        piece = self.builder.size(local)
-        start = self.builder.op("Mul", self.builder.coord(atom), piece, dtype=INT64, shape=[1])
-        stop = self.builder.op("Add", start, piece, dtype=INT64, shape=[1])
-        shape = [*shape[:axis], local, *shape[axis + 1 :]]
-        own = self.builder.op(
-            "Slice", x, start, stop, self.builder.const([axis]), dtype=x.dtype, shape=shape
-        )
-        return own, shape
+        """Keeps this rank's piece of an axis: one Slice for each run of even levels."""
+        atoms, first = self.step.atoms, 0
+        while first < len(atoms):
+            last = first + 1
+            while last < len(atoms) and self._is_even(levels, last):
+                last += 1
+            run, local = atoms[first:last], levels[last]
+            x, shape = self._pad(x, shape, axis, as_dim(local * self.mesh.count(run)))
+            piece = self.builder.size(local)
+            start = self.builder.op("Mul", self._position(run), piece, dtype=INT64, shape=[1])
+            stop = self.builder.op("Add", start, piece, dtype=INT64, shape=[1])
+            shape = [*shape[:axis], local, *shape[axis + 1 :]]
+            x = self.builder.op(
+                "Slice", x, start, stop, self.builder.const([axis]), dtype=x.dtype, shape=shape
+            )
+            first = last
+        return x, shape
+
+    def _is_even(self, levels: list[Dim], index: int) -> bool:
+        parts = self.mesh.atoms[self.step.atoms[index]]
+        return self.builder.table.equal(levels[index], levels[index + 1] * parts)
+
+    def _position(self, atoms: Atoms) -> ir.Value:
+        """This rank's position in its group over `atoms`, int64 [1]."""
+        build = self.builder
+        position = build.coord(atoms[0])
+        for atom in atoms[1:]:
+            parts = build.const([self.mesh.atoms[atom]])
+            scaled = build.op("Mul", position, parts, dtype=INT64, shape=[1])
+            position = build.op("Add", scaled, build.coord(atom), dtype=INT64, shape=[1])
+        return position
 
     def _pad_levels(
         self, x: ir.Value, shape: list[Dim], axis: int, levels: list[Dim]
@@ -253,8 +274,9 @@ class _Emitter:
 def permutation(step: Step, mesh: Mesh) -> list[tuple[int, int]]:
     """Returns (source, destination) positions in the group, each once, for a Permute step.
 
-    A destination needs the block that `after` gives it; the sources that hold it under `before` and
-    the destinations that need it are equally many, and are paired in order.
+    A destination needs the block that `after` gives it. The sources that hold it under `before` and
+    the destinations that need it are equally many; who holds it already keeps it, the others are
+    paired in order.
     """
     atoms = step.atoms
     positions = list(product(*(range(mesh.atoms[a]) for a in atoms)))
@@ -274,7 +296,13 @@ def permutation(step: Step, mesh: Mesh) -> list[tuple[int, int]]:
     holders: dict[tuple[int, ...], list[int]] = {}
     for index, position in enumerate(positions):
         holders.setdefault(blocks(step.before, position), []).append(index)
-    return [
-        (holders[blocks(step.after, position)].pop(0), index)
-        for index, position in enumerate(positions)
-    ]
+    needs = [blocks(step.after, position) for position in positions]
+    pairs = {}
+    for index, need in enumerate(needs):
+        if index in holders[need]:
+            holders[need].remove(index)
+            pairs[index] = index
+    for index, need in enumerate(needs):
+        if index not in pairs:
+            pairs[index] = holders[need].pop(0)
+    return [(pairs[index], index) for index in range(len(positions))]

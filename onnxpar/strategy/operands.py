@@ -14,9 +14,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout import TensorLayout
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import WHOLE, OpRule
-from onnxpar.sharding import Dim
 from onnxpar.strategy.schema import TensorEntry
-from onnxpar.symbols import dim_str
+from onnxpar.symbols import Dim, dim_str
 
 
 @dataclass(frozen=True)

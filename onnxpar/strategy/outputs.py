@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from onnxpar.analysis.plan import factor_sizes, operand_sharding, project
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.sharding import REDUCTIONS, Dim, DimSharding, Sharding
+from onnxpar.sharding import REDUCTIONS, DimSharding, Sharding
 from onnxpar.strategy.operands import (
     Site,
     Unit,
@@ -17,6 +17,7 @@ from onnxpar.strategy.operands import (
     units_of,
 )
 from onnxpar.strategy.schema import TensorEntry
+from onnxpar.symbols import Dim
 
 Factors = Mapping[str, DimSharding]
 

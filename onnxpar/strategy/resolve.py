@@ -15,7 +15,7 @@ from onnxpar.errors import MeshError, StrategyError
 from onnxpar.layout import TensorLayout
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import SPECIAL, WHOLE
-from onnxpar.sharding import Component, Dim, DimSharding, Sharding
+from onnxpar.sharding import Component, DimSharding, Sharding
 from onnxpar.strategy.names import match
 from onnxpar.strategy.operands import (
     Site,
@@ -35,7 +35,7 @@ from onnxpar.strategy.operands import (
 )
 from onnxpar.strategy.outputs import factors_from_outputs, wanted
 from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy, TensorEntry
-from onnxpar.symbols import dim_str
+from onnxpar.symbols import Dim, dim_str
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,7 @@ def test_computed_whole_and_named(title: str, batch: int) -> None:
     feeds = {"x": rng.standard_normal((batch, 6)).astype(np.float32)}
     if len(proto.graph.input) > 1:
         feeds["p"] = np.array(True)
-    reference = ort.InferenceSession(
-        proto.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+    reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     want = reference.run(None, feeds)[0]
     got = run_model(parted, feeds, 20, {"n": batch})["y"]
     # The same operations on the same numbers: no sum is taken in another order.

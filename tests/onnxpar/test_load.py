@@ -39,7 +39,7 @@ def test_cycle_names_its_nodes() -> None:
     first, second = list(model.graph)
     first.name, second.name = "first", "second"
     first.replace_input_with(1, second.outputs[0])
-    with pytest.raises(ModelError, match="cycle: '(first|second)' <- '(first|second)'"):
+    with pytest.raises(ModelError, match=r"cycle: '(first|second)' <- '(first|second)'"):
         normalise(model)
 
 
@@ -83,5 +83,5 @@ def test_unnamed_dims_get_names_of_their_own() -> None:
 
 def test_constraint_on_unknown_symbol() -> None:
     model = normalise(read("g (float[n] x) => (float[n] y) { y = Relu(x) }"))
-    with pytest.raises(ModelError, match="'batch'.*there are \\['n'\\]"):
+    with pytest.raises(ModelError, match=r"'batch'.*there are \['n'\]"):
         symbol_table(model, {"batch": Symbol(divisor=8)})

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from onnxpar.errors import MeshError
 from onnxpar.mesh import Mesh, prime_factors
 
-AXES = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(
-    lambda s: prod(s) <= 64
-)
+AXES = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda s: prod(s) <= 64)
 
 
 def mesh_of(sizes: list[int]) -> Mesh:
@@ -96,9 +94,7 @@ def test_either_of_3x8_and_8x3_fits_24_devices(matrix: tuple[int, int]) -> None:
 
 
 def test_3x8_and_8x3_together_are_refused_with_the_reason() -> None:
-    with pytest.raises(
-        MeshError, match=r"\(3, 8\) and \(8, 3\).*24 devices.*3 does not divide 8"
-    ):
+    with pytest.raises(MeshError, match=r"\(3, 8\) and \(8, 3\).*24 devices.*3 does not divide 8"):
         Mesh.refine(24, [(3, 8), (8, 3)])
 
 
@@ -119,9 +115,7 @@ def test_named_axes_and_matrices_must_share_a_refinement() -> None:
         (8, [(2.0, 4)], "factor must be an integer >= 1"),
     ],
 )
-def test_refused_matrices(
-    devices: int, matrices: list[tuple[int, ...]], message: str
-) -> None:
+def test_refused_matrices(devices: int, matrices: list[tuple[int, ...]], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         Mesh.refine(devices, matrices)
 

@@ -208,7 +208,14 @@ def single(devices: int, matrix: tuple[int, int, int]) -> PartitionedModel:
 
 @pytest.mark.parametrize(
     ("devices", "matrix"),
-    [(8, (2, 4, 1)), (8, (2, 2, 1)), (24, (3, 8, 1)), (24, (8, 1, 3)), (6, (2, 3, 1)), (12, (1, 2, 6))],
+    [
+        (8, (2, 4, 1)),
+        (8, (2, 2, 1)),
+        (24, (3, 8, 1)),
+        (24, (8, 1, 3)),
+        (6, (2, 3, 1)),
+        (12, (1, 2, 6)),
+    ],
 )
 def test_one_matmul_on_any_mesh(devices: int, matrix: tuple[int, int, int]) -> None:
     parted = single(devices, matrix)

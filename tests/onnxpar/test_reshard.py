@@ -1,4 +1,4 @@
-"""Resharding: planned by shortest path, executed on all devices, equal for every pair of shardings."""
+"""Resharding: planned by shortest path and executed on all devices, for every pair of shardings."""
 
 import os
 import random
@@ -27,7 +27,7 @@ RANDOM_SEED = 20
 
 
 def partial_shards(array: Array, sharding: Sharding, mesh: Mesh) -> list[Array]:
-    """What each device holds: shards, and for a pending reduction parts that reduce to the shard."""
+    """What each device holds: shards; of a pending reduction, parts that reduce to the shard."""
     shards = []
     for rank in range(mesh.size):
         shard = split(array, sharding, mesh, rank)
@@ -103,9 +103,7 @@ def shardings(mesh: Mesh, shape: Sequence[int], *, partial: bool) -> Iterator[Sh
                 yield Sharding.of(shape, orders, rest)
 
 
-def pairs(
-    mesh: Mesh, shape: Sequence[int]
-) -> list[tuple[Sharding, Sharding]]:
+def pairs(mesh: Mesh, shape: Sequence[int]) -> list[tuple[Sharding, Sharding]]:
     every = [
         (a, b)
         for a in shardings(mesh, shape, partial=True)
@@ -117,7 +115,13 @@ def pairs(
     return random.Random(RANDOM_SEED).sample(every, SAMPLE)
 
 
-MESHES = [Mesh.of(a=2), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3), Mesh.of(a=3, b=2), Mesh.of(a=2, b=2, c=2)]
+MESHES = [
+    Mesh.of(a=2),
+    Mesh.of(a=2, b=2),
+    Mesh.of(a=2, b=3),
+    Mesh.of(a=3, b=2),
+    Mesh.of(a=2, b=2, c=2),
+]
 SHAPES = [(8,), (7,), (8, 12), (5, 7), (3, 4, 5)]
 
 
@@ -199,7 +203,7 @@ def test_dynamic_sizes_are_planned_once_and_run_at_many() -> None:
                 assert "Pad" not in ops, "a split proved even is not padded"
 
 
-# -- facts of MindSpore's documents: (device matrix, tensor map counted from the right, -1 whole) ----
+# -- facts of MindSpore's documents: device matrix, tensor map counted from the right, -1 whole
 
 
 def from_map(devices: Sequence[int], tensor_map: Sequence[int], shape: Sequence[int]) -> Sharding:
@@ -260,9 +264,7 @@ def test_a_swap_of_equal_axes_is_one_permute() -> None:
 def test_a_partial_target_needs_a_partial_source() -> None:
     mesh = Mesh.of(a=2)
     with pytest.raises(ShardingError, match="cannot make a value partial"):
-        plan_reshard(
-            Sharding.replicated((4,)), Sharding.of((4,), [()], (0,)), mesh, NONE, 4
-        )
+        plan_reshard(Sharding.replicated((4,)), Sharding.of((4,), [()], (0,)), mesh, NONE, 4)
 
 
 def test_a_large_mesh_is_planned_quickly_enough_to_be_planned_at_all() -> None:

@@ -1,4 +1,4 @@
-"""Sharding: splitting then joining gives the tensor back; equal canonical forms, equal local data."""
+"""Sharding: splitting then joining gives the tensor back; equal canonical forms, equal data."""
 
 from math import prod
 
@@ -29,8 +29,7 @@ def placed(draw: st.DrawFn, mesh: Mesh) -> tuple[list[list[list[int]]], list[int
     """The atoms of each component of each dim, and the atoms left over."""
     order = list(draw(st.permutations(range(len(mesh.atoms)))))
     dims: list[list[list[int]]] = [
-        [[] for _ in range(draw(st.integers(1, 3)))]
-        for _ in range(draw(st.integers(1, 3)))
+        [[] for _ in range(draw(st.integers(1, 3)))] for _ in range(draw(st.integers(1, 3)))
     ]
     slots = [component for dim in dims for component in dim]
     left = []
@@ -46,17 +45,13 @@ def shardings(draw: st.DrawFn) -> tuple[Mesh, Sharding]:
     mesh = draw(st.sampled_from(MESHES))
     dims, left = draw(placed(mesh))
     sizes = st.integers(0, 7)
-    components = tuple(
-        tuple(Component(draw(sizes), tuple(atoms)) for atoms in dim) for dim in dims
-    )
+    components = tuple(tuple(Component(draw(sizes), tuple(atoms)) for atoms in dim) for dim in dims)
     partial = [atom for atom in sorted(left) if draw(st.booleans())]
     reduction = draw(st.sampled_from(["sum", "max", "min", "prod"]))
     return mesh, Sharding(components, tuple(partial), reduction if partial else "sum")
 
 
-def parts_of(
-    shard: np.ndarray, count: int, reduction: str, seed: int
-) -> list[np.ndarray]:
+def parts_of(shard: np.ndarray, count: int, reduction: str, seed: int) -> list[np.ndarray]:
     """Integers that reduce to `shard`, no one of them the neutral element everywhere."""
     rng = np.random.default_rng(seed)
     if reduction == "sum":
@@ -84,9 +79,7 @@ def test_splitting_then_joining_gives_the_tensor_back(
     shards = [split(array, sharding, mesh, rank) for rank in range(mesh.size)]
     if sharding.partial:
         for group in mesh.groups(sharding.partial):
-            parts = parts_of(
-                shards[group[0]], len(group), sharding.reduction, seed + group[0]
-            )
+            parts = parts_of(shards[group[0]], len(group), sharding.reduction, seed + group[0])
             for rank, part in zip(group, parts, strict=True):
                 shards[rank] = part
     assert all(s.shape == tuple(sharding.local_shape(mesh, NONE)) for s in shards)
@@ -123,13 +116,9 @@ def test_the_canonical_form_holds_the_same_local_data(
         ((Component(5),), (Component(1), Component(5), Component(1))),
     ],
 )
-def test_equal_layouts_have_one_canonical_form(
-    one: DimSharding, other: DimSharding
-) -> None:
+def test_equal_layouts_have_one_canonical_form(one: DimSharding, other: DimSharding) -> None:
     mesh = Mesh.of(a=2, b=2)
-    assert Sharding((one,)).canonical(mesh, NONE) == Sharding((other,)).canonical(
-        mesh, NONE
-    )
+    assert Sharding((one,)).canonical(mesh, NONE) == Sharding((other,)).canonical(mesh, NONE)
 
 
 def test_an_uneven_component_is_not_merged_with_what_follows() -> None:
