@@ -75,10 +75,12 @@ class Team:
         return results, [errors.get(r) for r in self.world.local_ranks]
 
 
-def session(rank: Rank, text: str) -> onnxruntime.InferenceSession:
+def session(
+    rank: Rank, text: str, options: onnxruntime.SessionOptions | None = None
+) -> onnxruntime.InferenceSession:
     """Returns a session of the ONNX text (without its header) that acts as `rank`."""
     model = onnx.parser.parse_model(HEADER + text)
-    options = onnxruntime.SessionOptions()
+    options = options or onnxruntime.SessionOptions()
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
