@@ -149,7 +149,9 @@ def locate(
             start = block_start(node.builder, component)
             digit = node.op("Sub", digit, start, shape=shape)
         limit = valid_count(node.builder, component)
-        low = node.op("GreaterOrEqual", digit, zero, dtype=BOOL, shape=shape)
+        # GreaterOrEqual came with opset 12.
+        below = node.op("Less", digit, zero, dtype=BOOL, shape=shape)
+        low = node.op("Not", below, shape=shape)
         high = node.op("Less", digit, limit, dtype=BOOL, shape=shape)
         here = node.op("And", low, high, shape=shape)
         inside = here if inside is None else node.op("And", inside, here, shape=shape)

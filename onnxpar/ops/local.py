@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxpar.analysis.plan import NodePlan, factor_sizes
+from onnxpar.analysis.reshard import moved_bytes
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.passes.builder import INT64, GraphBuilder
@@ -133,9 +134,7 @@ class LocalNode:
         **attributes: object,
     ) -> ir.Value:
         """Emits a standard operator with one output; dtype defaults to the first input's."""
-        if dtype is None:
-            dtype = next((v.dtype for v in inputs if v is not None), None)
-        return self.builder.ops(op_type, inputs, [(dtype, shape)], attributes)[0]
+        return self.builder.op(op_type, *inputs, dtype=dtype, shape=shape, **attributes)
 
     def all_reduce(
         self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], reduction: str = "sum"
@@ -146,14 +145,13 @@ class LocalNode:
         elements: Dim = 1
         for d in shape:
             elements = elements * d
-        count = self.mesh.count(atoms)
         size = x.dtype.itemsize if x.dtype is not None else 1
         return self.builder.collective(
             "AllReduce",
             x,
             tuple(sorted(atoms)),
             shape=shape,
-            moved=_ratio(2 * elements * int(size) * (count - 1), count),
+            moved=moved_bytes("all_reduce", elements * int(size), self.mesh.count(atoms)),
             value=x.name or "",
             reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
             reduction=reduction,
@@ -207,12 +205,6 @@ class LocalNode:
                     fill,
                 )
         return x
-
-
-def _ratio(top: Dim, bottom: int) -> Dim:
-    if isinstance(top, int):
-        return top // bottom if top % bottom == 0 else -(-top // bottom)
-    return top / bottom
 
 
 def copy_node(node: LocalNode) -> Sequence[ir.Value]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import sympy
 
@@ -132,14 +133,22 @@ class GraphBuilder:
         *inputs: ir.Value | None,
         dtype: ir.DataType | None = None,
         shape: Sequence[Dim] | None = None,
-        domain: str = "",
         **attributes: object,
     ) -> ir.Value:
-        """Appends a node with one output; its dtype defaults to the first input's."""
+        """Appends a standard node with one output; its dtype defaults to the first input's.
+
+        Raises:
+            ShardingError: The model's opset does not have the operator yet.
+        """
+        if not _is_defined(op_type, self.opset):
+            raise ShardingError(
+                f"{self._scope}: to be divided it needs the operator {op_type}, which opset "
+                f"{self.opset} does not have; convert the model to opset 13 or newer"
+            )
         if dtype is None:
             first = next((v for v in inputs if v is not None), None)
             dtype = first.dtype if first is not None else None
-        return self.ops(op_type, inputs, [(dtype, shape)], attributes, domain=domain)[0]
+        return self.ops(op_type, inputs, [(dtype, shape)], attributes)[0]
 
     # -- constants and sizes ---------------------------------------------------------------------
 
@@ -332,6 +341,15 @@ def _fresh(taken: dict[str, int], hint: str) -> str:
         name = f"{hint}.{taken[hint]}"
     taken[name] = 0
     return name
+
+
+@lru_cache(maxsize=1024)
+def _is_defined(op_type: str, opset: int) -> bool:
+    try:
+        onnx.defs.get_schema(op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return False
+    return True
 
 
 def ir_shape(dims: Sequence[Dim]) -> ir.Shape:

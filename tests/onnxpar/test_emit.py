@@ -152,7 +152,7 @@ def test_functions_that_are_called_come_along() -> None:
     ]
     builder = GraphBuilder(MESH, SymbolTable({}), 21)
     x = graph_input("x", ir.DataType.FLOAT, cut([(8, [])]), MESH)
-    y = builder.op("Outer", x.local, shape=[8], domain="own")
+    (y,) = builder.ops("Outer", [x.local], [(ir.DataType.FLOAT, [8])], domain="own")
     pm = assemble(builder, [x], {"y": (y, cut([(8, [])]))}, [], functions=functions)
     assert {f.name for f in emit_rank(pm, 0).functions.values()} == {"Outer", "Inner"}
 

@@ -166,6 +166,7 @@ SHAPE = (
 
 GATHER = (
     Case("y = Gather(d, i)", {"d": "float[7,3]", "i": "int64[N,2]"}, N5),
+    Case("y = Gather(d, i)", {"d": "float[7,3]", "i": "int64[N,2]"}, N5, opset=11),
     Case(
         "y = Gather<axis=1>(d, i)",
         {"d": "float[N,6,3]", "i": "int64[4]"},

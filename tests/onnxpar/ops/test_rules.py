@@ -6,13 +6,15 @@ import pytest
 from op_cases import ints, scalar
 from op_harness import Case
 
-from onnxpar.errors import ModelError, RuleError
+from onnxpar.errors import ModelError, RuleError, ShardingError
+from onnxpar.mesh import Mesh
 from onnxpar.ops.fallback import replicated_rule
 from onnxpar.ops.registry import Missing, OpDef, Registry
 from onnxpar.ops.report import operator_table
 from onnxpar.ops.rule import format_rule
 from onnxpar.ops.table import REGISTRY
 from onnxpar.pipeline import analyse
+from onnxpar.sharding import Component
 
 NS = {"N": 5, "S": 3}
 ANY = ", ".join(f"{r} 0" for r in ("sum", "max", "min", "prod"))
@@ -152,3 +154,10 @@ def test_an_operator_has_one_definition_for_each_version() -> None:
     assert table.find("", "X", 13) is new
     assert table.find("", "Y", 13) is None
     assert table.find("other", "X", 13) is None
+
+
+def test_an_opset_without_what_a_mask_needs_is_refused() -> None:
+    case = Case("y = MatMul(a, b)", {"a": "float[4,N]", "b": "float[N,4]"}, NS, opset=9)
+    with pytest.raises(ShardingError, match=r"'node'.*Range, which opset 9 does not have"):
+        case.check(Mesh((), (2,)), {"K": (Component(case.view.shape(0)[1], (0,)),)})
+    case.check(Mesh((), (2,)), {"M": (Component(4, (0,)),)})
