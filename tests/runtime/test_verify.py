@@ -53,7 +53,7 @@ def test_bytes_are_those_counted(tmp_path: Path, ranks: int) -> None:
         # Three float32 all-reduced by a ring: 2·12·(g-1)/g bytes.
         assert case.bytes_expected == case.bytes_counted == 2 * 12 * (ranks - 1) // ranks
     rounded = edit(directory, f"2*12*{ranks - 1}/{ranks}", f"2*12*{ranks - 1}//{ranks} + 1")
-    assert verify(rounded, model, [{"batch": 5}])[0].ok  # one call, rounded up to the next byte
+    assert not verify(rounded, model, [{"batch": 5}])[0].ok
     directory = hand_made.reduced(tmp_path / "b", ranks)
     wrong = edit(directory, f"2*12*{ranks - 1}/{ranks}", f"12*{ranks - 1}/{ranks}")
     case = verify(wrong, model, [{"batch": 5}])[0]
