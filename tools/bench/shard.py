@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MIB, GIB = 1 << 20, 1 << 30
 GPT3 = {"d_model": 12288, "heads": 96, "vocab": 50257, "max_positions": 2048}
-SMALL = {"d_model": 2048, "heads": 16, "vocab": 8192, "max_positions": 2048}
+SMALL = {"d_model": 4096, "heads": 32, "vocab": 8192, "max_positions": 2048}
 BLOCK = 64 * MIB
 REPEATS = 5
 
@@ -195,9 +195,10 @@ def weights(folder: Path, gib: float, strategy: str) -> bool:
             f"{turn['laps']['write']:6.2f} s; processor time {turn['cpu']:.2f} s"
         )
     copied, cut = (statistics.median(t[key] for t in result["rounds"]) for key in ("cp", "shard"))
+    wrote = statistics.median(t["laps"]["write"] for t in result["rounds"])
     print(
         f"  medians: cp {size / MIB / copied:.0f} MiB/s, shard {size / MIB / cut:.0f} MiB/s, "
-        f"ratio {copied / cut:.2f}; peak {result['peak'] / MIB:.0f} MiB"
+        f"ratio {copied / cut:.2f} (writing alone {copied / wrote:.2f}); peak {result['peak'] / MIB:.0f} MiB"
     )
     return bool(copied / cut >= 0.5 and result["peak"] < GIB)
 
