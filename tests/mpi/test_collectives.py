@@ -1,0 +1,179 @@
+"""The collectives under mpirun: the suite of the threads transport, and how failures end a job."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUITE = Path(__file__).parents[1] / "runtime" / "collectives"
+Start = Callable[..., Any]  # the fixture `job` of conftest.py
+SECONDS = 20
+"""Bound on how long a failing job may take; most of it is starting Python."""
+
+HEAD = """
+import os
+import sys
+import numpy as np
+from teams import run_text
+from onnxpar_runtime.collectives import World
+
+world = World.mpi(debug={debug})
+rank = world.rank(world.local_ranks[0])
+AR = "g (float[n] x) => (float[m] y) { [here] y, t = onnxpar.AllReduce (x) }"
+BC = "g (float[n] x) => (float[m] y) { [here] y, t = onnxpar.Broadcast <root=0> (x) }"
+x = np.ones(3, np.float32)
+def act(f):
+    try:
+        f()
+    except Exception as error:
+        world.abort(rank.index, str(error))
+"""
+
+
+def program(body: str, debug: bool = True) -> list[str]:
+    """Python's arguments for a program in which `act` does what the command line does."""
+    head = HEAD.replace("{debug}", str(debug))
+    return ["-c", f"import sys; sys.path.insert(0, {str(SUITE)!r})\n" + head + body]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_suite_at(job: Start, ranks: int) -> None:
+    arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", str(SUITE)]
+    result = job(ranks, arguments, 180, {"ONNXPAR_TEST_TRANSPORT": "mpi"})
+    assert result.code == 0, result.text
+    passed = [int(n) for n in re.findall(r"(\d+) passed", result.text)]
+    assert len(passed) == ranks and min(passed) == max(passed) > 80, result.text
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "told"),
+    [
+        ("BC", 3, r"Broadcast float32 \[3\] root=0"),
+        ("AR", 4, r"AllReduce float32 \[4\] reduction=sum"),
+    ],
+)
+def test_ranks_that_disagree(job: Start, text: str, size: int, told: str) -> None:
+    body = f"""
+if rank.index == 1:
+    act(lambda: run_text(rank, {text}, x=np.ones({size}, np.float32)))
+else:
+    act(lambda: run_text(rank, AR, x=x))
+"""
+    result = job(2, program(body), 60)
+    assert result.code != 0 and result.seconds < SECONDS
+    line = next(line for line in result.text.splitlines() if line.startswith(("r0 |", "r1 |")))
+    assert "'here' on group [0, 1]: disagrees with rank" in line
+    assert re.search(told, line), line
+
+
+def test_a_rank_that_raises_ends_all(job: Start) -> None:
+    body = """
+def body():
+    if rank.index == 2:
+        raise ValueError("no more data")
+    run_text(rank, AR, x=x)
+act(body)
+"""
+    result = job(4, program(body), 60)
+    assert result.code != 0 and result.seconds < SECONDS
+    assert "r2 | no more data" in result.text
+
+
+def test_waiting_too_long(job: Start) -> None:
+    """A rank that never comes: the watchdog ends the job, naming who waits where."""
+    body = """
+import time
+if rank.index == 1:
+    time.sleep(60)
+act(lambda: run_text(rank, AR, x=x))
+"""
+    result = job(2, program(body, debug=False), 60, {"ONNXPAR_TIMEOUT": "2"})
+    assert result.code != 0 and result.seconds < SECONDS + 2
+    # Making the communicator is the first thing that needs the other rank.
+    assert re.search(r"r0 \| rank 0: .* on group \[0, 1\]: waited 2 s", result.text), result.text
+
+
+def test_ranks_that_are_not_members_need_not_come(job: Start) -> None:
+    """Rank 0 alone makes no group; ranks 1 and 2 make theirs without it."""
+    body = """
+if rank.index != 0:
+    print("sum", rank.all_reduce(np.array(rank.index), group=[2, 1]))
+"""
+    result = job(3, program(body), 60)
+    assert result.code == 0, result.text
+    assert result.text.count("sum 3") == 2
+
+
+def test_two_worlds_over_different_communicators(job: Start) -> None:
+    """The halves of the job as worlds of their own, and the whole, used in turns."""
+    body = """
+from mpi4py import MPI
+half = World.mpi(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, 0))
+mine = half.rank(half.local_ranks[0])
+for _ in range(20):
+    y = run_text(mine, AR, x=np.full(5, rank.index, np.float32))[0]
+    z = run_text(rank, AR, x=np.full(5, rank.index, np.float32))[0]
+    assert (y == (2 if rank.index % 2 == 0 else 4)).all(), y
+    assert (z == 6).all(), z
+half.close()
+world.close()
+print("done")
+"""
+    result = job(4, program(body), 60)
+    assert result.code == 0 and result.text.count("done") == 4, result.text
+
+
+def test_without_threads_a_start_completes_at_once(job: Start) -> None:
+    """MPI at the level SERIALIZED: no second thread may call it, and Start/Wait still work."""
+    text = """
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+"""
+    body = """
+from mpi4py import MPI
+assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
+text = '''g (float[n] x) => (float[n] y) {
+    h, t = onnxpar.Start <op="AllReduce"> (x)
+    y = onnxpar.Wait <op="AllReduce"> (h, x) }'''
+print("sum", run_text(rank, text, x=x)[0].tolist())
+"""
+    arguments = program(body)
+    result = job(2, ["-c", text + arguments[1]], 60)
+    assert result.code == 0 and result.text.count("sum [2.0, 2.0, 2.0]") == 2, result.text
+
+
+def test_another_mpi_than_that_of_mpi4py(job: Start) -> None:
+    """What the check says when mpi4py reports another library, and when MPI is not initialised."""
+    body = """
+import mpi4py
+from onnxpar_runtime.library import mpi_library
+for version in ("MPICH Version:      4.3.0", "Open MPI v4.1.6, package: x"):
+    try:
+        mpi_library(version)
+    except Exception as error:
+        print("refused:", error)
+"""
+    result = job(1, program(body), 60)
+    lines = [line for line in result.text.splitlines() if line.startswith("refused:")]
+    assert len(lines) == 2, result.text
+    assert all("two different MPI libraries" in x and "ONNXPAR_MPICXX" in x for x in lines)
+    assert "MPICH Version" in lines[0] and "libmpi.so" in lines[0]
+
+
+def test_an_mpi_that_nobody_initialised(job: Start) -> None:
+    """A second copy of the same MPI looks like this: same version, not initialised."""
+    code = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from onnxpar_runtime.library import mpi_library
+try:
+    mpi_library(MPI.Get_library_version())
+except Exception as error:
+    print("refused:", error)
+"""
+    result = job(1, ["-c", code], 60)
+    assert "refused: two different MPI libraries" in result.text, result.text
