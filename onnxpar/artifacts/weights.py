@@ -26,10 +26,10 @@ from onnxpar.passes.partitioned import Parameter
 from onnxpar.sharding import Block
 
 CHUNK = 1 << 20
-"""Bytes read at a time: a chunk is read, gathered, hashed and written, so it should stay in a cache.
+"""Bytes read at a time: a chunk is read, gathered, hashed, written, and should stay in a cache.
 
-Chunks of 8 MiB took twice the time in the system on a machine with 2 cores, those of 256 KiB a third
-more in the interpreter.
+Chunks of 8 MiB took twice the time in the system on a machine with 2 cores, those of 256 KiB a
+third more in the interpreter.
 """
 
 CHUNKS = 8

@@ -36,7 +36,6 @@ MIB, GIB = 1 << 20, 1 << 30
 GPT3 = {"d_model": 12288, "heads": 96, "vocab": 50257, "max_positions": 2048}
 SMALL = {"d_model": 4096, "heads": 32, "vocab": 8192, "max_positions": 2048}
 BLOCK = 64 * MIB
-REPEATS = 5
 
 
 def peak_memory() -> int:
@@ -122,14 +121,14 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
     print(json.dumps(result))
 
 
-def weights_task(model: str, strategy: str, folder: str) -> None:
+def weights_task(model: str, strategy: str, folder: str, repeats: str) -> None:
     """The whole of `onnxpar shard`, and `cp` of its weights, in turn."""
     from onnxpar.pipeline import shard
 
     data = f"{model}.data"
     copy, out = Path(folder) / "copy", Path(folder) / "out"
     rounds = []
-    for _ in range(REPEATS):
+    for _ in range(int(repeats)):
         # Memory that a virtual machine has not used for some seconds is slow at first touch: each
         # is measured right after files of the same size were written and removed. And what is still
         # on its way to the disk must not be paid for by what is measured next.
@@ -180,15 +179,15 @@ def graph(folder: Path, layers: list[int], strategy: str, profile: bool) -> bool
     return met
 
 
-def weights(folder: Path, gib: float, strategy: str) -> bool:
+def weights(folder: Path, gib: float, strategy: str, repeats: int) -> bool:
     """Prints the second table; returns whether the goals are met."""
     a_layer = 12 * SMALL["d_model"] ** 2 * 4
     model = export(folder, max(1, round(gib * GIB / a_layer)), SMALL)
     data = model.with_name(model.name + ".data")
     size = data.stat().st_size
     _fill(data, size)
-    print(f"weights: {size / GIB:.2f} GiB, strategy {strategy}, {REPEATS} times each in turn")
-    result = measure("weights", model, strategy, folder)
+    print(f"weights: {size / GIB:.2f} GiB, strategy {strategy}, {repeats} times each in turn")
+    result = measure("weights", model, strategy, folder, repeats)
     for turn in result["rounds"]:
         print(
             f"  cp {turn['cp']:6.2f} s   shard {turn['shard']:6.2f} s, of which writing "
@@ -197,8 +196,9 @@ def weights(folder: Path, gib: float, strategy: str) -> bool:
     copied, cut = (statistics.median(t[key] for t in result["rounds"]) for key in ("cp", "shard"))
     wrote = statistics.median(t["laps"]["write"] for t in result["rounds"])
     print(
-        f"  medians: cp {size / MIB / copied:.0f} MiB/s, shard {size / MIB / cut:.0f} MiB/s, "
-        f"ratio {copied / cut:.2f} (writing alone {copied / wrote:.2f}); peak {result['peak'] / MIB:.0f} MiB"
+        f"  medians: cp {size / MIB / copied:.0f} MiB/s, shard {size / MIB / cut:.0f} MiB/s, ratio "
+        f"{copied / cut:.2f} (writing alone {copied / wrote:.2f}); peak "
+        f"{result['peak'] / MIB:.0f} MiB"
     )
     return bool(copied / cut >= 0.5 and result["peak"] < GIB)
 
@@ -219,6 +219,7 @@ def main() -> int:
     parser.add_argument("part", nargs="?", choices=["graph", "weights", "both"], default="both")
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96])
     parser.add_argument("--gib", type=float, default=1.0, help="bytes of weights, GiB")
+    parser.add_argument("--repeats", type=int, default=5, help="of the measurement of weights")
     parser.add_argument("--graph-strategy", default="dp=2,tp=8")
     parser.add_argument("--weights-strategy", default="tp=4")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
@@ -230,7 +231,7 @@ def main() -> int:
         if options.part in ("graph", "both"):
             met &= graph(folder, options.layers, options.graph_strategy, options.profile)
         if options.part in ("weights", "both"):
-            met &= weights(folder, options.gib, options.weights_strategy)
+            met &= weights(folder, options.gib, options.weights_strategy, options.repeats)
     print("goals met" if met else "goals missed")
     return 0 if met else 1
 
