@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import sympy
 
-from onnxpar.analysis.reshard_search import Move, Search, State
+from onnxpar.analysis.reshard_search import Move, State, cheapest
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.sharding import Component, DimSharding, Sharding, local_size
@@ -207,17 +207,18 @@ class _Run:
         sizes = [source.dims[d][c].size for d, c in slots]
         start = _state(source, slots)
         goal = _state(target, slots)
-        search = Search(
+        path = cheapest(
             self.mesh,
             tuple(self.table.typical(s) for s in sizes),
             lambda s, pieces: self.table.divisible(sizes[s], pieces),
+            start,
             goal,
             self.itemsize,
             self.cost.latency,
         )
         steps = []
         state = start
-        for move in search.shortest(start):
+        for move in path:
             steps.append(
                 Step(
                     move.kind,

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.reshard import Slot, Step
+from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.passes.builder import INT64, GraphBuilder
 from onnxpar.sharding import Component, Sharding, local_size
@@ -20,6 +21,8 @@ from onnxpar.symbols import Dim, as_dim, ceil_div
 
 # onnxruntime 1.31 has no CPU kernel of Pad for these.
 NO_PAD_KERNEL = (ir.DataType.BFLOAT16, ir.DataType.INT16, ir.DataType.UINT16)
+# Pad takes computed sizes since opset 11, Slice since 10.
+MIN_OPSET = 11
 OPERATORS = {
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
@@ -47,6 +50,9 @@ def emit_reshard(
         dtype: Its element type.
         name: Name of the global value, for people.
         reason: Which node and operand want it, for people.
+
+    Raises:
+        ShardingError: The opset is too old for the nodes that a reshard takes.
     """
     if value.dtype is None:
         value.dtype = dtype
@@ -144,7 +150,7 @@ class _Emitter:
         """Pads an axis with zeros at its end up to `size`."""
         if self.builder.table.equal(shape[axis], size):
             return x, shape
-        build = self.builder
+        build = self._with_bounds()
         missing = build.op("Sub", build.size(size), build.size(shape[axis]), dtype=INT64, shape=[1])
         before, shape = shape, [*shape[:axis], size, *shape[axis + 1 :]]
         if x.dtype in NO_PAD_KERNEL:
@@ -167,7 +173,7 @@ class _Emitter:
         if self.builder.table.equal(shape[axis], size):
             return x, shape
         shape = [*shape[:axis], size, *shape[axis + 1 :]]
-        kept = self.builder.op(
+        kept = self._with_bounds().op(
             "Slice",
             x,
             self.builder.const([0]),
@@ -193,11 +199,20 @@ class _Emitter:
             start = self.builder.op("Mul", self._position(run), piece, dtype=INT64, shape=[1])
             stop = self.builder.op("Add", start, piece, dtype=INT64, shape=[1])
             shape = [*shape[:axis], local, *shape[axis + 1 :]]
-            x = self.builder.op(
+            x = self._with_bounds().op(
                 "Slice", x, start, stop, self.builder.const([axis]), dtype=x.dtype, shape=shape
             )
             first = last
         return x, shape
+
+    def _with_bounds(self) -> GraphBuilder:
+        """The builder, for nodes whose bounds are computed in the graph."""
+        if self.builder.opset < MIN_OPSET:
+            raise ShardingError(
+                f"{self.reason}: {self.name!r} is cut there by Slice and Pad with computed bounds: "
+                f"expected opset {MIN_OPSET} or later, got {self.builder.opset}"
+            )
+        return self.builder
 
     def _is_even(self, levels: list[Dim], index: int) -> bool:
         parts = self.mesh.atoms[self.step.atoms[index]]
