@@ -14,6 +14,9 @@ import typer
 
 _TRACEBACK = "ONNXPAR_TRACEBACK"
 
+# 128 and the number of SIGINT or SIGTERM, as shells and Typer have it.
+_INTERRUPTED = (130, 143)
+
 # Name on the command line -> module whose function `command` it is. Modules are imported here and
 # not found by scanning, so that nothing is registered by accident.
 COMMANDS: tuple[tuple[str, str], ...] = (
@@ -62,9 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = typer.main.get_command(build_app(given[0] if given else None))
     try:
-        # Typer prints usage errors and interruption itself and exits.
+        # Typer prints usage errors itself and exits.
         command.main(args=given, prog_name="onnxpar")
     except SystemExit as leave:
+        if leave.code in _INTERRUPTED:
+            sys.stderr.write("onnxpar: error: interrupted\n")
+            return 1
         return leave.code if isinstance(leave.code, int) else 0
     except Exception as error:
         # The error trees of transformer and runtime share no module, only this attribute.
