@@ -32,7 +32,7 @@ def placed(draw: st.DrawFn, mesh: Mesh) -> tuple[list[list[list[int]]], list[int
         [[] for _ in range(draw(st.integers(1, 3)))] for _ in range(draw(st.integers(1, 3)))
     ]
     slots = [component for dim in dims for component in dim]
-    left = []
+    left: list[int] = []
     for atom in order:
         home = draw(st.integers(-1, len(slots) - 1))
         (left if home < 0 else slots[home]).append(atom)
@@ -142,7 +142,7 @@ def test_a_symbolic_component_merges_only_where_its_split_is_proved_even() -> No
 
 @given(st.integers(0, 40), st.lists(st.integers(1, 4), max_size=3))
 def test_blocks_cover_every_element_once_and_nest(size: int, parts: list[int]) -> None:
-    seen = []
+    seen: list[int] = []
     for flat in range(prod(parts)):
         position = [int(i) for i in np.unravel_index(flat, parts)] if parts else []
         here = block(size, parts, position)
