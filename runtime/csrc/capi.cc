@@ -48,7 +48,7 @@ MpiEntry mpi_entry(const char* library) {
 std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
 
 Call host_call(Transport& transport, const char* op, const std::string& detail) {
-  return {std::string(op) + " of the program", transport.debug() ? detail : std::string()};
+  return {op, transport.debug() ? detail : std::string()};
 }
 
 }  // namespace
@@ -123,7 +123,7 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
     Transport& transport = world->rank(rank).transport();
     const DType type = dtype_from_onnx(onnx_type);
     Group& g = transport.group(group_of(group, members), Lane::kMain);
-    const Call call = host_call(transport, "all_reduce",
+    const Call call = host_call(transport, "all_reduce of the program",
                                 std::string(dtype_name(type)) + " x " + std::to_string(count) +
                                     " " + reduction_name(static_cast<Reduction>(reduction)));
     transport.all_reduce(g, call, in, out, count, type, static_cast<Reduction>(reduction),
@@ -137,7 +137,7 @@ int onnxpar_all_gather(const World* world, int rank, const int* group, int membe
     Transport& transport = world->rank(rank).transport();
     Group& g = transport.group(group_of(group, members), Lane::kMain);
     const Call call =
-        host_call(transport, "all_gather", "all_gather " + std::to_string(bytes) + " bytes");
+        host_call(transport, "all_gather of the program", "all_gather " + std::to_string(bytes) + " bytes");
     transport.all_gather(g, call, in, out, bytes, nullptr);
   });
 }

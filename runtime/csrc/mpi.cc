@@ -275,7 +275,7 @@ class MpiTransport : public Transport {
     check(MPI_Allreduce(MPI_IN_PLACE, extremes, 2, MPI_UINT64_T, MPI_MAX, comm),
           "MPI_Allreduce");
     if (extremes[0] == ~extremes[1]) return;
-    const std::string own = call.where + " with " + detail;
+    const std::string own = std::string(call.where) + " with " + detail;
     std::vector<char> text(kSignatureBytes, '\0');
     std::memcpy(text.data(), own.data(), std::min(own.size(), kSignatureBytes - 1));
     std::vector<char> all(kSignatureBytes * group.ranks.size());

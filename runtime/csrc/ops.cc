@@ -69,6 +69,9 @@ class Kernel {
   std::string at(const std::string& where) const {
     return "rank " + std::to_string(rank_.rank()) + ": " + where;
   }
+  static Stream stream(const Transport& transport, const Io& io) {
+    return transport.on_device() ? io.stream() : nullptr;
+  }
   RankContext& rank_;
   const std::string where_;
 };
@@ -92,8 +95,9 @@ class CollectiveKernel : public Kernel {
     Group& group = this->group();
     const Tensor x = io.input(0);
     void* out = io.output(0, output_shape(collective_, x.shape));
-    execute(rank_.transport(), group, collective_, x.data, out, x.shape, x.type, rank_.scratch(),
-            io.stream());
+    Transport& transport = rank_.transport();
+    execute(transport, group, collective_, x.data, out, x.shape, x.type, rank_.scratch(),
+            stream(transport, io));
     count(x);
     io.token(1);
   }
@@ -202,7 +206,8 @@ class SendKernel : public PeerKernel {
   using PeerKernel::PeerKernel;
   void compute(const Io& io) override {
     const Tensor x = io.input(0);
-    rank_.transport().send({where_, {}}, peer_, tag_, x.data, x.bytes(), io.stream());
+    Transport& transport = rank_.transport();
+    transport.send({where_, {}}, peer_, tag_, x.data, x.bytes(), stream(transport, io));
     rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
     io.token(0);
   }
@@ -222,7 +227,8 @@ class RecvKernel : public PeerKernel {
       bytes *= static_cast<size_t>(dim);
     }
     void* out = io.output(0, shape);
-    rank_.transport().recv({where_, {}}, peer_, tag_, out, bytes, io.stream());
+    Transport& transport = rank_.transport();
+    transport.recv({where_, {}}, peer_, tag_, out, bytes, stream(transport, io));
     rank_.count(Op::kRecv, 0);
     io.token(1);
   }

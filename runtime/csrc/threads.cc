@@ -193,7 +193,7 @@ class ThreadWorld {
       const size_t other = last == 0 ? 1 : 0;
       return describe(meeting.ranks[i], *a.call, meeting.ranks) + " disagrees with rank " +
              std::to_string(meeting.ranks[other]) + ": got " + text(a) + ", where rank " +
-             std::to_string(meeting.ranks[other]) + " calls " + first.call->where + " with " +
+             std::to_string(meeting.ranks[other]) + " calls " + std::string(first.call->where) + " with " +
              text(first);
     }
     return {};

@@ -19,7 +19,7 @@ std::string to_text(const std::vector<int>& values) { return join(values); }
 std::string to_text(const std::vector<int64_t>& values) { return join(values); }
 
 std::string describe(int rank, const Call& call, const std::vector<int>& group) {
-  return "rank " + std::to_string(rank) + ": " + call.where + " on group " + to_text(group);
+  return "rank " + std::to_string(rank) + ": " + std::string(call.where) + " on group " + to_text(group);
 }
 
 }  // namespace onnxpar

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -42,8 +43,8 @@ struct Group {
 
 // Which call this is: for messages, and for the agreement check.
 struct Call {
-  std::string where;   // "AllReduce '/fc1/all_reduce'"
-  std::string detail;  // what must agree between the ranks; filled only where Transport::debug()
+  std::string_view where;  // "AllReduce '/fc1/all_reduce'"; outlives the call
+  std::string detail;      // what must agree between the ranks; filled only where Transport::debug()
 };
 
 struct Pair {
@@ -58,6 +59,8 @@ class Transport {
   virtual int size() const = 0;
   // Whether calls carry `detail`, which is then compared between the ranks before data moves.
   virtual bool debug() const = 0;
+  // Whether buffers are device memory and calls are enqueued on the stream.
+  virtual bool on_device() const { return false; }
   // Whether two threads of this rank may communicate at once, on different lanes.
   virtual bool concurrent() const = 0;
 
