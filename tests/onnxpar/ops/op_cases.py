@@ -259,7 +259,7 @@ NORM = (
         N5,
     ),
     # A mean of 1000 against a deviation of 4: a rounded mean is off by 1000/4 · 2^-24 = 1.5e-5, and
-    # onnxruntime's own kernel, by E[x²] - E[x]², much less, so it is no reference here.
+    # onnxruntime's own kernel by much more, as E[x²] - E[x]², so it is no reference here.
     Case(
         "y = LayerNormalization<axis=-1>(x, s)",
         {"x": "float[4,6]", "s": "float[6]"},
