@@ -301,10 +301,11 @@ class Search:
     def all_moves(self, state: State) -> Iterator[Move]:
         """Every move there is; for few units."""
         slots, partial = state
-        replicated = self._replicated(state)
+        replicated = sorted(self._replicated(state))
         for s, run in enumerate(slots):
-            for unit in sorted(replicated):
-                yield from self._slices(state, s, (unit,))
+            for length in range(1, len(replicated) + 1):
+                for taken in permutations(replicated, length):
+                    yield from self._slices(state, s, taken)
             for cut in range(len(run)):
                 taken = run[cut:]
                 yield Move("all_gather", taken, s, None, (_put(slots, {s: run[:cut]}), partial))
