@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -24,6 +24,13 @@ class Reader(Protocol):
 
     def read(self, start: int, stop: int, into: Bytes) -> Bytes:
         """Returns bytes `[start, stop)`, in `into` (at least as long) or in memory of its own."""
+        ...
+
+    def scatter(self, start: int, into: Sequence[Bytes]) -> bool:
+        """Fills several arrays, one after another, with the bytes from `start` on.
+
+        Returns False where that is not possible in one step; then nothing is known of the arrays.
+        """
         ...
 
 
@@ -100,6 +107,10 @@ class _InMemory:
         del into
         return self.data[start:stop]
 
+    def scatter(self, start: int, into: Sequence[Bytes]) -> bool:
+        del start, into
+        return False
+
 
 @dataclass(frozen=True)
 class _InFile:
@@ -125,6 +136,17 @@ class _InFile:
         except OSError as error:
             raise _unreadable(self.name, self.region.path, error) from error
         return piece
+
+    def scatter(self, start: int, into: Sequence[Bytes]) -> bool:
+        if not hasattr(os, "preadv"):
+            return False
+        try:
+            done = os.preadv(
+                self.stream.fileno(), [i.data for i in into], self.region.offset + start
+            )
+        except OSError as error:
+            raise _unreadable(self.name, self.region.path, error) from error
+        return done == sum(part.size for part in into)
 
 
 def _tensor(parameter: Parameter) -> ir.TensorProtocol:

@@ -38,6 +38,12 @@ CHUNKS = 8
 LANES = max(2, min(4, os.cpu_count() or 1))
 """Threads that hash and write."""
 
+MIN_RUN = 1 << 10
+"""Bytes; shorter runs are sorted into shards faster in memory than by the system while it reads."""
+
+MAX_RUNS = 1024
+"""Runs that one system call reads, Linux's and macOS's limit."""
+
 OPEN_FILES = 128
 """Output files kept open at once; a process may have 256 on macOS."""
 
@@ -152,13 +158,20 @@ def _write_parameter(
             slot = slots.popleft()
             slots.append(slot)
             slot.free(count * parts)
-            data = source.read(piece.first, piece.last, slot.stage)
-            rows = data.view(unit).reshape(piece.high - piece.low, *sizes[axis + 1 :], -1)
             scratch = slot.scratch
+            ready = _columns(piece, blocks, axis, sizes, itemsize, scratch)
+            if not ready or not source.scatter(piece.first, _interleaved(ready)):
+                ready = {}
+                data = source.read(piece.first, piece.last, slot.stage)
+                rows = data.view(unit).reshape(piece.high - piece.low, *sizes[axis + 1 :], -1)
             for index, inside in piece.held:
-                at, part = _part(rows, blocks[index], axis, piece, inside, scratch)
-                if np.may_share_memory(part, scratch):
-                    scratch = scratch[part.size :]
+                if index in ready:
+                    part = ready[index].reshape(-1)
+                else:
+                    part = _part(rows, blocks[index][axis + 1 :], scratch)
+                    if np.may_share_memory(part, scratch):
+                        scratch = scratch[part.size :]
+                at = _place(blocks[index], axis, piece, inside)
                 file = shards[index].file
                 slot.readers += files.pad(file, starts[index] + at * itemsize)
                 slot.readers += files.append(file, part)
@@ -207,39 +220,75 @@ def _chunk_axis(sizes: Sequence[int], itemsize: int, chunk: int) -> int:
     raise AssertionError("a chunk holds less than one element")
 
 
-def _part(
-    rows: NDArray[Any],
-    blocks: Sequence[Block],
-    axis: int,
-    piece: _Chunk,
-    inside: Sequence[int],
-    scratch: Bytes,
-) -> tuple[int, Bytes]:
-    """Returns the place of a shard's part of a chunk, in elements of the shard, and the part.
-
-    Args:
-        rows: The chunk's rows, all of them the shard's; the halves of elements are the last dim.
-        blocks: The shard's block of each component.
-        axis: Component that the rows index.
-        piece: The chunk.
-        inside: Local indices along the components before `axis`.
-        scratch: Memory for a part that is not contiguous.
-    """
-    trailing = blocks[axis + 1 :]
+def _place(blocks: Sequence[Block], axis: int, piece: _Chunk, inside: Sequence[int]) -> int:
+    """Returns where in a shard its part of a chunk begins, in elements."""
     at = 0
     for index, b in zip([*inside, piece.low - blocks[axis].start], blocks, strict=False):
         at = at * b.local + index
-    at *= prod(b.local for b in trailing)
+    return at * prod(b.local for b in blocks[axis + 1 :])
+
+
+def _part(rows: NDArray[Any], trailing: Sequence[Block], scratch: Bytes) -> Bytes:
+    """Returns a shard's part of a chunk, padded.
+
+    Args:
+        rows: The chunk's rows, all of them the shard's; the halves of elements are the last dim.
+        trailing: The shard's block of each component after the one that the rows index.
+        scratch: Memory for a part that is not contiguous.
+    """
     picked = rows[(slice(None), *(slice(b.start, b.start + b.valid) for b in trailing))]
     local = (len(rows), *(b.local for b in trailing), rows.shape[-1])
     if picked.shape == local and picked.flags.c_contiguous:
-        return at, picked.reshape(-1).view(np.uint8)
+        return picked.reshape(-1).view(np.uint8)
     length = prod(local) * rows.itemsize
     room = scratch[:length].view(rows.dtype).reshape(local)
     if picked.shape != local:
         room[...] = 0
     room[tuple(slice(0, n) for n in picked.shape)] = picked
-    return at, scratch[:length]
+    return scratch[:length]
+
+
+def _columns(
+    piece: _Chunk,
+    blocks: Sequence[Sequence[Block]],
+    axis: int,
+    sizes: Sequence[int],
+    itemsize: int,
+    scratch: Bytes,
+) -> dict[int, Bytes]:
+    """Returns memory for the parts of a chunk whose runs take turns in the file, none left out.
+
+    That is so where one component alone is split after the one that rows index, evenly, and all of
+    its shards are wanted. Elsewhere nothing is returned.
+
+    Returns:
+        By shard, in the order in the file: its part as [runs, bytes of a run].
+    """
+    held = [index for index, _ in piece.held]
+    split = [
+        t for t in range(axis + 1, len(sizes)) if any(blocks[i][t].local != sizes[t] for i in held)
+    ]
+    if len(split) != 1:
+        return {}
+    (t,) = split
+    held.sort(key=lambda i: blocks[i][t].start)
+    inner = prod(sizes[t + 1 :]) * itemsize
+    runs = (piece.high - piece.low) * prod(sizes[axis + 1 : t])
+    parts: dict[int, Bytes] = {}
+    position = 0
+    for index in held:
+        b = blocks[index][t]
+        if b.start != position or b.valid != b.local or b.valid * inner < MIN_RUN:
+            return {}
+        position += b.valid
+        length = runs * b.valid * inner
+        parts[index] = scratch[:length].reshape(runs, b.valid * inner)
+        scratch = scratch[length:]
+    return parts if position == sizes[t] and runs * len(held) <= MAX_RUNS else {}
+
+
+def _interleaved(parts: dict[int, Bytes]) -> list[Bytes]:
+    return [run for turn in zip(*parts.values(), strict=True) for run in turn]
 
 
 class _Files:

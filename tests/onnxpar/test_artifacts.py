@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from onnxpar.artifacts import write
+from onnxpar.artifacts import sources, weights, write
 from onnxpar.artifacts.weights import CHUNKS, write_weights
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
@@ -68,19 +68,29 @@ def cuts(draw: st.DrawFn) -> tuple[Mesh, Sharding, int]:
     return Mesh((), atoms), Sharding(tuple(dims)), draw(st.sampled_from([8, 24, 100, 1 << 20]))
 
 
-@settings(max_examples=150, deadline=None)
-@given(cuts(), st.sampled_from(["int8", "uint16", "float32", "int64", "complex128"]))
+@settings(max_examples=80, deadline=None)
+@given(cuts(), st.sampled_from(["int8", "uint16", "float32", "int64", "complex128"]), st.booleans())
 def test_shards_are_what_split_says(
-    tmp_path_factory: pytest.TempPathFactory, case: tuple[Mesh, Sharding, int], dtype: str
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[Mesh, Sharding, int],
+    dtype: str,
+    in_file: bool,
 ) -> None:
     mesh, sharding, chunk = case
     shape = tuple(int(s) for s in sharding.shape)
     whole = np.arange(1, np.prod(shape, dtype=int) + 1).astype(dtype).reshape(shape)
-    p = parameter("w", whole, sharding, mesh)
     folder = tmp_path_factory.mktemp("weights")
+    if in_file and whole.size:
+        tensor: ir.TensorProtocol = external(folder / "model.data", "w", whole, 5)
+    else:
+        tensor = ir.tensor(whole)
+    p = parameter("w", tensor, sharding, mesh)
     places = layout([p], mesh)
-    # Nothing smaller than an element can be read at a time.
-    files = write_weights([p], places, folder, chunk=max(chunk, whole.itemsize))
+    with pytest.MonkeyPatch.context() as patch:
+        # What is done with long runs is done here with those of a byte.
+        patch.setattr(weights, "MIN_RUN", 1)
+        # Nothing smaller than an element can be read at a time.
+        files = write_weights([p], places, folder, chunk=max(chunk, whole.itemsize))
     for name, written in files.items():
         data = (folder / name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (written.size, written.sha256)
@@ -264,6 +274,30 @@ def test_weights_are_read_from_their_place_in_a_file(tmp_path: Path) -> None:
             content = (tmp_path / "out" / shard.file).read_bytes()[shard.offset :]
             part = np.frombuffer(content[: shard.length], whole.dtype).reshape(shard.shape)
             np.testing.assert_array_equal(part, split(whole, p.sharding, MESH, rank))
+
+
+@pytest.mark.parametrize(("columns", "scattered"), [(4096, True), (4098, False), (512, False)])
+def test_long_runs_are_read_to_where_they_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, scattered: bool
+) -> None:
+    # A quarter of 512 columns is less than MIN_RUN; 4098 columns are padded.
+    rng = np.random.default_rng(3)
+    whole = rng.random((100, columns)).astype(np.float32)
+    data = external(tmp_path / "model.data", "w", whole, 77)
+    p = parameter("w", data, cut([(100, [0])], [(columns, [1, 2])]), MESH)
+    seen = []
+    original = sources._InFile.scatter
+    monkeypatch.setattr(
+        sources._InFile,
+        "scatter",
+        lambda *given: seen.append(original(*given)) or seen[-1],
+    )
+    write_weights([p], layout([p], MESH), tmp_path, chunk=1 << 16)
+    assert bool(seen) == scattered
+    assert all(seen)
+    for rank in range(MESH.size):
+        part = stored(tmp_path, p, MESH, rank)
+        np.testing.assert_array_equal(part, split(whole, p.sharding, MESH, rank))
 
 
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
