@@ -1,0 +1,231 @@
+// A stress test of the threads transport and of background collectives, without onnxruntime, for
+// the sanitizers (tools/sanitize). Ranks run a random but common sequence of collectives on random
+// groups, some in the background, and check every result; then one rank fails while the others
+// wait, over and over.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "philox.h"
+#include "world.h"
+
+using namespace onnxpar;
+
+namespace {
+
+struct Options : Attributes {
+  std::vector<int64_t> group;
+  std::optional<int64_t> integer(const char* name) const override {
+    if (std::strcmp(name, "root") == 0) return group.back();
+    if (std::strcmp(name, "concat_axis") == 0) return 0;
+    return 1;  // axis, split_axis
+  }
+  std::optional<std::string> text(const char*) const override { return "sum"; }
+  std::optional<std::vector<int64_t>> integers(const char* name) const override {
+    if (std::strcmp(name, "group") == 0) return group;
+    return std::vector<int64_t>{group.front(), group.back()};  // pairs
+  }
+};
+
+void expect(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "wrong result: %s\n", what);
+  std::exit(1);
+}
+
+std::vector<RankContext*> make_world(int size) {
+  std::vector<RankContext*> ranks;
+  for (auto& transport : make_threads_transport(size, {true, 60})) {
+    ranks.push_back(new RankContext(std::move(transport)));
+  }
+  return ranks;
+}
+
+void free_world(std::vector<RankContext*>& ranks) {
+  for (RankContext* rank : ranks) rank->close();
+  for (RankContext* rank : ranks) delete rank;
+}
+
+// The value of element i in rank r's input.
+int32_t element(int rank, size_t i) { return rank * 1000 + static_cast<int32_t>(i % 997); }
+
+void check(const Collective& c, int rank, const Shape& shape, const int32_t* out) {
+  const size_t count = static_cast<size_t>(shape[0] * shape[1]);
+  if (c.op == Op::kAllReduce) {
+    for (size_t i = 0; i < count; ++i) {
+      int32_t sum = 0;
+      for (int member : c.group) sum += element(member, i);
+      expect(out[i] == sum, "AllReduce");
+    }
+  }
+  if (c.op == Op::kBroadcast) {
+    for (size_t i = 0; i < count; ++i) expect(out[i] == element(c.group.back(), i), "Broadcast");
+  }
+  if (c.op == Op::kPermute) {
+    const bool receives = rank == c.group.back();
+    for (size_t i = 0; i < count; ++i) {
+      expect(out[i] == (receives ? element(c.group.front(), i) : 0), "Permute");
+    }
+  }
+  if (c.op == Op::kAllGather) {
+    const size_t columns = static_cast<size_t>(shape[1]);
+    const size_t g = c.group.size();
+    for (size_t row = 0; row < static_cast<size_t>(shape[0]); ++row) {
+      for (size_t m = 0; m < g; ++m) {
+        for (size_t i = 0; i < columns; ++i) {
+          expect(out[(row * g + m) * columns + i] == element(c.group[m], row * columns + i),
+                 "AllGather");
+        }
+      }
+    }
+  }
+}
+
+void run_rank(RankContext& context, int size, int steps) {
+  std::mt19937 random(1234);  // the same on every rank: all choose the same sequence
+  const int rank = context.rank();
+  struct Pending {
+    int64_t number;
+    Collective collective;
+    Shape shape;
+    std::unique_ptr<int32_t[]> in;
+  };
+  std::vector<Pending> pending;
+  for (int step = 0; step < steps; ++step) {
+    Options options;
+    const int cut = static_cast<int>(random() % static_cast<unsigned>(size));
+    for (int r = 0; r < size; ++r) {
+      if ((r < cut) == (rank < cut)) options.group.push_back(r);
+    }
+    const Op op = static_cast<Op>(random() % 6);
+    const int64_t rows = 1 + static_cast<int64_t>(random() % 5);
+    const int64_t columns =
+        static_cast<int64_t>(options.group.size()) * (random() % 8 == 0 ? 2000 : 3);
+    const bool background = random() % 3 == 0;
+    const Collective c = parse_collective(op, "stress", options, size);
+    const Shape shape{rows, columns};
+    const size_t count = static_cast<size_t>(rows * columns);
+    std::unique_ptr<int32_t[]> in(new int32_t[count]);
+    for (size_t i = 0; i < count; ++i) in[i] = element(rank, i);
+    size_t out_count = 1;
+    for (int64_t dim : output_shape(c, shape)) out_count *= static_cast<size_t>(dim);
+    Group& group =
+        context.transport().group(c.group, background ? Lane::kAsync : Lane::kMain);
+    if (background) {
+      auto request = std::make_shared<Request>();
+      request->collective = c;
+      request->group = &group;
+      request->in = in.get();
+      request->input = shape;
+      request->type = DType::kInt32;
+      request->result.reset(new std::byte[out_count * sizeof(int32_t)]);
+      request->result_bytes = out_count * sizeof(int32_t);
+      pending.push_back({context.start(request), c, shape, std::move(in)});
+    } else {
+      std::unique_ptr<int32_t[]> out(new int32_t[out_count]);
+      execute(context.transport(), group, c, in.get(), out.get(), shape, DType::kInt32,
+              context.scratch(), nullptr);
+      check(c, rank, shape, out.get());
+      context.count(op, 1);
+    }
+    if (pending.size() > 3 || step + 1 == steps) {
+      for (Pending& p : pending) {
+        const auto request = context.wait(p.number, "Wait");
+        check(p.collective, rank, p.shape,
+              reinterpret_cast<const int32_t*>(request->result.get()));
+      }
+      pending.clear();
+    }
+    if (size > 1 && step % 16 == 0) {
+      const int after = (rank + 1) % size;
+      const int before = (rank + size - 1) % size;
+      const int32_t sent = rank;
+      int32_t got = -1;
+      context.transport().send({"Send", {}}, after, 0, &sent, sizeof(sent), nullptr);
+      context.transport().recv({"Recv", {}}, before, 0, &got, sizeof(got), nullptr);
+      expect(got == before, "Recv");
+    }
+  }
+}
+
+void traffic(int size, int steps) {
+  std::vector<RankContext*> ranks = make_world(size);
+  std::vector<std::thread> threads;
+  for (RankContext* rank : ranks) {
+    threads.emplace_back([=] { run_rank(*rank, size, steps); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  free_world(ranks);
+}
+
+// One rank fails at a random moment; every other must come back with an error.
+void failures(int size, int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<RankContext*> ranks = make_world(size);
+    std::atomic<int> failed{0};
+    std::vector<std::thread> threads;
+    for (RankContext* rank : ranks) {
+      threads.emplace_back([=, &failed] {
+        std::mt19937 random(static_cast<unsigned>(round * size + rank->rank()));
+        Options options;
+        for (int r = 0; r < size; ++r) options.group.push_back(r);
+        const Collective c = parse_collective(Op::kAllReduce, "stress", options, size);
+        const int last = static_cast<int>(random() % 20);
+        std::vector<float> x(1000, 1.0f);
+        try {
+          for (int step = 0;; ++step) {
+            if (rank->rank() == 0 && step == last) {
+              rank->abort("rank 0: on purpose");
+              throw std::runtime_error("on purpose");
+            }
+            execute(rank->transport(), rank->transport().group(c.group, Lane::kMain), c, x.data(),
+                    x.data(), {1000, 1}, DType::kFloat32, rank->scratch(), nullptr);
+          }
+        } catch (const std::exception& e) {
+          expect(std::string(e.what()).find("on purpose") != std::string::npos, e.what());
+          ++failed;
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    expect(failed == size, "every rank fails");
+    free_world(ranks);
+  }
+}
+
+void types() {
+  for (int type : {1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 16}) {
+    for (int reduction = 0; reduction < 4; ++reduction) {
+      std::vector<uint8_t> a(8 * 1500, 0xff);
+      std::vector<uint8_t> b(8 * 1500, 0x7f);
+      if (type == 9) a.assign(a.size(), 1), b.assign(b.size(), 0);
+      const void* sources[] = {a.data(), b.data()};
+      reduce_many(b.data(), sources, 2, 1500, static_cast<DType>(type),
+                  static_cast<Reduction>(reduction));
+      reduce_into(b.data(), a.data(), 1500, static_cast<DType>(type),
+                  static_cast<Reduction>(reduction));
+    }
+  }
+  std::vector<float> numbers(3 * 5);
+  for (Distribution kind : {Distribution::kUniform, Distribution::kNormal}) {
+    philox_fill(numbers.data(), {1, 2, 3, 4}, {3, 5}, {1 << 20, 1 << 20}, {1 << 19, 7}, kind);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int steps = argc > 1 ? std::atoi(argv[1]) : 300;
+  types();
+  for (int size : {1, 2, 3, 5, 8}) traffic(size, steps);
+  failures(4, steps / 10);
+  std::puts("ok");
+  return 0;
+}
