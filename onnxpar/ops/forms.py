@@ -9,7 +9,7 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.local import LocalNode
 from onnxpar.passes.builder import INT64
-from onnxpar.passes.padding import block_start, valid_count
+from onnxpar.passes.padding import block_start, fill_value, select, valid_count
 from onnxpar.sharding import local_size
 from onnxpar.symbols import Dim
 
@@ -52,6 +52,12 @@ def cast(node: LocalNode, x: ir.Value, dtype: ir.DataType | None, shape: Sequenc
     if dtype is None or x.dtype == dtype:
         return x
     return node.op("Cast", x, dtype=dtype, shape=shape, to=int(dtype))
+
+
+def zero_unless(node: LocalNode, kept: ir.Value, x: ir.Value, shape: Sequence[Dim]) -> ir.Value:
+    """Returns `x`, of local shape `shape`, with zero (false) where `kept` is false."""
+    dtype = x.dtype or FLOAT
+    return select(node.builder, kept, x, fill_value(dtype, 0), shape)
 
 
 def reduce(

@@ -7,12 +7,11 @@ Shoeybi et al., 2019).
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import axis_names
-from onnxpar.ops.forms import cast, locate, normal_axis
+from onnxpar.ops.forms import cast, locate, normal_axis, zero_unless
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -60,12 +59,10 @@ def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     if not shape:
         place = node.builder.reshape(place, shape)
     rows = node.copy([node.input(0), place])[0]
-    assert rows.dtype is not None
     axis = normal_axis(node.view, node.view.attr("axis", 0), len(node.view.shape(0)))
     trailing = len(node.view.shape(0)) - axis - 1
     inside = node.builder.reshape(inside, [*shape, *[1] * trailing])
-    zero = node.builder.const(np.array(0), rows.dtype)
-    return (node.op("Where", inside, rows, zero, dtype=rows.dtype, shape=node.out_shape()),)
+    return (zero_unless(node, inside, rows, node.out_shape()),)
 
 
 def _with_one(shape: Sequence[Dim]) -> Sequence[Dim]:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, FLOAT, cast
+from onnxpar.ops.forms import BOOL, FLOAT, cast, zero_unless
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -63,9 +63,7 @@ def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
     one = node.builder.const(np.array(1), FLOAT)
     scale = node.op("Reciprocal", node.op("Sub", one, ratio, shape=[]), shape=[])
     scaled = node.op("Mul", x, cast(node, scale, x.dtype, []), shape=shape)
-    assert x.dtype is not None
-    zero = node.builder.const(np.array(0), x.dtype)
-    y = node.op("Where", kept, scaled, zero, dtype=x.dtype, shape=shape)
+    y = zero_unless(node, kept, scaled, shape)
     return [y, _masked(node, kept)] if len(node.view.node.outputs) > 1 else [y]
 
 

@@ -7,13 +7,12 @@ be made in shards: their factors stand in the output alone.
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.fallback import replicated_rule, require_readable
-from onnxpar.ops.forms import cast, global_index
+from onnxpar.ops.forms import cast, global_index, zero_unless
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -128,9 +127,7 @@ def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
     kept = node.op(
         compare, global_index(node, column), rows, dtype=ir.DataType.BOOL, shape=shape[-2:]
     )
-    assert x.dtype is not None
-    zero = node.builder.const(np.array(0), x.dtype)
-    return (node.op("Where", kept, x, zero, dtype=x.dtype, shape=shape),)
+    return (zero_unless(node, kept, x, shape),)
 
 
 DEFS = (

@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from onnxpar.errors import ShardingError
 from onnxpar.passes.builder import INT64, GraphBuilder
 from onnxpar.sharding import Component, local_size
 from onnxpar.symbols import Dim, ceil_div
@@ -66,6 +67,44 @@ def fill_value(dtype: ir.DataType, fill: float | str) -> NDArray[Any]:
     return np.array(fill, kind)
 
 
+# Integers for which onnxruntime has no Where, and the type that they are chosen in; uint64 wraps
+# into it and back.
+_CHOSEN_AS = dict.fromkeys((ir.DataType.INT16, ir.DataType.UINT16, ir.DataType.UINT64), INT64)
+
+
+def select(
+    builder: GraphBuilder,
+    kept: ir.Value,
+    x: ir.Value,
+    fill: NDArray[np.generic],
+    shape: Sequence[Dim],
+) -> ir.Value:
+    """Returns `x`, of local shape `shape`, with `fill` wherever `kept` is false.
+
+    Args:
+        builder: Where nodes are emitted.
+        kept: Booleans that broadcast against `x`.
+        x: A local value.
+        fill: A 0-d array of the type of `x`.
+        shape: The local shape.
+    """
+    dtype = x.dtype
+    if dtype is None:
+        raise ShardingError(f"the element type of {x.name!r} is not known")
+    if dtype == ir.DataType.BOOL:
+        # onnxruntime has no Where on booleans either.
+        if not fill:
+            return builder.op("And", x, kept, shape=shape)
+        return builder.op("Or", x, builder.op("Not", kept), shape=shape)
+    wide = _CHOSEN_AS.get(dtype)
+    if wide is None:
+        return builder.op("Where", kept, x, builder.const(fill, dtype), dtype=dtype, shape=shape)
+    held = builder.op("Cast", x, dtype=wide, shape=shape, to=int(wide))
+    constant = builder.const(fill.astype(np.int64), wide)
+    chosen = builder.op("Where", kept, held, constant, dtype=wide, shape=shape)
+    return builder.op("Cast", chosen, dtype=dtype, shape=shape, to=int(dtype))
+
+
 def mask_component(
     builder: GraphBuilder,
     x: ir.Value,
@@ -117,15 +156,5 @@ def mask_component(
         shape=valid_shape,
     )
     shape = view if before or after else local
-    fills = fill_value(x.dtype, fill)
-    if x.dtype == ir.DataType.BOOL:
-        # onnxruntime has no Where on booleans.
-        kept = (
-            builder.op("Or", tall, builder.op("Not", valid, shape=valid_shape), shape=shape)
-            if fills
-            else builder.op("And", tall, valid, shape=shape)
-        )
-    else:
-        constant = builder.const(fills, x.dtype)
-        kept = builder.op("Where", valid, tall, constant, dtype=x.dtype, shape=shape)
+    kept = select(builder, valid, tall, fill_value(x.dtype, fill), shape)
     return builder.reshape(kept, local) if before or after else kept

@@ -161,10 +161,17 @@ SHAPE = (
     ),
     Case("y = EyeLike<k=1>(x)", {"x": "float[N,6]"}, N5),
     Case("y = Trilu(x)", {"x": "float[2,N,6]"}, N5),
+    Case("y = Trilu(x)", {"x": "bool[N,6]"}, N5),
     Case("y = Trilu<upper=0>(x, k)", {"x": "float[N,6]"}, N5, {"k": scalar(-1)}),
 )
 
 GATHER = (
+    *(
+        Case("y = Gather(d, i)", {"d": f"{kind}[7,3]", "i": "int64[N,2]"}, N5)
+        for kind in ("double", "int16", "uint16", "uint64", "int8")
+    ),
+    # Three parts of up to 10 in float16 lose 2^-11 each when they are summed.
+    Case("y = Gather(d, i)", {"d": "float16[7,3]", "i": "int64[N,2]"}, N5, rtol=1e-2),
     Case("y = Gather(d, i)", {"d": "float[7,3]", "i": "int64[N,2]"}, N5),
     Case("y = Gather(d, i)", {"d": "float[7,3]", "i": "int64[N,2]"}, N5, opset=11),
     Case(
