@@ -32,8 +32,8 @@ class Step:
     """One step of a reshard.
 
     Attributes:
-        kind: slice, all_gather, reduce_scatter, all_reduce, all_to_all, permute, or view: the same
-            local elements seen as other components.
+        kind: slice, all_gather, reduce_scatter, all_reduce, all_to_all or permute. Between two
+            steps the same local elements may be seen as other components.
         atoms: Atoms of the groups, in the order of the group.
         source: (dim, component) that loses atoms; None where there is none.
         target: (dim, component) that gains atoms; None where there is none.
@@ -92,8 +92,10 @@ def _plan(
             f"cannot make a value partial {target.reduction} over "
             f"{mesh.describe(target.partial)}: it is {source.describe(mesh)}"
         )
-    if source.rank != target.rank or not all(
-        table.equal(a, b) for a, b in zip(source.shape, target.shape, strict=True)
+    # Two symbolic sizes may be equal without a proof: the graph decides.
+    if source.rank != target.rank or any(
+        isinstance(a, int) and isinstance(b, int) and a != b
+        for a, b in zip(source.shape, target.shape, strict=True)
     ):
         raise ShardingError(f"cannot reshard a value of shape {source.shape} to {target.shape}")
     views = [_aligned(a, b, mesh, table) for a, b in zip(source.dims, target.dims, strict=True)]
@@ -143,6 +145,7 @@ def _aligned(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> 
     left, right = list(a), list(b)
     source: list[Component] = []
     target: list[Component] = []
+    coarser: tuple[DimSharding, DimSharding, DimSharding, DimSharding] | None = None
     while left and right:
         x, y = left[0], right[0]
         if table.equal(x.size, y.size):
@@ -153,10 +156,15 @@ def _aligned(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> 
         elif pieces := _cut(y, x.size, mesh, table):
             right[0:1] = pieces
         elif pieces := _cut_first(x, mesh, table):
+            coarser = coarser or (tuple(source), tuple(target), tuple(left), tuple(right))
             left[0:1] = pieces
         elif pieces := _cut_first(y, mesh, table):
+            coarser = coarser or (tuple(source), tuple(target), tuple(left), tuple(right))
             right[0:1] = pieces
         else:
+            # Cut atom by atom in vain: a run is gathered at once.
+            if coarser is not None:
+                source, target, left, right = map(list, coarser)
             break
     # What is left on one side when the other is used up has no elements but one.
     if not any(c.atoms for c in (*left, *right)) and not (left and right):

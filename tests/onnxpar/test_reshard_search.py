@@ -218,6 +218,20 @@ def test_components_that_line_up_stay_where_they_are() -> None:
     assert all(0 in step.after.split_atoms for step in steps)
 
 
+def test_components_that_do_not_line_up_are_gathered_run_by_run() -> None:
+    mesh = Mesh.of(dp=2, tp=4)
+    batch = dim_symbol("batch")
+    source = Sharding(((Component(8, (1, 2)), Component(batch, (0,))),))
+    target = Sharding(((Component(batch, (0,)), Component(8, (1, 2))),))
+    steps = plan_reshard(source, target, mesh, SymbolTable({"batch": Symbol()}), 4)
+    assert [(s.kind, s.atoms) for s in steps] == [
+        ("all_gather", (1, 2)),
+        ("all_gather", (0,)),
+        ("slice", (1, 2)),
+        ("slice", (0,)),
+    ]
+
+
 def test_padding_is_sent_too_and_counted() -> None:
     mesh = Mesh.of(a=4)
     source = Sharding.of((5, 8), [(), (0, 1)])
