@@ -29,7 +29,7 @@ def _find(name: str) -> Path:
     # compiled in site-packages; both are locations of the package.
     spec = importlib.util.find_spec("onnxpar_runtime")
     places = list(spec.submodule_search_locations or ()) if spec else []
-    places.insert(0, str(Path(__file__).parent))
+    places.append(str(Path(__file__).parent))
     for place in places:
         path = Path(place) / "lib" / name
         if path.is_file():
