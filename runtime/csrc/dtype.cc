@@ -1,7 +1,6 @@
 #include "dtype.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -53,9 +52,10 @@ struct Float16 {
     const uint32_t subnormal =
         bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
     const uint32_t normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
-    uint32_t h = magnitude < 0x38800000u ? subnormal : normal;
-    if (magnitude >= 0x477ff000u) h = 0x7c00u;  // 65520 and more round to infinity
-    if (magnitude > 0x7f800000u) h = 0x7e00u;
+    const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+    // 65520 and more round to infinity.
+    const uint32_t number = magnitude >= 0x477ff000u ? 0x7c00u : finite;
+    const uint32_t h = magnitude > 0x7f800000u ? 0x7e00u : number;
     return {static_cast<uint16_t>(h | sign)};
   }
 };
@@ -65,12 +65,15 @@ T combine(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
     if constexpr (R == Reduction::kSum) return a + b;
     if constexpr (R == Reduction::kProd) return a * b;
-    if (a != a || b != b) return std::numeric_limits<T>::quiet_NaN();
-    if constexpr (R == Reduction::kMax) {
-      return a > b ? a : b > a ? b : std::signbit(a) ? b : a;
-    } else {
-      return a < b ? a : b < a ? b : std::signbit(a) ? a : b;
-    }
+    // Selections and no branches, so that loops become vector instructions. Equal numbers have equal
+    // bits but for the sign of zero: "and" keeps + for the maximum, "or" keeps - for the minimum.
+    using U = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+    const U x = bit_cast<U>(a);
+    const U y = bit_cast<U>(b);
+    const T same = bit_cast<T>(static_cast<U>(R == Reduction::kMax ? x & y : x | y));
+    const T apart = (R == Reduction::kMax ? a > b : a < b) ? a : b;
+    const T number = a == b ? same : apart;
+    return (a != a) | (b != b) ? std::numeric_limits<T>::quiet_NaN() : number;
   } else {
     // Unsigned arithmetic wraps; signed overflow would be undefined.
     if constexpr (R == Reduction::kSum) {
