@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import sympy
 from numpy.typing import NDArray
 from onnx_shape_inference import SYM_DATA_KEY
 
@@ -54,7 +55,9 @@ def shapes(model: ir.Model, table: SymbolTable) -> ShapeEnv:
         if value.shape is not None and all(
             isinstance(d, int) or d.value is not None for d in value.shape
         ):
-            found[name] = tuple(as_dim(d if isinstance(d, int) else d.value) for d in value.shape)
+            found[name] = tuple(
+                _proved(as_dim(d if isinstance(d, int) else d.value), table) for d in value.shape
+            )
         data = value.metadata_props.get(SYM_DATA_KEY)
         if data is not None:
             items = json.loads(data)
@@ -67,6 +70,13 @@ def shapes(model: ir.Model, table: SymbolTable) -> ShapeEnv:
         ):
             contents[name] = tuple(int(x) for x in value.const_value.numpy().ravel())
     return ShapeEnv(found, contents, table)
+
+
+def _proved(size: Dim, table: SymbolTable) -> Dim:
+    """A size without the ends of slices that constraints show to lie inside."""
+    if isinstance(size, int) or not size.has(sympy.Min, sympy.Max):
+        return size
+    return as_dim(table.normal(size))
 
 
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
 
 from onnxpar.errors import ModelError
+from onnxpar.ops.inference import correct_inference
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 
 MIN_OPSET = 7
@@ -82,6 +83,7 @@ def normalise(model: ir.Model) -> ir.Model:
     library = logging.getLogger("onnx_shape_inference")
     level = library.level
     library.setLevel(logging.ERROR)
+    correct_inference()
     try:
         infer_symbolic_shapes(model, warn_on_missing=False)
         return model

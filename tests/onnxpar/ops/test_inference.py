@@ -1,0 +1,81 @@
+"""The sizes inferred for Slice and ConstantOfShape are those that come out at any symbols."""
+
+from itertools import product
+
+import onnx.parser
+import onnx_ir as ir
+import pytest
+
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.pipeline import analyse
+from onnxpar.symbols import Dim, Symbol, symbols_of
+
+HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
+INT64_MAX, INT32_MAX = 2**63 - 1, 2**31 - 1
+
+
+def shapes_of(text: str, **constraints: Symbol) -> ShapeEnv:
+    return analyse(ir.from_proto(onnx.parser.parse_model(HEAD + text)), constraints).env
+
+
+def sliced(*bounds: tuple[int, int, int], **constraints: Symbol) -> tuple[ShapeEnv, list[Dim]]:
+    """The sizes that slices of a symbolic dim have, one of each (start, end, step)."""
+    places = range(len(bounds))
+    weights = ", ".join(
+        f"int64[1] {name}{i} = {{{bounds[i][at]}}}" for i in places for at, name in enumerate("set")
+    )
+    env = shapes_of(
+        f"""g (float[seq, 4] x) => ({", ".join(f"float[n{i}, 4] y{i}" for i in places)})
+        <int64[1] a = {{0}}, {weights}>
+        {{ {" ".join(f"y{i} = Slice(x, s{i}, e{i}, a, t{i})" for i in places)} }}""",
+        **constraints,
+    )
+    return env, [env.shapes[f"y{i}"][0] for i in places]
+
+
+def test_slices_of_a_symbolic_dim() -> None:
+    ends = [0, 1, 3, 1000, -1, -3, INT64_MAX, INT32_MAX, 1 << 40]
+    bounds = list(product([0, 1, 4, -1, -3], ends, [1, 2, 3]))
+    env, sizes = sliced(*bounds)
+    for size, (start, end, step) in zip(sizes, bounds, strict=True):
+        for seq in range(1, 12):
+            got = env.table.evaluate(size, {"seq": seq})
+            assert got == len(range(seq)[start:end:step]), (seq, start, end, step)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, -INT64_MAX), (INT64_MAX, -INT64_MAX)])
+def test_slice_that_reverses(start: int, end: int) -> None:
+    env, (size,) = sliced((start, end, -1))
+    assert env.table.evaluate(size, {"seq": 5}) == 5
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"), [(-1, INT64_MAX, 1), (0, 1, 1), (0, INT64_MAX, "seq")]
+)
+def test_what_every_size_gives_is_plain(start: int, end: int, expected: Dim) -> None:
+    _, (size,) = sliced((start, end, 1))
+    assert str(size) == str(expected)
+
+
+def test_constraints_say_that_an_end_lies_inside() -> None:
+    assert sliced((0, 5, 1))[1] != [5]
+    assert sliced((0, 5, 1), seq=Symbol(min=5))[1] == [5]
+
+
+def test_slice_of_a_size_that_depends_on_data_is_not_known() -> None:
+    env = shapes_of(
+        """g (float[seq] x) => (int64[1, n] y)
+        <int64[1] s = {0}, int64[1] e = {1}, int64[1] a = {1}>
+        { hits = NonZero(x) y = Slice(hits, s, e, a) }"""
+    )
+    size = env.shapes["y"][1]
+    assert symbols_of(size) and not any(name in env.table for name in symbols_of(size))
+
+
+def test_constant_of_a_computed_shape() -> None:
+    env = shapes_of(
+        """g (float[batch, seq, 4] x) => (float[b, s, c] y)
+        { shape = Shape(x) y = ConstantOfShape<value = float[1] {2.0}>(shape) }"""
+    )
+    values = {"batch": 3, "seq": 7}
+    assert tuple(env.table.evaluate(d, values) for d in env.shapes["y"]) == (3, 7, 4)
