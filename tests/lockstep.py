@@ -19,7 +19,8 @@ from onnx.reference import ReferenceEvaluator
 from onnxpar.mesh import Mesh
 from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
 from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.sharding import join, split
+from onnxpar.sharding import Component, DimSharding, Sharding, join, split
+from onnxpar.symbols import symbols_of
 
 Array = NDArray[np.generic]
 Evaluate = Callable[[Mapping[str, Array]], dict[str, Array]]
@@ -62,13 +63,18 @@ def run_model(
     )
     outputs = {}
     for item, shards in zip(model.outputs, values, strict=True):
-        # Sizes that depend on data are read off the shards; such dims are not split.
-        sizes = dict(symbols)
-        for size, local_size in zip(item.sharding.shape, shards[0].shape, strict=True):
-            if not isinstance(size, int) and size.is_Symbol:
-                sizes.setdefault(str(size), local_size)
-        outputs[item.name] = join(shards, item.sharding.concrete(table, sizes), mesh)
+        dims = zip(item.sharding.dims, shards[0].shape, strict=True)
+        sizes = tuple(_sized(dim, size, symbols) for dim, size in dims)
+        outputs[item.name] = join(shards, Sharding(sizes).concrete(table, symbols), mesh)
     return outputs
+
+
+def _sized(dim: DimSharding, local: int, symbols: Mapping[str, int]) -> DimSharding:
+    """The dim, its size read off a shard where it depends on data; such a dim is not split."""
+    known = all(name in symbols for c in dim for name in symbols_of(c.size))
+    if known or any(c.atoms for c in dim):
+        return dim
+    return (Component(local),)
 
 
 @dataclass

@@ -1,0 +1,97 @@
+"""Random programs under random strategies: all devices together compute what one device does.
+
+A case is one seed: a program, a strategy and sizes. `ONNXPAR_FUZZ_SEED` shifts the seeds,
+`ONNXPAR_FULL` runs many more of them. A failure names its seed; `case(seed)` repeats it.
+"""
+
+import os
+import random
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from lockstep import evaluator, run_model
+from random_builder import F32, Array
+from random_programs import feeds, program
+from random_strategies import document, pinned
+
+from onnxpar.errors import ShardingError
+from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.pipeline import analyse, divide
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.symbols import Symbol
+
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 60
+BATCHES = 20
+# Rounding of 2^-53 and 2^-24 in sums of at most a few hundred terms, each amplified at most a
+# thousandfold by what follows (a norm divides by no less than sqrt(0.1), products multiply).
+EXACT, ROUNDED = 1e-9, 2e-3
+
+
+def cut(
+    model: onnx.ModelProto, seed: int, constraints: dict[str, Symbol]
+) -> PartitionedModel | None:
+    """The model divided by the strategy of a seed; None where a random split is refused."""
+    analysed = analyse(ir.from_proto(model), constraints)
+    ranks = {v.name or "": v.shape.rank() for v in analysed.model.graph.inputs if v.shape}
+    strategy = Strategy.from_dict(document(seed, ranks))
+    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    if seed % 2 == 0:
+        return divide(analysed, seeds)
+    try:
+        return divide(analysed, pinned(analysed, seeds, seed))
+    except ShardingError as error:
+        assert "'n" in str(error), "a refusal names its node"
+        return None
+
+
+def case(seed: int) -> bool:
+    """Runs a case; whether its strategy was taken."""
+    draw = random.Random(f"sizes {seed}")
+    divisor = draw.choice([1, 1, 1, 2, 4])
+    constraints = {"batch": Symbol(divisor=divisor)} if divisor > 1 else {}
+    model = program(seed)
+    parted = cut(model, seed, constraints)
+    if parted is None:
+        return False
+    # Without optimizations: onnxruntime's scale fusion rounds scales of float64 to float32.
+    whole = evaluator(model, reference=False)
+    # A value rounded to float32 midway is no better in float64.
+    narrow = any(a.i == F32 for n in model.graph.node for a in n.attribute if a.name == "to")
+    narrow |= any(i.type.tensor_type.elem_type == F32 for i in model.graph.input)
+    for _ in range(2):
+        symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
+        data = feeds(model, symbols, seed)
+        want = whole(data)
+        got = run_model(parted, data, model.opset_import[0].version, symbols)
+        assert got.keys() == want.keys()
+        for name, array in want.items():
+            compare(name, got[name], array, ROUNDED if narrow else EXACT, symbols)
+    return True
+
+
+def compare(name: str, got: Array, want: Array, tolerance: float, symbols: dict[str, int]) -> None:
+    where = f"output {name!r} at {symbols}"
+    assert got.dtype == want.dtype, where
+    assert got.shape == want.shape, f"{where}: expected {want.shape}, got {got.shape}"
+    if want.dtype.kind != "f":
+        assert (got == want).all(), where
+        return
+    assert np.isfinite(want).all(), f"{where}: the whole model itself overflows"
+    error = np.abs(got - want).max()
+    bound = tolerance * max(1.0, np.abs(want).max())
+    assert error <= bound, f"{where}: expected an error up to {bound:.1e}, got {error:.1e}"
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_programs(batch: int) -> None:
+    taken = 0
+    count = CASES // BATCHES
+    for seed in range(SEED + batch * count, SEED + (batch + 1) * count):
+        try:
+            taken += case(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert taken >= count // 3, "most random strategies are taken"
