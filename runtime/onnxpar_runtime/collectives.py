@@ -152,7 +152,11 @@ class World:
         self._check(self._library.onnxpar_abort(self._handle, f"rank {rank}: {message}".encode()))
 
     def close(self) -> None:
-        """Gives back what the world holds. Kernels that run afterwards fail with an error."""
+        """Gives back what the world holds. Kernels that run afterwards fail with an error.
+
+        Under MPI every rank of the communicator must call it, before MPI is finalised or not at
+        all.
+        """
         if not self._closed:
             self._closed = True
             self._check(self._library.onnxpar_close(self._handle))
