@@ -61,6 +61,8 @@ const CustomOp& self(const ort::CustomOp* op) { return *static_cast<const Custom
 class Kernel {
  public:
   Kernel(RankContext& rank, std::string where) : rank_(rank), where_(std::move(where)) {}
+  // Whether the node uses its optional last output, the token.
+  void set_outputs(size_t outputs) { outputs_ = outputs; }
   virtual ~Kernel() = default;
   virtual void compute(const Io& io) = 0;
   virtual std::string describe() const { return at(where_); }
@@ -72,8 +74,14 @@ class Kernel {
   static Stream stream(const Transport& transport, const Io& io) {
     return transport.on_device() ? io.stream() : nullptr;
   }
+  void token(const Io& io, size_t index) const {
+    if (index < outputs_) io.token(index);
+  }
   RankContext& rank_;
   const std::string where_;
+
+ private:
+  size_t outputs_ = 0;
 };
 
 class CollectiveKernel : public Kernel {
@@ -94,12 +102,13 @@ class CollectiveKernel : public Kernel {
   void compute(const Io& io) override {
     Group& group = this->group();
     const Tensor x = io.input(0);
-    void* out = io.output(0, output_shape(collective_, x.shape));
+    const bool kept = collective_.op == Op::kAllReduce || collective_.op == Op::kBroadcast;
+    void* out = kept ? io.output(0, x.shape) : io.output(0, output_shape(collective_, x.shape));
     Transport& transport = rank_.transport();
     execute(transport, group, collective_, x.data, out, x.shape, x.type, rank_.scratch(),
             stream(transport, io));
     count(x);
-    io.token(1);
+    token(io, 1);
   }
 
  protected:
@@ -148,7 +157,7 @@ class StartKernel : public CollectiveKernel {
     }
     count(x);
     *static_cast<int64_t*>(io.output(0, {1})) = number;
-    io.token(1);
+    token(io, 1);
   }
 
  private:
@@ -209,7 +218,7 @@ class SendKernel : public PeerKernel {
     Transport& transport = rank_.transport();
     transport.send({where_, {}}, peer_, tag_, x.data, x.bytes(), stream(transport, io));
     rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
-    io.token(0);
+    token(io, 0);
   }
 };
 
@@ -230,7 +239,7 @@ class RecvKernel : public PeerKernel {
     Transport& transport = rank_.transport();
     transport.recv({where_, {}}, peer_, tag_, out, bytes, stream(transport, io));
     rank_.count(Op::kRecv, 0);
-    io.token(1);
+    token(io, 1);
   }
 
  private:
@@ -320,7 +329,9 @@ ort::Status* create_kernel(const ort::CustomOp* op, const void*, const ort::Kern
           "Rank.register)");
     }
     where = "rank " + std::to_string(custom.rank->rank()) + ": " + where;
-    *kernel = make_kernel(custom.signature->op, *custom.rank, attributes).release();
+    std::unique_ptr<Kernel> made = make_kernel(custom.signature->op, *custom.rank, attributes);
+    made->set_outputs(attributes.outputs());
+    *kernel = made.release();
     return nullptr;
   } catch (const std::exception& e) {
     return failure(ort::kInvalidArgument, where + ": " + e.what());

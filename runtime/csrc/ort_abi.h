@@ -56,13 +56,13 @@ inline constexpr int kAttrString = 5;
   X(86, attr_int, Status* (*)(const KernelInfo*, const char*, int64_t*))                        \
   X(87, attr_string, Status* (*)(const KernelInfo*, const char*, char*, size_t*))               \
   X(88, input_count, Status* (*)(const KernelContext*, size_t*))                                \
-  X(89, output_count, Status* (*)(const KernelContext*, size_t*))                               \
   X(90, input, Status* (*)(const KernelContext*, size_t, const Value**))                        \
   X(91, output, Status* (*)(KernelContext*, size_t, const int64_t*, size_t, Value**))           \
   X(93, release_status, void (*)(Status*))                                                      \
   X(99, release_tensor_info, void (*)(TensorInfo*))                                             \
   X(163, attr_ints, Status* (*)(const KernelInfo*, const char*, int64_t*, size_t*))             \
   X(193, gpu_stream, Status* (*)(const KernelContext*, void**))                                 \
+  X(231, info_output_count, Status* (*)(const KernelInfo*, size_t*))                            \
   X(244, node_name, Status* (*)(const KernelInfo*, char*, size_t*))                             \
   X(267, shape_input_count, Status* (*)(const ShapeContext*, size_t*))                          \
   X(268, shape_input, Status* (*)(const ShapeContext*, size_t, TensorInfo**))                   \

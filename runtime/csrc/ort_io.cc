@@ -96,9 +96,6 @@ void* Io::output(size_t index, const Shape& shape) const {
 }
 
 void Io::token(size_t index) const {
-  size_t outputs = 0;
-  check(g_api.output_count(context_, &outputs));
-  if (index >= outputs) return;
   void* data = output(index, {1});
   if (data != nullptr) *static_cast<uint8_t*>(data) = 0;
 }
@@ -141,6 +138,12 @@ std::string KernelAttributes::node() const {
   check(g_api.node_name(info_, name.data(), &size));
   name.resize(size - 1);
   return name;
+}
+
+size_t KernelAttributes::outputs() const {
+  size_t count = 0;
+  check(g_api.info_output_count(info_, &count));
+  return count;
 }
 
 const ort::OpAttr* ShapeAttributes::find(const char* name) const {

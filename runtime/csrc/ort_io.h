@@ -36,7 +36,7 @@ class Io {
   Tensor input(size_t index) const;
   // Memory of the output, allocated by onnxruntime; null where the node leaves it out.
   void* output(size_t index, const Shape& shape) const;
-  // Writes the token that chains the next collective, if the node has one.
+  // Writes the token that chains the next collective.
   void token(size_t index) const;
   Stream stream() const;
 
@@ -51,6 +51,7 @@ class KernelAttributes : public Attributes {
   std::optional<std::string> text(const char* name) const override;
   std::optional<std::vector<int64_t>> integers(const char* name) const override;
   std::string node() const;
+  size_t outputs() const;
 
  private:
   const ort::KernelInfo* info_;
