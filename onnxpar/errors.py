@@ -37,9 +37,3 @@ class ShardingError(OnnxparError):
 
 class ArtifactError(OnnxparError):
     """An output directory that cannot be written, is incomplete, or does not match its manifest."""
-
-
-class MismatchError(OnnxparError):
-    """The divided program does not equal the undivided one."""
-
-    exit_code = 1

@@ -207,7 +207,12 @@ class Mesh:
 
     def groups(self, atoms: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Returns every group over `atoms`, each device in exactly one, ordered by first device."""
-        return tuple(sorted({self.group(rank, atoms) for rank in range(self.size)}))
+        firsts = (
+            rank
+            for rank in range(self.size)
+            if not any(rank // self.strides[a] % self.atoms[a] for a in atoms)
+        )
+        return tuple(self.group(rank, atoms) for rank in firsts)
 
     def describe(self, atoms: Sequence[int]) -> str:
         """Names a run of atoms: by mesh axes, else `4@2` for 4 pieces of devices 2 apart."""

@@ -14,7 +14,7 @@ from onnxpar.analysis.report import inspect_data
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
 from onnxpar.artifacts import check_target, write
-from onnxpar.errors import ModelError, StrategyError
+from onnxpar.errors import ModelError, RuleError, StrategyError
 from onnxpar.ops.fallback import replicated_rule, settle
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule
@@ -72,7 +72,8 @@ def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]
     for node in model.graph:
         name = node.name or ""
         view = views[name] = NodeView(node, env, default)
-        version = default if node.domain in ("", "ai.onnx") else model.opset_imports[node.domain]
+        standard = node.domain in ("", "ai.onnx")
+        version = default if standard else model.opset_imports.get(node.domain, 1)
         definition = REGISTRY.find(node.domain, node.op_type, version)
         if definition is None:
             reasons[name] = f"no sharding rule for {node.domain or 'onnx'}::{node.op_type}"
@@ -83,6 +84,10 @@ def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]
                 continue
             except ModelError as error:
                 reasons[name] = str(error)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                raise RuleError(
+                    f"node {name!r} ({node.op_type}): its sharding rule failed: {error}"
+                ) from error
         rules[name] = replicated_rule(view)
     return Rules(rules, views, reasons), ops
 

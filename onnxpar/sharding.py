@@ -220,7 +220,8 @@ def block(size: int, parts: Sequence[int], position: Sequence[int]) -> Block:
     return Block(start, valid, local)
 
 
-def _blocks(dim: DimSharding, mesh: Mesh, rank: int) -> list[Block]:
+def dim_blocks(dim: DimSharding, mesh: Mesh, rank: int) -> list[Block]:
+    """Returns device `rank`'s block of each component of a dim; sizes must be integers."""
     coords = mesh.coords(rank)
     return [
         block(int(c.size), [mesh.atoms[a] for a in c.atoms], [coords[a] for a in c.atoms])
@@ -241,7 +242,7 @@ def split(
     if tuple(array.shape) != tuple(int(s) for s in sharding.shape):
         raise ShardingError(f"expected an array of shape {sharding.shape}, got {array.shape}")
     sizes = [int(c.size) for dim in sharding.dims for c in dim]
-    blocks = [b for dim in sharding.dims for b in _blocks(dim, mesh, rank)]
+    blocks = [b for dim in sharding.dims for b in dim_blocks(dim, mesh, rank)]
     view = array.reshape(sizes)[tuple(slice(b.start, b.start + b.valid) for b in blocks)]
     padded = np.zeros([b.local for b in blocks], dtype=array.dtype)
     padded[tuple(slice(0, n) for n in view.shape)] = view
@@ -278,7 +279,7 @@ def join(
         total = pieces[0]
         for piece in pieces[1:]:
             total = combine[sharding.reduction](total, piece)
-        blocks = [b for dim in sharding.dims for b in _blocks(dim, mesh, rank)]
+        blocks = [b for dim in sharding.dims for b in dim_blocks(dim, mesh, rank)]
         part = total.reshape([b.local for b in blocks])
         whole[tuple(slice(b.start, b.start + b.valid) for b in blocks)] = part[
             tuple(slice(0, b.valid) for b in blocks)

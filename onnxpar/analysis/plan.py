@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.ops.rule import ANY, SPECIAL, WHOLE, Operand, OpRule
+from onnxpar.ops.rule import ANY, WHOLE, Operand, OpRule
 from onnxpar.sharding import REDUCTIONS, Component, DimSharding, Sharding, canonical_dim
 from onnxpar.symbols import Dim, SymbolTable, exact_div
 
@@ -78,8 +78,10 @@ def factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:
                 f"the operand has shape {shape}"
             )
         for size, names in zip(shape, operand.dims, strict=True):
-            if len(names) == 1:
-                sizes.setdefault(names[0], size)
+            # Operands that must agree may say it differently: a number tells more than a symbol.
+            known = sizes.get(names[0]) if len(names) == 1 else 1
+            if known is None or (isinstance(size, int) and not isinstance(known, int)):
+                sizes[names[0]] = size
     return sizes
 
 
@@ -242,8 +244,3 @@ def _closed(
     if any(c.atoms for c in taken):
         found[name] = (*taken, Component(left)) if left != 1 else tuple(taken)
     return found
-
-
-def is_special(rule: OpRule, factors: Factors) -> bool:
-    """Whether the plan splits a factor that needs the operator's own local algorithm."""
-    return any(rule.kinds[f] == SPECIAL and any(c.atoms for c in p) for f, p in factors.items())

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar import __version__
 from onnxpar.artifacts.directory import GENERATOR
 from onnxpar.artifacts.weights import Written
 from onnxpar.errors import ArtifactError
@@ -21,14 +22,13 @@ from onnxpar.passes.builder import (
     Collective,
 )
 from onnxpar.passes.emit import used_system_inputs
-from onnxpar.passes.layout import Interval, WeightLayout, boxes
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
+from onnxpar.passes.weight_layout import Interval, WeightLayout, boxes
 from onnxpar.sharding import Sharding
 from onnxpar.symbols import Dim, Symbol, dim_str, safe_name
 from onnxpar.symbols.expr import fraction
 
 SCHEMA = 1
-VERSION = "0.1.0"
 
 Json = dict[str, Any]
 
@@ -59,7 +59,7 @@ def manifest(
     mesh = models[0].plan.mesh
     return {
         "schema": SCHEMA,
-        "generator": f"{GENERATOR} {VERSION}",
+        "generator": f"{GENERATOR} {__version__}",
         "model": model_name,
         "mesh": {"axes": [[n, s] for n, s in mesh.axes], "atoms": list(mesh.atoms)},
         "devices": mesh.size,

@@ -15,8 +15,8 @@ from onnxpar.artifacts.manifest import manifest
 from onnxpar.artifacts.weights import Written, write_weights
 from onnxpar.errors import ArtifactError
 from onnxpar.passes.emit import fill, template
-from onnxpar.passes.layout import layout
 from onnxpar.passes.partitioned import Parameter, PartitionedModel
+from onnxpar.passes.weight_layout import layout
 
 MAX_PROTOBUF = 2**31 - 1
 """Bytes; the largest message that protobuf writes."""

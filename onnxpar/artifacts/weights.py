@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar.artifacts.sources import Bytes, reader
-from onnxpar.passes.layout import Shard, WeightLayout, stored_dtype
 from onnxpar.passes.partitioned import Parameter
+from onnxpar.passes.weight_layout import Shard, WeightLayout, stored_dtype
 from onnxpar.sharding import Block
 
 CHUNK = 1 << 20

@@ -15,8 +15,8 @@ from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.passes.cleanup import read_by
-from onnxpar.passes.layout import WeightLayout, layout
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
+from onnxpar.passes.weight_layout import WeightLayout, layout
 
 DOMAIN_VERSION = 1
 MIN_IR_VERSION = 11

@@ -95,7 +95,8 @@ class _Partition:
             self.builder.scope(name)
             sharding = self.plan.outputs[name]
             local = self._get(value, sharding, f"output {name!r}")
-            if local.producer() is None or local.name in used:
+            passed_on = local.producer() is None and local.name == name
+            if not passed_on and (local.producer() is None or local.name in used):
                 local = self.builder.op(
                     "Identity", local, dtype=local.dtype, shape=sharding.local_shape(mesh, table)
                 )
@@ -105,6 +106,7 @@ class _Partition:
             outputs.append(GraphInput(name, local, sharding))
         remove_unused(self.builder, [o.local for o in outputs])
         needed = {v for node in self.builder.nodes for v in read_by(node)}
+        needed |= {o.local for o in outputs}
         replicated = tuple(
             (node.name or "", node.op_type, self.plan.nodes[node.name or ""].reason)
             for node in graph

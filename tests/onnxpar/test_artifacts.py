@@ -22,8 +22,8 @@ from onnxpar.artifacts.weights import CHUNKS, write_weights
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.passes.builder import GraphBuilder
-from onnxpar.passes.layout import boxes, layout
 from onnxpar.passes.partitioned import Parameter
+from onnxpar.passes.weight_layout import boxes, layout
 from onnxpar.sharding import Component, Sharding, split
 from onnxpar.symbols import SymbolTable
 

@@ -12,8 +12,8 @@ from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.passes.builder import GraphBuilder
 from onnxpar.passes.emit import describe_rank, emit_rank, fill, template
-from onnxpar.passes.layout import layout
 from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.passes.weight_layout import layout
 from onnxpar.symbols import Symbol, SymbolTable
 
 MESH = Mesh.of(dp=2, tp=4)

@@ -9,6 +9,7 @@ from lockstep import run_model
 
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.mesh import Mesh
+from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.pipeline import analyse, divide
 from onnxpar.sharding import Sharding
 
@@ -71,3 +72,43 @@ def test_computed_whole_and_named(title: str, batch: int) -> None:
     got = run_model(parted, feeds, 20, {"n": batch})["y"]
     # The same operations on the same numbers: no sum is taken in another order.
     assert np.array_equal(got, want)
+
+
+def parted_on_two(text: str) -> tuple[onnx.ModelProto, PartitionedModel]:
+    proto = onnx.parser.parse_model(HEAD + text)
+    analysed = analyse(ir.serde.deserialize_model(proto), {})
+    mesh = Mesh.of(dp=2)
+    inputs = {
+        v.name or "": Sharding.of(analysed.env.shapes[v.name or ""], [(0,), ()])
+        for v in analysed.model.graph.inputs
+    }
+    return proto, divide(analysed, Seeds(mesh, {}, inputs))
+
+
+def test_an_input_that_is_an_output_too() -> None:
+    _, parted = parted_on_two("g (float[n, 6] x) => (float[n, 6] x, float[n, 6] y) { y = Relu(x) }")
+    assert [node.op_type for node in parted.builder.nodes] == ["Relu"]
+    assert parted.outputs[0].local is parted.inputs[0].local
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    got = run_model(parted, {"x": x}, 20, {"n": 5})
+    assert np.array_equal(got["x"], x)
+    assert np.array_equal(got["y"], np.maximum(x, 0))
+
+
+def test_a_symbol_that_a_weight_knows() -> None:
+    weight = ", ".join(str(i - 3) for i in range(12))
+    proto, parted = parted_on_two(
+        f"g (float[n, k] x) => (float[n, 3] y) <float[4, 3] w = {{{weight}}}>{{ y = MatMul(x, w) }}"
+    )
+    x = np.random.default_rng(0).integers(-5, 5, (5, 4)).astype(np.float32)
+    reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    got = run_model(parted, {"x": x}, 20, {"n": 5, "k": 4})["y"]
+    assert np.array_equal(got, reference.run(None, {"x": x})[0])
+
+
+def test_a_domain_that_is_not_imported_is_whole_and_named() -> None:
+    proto = onnx.parser.parse_model(HEAD + "g (float[n, 6] x) => (float[n, 6] y) { y = Relu(x) }")
+    proto.graph.node[0].domain = "elsewhere"
+    analysed = analyse(ir.serde.deserialize_model(proto), {})
+    (reason,) = analysed.rules.reasons.values()
+    assert reason == "no sharding rule for elsewhere::Relu"

@@ -83,9 +83,9 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
     from onnxpar.analysis.propagate import propagate
     from onnxpar.analysis.report import inspect_data
     from onnxpar.passes.emit import fill, template
-    from onnxpar.passes.layout import layout
     from onnxpar.passes.load import load
     from onnxpar.passes.partition import partition
+    from onnxpar.passes.weight_layout import layout
     from onnxpar.pipeline import analyse
     from onnxpar.strategy import load_strategy, resolve
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.passes.partitioned import Parameter
-from onnxpar.sharding import Block, DimSharding, Sharding, block
+from onnxpar.sharding import Block, Sharding, dim_blocks
 
 ALIGNMENT = 64
 """Bytes; what vector units load at once and what onnxruntime's own allocator aligns to."""
@@ -197,7 +197,7 @@ def _cut(parameter: Parameter, mesh: Mesh) -> list[_Cut]:
     length = -(-prod(shape) * dtype.bitwidth // 8)
     cut = []
     for ranks in _holders(mesh, frozenset(sharding.split_atoms)):
-        blocks = tuple(b for dim in sharding.dims for b in _blocks(dim, mesh, ranks[0]))
+        blocks = tuple(b for dim in sharding.dims for b in dim_blocks(dim, mesh, ranks[0]))
         sizes = tuple(int(c.size) for dim in sharding.dims for c in dim)
         if not stored_dtype(dtype)[1]:
             sizes, blocks = (length,), (Block(0, length, length),)
@@ -210,14 +210,6 @@ def _holders(mesh: Mesh, atoms: frozenset[int]) -> tuple[tuple[int, ...], ...]:
     """Returns, for each position along `atoms`, the ranks that are there, ordered by first rank."""
     others = [a for a in range(len(mesh.atoms)) if a not in atoms]
     return tuple(tuple(sorted(group)) for group in mesh.groups(others))
-
-
-def _blocks(dim: DimSharding, mesh: Mesh, rank: int) -> list[Block]:
-    coords = mesh.coords(rank)
-    return [
-        block(int(c.size), [mesh.atoms[a] for a in c.atoms], [coords[a] for a in c.atoms])
-        for c in dim
-    ]
 
 
 def _power(length: int) -> int:
@@ -252,7 +244,7 @@ def boxes(sharding: Sharding, mesh: Mesh, rank: int) -> tuple[Box, ...]:
     """
     dims = []
     for dim in sharding.dims:
-        blocks = _blocks(dim, mesh, rank)
+        blocks = dim_blocks(dim, mesh, rank)
         dims.append(_runs([int(c.size) for c in dim], blocks))
     return tuple(
         Box(tuple(source for source, _ in runs), tuple(local for _, local in runs))
