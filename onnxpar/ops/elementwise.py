@@ -1,9 +1,12 @@
 """Elementwise operators: every dim is a parallel factor; they differ in what they are linear in."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import broadcast_rule
+from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.rule import OpRule
 
@@ -43,7 +46,22 @@ def _is_float(view: NodeView) -> bool:
 
 def _div_rule(view: NodeView) -> OpRule:
     """Quotients of integers are rounded: a sum of them is not the quotient of the sum."""
-    return broadcast_rule(view, "sum 0, prod 0+1" if _is_float(view) else "")
+    return broadcast_rule(view, "sum 0" if _is_float(view) else "")
+
+
+def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The same operator; integers divide padding by 1, since a division by zero ends the run."""
+    if _is_float(node.view):
+        return node.copy()
+    divisor = node.input(1)
+    for factor in node.split_factors():
+        divisor = node.masked(divisor, 1, factor, 1)
+    return node.copy([node.input(0), divisor])
+
+
+def _hard_sigmoid_rule(view: NodeView) -> OpRule:
+    """Every dim; a pending max or min passes where the slope alpha is not negative."""
+    return broadcast_rule(view, _MONOTONE if view.attr("alpha", 0.2) >= 0 else "")
 
 
 # Operators that keep the order of all their operands may come before a pending max or min. Sqrt
@@ -63,10 +81,7 @@ _MONOTONE_UP = (
     ("Atan", 7, True),
     ("Sinh", 9, True),
     ("Asinh", 9, True),
-    ("HardSigmoid", 1, False),
 )
-# |xy| = |x||y|, and so on.
-_MULTIPLICATIVE = (("Abs", 1, True), ("Reciprocal", 1, False))
 _PLAIN_UNARY = (
     ("Acos", 7, False),
     ("Acosh", 9, False),
@@ -81,6 +96,7 @@ _PLAIN_UNARY = (
     ("LeakyRelu", 1, True),
     ("Log", 1, False),
     ("Mish", 18, True),
+    ("Reciprocal", 1, False),
     ("Selu", 1, True),
     ("Sin", 7, True),
     ("Sqrt", 1, True),
@@ -95,17 +111,20 @@ _DISCRETE = (*_TESTS, *_LOGIC, *_COMPARE, *_BITS)
 
 DEFS = (
     *(OpDef("", n, v, _rule(_MONOTONE), keeps_zero=z) for n, v, z in _MONOTONE_UP),
-    *(OpDef("", n, v, _rule("prod 0"), keeps_zero=z) for n, v, z in _MULTIPLICATIVE),
     *(OpDef("", n, v, _rule(), keeps_zero=z) for n, v, z in _PLAIN_UNARY),
     *(OpDef("", n, v, _rule(), gradient=NOT_DIFFERENTIABLE) for n, v in _DISCRETE),
-    OpDef("", "Sign", 9, _rule("max 0, min 0, prod 0"), keeps_zero=True),
+    OpDef("", "HardSigmoid", 1, _hard_sigmoid_rule),
+    # |xy| = |x||y|. The sign and the reciprocal of a product are not left pending so: the product
+    # may vanish or overflow in its type where the parts do not.
+    OpDef("", "Abs", 1, _rule("prod 0"), keeps_zero=True),
+    OpDef("", "Sign", 9, _rule(_MONOTONE), keeps_zero=True),
     OpDef("", "Neg", 6, _rule("sum 0"), keeps_zero=True),
     OpDef("", "Add", 7, _sum_rule, keeps_zero=True),
     OpDef("", "Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), keeps_zero=True),
     OpDef("", "Mul", 7, _rule("sum 0, sum 1, prod 0+1"), keeps_zero=True),
-    OpDef("", "Div", 7, _div_rule),
+    OpDef("", "Div", 7, _div_rule, _quotient_local),
     OpDef("", "Pow", 7, _rule()),
-    OpDef("", "Mod", 10, _rule(), gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Mod", 10, _rule(), _quotient_local, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "PRelu", 7, _rule(), keeps_zero=True),
     OpDef("", "Sum", 8, _sum_rule, keeps_zero=True),
     OpDef("", "Max", 8, _extremum_rule, keeps_zero=True),

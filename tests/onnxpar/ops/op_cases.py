@@ -27,6 +27,9 @@ _UNARY = (
 _BINARY = ("Add", "Sub", "Mul", "Div", "Less", "Greater", "Equal", "LessOrEqual", "GreaterOrEqual")
 _REDUCE = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSumExp")
 
+# Integers may not be divided by zero.
+_QUOTIENTS = {"a": np.arange(-17, 18).reshape(5, 7), "b": np.arange(35).reshape(5, 7) % 4 + 1}
+
 ELEMENTWISE = (
     *(Case(f"y = {op}(x)", {"x": "float[N,6]"}, N5) for op in _UNARY),
     *(Case(f"y = {op}(a, b)", {"a": "float[N,3,4]", "b": "float[3,1]"}, N5) for op in _BINARY),
@@ -48,6 +51,13 @@ ELEMENTWISE = (
     Case("y = Pow(a, b)", {"a": "float[N,6]"}, N5, {"b": scalar(2, np.float32)}),
     Case("y = Mod(a, b)", {"a": "int64[N,6]"}, N5, {"b": scalar(3)}),
     Case("y = Div(a, b)", {"a": "int64[N,6]"}, N5, {"b": scalar(3)}),
+    *(
+        Case(f"y = {op}(a, b)", {k: f"{kind}[N,7]" for k in "ab"}, N5, feeds=_QUOTIENTS)
+        for op in ("Mod", "Div")
+        for kind in ("int32", "int64")
+    ),
+    Case("y = Div(a, b)", {"a": "int8[N,7]", "b": "int8[7]"}, N5, feeds={"b": ints(*range(1, 8))}),
+    Case("y = HardSigmoid<alpha=-0.5>(x)", {"x": "float[N,6]"}, N5),
     Case("y = PRelu(a, b)", {"a": "float[N,6]", "b": "float[6]"}, N5),
     Case(
         "y = Clip(x, lo, hi)",
