@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import aligned, axis_names, broadcast_rule
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.forms import normal_axis
@@ -89,16 +90,18 @@ def _slices(view: NodeView) -> dict[int, int]:
     """Returns for each sliced axis its position in starts, ends and steps.
 
     Raises:
-        ModelError: The axes are an input that is not constant.
+        ModelError: The axes are an input that is not constant, or are not said by anything.
     """
     rank = len(view.shape(0))
     if view.opset < 10:
-        starts = view.attr("starts", ())
         axes: Sequence[int] | None = view.attr("axes")
+        count: Dim = len(view.attr("starts", ()))
     else:
-        starts = range(int(view.shape(1)[0]))
         axes = view.ints(3, "axes")
-    found = axes if axes is not None else range(len(starts))
+        (count,) = view.shape(1)
+    if axes is None and not isinstance(count, int):
+        raise ModelError(f"node {view.name!r} (Slice): the number of starts is {count}")
+    found = axes if axes is not None else range(int(count))
     return {normal_axis(view, axis, rank): position for position, axis in enumerate(found)}
 
 
