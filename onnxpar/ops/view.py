@@ -13,7 +13,7 @@ import onnx_ir as ir
 import sympy
 
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, SymbolError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.fallback import readable, require_readable
 from onnxpar.ops.forms import normal_axes
@@ -201,11 +201,16 @@ def unsqueeze_rule(view: NodeView) -> OpRule:
 
 
 def squeeze_rule(view: NodeView) -> OpRule:
-    """Squeeze: dims of size 1 go out; with no axes given, all of size 1."""
+    """Squeeze: dims of size 1 go out; with no axes given, all of size 1.
+
+    Raises:
+        SymbolError: No axes are given and a dim may be 1 when the model runs. The rank of the
+            output is not known then, nor is anything that follows from it.
+    """
     shape = view.shape(0)
     axes = view.ints(1, "axes")
     if axes is None:
-        require_readable(view, "a shape that is squeezed wherever it is 1", shape)
+        _refuse_unsure(view, shape)
         gone = {axis for axis, size in enumerate(shape) if size == 1}
     else:
         gone = set(normal_axes(view, axes, len(shape)))
@@ -215,6 +220,19 @@ def squeeze_rule(view: NodeView) -> OpRule:
     result = " ".join(n for axis, n in enumerate(names) if axis not in gone)
     text = f"{' '.join(words)}{further(view)} -> {result}; linear: any 0"
     return parse_rule(text + (f"; whole: {' '.join(fixed)}" if fixed else ""))
+
+
+def _refuse_unsure(view: NodeView, shape: Sequence[Dim]) -> None:
+    for axis, size in enumerate(shape):
+        if isinstance(size, int):
+            continue
+        low, _ = view.table.bounds(size)
+        if low is None or low < 2:
+            raise SymbolError(
+                f"node {view.name!r} (Squeeze): without axes, dim {axis} ({size}) goes out where "
+                "it is 1: expected a size proved to be 2 or more (a symbol with min: 2) or axes, "
+                f"got one that may be {low}"
+            )
 
 
 def squeeze_local(node: LocalNode) -> Sequence[ir.Value]:

@@ -6,7 +6,7 @@ import pytest
 from op_cases import ints, scalar
 from op_harness import Case
 
-from onnxpar.errors import ModelError, RuleError, ShardingError
+from onnxpar.errors import ModelError, RuleError, ShardingError, SymbolError
 from onnxpar.mesh import Mesh
 from onnxpar.ops.fallback import replicated_rule
 from onnxpar.ops.registry import Missing, OpDef, Registry
@@ -15,6 +15,7 @@ from onnxpar.ops.rule import format_rule
 from onnxpar.ops.table import REGISTRY
 from onnxpar.pipeline import analyse
 from onnxpar.sharding import Component
+from onnxpar.symbols import Symbol
 
 NS = {"N": 5, "S": 3}
 ANY = ", ".join(f"{r} 0" for r in ("sum", "max", "min", "prod"))
@@ -109,6 +110,10 @@ def test_rules_of_other_operators(case: Case, text: str) -> None:
             "must be constant",
         ),
         (Case("y = Squeeze(x, a)", {"x": "float[N,1]", "a": "int64[1]"}), "must be constant"),
+        (
+            Case("y = Slice(x, s, e)", {"x": "float[N,4]", "s": "int64[k]", "e": "int64[k]"}),
+            "number of starts",
+        ),
         (Case("y = Range(a, b, c)", {k: "int64" for k in "abc"}), "number of elements"),
         (Case("y = Transpose(x)", {"x": f"float[{','.join('2' * 27)}]"}), "at most 26 dims"),
     ],
@@ -120,6 +125,28 @@ def test_a_rule_that_cannot_be_stated_says_why(case: Case, said: str) -> None:
     rule = replicated_rule(case.view)
     assert {o.mode for o in rule.inputs} == {"."}
     assert {o.mode for o in rule.outputs} == {"."}
+
+
+SQUEEZED = """
+  <ir_version: 10, opset_import: ["" : 20]>
+  g (float[batch,1,3] x) => (float[batch,3] y) { [r] y = Squeeze (x) }"""
+
+
+def test_squeeze_without_axes_is_refused_where_a_dim_may_be_1_at_run_time() -> None:
+    """The undivided model would lose dim 0 of a batch of 1; what follows is planned with it."""
+    model = onnx.parser.parse_model(SQUEEZED)
+    with pytest.raises(SymbolError, match=r"'r' \(Squeeze\).*dim 0 \(batch\).*min: 2.*axes"):
+        analyse(ir.from_proto(model), {})
+    analysed = analyse(ir.from_proto(model), {"batch": Symbol(min=2)})
+    assert format_rule(analysed.rules.rules["r"]).startswith("a 1 c -> a c;")
+
+
+def test_squeeze_without_axes_of_a_size_that_depends_on_data_is_refused() -> None:
+    text = """
+      <ir_version: 10, opset_import: ["" : 20]>
+      g (float[N,4] x) => (int64[K] y) { i = NonZero (x) [r] y = Squeeze (i) }"""
+    with pytest.raises(SymbolError, match=r"'r' \(Squeeze\).*dim 1"):
+        analyse(ir.from_proto(onnx.parser.parse_model(text)), {})
 
 
 def test_a_size_that_depends_on_data_is_whole() -> None:
