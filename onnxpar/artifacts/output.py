@@ -89,6 +89,17 @@ def write(
         )
         with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
             stream.write(_json(contents) + "\n")
+        for pm in models:
+            # Graphs of the other ranks differ in numbers only.
+            _check(folder / f"rank{chosen[0]:04d}.{pm.program}.onnx")
+
+
+def _check(path: Path) -> None:
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        text = " ".join(str(error).split())
+        raise ArtifactError(f"{path.name} would not be valid ONNX: {text}") from error
 
 
 def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:

@@ -99,7 +99,9 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         proto.domain = source.domain
     if source.model_version:
         proto.model_version = source.model_version
-    versions = {**source.opset_imports, DOMAIN: DOMAIN_VERSION}
+    # onnxruntime does without an import of a custom domain, ONNX's checker does not.
+    used = {node.domain: 1 for node in pm.builder.nodes if node.domain not in ("", "ai.onnx")}
+    versions = {**used, **source.opset_imports, DOMAIN: DOMAIN_VERSION}
     for domain, version in versions.items():
         proto.opset_import.add(domain=domain, version=version)
     for function in _called_functions(pm):
