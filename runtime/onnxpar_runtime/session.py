@@ -191,8 +191,9 @@ class Session:
         values = bind_symbols(self.program.inputs, {n: a.shape for n, a in arrays.items()})
         check_symbols(self.manifest.symbols, values)
         local = {
-            name: np.ascontiguousarray(
-                self._cut(self._specs[name], values).take(a, self.rank.index)
+            # Not ascontiguousarray, which gives a scalar a dim.
+            name: np.asarray(
+                self._cut(self._specs[name], values).take(a, self.rank.index), order="C"
             )
             for name, a in arrays.items()
         }

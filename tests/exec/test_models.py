@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import mlp
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import transformer
@@ -68,3 +69,22 @@ def test_transformer_over_data_and_tensor_axes(tmp_path: Path) -> None:
     assert {c.op for c in collectives} == {"AllReduce"}
     by_layer = Counter(c.value.split("/")[1] for c in collectives if c.value.startswith("/layer"))
     assert by_layer == {f"layer{i}": 2 for i in range(LAYERS)}
+
+
+def test_scalars_control_flow_and_sizes_that_depend_on_data(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["": 20]>
+    g (float[n, 6] x, bool p, float s) => (float[n, 6] y, float z, int64[2, m] i) {
+      a = Relu(x)
+      b = If (p) <
+        then_branch = t () => (float[n, 6] r) { r = Add(a, a) },
+        else_branch = e () => (float[n, 6] q) { q = Neg(a) }
+      >
+      c = Mul(b, a)
+      y = Mul(c, s)
+      z = Add(s, s)
+      i = NonZero(y)
+    }"""
+    model = ir.serde.deserialize_model(onnx.parser.parse_model(text))
+    _, results = cut(tmp_path, model, "dp=3", [{"n": n} for n in (1, 3, 7)])
+    for case in results:
+        assert case.ok, case.problems
