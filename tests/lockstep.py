@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
 from onnxpar.mesh import Mesh
-from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.sharding import Component, DimSharding, Sharding, join, split
 from onnxpar.symbols import symbols_of
@@ -54,6 +55,8 @@ def run_model(
         for name in model.builder.system_inputs:
             if name.startswith(COORD_PREFIX):
                 value = mesh.coords(rank)[int(name.removeprefix(COORD_PREFIX))]
+            elif name in COUNTERS:
+                value = len(name)
             else:
                 value = symbols[name.removeprefix(SYMBOL_PREFIX)]
             here[name] = np.array([value], np.int64)
@@ -115,10 +118,11 @@ class Lockstep:
         if not nodes:
             return
         made = {v.name: v for node in nodes for v in node.outputs if v.name}
-        used = {v.name: v for node in nodes for v in node.inputs if v is not None}
-        entering = [v for n, v in used.items() if n not in made]
+        used = {v.name: v for node in nodes for v in read_by(node)}
+        # What a body makes for itself is read by it too, and is in no memory.
+        entering = [v for n, v in used.items() if n not in made and n in memory[0]]
         wanted = {v.name for v in outputs} | {
-            v.name for node in self.builder.nodes for v in node.inputs if v is not None
+            v.name for node in self.builder.nodes for v in read_by(node)
         }
         leaving = [v for n, v in made.items() if n in wanted]
         graph = onnx.helper.make_graph(
@@ -139,7 +143,8 @@ class Lockstep:
         out = node.outputs[0].name or ""
         if node.op_type == "Philox":
             for here in memory:
-                here[out] = _random(*(here[n] for n in names))
+                distribution = node.attributes["distribution"].as_string()
+                here[out] = _random(distribution, *(here[n] for n in names))
             return
         before = [here[names[0]] for here in memory]
         for rank, here in enumerate(memory):
@@ -173,10 +178,11 @@ def collective(node: ir.Node, parts: Sequence[Array], position: int) -> Array:
     raise ValueError(f"no numpy form of {node.op_type}")
 
 
-def _random(key: Array, local: Array, whole: Array, start: Array) -> Array:
-    """Uniform numbers that depend on the key and the global index alone."""
-    seed = [int(k) % 2**32 for k in key]
-    numbers = np.random.default_rng(seed).random([int(n) for n in whole], np.float32)
+def _random(distribution: str, key: Array, local: Array, whole: Array, start: Array) -> Array:
+    """Numbers that depend on the key and the global index alone."""
+    generator = np.random.default_rng([int(k) % 2**32 for k in key])
+    draw = {"uniform": generator.random, "normal": generator.standard_normal}[distribution]
+    numbers = np.asarray(draw([int(n) for n in whole], np.float32))
     result = np.full([int(n) for n in local], np.nan, np.float32)
     part = numbers[tuple(slice(int(s), int(s + n)) for s, n in zip(start, local, strict=True))]
     result[tuple(slice(0, n) for n in part.shape)] = part

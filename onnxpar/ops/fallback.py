@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable
 from types import MappingProxyType
+from typing import NoReturn
+
+import onnx_ir as ir
 
 from onnxpar.analysis.plan import factor_sizes
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, ShardingError
 from onnxpar.ops.rule import ABSENT, REPLICATED, WHOLE, Operand, OpRule
 from onnxpar.symbols import Dim, symbols_of
 
@@ -15,6 +18,51 @@ def replicated_rule(view: NodeView) -> OpRule:
     inputs = tuple(Operand(mode=REPLICATED if view.has(i) else ABSENT) for i in range(view.arity))
     outputs = tuple(Operand(mode=REPLICATED) for _ in view.node.outputs)
     return OpRule(inputs, outputs, MappingProxyType({}))
+
+
+_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
+_SAMPLING = ("Multinomial", "Bernoulli")
+_GRAPH = ir.AttributeType.GRAPH
+
+
+def drops(node: ir.Node) -> bool:
+    """Whether a Dropout node may drop anything: training is asked for, or nobody knows."""
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    if mode is None:
+        return False
+    return mode.const_value is None or bool(mode.const_value.numpy())
+
+
+def _draws(node: ir.Node) -> bool:
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    return node.op_type in (*_RANDOM, *_SAMPLING) or (node.op_type == "Dropout" and drops(node))
+
+
+def refuse_random(node: ir.Node, devices: int) -> None:
+    """Refuses a copy of a node that draws random numbers by itself or in a body, at any depth.
+
+    Each device would draw others, where all are taken to hold the same.
+
+    Raises:
+        ShardingError: There is such a node, and more than one device.
+    """
+    if devices == 1:
+        return
+    what = f"node {node.name!r} ({node.op_type})"
+    for body in (a.as_graph() for a in node.attributes.values() if a.type == _GRAPH):
+        for inner in ir.traversal.RecursiveGraphIterator(body):
+            if _draws(inner):
+                _refuse(f"{what}: {inner.name!r} ({inner.op_type}) in its body", devices)
+    if _draws(node):
+        _refuse(what, devices)
+
+
+def _refuse(what: str, devices: int) -> NoReturn:
+    raise ShardingError(
+        f"{what} draws random numbers, which the ranks would draw differently: expected one "
+        f"device, got {devices}"
+    )
 
 
 def readable(view: NodeView, dims: Iterable[Dim]) -> bool:

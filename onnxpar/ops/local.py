@@ -9,6 +9,7 @@ from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.reshard import moved_bytes
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.fallback import refuse_random
 from onnxpar.passes.builder import INT64, GraphBuilder
 from onnxpar.passes.padding import mask_component
 from onnxpar.sharding import Component, DimSharding, Sharding, local_size
@@ -208,5 +209,10 @@ class LocalNode:
 
 
 def copy_node(node: LocalNode) -> Sequence[ir.Value]:
-    """The default local form: the same operator on the local operands."""
+    """The default local form: the same operator on the local operands.
+
+    Raises:
+        ShardingError: It draws random numbers, and there is more than one device.
+    """
+    refuse_random(node.view.node, node.mesh.size)
     return node.copy()

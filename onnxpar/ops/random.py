@@ -1,21 +1,25 @@
-"""Dropout: random numbers of a counter-based generator, equal on every mesh.
+"""Dropout and all that draws: numbers of a counter-based generator, equal on every mesh.
 
-onnxruntime's own Dropout keeps hidden state and counts local elements, so that no two runs or
-divisions agree. Here every element draws by its global index (Philox4x32-10, Salmon et al., 2011),
-keyed by the system inputs seed, step and micro-batch, and by the node's name.
+onnxruntime's own kernels keep hidden state and count local elements, so that no two runs or
+divisions agree, nor do two ranks that should hold the same.
+Here every element draws by its global index (Philox4x32-10, Salmon et al., 2011), keyed by the
+system inputs seed, step and micro-batch, and by the node's name; the attribute `seed` is not read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, FLOAT, cast, zero_unless
+from onnxpar.ops.fallback import drops, require_readable
+from onnxpar.ops.forms import BOOL, FLOAT, cast, work_dtype, zero_unless
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.passes.builder import COUNTERS, DOMAIN, INT64
 from onnxpar.passes.padding import block_start
@@ -25,14 +29,6 @@ from onnxpar.symbols import Dim
 _RATIO, _TRAINING = 1, 2
 
 
-def trains(view: NodeView) -> bool:
-    """Whether a Dropout node may drop anything."""
-    if not view.has(_TRAINING):
-        return False
-    known = view.const(_TRAINING)
-    return known is None or bool(known)
-
-
 def dropout_rule(view: NodeView) -> OpRule:
     """Dropout: every dim; parts of a pending sum drop the same elements on every device."""
     names = " ".join(axis_names(len(view.shape(0))))
@@ -40,18 +36,18 @@ def dropout_rule(view: NodeView) -> OpRule:
     outputs = [names] * len(view.node.outputs)
     text = f"{operands} -> {', '.join(outputs)}"
     if len(outputs) == 1:
-        text += "; linear: sum 0" if trains(view) else "; linear: any 0"
+        text += "; linear: sum 0" if drops(view.node) else "; linear: any 0"
     return parse_rule(text)
 
 
 def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
     """Keeps an element where its random number is at least the ratio, and scales what is kept."""
-    if not trains(node.view):
+    if not drops(node.view.node):
         y, *mask = node.copy()
         return [y, *(_masked(node, m) for m in mask)]
     shape = node.out_shape()
     x = node.input(0)
-    number = uniform(node, shape)
+    number = drawn(node, shape, "uniform")
     ratio = node.builder.const(np.array(0.5), FLOAT)
     if node.view.has(_RATIO):
         ratio = cast(node, node.input(_RATIO), FLOAT, [])
@@ -74,11 +70,12 @@ def _masked(node: LocalNode, kept: ir.Value) -> ir.Value:
     return kept
 
 
-def uniform(node: LocalNode, shape: Sequence[Dim]) -> ir.Value:
-    """Emits float32 numbers in [0, 1) for output 0, of local shape `shape`.
+def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
+    """Emits float32 numbers for output 0, of local shape `shape`.
 
-    Each is a function of the key and of the element's global row-major index alone. A merged dim
-    is drawn as one dim for each of its components, which leaves that index as it is.
+    They are "uniform" in [0, 1), or "normal" of mean 0 and deviation 1. Each is a function of the
+    key and of the element's global row-major index alone. A merged dim is drawn as one dim for each
+    of its components, which leaves that index as it is.
     """
     builder = node.builder
     parts: list[Component] = [c for dim in node.plan.outputs[0].dims for c in dim]
@@ -90,14 +87,14 @@ def uniform(node: LocalNode, shape: Sequence[Dim]) -> ir.Value:
         [(INT64, [4])],
         {"axis": 0},
     )[0]
-    drawn = builder.ops(
+    numbers = builder.ops(
         "Philox",
         [key, builder.shape(local), builder.shape([c.size for c in parts]), _starts(node, parts)],
         [(FLOAT, local)],
-        {"distribution": "uniform", "dtype": int(FLOAT)},
+        {"distribution": distribution, "dtype": int(FLOAT)},
         domain=DOMAIN,
     )[0]
-    return builder.reshape(drawn, shape)
+    return builder.reshape(numbers, shape)
 
 
 def _starts(node: LocalNode, parts: Sequence[Component]) -> ir.Value:
@@ -109,4 +106,67 @@ def _starts(node: LocalNode, parts: Sequence[Component]) -> ir.Value:
     return node.builder.ops("Concat", starts, [(INT64, [len(starts)])], {"axis": 0})[0]
 
 
-DEFS = (OpDef("", "Dropout", 7, dropout_rule, dropout_local, keeps_zero=True),)
+def noise_rule(view: NodeView) -> OpRule:
+    """Made in shards: every dim is a factor of the output alone; an operand gives its shape.
+
+    Raises:
+        ModelError: A size depends on data, or the numbers are to be of no floating-point type.
+    """
+    require_readable(view, "the sizes of the output", view.out_shape())
+    dtype = view.node.outputs[0].dtype
+    if dtype is None or not dtype.is_floating_point():
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): expected numbers of a floating-point type, "
+            f"got {dtype}"
+        )
+    rule = parse_rule(f"* -> {' '.join(axis_names(len(view.out_shape())))}")
+    return replace(rule, inputs=rule.inputs[: view.arity])
+
+
+def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        shape = node.out_shape()
+        dtype = work_dtype(node.out_dtype())
+        low = float(node.view.attr(shift, 0.0))
+        factor = float(node.view.attr(scale, 1.0))
+        if distribution == "uniform":
+            factor -= low
+        x = cast(node, drawn(node, shape, distribution), dtype, shape)
+        for op_type, number in (("Mul", factor), ("Add", low)):
+            constant = node.builder.const(np.array(number), dtype)
+            x = node.op(op_type, x, constant, dtype=dtype, shape=shape)
+        return (cast(node, x, node.out_dtype(), shape),)
+
+    local.__doc__ = f"Draws each element by its global index: {distribution}, {shift} and {scale}."
+    return local
+
+
+def bernoulli_rule(view: NodeView) -> OpRule:
+    """Bernoulli: every dim; a pending max or min, its parts being compared with equal numbers."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    dtype = view.node.outputs[0].dtype
+    pending = dtype is not None and dtype.is_floating_point()
+    return parse_rule(f"{names} -> {names}" + ("; linear: max 0, min 0" if pending else ""))
+
+
+def bernoulli_local(node: LocalNode) -> Sequence[ir.Value]:
+    """One where the element's random number is less than its probability."""
+    shape = node.out_shape()
+    dtype = work_dtype(node.input(0).dtype)
+    chance = cast(node, node.input(0), dtype, shape)
+    number = cast(node, drawn(node, shape, "uniform"), dtype, shape)
+    hit = node.op("Less", number, chance, dtype=BOOL, shape=shape)
+    return (cast(node, hit, node.out_dtype(), shape),)
+
+
+_NORMAL = _noise("normal", "mean", "scale")
+_UNIFORM = _noise("uniform", "low", "high")
+
+DEFS = (
+    OpDef("", "Dropout", 7, dropout_rule, dropout_local, keeps_zero=True),
+    OpDef("", "RandomNormal", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "RandomNormalLike", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "RandomUniform", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "RandomUniformLike", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Bernoulli", 15, bernoulli_rule, bernoulli_local, gradient=NOT_DIFFERENTIABLE),
+)

@@ -318,6 +318,8 @@ LOSS = (
     ),
 )
 
+_CHANCES = {"x": np.linspace(0, 1, 30).reshape(5, 6)}
+
 RANDOM = (
     Case(
         "y = Dropout(x, r, t)",
@@ -339,6 +341,16 @@ RANDOM = (
         {"r": scalar(0.3, np.float32)},
         {"t": np.array(False)},
     ),
+    Case("y = RandomUniform<shape=[5,6], low=-2.0, high=3.0>()"),
+    Case("y = RandomNormal<shape=[4,7], mean=-2.0, scale=3.0, dtype=11>()"),
+    Case("y = RandomNormal<shape=[5,6], dtype=10>()"),
+    Case("y = RandomNormalLike(x)", {"x": "float"}),
+    Case("y = RandomUniformLike<dtype=11>(x)", {"x": "int64[N,6]"}, N5),
+    Case("y = RandomNormalLike(x)", {"x": "float[N,2,7]"}, N5),
+    Case("y = RandomNormalLike<seed=7.0>(x)", {"x": "float16[N,6]"}, N5),
+    Case("y = Bernoulli(x)", {"x": "float[N,6]"}, N5, feeds=_CHANCES),
+    Case("y = Bernoulli<dtype=9>(x)", {"x": "double[N,6]"}, N5, feeds=_CHANCES),
+    Case("y = Bernoulli<dtype=7>(x)", {"x": "float16[N,6]"}, N5, feeds=_CHANCES),
 )
 
 ALL = (
