@@ -53,7 +53,8 @@ def refuse_random(node: ir.Node, devices: int) -> None:
     for body in (a.as_graph() for a in node.attributes.values() if a.type == _GRAPH):
         for inner in ir.traversal.RecursiveGraphIterator(body):
             if _draws(inner):
-                _refuse(f"{what}: {inner.name!r} ({inner.op_type}) in its body", devices)
+                name = inner.name or inner.outputs[0].name
+                _refuse(f"{what}: {name!r} ({inner.op_type}) in its body", devices)
     if _draws(node):
         _refuse(what, devices)
 

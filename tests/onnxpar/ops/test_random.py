@@ -90,7 +90,7 @@ SAMPLED = """g (float[4, 3] x) => (int32[4, 2] y) { [m] y = Multinomial<sample_s
     [
         (SAMPLED, r"node 'm' \(Multinomial\) draws random numbers"),
         (body("[d] p = Dropout(x, r, t)"), r"node 'i' \(If\): 'd' \(Dropout\) in its body draws"),
-        (body("[d] p = Dropout(x, r, c)"), r"'d' \(Dropout\) in its body draws"),
+        (body("p = Dropout(x, r, c)"), r"'p' \(Dropout\) in its body draws"),
         (body(NESTED), r"node 'i' \(If\): 'z' \(RandomNormalLike\) in its body draws"),
         (
             """g (float[4, 3] x) => (float[n] y) {
