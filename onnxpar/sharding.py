@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.symbols import Dim, SymbolTable, ceil_div
+from onnxpar.symbols import Dim, SymbolTable, ceil_div, dim_str
 
 REDUCTIONS = ("sum", "max", "min", "prod")
 
@@ -151,7 +151,9 @@ class Sharding:
                 dims.append(
                     "("
                     + " ".join(
-                        f"{c.size}:{mesh.describe(c.atoms)}" if c.atoms else str(c.size)
+                        f"{dim_str(c.size)}:{mesh.describe(c.atoms)}"
+                        if c.atoms
+                        else dim_str(c.size)
                         for c in dim
                     )
                     + ")"

@@ -18,11 +18,13 @@ import sympy
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.sharding import Sharding
-from onnxpar.symbols import Dim, SymbolTable
+from onnxpar.symbols import Dim, SymbolTable, dim_str
 
 DOMAIN = "onnxpar"
 SYMBOL_PREFIX = "onnxpar.symbol."
 COORD_PREFIX = "onnxpar.coord."
+# Ends the names of values that the model has no name for.
+GENERATED = ".out"
 COUNTERS = ("onnxpar.seed", "onnxpar.step", "onnxpar.micro_batch")
 """System inputs that key random numbers; the runtime advances them."""
 INT64 = ir.DataType.INT64
@@ -110,7 +112,7 @@ class GraphBuilder:
             suffix = "" if len(outputs) == 1 else f":{index}"
             values.append(
                 ir.Value(
-                    name=self.fresh(f"{node_name}{suffix}.out"),
+                    name=self.fresh(f"{node_name}{suffix}{GENERATED}"),
                     type=ir.TensorType(dtype) if dtype is not None else None,
                     shape=ir_shape(shape) if shape is not None else None,
                 )
@@ -320,7 +322,7 @@ class GraphBuilder:
                 "onnxpar.value": value,
                 "onnxpar.layout_before": texts[0],
                 "onnxpar.layout_after": texts[1],
-                "onnxpar.bytes_sent": str(moved),
+                "onnxpar.bytes_sent": dim_str(moved),
                 "onnxpar.reason": reason,
             },
         )
@@ -360,4 +362,4 @@ def ir_shape(dims: Sequence[Dim]) -> ir.Shape:
 @lru_cache(1 << 16)
 def _text(expr: sympy.Expr) -> str:
     # sympy prints a size in 0.2 ms, and a graph of 6,000 nodes has four sizes a value.
-    return str(expr)
+    return dim_str(expr)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 from google.protobuf.message import DecodeError
@@ -31,6 +32,10 @@ def load(path: str | Path) -> ir.Model:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise ModelError(f"the model {str(path)!r} {what}")
+    library = logging.getLogger("onnx_ir")
+    level = library.level
+    # It warns of what is told below as an error.
+    library.setLevel(logging.ERROR)
     try:
         model = ir.load(path)
     except (
@@ -42,7 +47,13 @@ def load(path: str | Path) -> ir.Model:
         AttributeError,
         OSError,
     ) as error:
-        raise ModelError(f"{str(path)!r} is not a readable ONNX model: {error}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = " ".join(str(cause).split())
+        raise ModelError(f"{str(path)!r} is not a readable ONNX model: {text}") from error
+    finally:
+        library.setLevel(level)
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
     return model
@@ -57,6 +68,10 @@ def normalise(model: ir.Model) -> ir.Model:
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
     if opset is None or opset < MIN_OPSET:
         raise ModelError(f"expected an opset version of at least {MIN_OPSET}, got {opset}")
+    if opset > onnx.defs.onnx_opset_version():
+        newest = onnx.defs.onnx_opset_version()
+        raise ModelError(f"expected an opset version of at most {newest}, got {opset}")
+    _check_operators(model, opset)
     _check_edges(model)
     try:
         model.graph.sort()
@@ -91,6 +106,17 @@ def normalise(model: ir.Model) -> ir.Model:
         raise ModelError(f"shape inference failed: {error}") from error
     finally:
         library.setLevel(level)
+
+
+def _check_operators(model: ir.Model, opset: int) -> None:
+    """Raises ModelError for an operator that the standard does not have at this version."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain not in ("", "ai.onnx") or node.op_identifier() in model.functions:
+            continue
+        if not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+            raise ModelError(
+                f"node {node.name!r}: ONNX has no operator {node.op_type!r} in opset {opset}"
+            )
 
 
 def _check_edges(model: ir.Model) -> None:

@@ -7,6 +7,7 @@ reduction would see is set to the reduction's identity, and the operator's local
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -18,7 +19,7 @@ from onnxpar.errors import OnnxparError, ShardingError
 from onnxpar.ops.local import LocalNode, copy_node
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import ANY
-from onnxpar.passes.builder import GraphBuilder, ir_shape
+from onnxpar.passes.builder import GENERATED, GraphBuilder, ir_shape
 from onnxpar.passes.cleanup import read_by, remove_unused
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.reshard import emit_reshard
@@ -214,11 +215,23 @@ class _Partition:
             keeps = False
         for value, sharding, made in zip(node.outputs, plan.outputs, outputs, strict=True):
             out = value.name or ""
+            self._keep_name(out, made)
             if out in self.plan.resharded:
                 self.made[out] = self.plan.resharded[out]
             self._define(out, sharding, made, zero=keeps)
             if out in self.plan.resharded:
                 self._get(value, self.plan.resharded[out], f"{name} out strategy")
+
+    def _keep_name(self, name: str, made: ir.Value) -> None:
+        """Gives a value that a node has just made the name of the value that it is a part of."""
+        is_new = made.producer() is not None and (made.name or "").endswith(GENERATED)
+        if is_new and name not in self._outputs:
+            made.name = self.builder.fresh(name)
+
+    @cached_property
+    def _outputs(self) -> frozenset[str]:
+        """Names of the graph's outputs, which the last version of each value gets."""
+        return frozenset(v.name or "" for v in self.model.graph.outputs)
 
     def _masked(self, local: LocalNode) -> LocalNode:
         """Sets the padding that a pending reduction runs over to the reduction's identity."""

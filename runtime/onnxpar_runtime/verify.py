@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
@@ -33,6 +34,7 @@ Array = NDArray[Any]
 # are some ten to a hundred units of rounding of their type, since sums are formed in another order.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 _MAX_INDEX = 1 << 20
+NEWEST_IR = 13  # that onnxruntime 1.31 reads; onnx 1.23 writes 14
 
 
 class Reference(Protocol):
@@ -43,6 +45,21 @@ class Reference(Protocol):
 
     def close(self) -> None:
         """Frees what it holds."""
+
+
+def _readable(path: Path, options: onnxruntime.SessionOptions) -> str | bytes:
+    """Returns the model's path, or its bytes where its file format is newer than onnxruntime's.
+
+    What newer IR versions add are annotations: a program means the same without them.
+    """
+    model = onnx.load(path, load_external_data=False)
+    if model.ir_version <= NEWEST_IR:
+        return str(path)
+    model.ir_version = NEWEST_IR
+    folder = "session.model_external_initializers_file_folder_path"
+    options.add_session_config_entry(folder, str(path.resolve().parent))
+    data: bytes = model.SerializeToString()
+    return data
 
 
 class ModelReference:
@@ -56,10 +73,11 @@ class ModelReference:
             options.register_custom_ops_library(str(library))
         try:
             self._session = onnxruntime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
+                _readable(path, options), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:
-            raise ArtifactError(f"{path}: onnxruntime cannot load it: {error}") from None
+            text = str(error).splitlines()[0]
+            raise ArtifactError(f"{path}: onnxruntime cannot load it: {text}") from None
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._inputs = {i.name for i in self._session.get_inputs()}
 

@@ -112,3 +112,10 @@ def test_a_domain_that_is_not_imported_is_whole_and_named() -> None:
     analysed = analyse(ir.serde.deserialize_model(proto), {})
     (reason,) = analysed.rules.reasons.values()
     assert reason == "no sharding rule for elsewhere::Relu"
+
+
+def test_values_keep_the_names_of_the_model() -> None:
+    _, parted = parted_on_two(
+        "g (float[n, 6] x) => (float[n, 6] z) { mine = Relu(x) yours = Exp(mine) z = Neg(yours) }"
+    )
+    assert [node.outputs[0].name for node in parted.builder.nodes] == ["mine", "yours", "z"]

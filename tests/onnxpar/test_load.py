@@ -85,3 +85,27 @@ def test_constraint_on_unknown_symbol() -> None:
     model = normalise(read("g (float[n] x) => (float[n] y) { y = Relu(x) }"))
     with pytest.raises(ModelError, match=r"'batch'.*there are \['n'\]"):
         symbol_table(model, {"batch": Symbol(divisor=8)})
+
+
+def test_an_operator_that_the_standard_lacks() -> None:
+    model = read("g (float[n] x) => (float[n] y) { y = Foo(x) }")
+    next(iter(model.graph)).name = "odd"
+    with pytest.raises(ModelError, match="node 'odd': ONNX has no operator 'Foo' in opset 20"):
+        normalise(model)
+
+
+def test_an_opset_of_the_future() -> None:
+    model = read("g (float[n] x) => (float[n] y) { y = Relu(x) }")
+    model.opset_imports[""] = 999
+    with pytest.raises(ModelError, match="at most .*, got 999"):
+        normalise(model)
+
+
+def test_a_value_made_twice_is_named(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(
+        HEAD + "g (float[n] x) => (float[n] y) { a = Relu(x) a = Neg(x) y = Neg(a) }"
+    )
+    path = tmp_path / "twice.onnx"
+    onnx.save(proto, path)
+    with pytest.raises(ModelError, match="'a'"):
+        load(path)
