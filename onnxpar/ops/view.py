@@ -70,15 +70,13 @@ class _Matcher:
                 if rest[side] != 1:
                     here[side].append(self.factor(rest[side], whole=True))
                 group[side], rest[side] = rest[side], 1
-            while not self.table.equal(group[0], group[1]):
+            while at != list(ends) and not self.table.equal(group[0], group[1]):
                 side = self._behind(group, at, ends)
                 size = shapes[side][at[side]]
                 if size != 1:
                     names[side][at[side]].append(self.factor(size, whole=True))
                 at[side] += 1
                 group[side] = group[side] * size
-                if at[0] == ends[0] and at[1] == ends[1]:
-                    break
 
     def _common(self, a: Dim, b: Dim) -> Dim | None:
         """The greatest common leading factor that can be proved, None where it is 1."""

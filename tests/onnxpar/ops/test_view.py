@@ -1,0 +1,28 @@
+"""Rules of views whose sizes cannot be proved to match."""
+
+import onnx.parser
+import onnx_ir as ir
+
+from onnxpar.pipeline import analyse
+
+MODEL = """
+<ir_version: 10, opset_import: ["" : 20]>
+g (float[batch, 8] x, float[32, 2] w) => (float[n, m] y)
+<int64[1] zero = {0}, int64[2] rest = {4, -1}, int64[1] eight = {8}>
+{
+    size = Shape<start = 0, end = 1>(x)
+    cut = Slice(w, zero, size, zero)
+    rows = Shape<start = 0, end = 1>(cut)
+    first = Concat<axis = 0>(rows, rest)
+    tall = Reshape(x, first)
+    second = Concat<axis = 0>(rows, eight)
+    [last] y = Reshape(tall, second)
+}
+"""
+
+
+def test_reshape_of_sizes_that_meet_only_if_the_model_is_right() -> None:
+    """For batch > 32 there is no such Reshape, so only the first dims are known to meet."""
+    rule = analyse(ir.from_proto(onnx.parser.parse_model(MODEL)), {}).rules.rules["last"]
+    assert rule.inputs[0].dims[0] == rule.outputs[0].dims[0]
+    assert rule.splittable == (*rule.inputs[0].dims[0], *rule.inputs[0].dims[1])
