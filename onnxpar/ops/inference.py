@@ -7,6 +7,7 @@ since the split of everything behind it follows from it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import onnx_ir as ir
 import sympy
@@ -21,7 +22,6 @@ _FAR = 2**31 - 1
 
 def correct_inference() -> None:
     """Puts this module's functions into the library's registry, which is one for the process."""
-    registry.collect()
     for op_type, version, infer in CORRECTIONS:
         if registry.get("", op_type, version) is not infer:
             registry.register("", op_type, version)(infer)
@@ -62,6 +62,54 @@ def infer_slice(context: ShapeInferenceContext, node: ir.Node) -> None:
         length = _length(context, size, low, high, step)
         dims[axis] = context.new_symbolic_dim() if length is None else _as_library(length)
     node.outputs[0].shape = ir.Shape(dims)
+
+
+def infer_broadcast(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Elementwise operators: the greatest of the sizes, since all that differ from it are 1."""
+    library(context, node)
+    shapes = [v.shape for v in node.inputs if v is not None]
+    if all(shape is not None for shape in shapes):
+        node.outputs[0].shape = _broadcast(context, [s for s in shapes if s is not None])
+
+
+def infer_expand(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Expand: the operand is broadcast to the target."""
+    library(context, node)
+    data, target = node.inputs
+    sizes = None if target is None else context.get_symbolic_value(target)
+    if sizes is not None and data is not None and data.shape is not None:
+        node.outputs[0].shape = _broadcast(context, [data.shape, ir.Shape(sizes)])
+
+
+def infer_reshape(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Reshape: a size that a quotient shows to be a number is that number."""
+    library(context, node)
+    shape = node.outputs[0].shape
+    if shape is not None:
+        known = [_readable(context, d) for d in shape]
+        dims = [d if k is None else _as_library(k) for d, k in zip(shape, known, strict=True)]
+        node.outputs[0].shape = ir.Shape(dims)
+
+
+def _broadcast(context: ShapeInferenceContext, shapes: Sequence[ir.Shape]) -> ir.Shape:
+    dims: list[int | ir.SymbolicDim] = []
+    for place in range(max(len(shape) for shape in shapes), 0, -1):
+        here = [shape[-place] for shape in shapes if place <= len(shape)]
+        sizes = [_readable(context, size) for size in here]
+        known = list(dict.fromkeys(n for n in sizes if n is not None and n != 1))
+        numbers = [size for size in known if isinstance(size, int)]
+        if numbers:
+            dims.append(numbers[0])
+        elif None not in sizes:
+            largest = as_dim(sympy.Max(*known)) if len(known) > 1 else [1, *known][-1]
+            if len(known) > 1 and not isinstance(largest, int):
+                largest = as_dim(NO_CONSTRAINTS.normal(largest))
+            dims.append(_as_library(largest))
+        else:
+            names = {str(size) for size in here if size != 1}
+            other = [size for size in here if size != 1]
+            dims.append(other[0] if len(names) == 1 else context.new_symbolic_dim())
+    return ir.Shape(dims)
 
 
 def _elements(context: ShapeInferenceContext, value: ir.Value | None) -> Sequence[Dim] | None:
@@ -125,15 +173,32 @@ def _as_library(size: Dim) -> int | ir.SymbolicDim:
 
 
 def _library(op_type: str, version: int) -> InferFn:
-    registry.collect()
     found: InferFn | None = registry.get("", op_type, version)
     assert found is not None, f"onnx-shape-inference has no {op_type}"
     return found
 
 
+def _wrapped(
+    infer: Callable[[InferFn, ShapeInferenceContext, ir.Node], None], *op_types: str
+) -> tuple[tuple[str, int, InferFn], ...]:
+    """The correction of every version of some operators."""
+    return tuple(
+        (op_type, version, partial(infer, _library(op_type, version)))
+        for op_type in op_types
+        for version in registry.version_boundaries("", op_type)
+    )
+
+
+registry.collect()
 _LIBRARY_SLICE = _library("Slice", 10)
+_ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Where")
+_COMPARISONS = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+_BITS = ("And", "Or", "Xor", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 
 CORRECTIONS: tuple[tuple[str, int, InferFn], ...] = (
     ("ConstantOfShape", 9, infer_constant_of_shape),
     ("Slice", 10, infer_slice),
+    *_wrapped(infer_broadcast, *_ARITHMETIC, *_COMPARISONS, *_BITS),
+    *_wrapped(infer_expand, "Expand"),
+    *_wrapped(infer_reshape, "Reshape"),
 )

@@ -34,11 +34,11 @@ def sliced(*bounds: tuple[int, int, int], **constraints: Symbol) -> tuple[ShapeE
 
 
 def test_slices_of_a_symbolic_dim() -> None:
-    ends = [0, 1, 3, 1000, -1, -3, INT64_MAX, INT32_MAX, 1 << 40]
-    bounds = list(product([0, 1, 4, -1, -3], ends, [1, 2, 3]))
+    ends = [1, 3, 1000, -1, -3, INT64_MAX, 1 << 40]
+    bounds = list(product([0, 1, -1, -3], ends, [1, 3]))
     env, sizes = sliced(*bounds)
     for size, (start, end, step) in zip(sizes, bounds, strict=True):
-        for seq in range(1, 12):
+        for seq in range(1, 9):
             got = env.table.evaluate(size, {"seq": seq})
             assert got == len(range(seq)[start:end:step]), (seq, start, end, step)
 
@@ -50,7 +50,8 @@ def test_slice_that_reverses(start: int, end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "expected"), [(-1, INT64_MAX, 1), (0, 1, 1), (0, INT64_MAX, "seq")]
+    ("start", "end", "expected"),
+    [(-1, INT64_MAX, 1), (-1, INT32_MAX, 1), (0, 1, 1), (0, INT64_MAX, "seq")],
 )
 def test_what_every_size_gives_is_plain(start: int, end: int, expected: Dim) -> None:
     _, (size,) = sliced((start, end, 1))
@@ -79,3 +80,27 @@ def test_constant_of_a_computed_shape() -> None:
     )
     values = {"batch": 3, "seq": 7}
     assert tuple(env.table.evaluate(d, values) for d in env.shapes["y"]) == (3, 7, 4)
+
+
+def test_of_two_symbolic_dims_that_are_broadcast_either_may_be_1() -> None:
+    env = shapes_of(
+        "g (float[a, 3] x, float[b, 3] y) => (float[n, 3] z, float[n, 3] w, float[n, 3] e) "
+        "{ z = Add(x, y) c = Less(x, y) w = Where(c, x, y) s = Shape(y) e = Expand(x, s) }"
+    )
+    for a, b in ((1, 5), (5, 1), (4, 4)):
+        for name in "zwe":
+            assert env.table.evaluate(env.shapes[name][0], {"a": a, "b": b}) == max(a, b)
+
+
+def test_a_quotient_that_is_a_number_broadcasts_as_one() -> None:
+    env = shapes_of(
+        """g (float[batch, 3] x) => (float[n, k, 3] y) <int64[2] rest = {-1, 3}>
+        {
+            size = Shape<start = 0, end = 1>(x)
+            target = Concat<axis = 0>(size, rest)
+            tall = Reshape(x, target)
+            y = Sub(tall, x)
+        }"""
+    )
+    assert [str(d) for d in env.shapes["tall"]] == ["batch", "1", "3"]
+    assert [str(d) for d in env.shapes["y"]] == ["batch", "batch", "3"]
