@@ -1,21 +1,34 @@
 """The command line: one module for each subcommand, joined by one table.
 
 Every module parses, calls and prints. An error that a user can mend is one message on stderr and
-exit code 2 (1 where a check does not hold), without a traceback unless `ONNXPAR_TRACEBACK=1`.
+exit code 2 (1 where a check does not hold), without a traceback unless `ONNXPAR_TRACEBACK=1`. So is
+an interrupt, at any time: exit code 1. This module therefore imports the standard library only,
+and all else once signals are handled.
 """
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-import typer
+from onnxpar import __version__
+
+if TYPE_CHECKING:
+    import typer
 
 _TRACEBACK = "ONNXPAR_TRACEBACK"
+_VERSION = "--version"
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
-# 128 and the number of SIGINT or SIGTERM, as shells and Typer have it.
-_INTERRUPTED = (130, 143)
+# 128 and the number of a signal that ends a program, as shells and Typer have it.
+_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+_INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 
 # Name on the command line -> module whose function `command` it is. Modules are imported here and
 # not found by scanning, so that nothing is registered by accident.
@@ -28,22 +41,34 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("ops", "onnxpar.cli.ops"),
 )
 
+# onnxruntime and MPI give Python no turn for as long as they compute; then SIGTERM has to end the
+# process as it does any other. Ctrl-C waits for the turn.
+_COMPUTING = ("run", "verify")
 
-def build_app(only: str | None = None) -> typer.Typer:
+
+def build_app(only: str | None = None) -> "typer.Typer":
     """Returns the application with every subcommand, or with that one of them which `only` names.
 
     Loading the transformer takes a second, which eight ranks of `run` would each spend in vain.
     """
+    import typer
+
     app = typer.Typer(
         name="onnxpar",
-        help="Cut an ONNX model into one program for each device, and run it.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_group)
-    known = only in [name for name, _ in COMMANDS]
+    version = typer.Option(
+        False, _VERSION, is_eager=True, callback=_show, help="Show the version and exit."
+    )
+
+    def group(version: bool = version) -> None:
+        """Cut an ONNX model into one program for each device, and run it."""
+
+    app.callback()(group)
+    known = only == _VERSION or only in [name for name, _ in COMMANDS]
     for name, module in COMMANDS:
         if known and name != only:
             continue
@@ -52,8 +77,10 @@ def build_app(only: str | None = None) -> typer.Typer:
     return app
 
 
-def _group() -> None:
-    """Cut an ONNX model into one program for each device, and run it."""
+def _show(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"onnxpar {__version__}\n")
+        raise SystemExit(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,13 +90,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `onnxpar`; the process's own by default.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command = typer.main.get_command(build_app(given[0] if given else None))
+    with _interruptible() as interrupts:
+        try:
+            return _run(given, interrupts)
+        except BaseException:
+            # What was loading or cleaning up may have made another exception of the interrupt.
+            if not interrupts.seen:
+                raise
+            _tell("interrupted")
+            return 1
+
+
+def _run(given: list[str], interrupts: "_Interrupts") -> int:
+    name = given[0] if given else None
+    app = build_app(name)
+    import typer
+
+    command = typer.main.get_command(app)
+    interrupts.begin(name)
     try:
         # Typer prints usage errors itself and exits.
         command.main(args=given, prog_name="onnxpar")
     except SystemExit as leave:
         if leave.code in _INTERRUPTED:
-            sys.stderr.write("onnxpar: error: interrupted\n")
+            _tell("interrupted")
             return 1
         return leave.code if isinstance(leave.code, int) else 0
     except Exception as error:
@@ -77,8 +121,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = getattr(error, "exit_code", None)
         if not isinstance(code, int) or os.environ.get(_TRACEBACK) == "1":
             raise
-        # Under mpirun every rank comes here with the same mistake; one of them tells it.
-        if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
-            sys.stderr.write(f"onnxpar: error: {error}\n")
+        _tell(str(error))
         return code
     return 0
+
+
+def _tell(message: str) -> None:
+    # Under mpirun every rank comes here with the same mistake; one of them tells it.
+    if all(os.environ.get(name, "0") == "0" for name in _RANKS):
+        sys.stderr.write(f"onnxpar: error: {message}\n")
+        sys.stderr.flush()
+
+
+class _Interrupts:
+    """What SIGINT, SIGTERM and SIGHUP do: at first they end the process, then they raise.
+
+    Attributes:
+        seen: Whether one of them has come.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._loading = True
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Takes over the signals that are not ignored, as `nohup` has them."""
+        for number in _SIGNALS:
+            previous = signal.getsignal(number)
+            if previous in (signal.SIG_DFL, signal.default_int_handler):
+                self._previous[number] = previous
+                signal.signal(number, self._receive)
+
+    def begin(self, command: str | None) -> None:
+        """Says that everything is loaded: there may be something to clean up from now on."""
+        self._loading = False
+        # Ranks are ended by mpirun, which tells it.
+        if command in _COMPUTING or any(name in os.environ for name in _RANKS):
+            for number in [n for n in self._previous if n != signal.SIGINT]:
+                signal.signal(number, self._previous.pop(number))
+
+    def restore(self) -> None:
+        """Gives the signals back."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.seen = True
+        if self._loading:
+            # An exception could end in whatever is being imported; there is nothing to clean up.
+            _tell("interrupted")
+            os._exit(1)
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Interrupts]:
+    interrupts = _Interrupts()
+    # Only the main thread may install handlers, and only there do signals arrive.
+    with suppress(ValueError):
+        interrupts.install()
+    try:
+        yield interrupts
+    finally:
+        interrupts.restore()

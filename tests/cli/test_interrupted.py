@@ -1,22 +1,104 @@
 """A command that is interrupted ends with one message."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from onnxpar import __version__
 from onnxpar.cli import main
 
+posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+SIGNALS = pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 
-@pytest.mark.parametrize("signal", [KeyboardInterrupt(), SystemExit(143)], ids=["INT", "TERM"])
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=["INT", "TERM"])
 def test_one_message_and_no_traceback(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    signal: BaseException,
+    error: BaseException,
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
-        raise signal
+        raise error
 
     monkeypatch.setattr("onnxpar.cli.shard.shard", interrupted)
     assert main(["shard", "m.onnx", "--strategy", "tp=2", "-o", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err == "onnxpar: error: interrupted\n"
+
+
+def interrupted(folder: Path, module: str, text: str, name: str) -> tuple[int, str, str]:
+    """Code, output and errors of `onnxpar shard`, signalled when our `module` prints a line."""
+    (folder / f"{module}.py").write_text(text)
+    path = os.pathsep.join([str(folder), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "onnxpar.cli", "shard", "m", "--strategy", "tp=2", "-o", "out"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(getattr(signal, name))
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@posix
+@SIGNALS
+@pytest.mark.parametrize("module", ["typer", "numpy"])
+def test_while_modules_load(tmp_path: Path, module: str, name: str) -> None:
+    # It takes an exception for a reason to do without something, as some modules do.
+    text = """
+import time
+print("here", flush=True)
+try:
+    time.sleep(60)
+except BaseException:
+    raise ImportError("not now")
+"""
+    result = interrupted(tmp_path, module, text, name)
+    assert result == (1, "", "onnxpar: error: interrupted\n")
+
+
+@posix
+@SIGNALS
+def test_while_a_command_works(tmp_path: Path, name: str) -> None:
+    # Loaded by the interpreter before anything else.
+    text = """
+import importlib, sys, time
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "onnxpar.cli.shard":
+            sys.meta_path.remove(self)
+            import onnxpar.pipeline
+            def wait(*given, **options):
+                print("here", flush=True)
+                time.sleep(60)
+            onnxpar.pipeline.shard = wait
+sys.meta_path.insert(0, Slow())
+"""
+    result = interrupted(tmp_path, "sitecustomize", text, name)
+    assert result == (1, "", "onnxpar: error: interrupted\n")
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix) == ["sitecustomize.py"]
+
+
+def test_handlers_are_given_back() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    assert main(["--version"]) == 0
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"onnxpar {__version__}\n"
+    assert main(["--help"]) == 0
+    assert "--version" in capsys.readouterr().out
