@@ -64,7 +64,7 @@ def manifest(
         "mesh": {"axes": [[n, s] for n, s in mesh.axes], "atoms": list(mesh.atoms)},
         "devices": mesh.size,
         "symbols": {
-            safe_name(name): _symbol(symbol) for pm in models for name, symbol in pm.symbols.items()
+            safe_name(name): _symbol(name, pm.symbols) for pm in models for name in pm.symbols
         },
         "programs": {pm.program: _program(pm, graphs[pm.program]) for pm in models},
         "parameters": {
@@ -88,9 +88,15 @@ def dtype_name(dtype: ir.DataType) -> str:
     )
 
 
-def _symbol(symbol: Symbol) -> Json:
+def _symbol(name: str, symbols: Mapping[str, Symbol]) -> Json:
+    symbol = symbols[name]
     keys = ("min", "max", "divisor", "remainder", "unique", "per_rank")
-    return {key: getattr(symbol, key) for key in keys}
+    entry: Json = {key: getattr(symbol, key) for key in keys}
+    # Names of one unique object are one size, which the runtime must check: the plan relies on it.
+    first = min(other for other in symbols if symbols[other] is symbol)
+    if symbol.unique and first != name:
+        entry["same_as"] = safe_name(first)
+    return entry
 
 
 def _size(size: Dim) -> int | str:

@@ -34,6 +34,7 @@ class Symbol:
         remainder: The r of d·N + r, 0 ≤ r < d.
         unique: Whether every use is the same number.
         per_rank: Whether data-parallel ranks may have different values.
+        same_as: Another symbol whose value this one must have.
     """
 
     min: int = 1
@@ -42,6 +43,7 @@ class Symbol:
     remainder: int = 0
     unique: bool = False
     per_rank: bool = False
+    same_as: str | None = None
 
     @property
     def constraint(self) -> str:
@@ -381,6 +383,10 @@ class _Reader:
             name: self.symbol(entry, f"symbols.{name}")
             for name, entry in self.get(raw, "symbols", dict, "manifest").items()
         }
+        for name, symbol in symbols.items():
+            if symbol.same_as is not None and symbol.same_as not in symbols:
+                place = f"symbols.{name}.same_as"
+                raise self.fail(place, f"one of the symbols {sorted(symbols)}", symbol.same_as)
         programs = {
             name: self.program(name, entry, len(atoms), devices, symbols)
             for name, entry in self.get(raw, "programs", dict, "manifest").items()
@@ -429,7 +435,8 @@ class _Reader:
         flags = {k: self.get(raw, k, bool, where) for k in ("unique", "per_rank")}
         if numbers["divisor"] < 1 or not 0 <= numbers["remainder"] < numbers["divisor"]:
             raise self.fail(where, "divisor >= 1 and 0 <= remainder < divisor", raw)
-        return Symbol(**numbers, **flags)
+        same_as = self.get(raw, "same_as", str, where) if "same_as" in raw else None
+        return Symbol(**numbers, **flags, same_as=same_as)
 
     def tensor(self, raw: Any, atoms: int, where: str, name: str | None = None) -> TensorSpec:
         weights = name is not None

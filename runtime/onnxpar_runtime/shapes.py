@@ -85,12 +85,18 @@ def bind_local_symbols(
 
 
 def check_symbols(symbols: Mapping[str, Symbol], values: Mapping[str, int]) -> None:
-    """Raises SymbolValueError naming symbol, value and constraint where one does not hold."""
+    """Raises SymbolValueError naming symbols, values and constraint where one does not hold."""
     for name, value in values.items():
         symbol = symbols.get(name, Symbol())
         if not symbol.admits(value):
             raise SymbolValueError(
                 f"symbol {name!r} is {value}, which violates its constraint: {symbol.constraint}"
+            )
+        other = values.get(symbol.same_as, value) if symbol.same_as is not None else value
+        if other != value:
+            raise SymbolValueError(
+                f"symbols {symbol.same_as!r} and {name!r} are one unique symbol and must be equal, "
+                f"got {other} and {value}"
             )
 
 

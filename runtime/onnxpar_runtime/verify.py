@@ -368,7 +368,12 @@ def complete_case(manifest: Manifest, program: Program, case: Mapping[str, int])
         if name not in known:
             raise SymbolValueError(f"unknown symbol {name!r}; the inputs have {sorted(known)}")
     default = default_cases(manifest, program)[0]
-    values = {name: case.get(name, default[name]) for name in known}
+    # A value given for one name of a unique symbol holds for all its names.
+    given = {known[name].same_as or name: value for name, value in case.items()} | dict(case)
+    values = {
+        name: given.get(name, given.get(symbol.same_as or name, default[name]))
+        for name, symbol in known.items()
+    }
     check_symbols(known, values)
     return values
 

@@ -42,6 +42,16 @@ def test_violated_constraint_names_symbol_value_and_constraint() -> None:
     assert str(caught.value) == message
 
 
+def test_names_of_one_unique_symbol_must_be_equal() -> None:
+    symbols = {"a": Symbol(unique=True), "b": Symbol(unique=True, same_as="a")}
+    check_symbols(symbols, {"a": 4, "b": 4})
+    check_symbols(symbols, {"b": 4})
+    with pytest.raises(SymbolValueError) as caught:
+        check_symbols(symbols, {"b": 5, "a": 4})
+    message = "symbols 'a' and 'b' are one unique symbol and must be equal, got 4 and 5"
+    assert str(caught.value) == message
+
+
 def test_local_shapes_tell_only_what_is_certain() -> None:
     specs = [spec("x", "batch", "seq", atoms=(0, 1))]
     shapes = {"x": (2, 5)}
