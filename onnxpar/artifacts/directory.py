@@ -1,17 +1,20 @@
 """A directory that appears whole or not at all."""
 
 import errno
+import fcntl
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any
 
 from onnxpar.errors import ArtifactError
 
@@ -24,8 +27,9 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
     """Gives an empty directory that becomes `out` when the block ends without an exception.
 
     It lies beside `out` under a hidden name until then, and is removed where the block fails or is
-    interrupted, by Ctrl-C or SIGTERM too. Against a loss of power nothing is promised: files are
-    not flushed to the disk.
+    interrupted, by Ctrl-C, SIGTERM or SIGHUP; a second interrupt does not stop the removal. What a
+    writer that was killed left of `out` is removed first. Against a loss of power nothing is
+    promised: files are not flushed to the disk.
 
     Args:
         out: The directory to make. It must not exist, unless it is empty.
@@ -39,9 +43,11 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
     """
     out = Path(os.path.realpath(out))
     replaced = _may_become(out, force)
-    temporary = _make_beside(out)
-    try:
-        with _sigterm_raises():
+    _remove_stale(out)
+    with _Interrupts() as interrupts:
+        temporary, lock = _make_beside(out)
+        try:
+            interrupts.release()
             try:
                 free = shutil.disk_usage(temporary).free
                 if free < need:
@@ -49,11 +55,14 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
                         f"{out}: not enough room on its disk: expected {need} bytes, got {free}"
                     )
                 yield temporary
+                interrupts.hold()
                 _swap(temporary, out, replaced)
             except OSError as error:
                 raise _cannot_write(out, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            interrupts.hold()
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.close(lock)
 
 
 def check_target(out: Path, *, force: bool) -> None:
@@ -64,7 +73,9 @@ def check_target(out: Path, *, force: bool) -> None:
     """
     out = Path(os.path.realpath(out))
     _may_become(out, force)
-    _make_beside(out).rmdir()
+    temporary, lock = _make_beside(out)
+    temporary.rmdir()
+    os.close(lock)
 
 
 def _may_become(out: Path, force: bool) -> bool:
@@ -77,19 +88,20 @@ def _may_become(out: Path, force: bool) -> bool:
         present = {entry.name for entry in os.scandir(out)}
     except OSError as error:
         raise _cannot_write(out, error) from error
-    if not present:
-        return True
-    if not force:
+    if present and not force:
         raise ArtifactError(
             f"{out}: exists and is not empty; --force replaces an artifact directory"
         )
-    foreign = sorted(present - _own_files(out))
+    foreign = sorted(present - _own_files(out)) if present else []
     if foreign:
         raise ArtifactError(
             f"{out}: --force replaces only artifact directories that hold nothing else; "
             f"{foreign[0]!r} is not of one"
             + (f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else "")
         )
+    # Renaming asks leave of the parent only, and an immutable folder is found when all is written.
+    if not os.access(out, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise ArtifactError(f"{out}: cannot be replaced: it is read-only")
     return True
 
 
@@ -104,15 +116,69 @@ def _own_files(out: Path) -> set[str]:
     return set()
 
 
-def _make_beside(out: Path) -> Path:
+def _prefix(out: Path) -> str:
+    """How names of directories begin that become `out`: a lock holds on one machine only."""
+    machine = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
+    return f".{out.name}.{machine}-"
+
+
+def _make_beside(out: Path) -> tuple[Path, int]:
+    """Returns a new directory and its open, locked descriptor: a lock ends with its process."""
     if not out.parent.is_dir():
         raise ArtifactError(f"{out}: its parent directory {out.parent} does not exist")
-    temporary = out.parent / f".{out.name}.{secrets.token_hex(6)}.partial"
+    for _ in range(8):
+        temporary = out.parent / f"{_prefix(out)}{secrets.token_hex(6)}.partial"
+        try:
+            temporary.mkdir()
+        except OSError as error:
+            raise _cannot_write(out, error) from error
+        lock = _lock(temporary)
+        if lock is not None:
+            return temporary, lock
+        # Another writer took it for a stale one between the two calls, or it cannot be opened.
+        with suppress(OSError):
+            temporary.rmdir()
+    raise ArtifactError(f"{out}: a directory made in {out.parent} cannot be opened")
+
+
+def _lock(folder: Path) -> int | None:
+    """Returns a descriptor of the folder, locked; None where another has the lock or it is gone.
+
+    Where the file system has no locks, the descriptor is not locked, and nobody can lock it.
+    """
     try:
-        temporary.mkdir()
-    except OSError as error:
-        raise _cannot_write(out, error) from error
-    return temporary
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        return descriptor
+    # Its last holder may have removed it, or renamed it, before letting go.
+    try:
+        same = os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(descriptor))
+    except OSError:
+        same = False
+    if same:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_stale(out: Path) -> None:
+    """Removes what killed writers of `out` left; running ones have a lock."""
+    name = re.compile(re.escape(_prefix(out)) + r"[0-9a-f]{12}\.partial")
+    with suppress(OSError):
+        for entry in list(os.scandir(out.parent)):
+            if name.fullmatch(entry.name) is None:
+                continue
+            lock = _lock(Path(entry.path))
+            if lock is not None:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(lock)
 
 
 def _swap(temporary: Path, out: Path, replaced: bool) -> None:
@@ -121,7 +187,10 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
         temporary.rename(out)
         return
     old = temporary.with_suffix(".old")
-    out.rename(old)
+    try:
+        out.rename(old)
+    except OSError as error:
+        raise ArtifactError(f"{out}: cannot be replaced: {error.strerror or error}") from error
     try:
         temporary.rename(out)
     except BaseException:
@@ -131,30 +200,74 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
 
 
 def _cannot_write(out: Path, error: OSError) -> ArtifactError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(f"{out}: the disk is full ({error.strerror}); nothing was written")
+    if error.errno == errno.EFBIG:
+        return ArtifactError(
+            f"{out}: a file would be larger than the process may write (`ulimit -f`) or the file "
+            f"system can hold ({error.strerror}); nothing was written"
+        )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return ArtifactError(f"{out}: {out.parent} cannot be written to ({error.strerror})")
     return ArtifactError(f"{out}: cannot be written: {error.strerror or error}")
 
 
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Makes SIGTERM an exception meanwhile, so that what was begun is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.getsignal(signal.SIGTERM)
-    if previous is not signal.SIG_DFL:
-        yield  # The program has a handler of its own, which decides.
-        return
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
+
+class _Interrupts:
+    """Makes the first of SIGINT, SIGTERM and SIGHUP an exception, and nothing of those after it.
+
+    The exception waits while they are held, as they are in the beginning. A handler that the
+    program has decides what is raised, and a signal that it ignores stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._held = True
+        self._seen: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                previous = signal.getsignal(number)
+                if previous not in (signal.SIG_IGN, None):
+                    self._previous[number] = previous
+                    signal.signal(number, self._receive)
+        return self
+
+    def hold(self) -> None:
+        """Lets signals wait."""
+        self._held = True
+
+    def release(self) -> None:
+        """Lets signals raise; one that waits does at once."""
+        self._held = False
+        self._deliver()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        raise SystemExit(128 + number)
+        if self._seen is None:
+            self._seen = number
+            if not self._held:
+                self._deliver()
 
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    def _deliver(self) -> None:
+        number = self._seen
+        if number is None:
+            return
+        if not callable(self._previous[number]):
+            raise SystemExit(128 + number)
+        self._previous[number](number, None)
+        self._seen = None  # It raised nothing: the program goes on, and hears of the next.
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        if kind is None:
+            self._deliver()  # One that waited, or whose exception was caught inside.

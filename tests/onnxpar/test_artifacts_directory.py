@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +179,14 @@ def test_a_read_only_parent_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
-def test_a_disk_that_becomes_full_leaves_nothing(tmp_path: Path) -> None:
-    # No file may grow beyond 200 bytes: the write itself fails, as on a full disk.
+def test_a_limit_for_files_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    # No file may grow beyond 200 bytes: the write itself fails.
     limit = (200, 200)
     process = child(
         TRY, tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     )
     printed, complaint = process.communicate(timeout=60)
-    assert "the disk is full" in printed, complaint
+    assert "`ulimit -f`" in printed and "disk is full" not in printed, complaint
     assert names(tmp_path) == set()
 
 
@@ -201,7 +202,7 @@ write([two_layers(MESH)], out, model_name="net")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = child(SLOW, tmp_path)
     assert process.stdout is not None
@@ -214,6 +215,95 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signal
     assert time.monotonic() - begun < 10
     assert process.returncode not in (0, -signal.SIGKILL)
     assert names(tmp_path) == set()
+
+
+SLOW_TO_REMOVE = """
+import shutil
+remove = shutil.rmtree
+def slowly(path, **options):
+    if path.exists():
+        print("removing", flush=True)
+        time.sleep(1)
+    remove(path, **options)
+shutil.rmtree = slowly
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_second_interrupt_does_not_stop_the_removal(tmp_path: Path) -> None:
+    process = child(SLOW.replace("write([", SLOW_TO_REMOVE + "write(["), tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "removing\n"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT  # As an uncaught KeyboardInterrupt ends Python.
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_what_a_killed_writer_left_goes_and_a_running_ones_stays(tmp_path: Path) -> None:
+    killed, running = child(SLOW, tmp_path), child(SLOW, tmp_path)
+    for process in (killed, running):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+    other = tmp_path / ".other.0123456789ab.partial"
+    other.mkdir()
+    before = names(tmp_path)
+    killed.kill()
+    killed.communicate(timeout=30)
+    assert names(tmp_path) == before and len(before) == 3
+    write([two_layers(MESH)], tmp_path / "out", model_name="net")
+    after = names(tmp_path)
+    assert len(after) == 3 and after - before == {"out"} and other.name in after
+    (kept,) = after - {"out", other.name}
+    assert "weights.0000.safetensors" in names(tmp_path / kept)
+    running.terminate()
+    running.communicate(timeout=30)
+    assert names(tmp_path) == {"out", other.name}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_mask_that_forbids_everything_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents[:2]:
+        folder.chmod(0o755)
+    body = "import os\nif os.geteuid() == 0: os.seteuid(65534)\nos.umask(0o777)\n"
+    printed, complaint = child(body + TRY, tmp_path).communicate(timeout=60)
+    assert "cannot be opened" in printed, complaint
+    assert names(tmp_path) == set()
+
+
+def test_an_interrupt_whose_exception_is_caught_is_raised_at_the_end(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        new_directory(tmp_path / "out", force=False) as folder,
+    ):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        (folder / "whole").write_bytes(b"x")
+    assert names(tmp_path / "out") == {"whole"} and names(tmp_path) == {"out"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_read_only_directory_is_not_replaced_and_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write([two_layers(MESH)], out, model_name="net")
+    before = tree(out)
+    out.chmod(0o555)
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents[:2]:
+        folder.chmod(0o755)
+    body = "import os\nif os.geteuid() == 0: os.seteuid(65534)\n"
+    printed, complaint = child(
+        body + TRY.replace('"net"', '"net", force=True'), tmp_path
+    ).communicate(timeout=60)
+    assert printed == f"{out}: cannot be replaced: it is read-only\n", complaint
+    assert tree(out) == before
+    assert names(tmp_path) == {"out"}
 
 
 def test_a_source_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
