@@ -47,8 +47,9 @@ MpiEntry mpi_entry(const char* library) {
 
 std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
 
-Call host_call(Transport& transport, const char* op, const std::string& detail) {
-  return {op, transport.debug() ? detail : std::string()};
+Call host_call(const Transport& transport, const Group& group, const char* op,
+               const std::string& detail) {
+  return {op, transport.compares(group) ? detail : std::string(), hash(detail)};
 }
 
 }  // namespace
@@ -123,9 +124,10 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
     Transport& transport = world->rank(rank).transport();
     const DType type = dtype_from_onnx(onnx_type);
     Group& g = transport.group(group_of(group, members), Lane::kMain);
-    const Call call = host_call(transport, "all_reduce of the program",
-                                std::string(dtype_name(type)) + " x " + std::to_string(count) +
-                                    " " + reduction_name(static_cast<Reduction>(reduction)));
+    const Call call = host_call(transport, g, "all_reduce of the program",
+                                std::string("all_reduce ") + dtype_name(type) + " x " +
+                                    std::to_string(count) + " " +
+                                    reduction_name(static_cast<Reduction>(reduction)));
     transport.all_reduce(g, call, in, out, count, type, static_cast<Reduction>(reduction),
                          nullptr);
   });
@@ -136,8 +138,8 @@ int onnxpar_all_gather(const World* world, int rank, const int* group, int membe
   return guarded([&] {
     Transport& transport = world->rank(rank).transport();
     Group& g = transport.group(group_of(group, members), Lane::kMain);
-    const Call call =
-        host_call(transport, "all_gather of the program", "all_gather " + std::to_string(bytes) + " bytes");
+    const Call call = host_call(transport, g, "all_gather of the program",
+                                "all_gather " + std::to_string(bytes) + " bytes");
     transport.all_gather(g, call, in, out, bytes, nullptr);
   });
 }

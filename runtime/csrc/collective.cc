@@ -150,6 +150,7 @@ Collective parse_collective(Op op, const std::string& node, const Attributes& at
     default:
       throw std::invalid_argument(std::string(op_name(op)) + " is not a collective");
   }
+  c.signature = hash(c.attributes, hash(op_name(op)));
   return c;
 }
 
@@ -225,8 +226,9 @@ void execute(Transport& transport, Group& group, const Collective& c, const void
     if (!zeros && in != out && bytes != 0) std::memcpy(out, in, bytes);
     return;
   }
-  Call call{c.where, {}};
-  if (transport.debug()) {
+  Call call{c.where, {}, hash(static_cast<uint64_t>(type), c.signature)};
+  for (int64_t dim : input) call.signature = hash(static_cast<uint64_t>(dim), call.signature);
+  if (transport.compares(group)) {
     call.detail = std::string(op_name(c.op)) + " " + dtype_name(type) + " " + to_text(input) +
                   " " + c.attributes;
   }

@@ -55,6 +55,7 @@ struct Collective {
   std::vector<Pair> pairs;  // Permute: indices within the group
   std::string where;        // "AllReduce 'node'"
   std::string attributes;   // as text, for the agreement check
+  uint64_t signature = 0;   // hash of the operator and its attributes
 
   int size() const { return static_cast<int>(group.size()); }
 };

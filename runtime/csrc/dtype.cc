@@ -174,6 +174,14 @@ void dispatch(DType type, Reduction reduction, F&& f) {
   }
 }
 
+// Calls f with a value of the 16-bit float type.
+template <class F>
+void half(DType type, F&& f) {
+  if (type == DType::kFloat16) return f(Float16{});
+  if (type == DType::kBfloat16) return f(Bfloat16{});
+  throw std::logic_error("not a float of 16 bits");
+}
+
 struct TypeInfo {
   DType type;
   size_t size;
@@ -220,6 +228,27 @@ const char* reduction_name(Reduction reduction) {
 
 void reduce_into(void* dst, const void* src, size_t count, DType type, Reduction reduction) {
   dispatch(type, reduction, [&](auto f) { decltype(f)::into(dst, src, count); });
+}
+
+bool accumulates_wide(DType type, Reduction reduction) {
+  return (type == DType::kFloat16 || type == DType::kBfloat16) &&
+         (reduction == Reduction::kSum || reduction == Reduction::kProd);
+}
+
+void widen(float* to, const void* from, size_t count, DType type) {
+  half(type, [&](auto example) {
+    using T = decltype(example);
+    const T* source = static_cast<const T*>(from);
+    for (size_t i = 0; i < count; ++i) to[i] = source[i].load();
+  });
+}
+
+void narrow(void* to, const float* from, size_t count, DType type) {
+  half(type, [&](auto example) {
+    using T = decltype(example);
+    T* target = static_cast<T*>(to);
+    for (size_t i = 0; i < count; ++i) target[i] = T::store(from[i]);
+  });
 }
 
 void reduce_many(void* dst, const void* const* srcs, size_t sources, size_t count, DType type,

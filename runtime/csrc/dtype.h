@@ -42,6 +42,12 @@ const char* reduction_name(Reduction reduction);
 // rounded to nearest even once per call.
 void reduce_into(void* dst, const void* src, size_t count, DType type, Reduction reduction);
 
+// Whether sums and products of the type are accumulated in a wider one, float32.
+bool accumulates_wide(DType type, Reduction reduction);
+// Between a 16-bit float type and float32, which holds all its values; rounds to nearest even.
+void widen(float* to, const void* from, size_t count, DType type);
+void narrow(void* to, const float* from, size_t count, DType type);
+
 // dst[i] = reduce(srcs[0][i], srcs[1][i], …) in that order. dst may be one of the sources. 16-bit
 // floats are accumulated in float32 over all sources and rounded once.
 void reduce_many(void* dst, const void* const* srcs, size_t sources, size_t count, DType type,

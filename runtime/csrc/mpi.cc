@@ -4,7 +4,11 @@
 // (MPI_Comm_create_group) at the first use. Reductions of float32 and float64 sums use MPI's own
 // operation; all others ours (dtype.h), which Open MPI either lacks (16-bit floats) or does not
 // define for NaN and signed zero. All are commutative, so that the algorithms of Open MPI, which
-// give every rank the same tree or a copy of one result, agree to the bit.
+// give every rank the same tree or a copy of one result, agree to the bit. Sums and products of
+// 16-bit floats go over the wire as float32 and are rounded once, at the end: an operation on the
+// 16-bit type would round at every step of the tree.
+//
+// An error that MPI reports ends the job, since nobody can know what the other ranks have received.
 //
 // Counts are 32-bit in Open MPI 5.0. Reductions go in pieces anyway: Open MPI's temporaries for one
 // large call cost more than the data. Movement beyond 1 GiB per block uses a datatype that covers
@@ -23,10 +27,28 @@ namespace onnxpar {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;  // of a reduction
-constexpr size_t kSignatureBytes = 512;
+constexpr size_t kTextBytes = 512;
+constexpr std::chrono::seconds kPatience{5};  // with messages that nobody receives, at the end
+
+// The members of a group compare their calls before data moves in the first calls on it, which
+// cover the first runs of a program, and later in every kPeriod-th call, then also the calls since
+// the comparison before. Which calls these are is known from their number alone, so that all
+// members know it however much their calls differ. A comparison costs about a microsecond, as much
+// as a small reduction.
+constexpr uint64_t kFirstCalls = 1024;
+constexpr uint64_t kPeriod = 64;
+
+// What a member remembers of a call on a group.
+struct Past {
+  uint64_t history = 0;  // hash of the signatures of all calls so far
+  std::string text;
+};
 
 struct MpiGroup : Group {
   MPI_Comm comm = MPI_COMM_NULL;
+  uint64_t calls = 0;
+  uint64_t history = 0;
+  Past past[kPeriod];  // by the call's number modulo kPeriod
 };
 
 // A message that was sent without waiting, kept until MPI has taken it.
@@ -35,16 +57,15 @@ struct Outgoing {
   std::vector<MPI_Request> requests;
 };
 
+// The members of a group call different collectives; the message is complete.
+struct Disagreement : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // What goes ahead of a message, so that a wrong size is an error and not a truncated tensor.
 struct Header {
   uint64_t bytes;
 };
-
-uint64_t hash(const std::string& text) {  // FNV-1a
-  uint64_t h = 14695981039346656037u;
-  for (char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211u;
-  return h;
-}
 
 class MpiTransport : public Transport {
  public:
@@ -61,7 +82,10 @@ class MpiTransport : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  bool debug() const override { return options_.debug; }
+  bool compares(const Group& group) const override {
+    const uint64_t calls = static_cast<const MpiGroup&>(group).calls;
+    return options_.debug || calls < kFirstCalls || calls % kPeriod == 0;
+  }
   bool concurrent() const override { return concurrent_; }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {
@@ -69,40 +93,48 @@ class MpiTransport : public Transport {
     if (group) return *group;
     const Call call{"making the communicator", {}};
     const Watchdog::Guard guard(*watchdog_, Lane::kMain, call, ranks);
-    auto made = std::make_unique<MpiGroup>();
-    made->ranks = ranks;
-    made->lane = lane;
-    MPI_Group all = MPI_GROUP_NULL;
-    MPI_Group members = MPI_GROUP_NULL;
-    check(MPI_Comm_group(world_, &all), "MPI_Comm_group");
-    check(MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &members),
-          "MPI_Group_incl");
-    // Tags up to 32767 are legal everywhere. Groups with equal tags still match rightly, since
-    // ranks that share two groups make them in the same order.
-    const int tag = static_cast<int>(
-        hash(to_text(ranks) + (lane == Lane::kMain ? "main" : "async")) % 32768);
-    check(MPI_Comm_create_group(world_, members, tag, &made->comm), "MPI_Comm_create_group");
-    MPI_Group_free(&members);
-    MPI_Group_free(&all);
-    check(MPI_Comm_set_errhandler(made->comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-    check(MPI_Comm_rank(made->comm, &made->index), "MPI_Comm_rank");
-    group = std::move(made);
+    named(describe(rank_, call, ranks), [&] {
+      auto made = std::make_unique<MpiGroup>();
+      made->ranks = ranks;
+      made->lane = lane;
+      MPI_Group all = MPI_GROUP_NULL;
+      MPI_Group members = MPI_GROUP_NULL;
+      check(MPI_Comm_group(world_, &all), "MPI_Comm_group");
+      check(MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &members),
+            "MPI_Group_incl");
+      // Tags up to 32767 are legal everywhere. Groups with equal tags still match rightly, since
+      // ranks that share two groups make them in the same order.
+      const int tag = static_cast<int>(
+          hash(to_text(ranks) + (lane == Lane::kMain ? "main" : "async")) % 32768);
+      check(MPI_Comm_create_group(world_, members, tag, &made->comm), "MPI_Comm_create_group");
+      MPI_Group_free(&members);
+      MPI_Group_free(&all);
+      check(MPI_Comm_set_errhandler(made->comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+      check(MPI_Comm_rank(made->comm, &made->index), "MPI_Comm_rank");
+      group = std::move(made);
+    });
     return *group;
   }
 
   void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
                   DType type, Reduction reduction, Stream) override {
     run(group, call, [&](MPI_Comm comm) {
-      const Operation operation = operations_.get(type, reduction);
+      const bool wide = accumulates_wide(type, reduction);
+      const Operation operation = operations_.get(wide ? DType::kFloat32 : type, reduction);
       const size_t item = dtype_size(type);
-      const size_t step = kPieceBytes / item;
+      const size_t step = kPieceBytes / (wide ? sizeof(float) : item);
+      std::vector<float>& piece = wide_[static_cast<int>(group.lane)];
+      if (wide) piece.resize(std::max(piece.size(), std::min(step, count)));
       for (size_t begin = 0; begin < count; begin += step) {
-        const int n = static_cast<int>(std::min(step, count - begin));
+        const size_t n = std::min(step, count - begin);
         const std::byte* from = static_cast<const std::byte*>(in) + begin * item;
         std::byte* to = static_cast<std::byte*>(out) + begin * item;
-        check(MPI_Allreduce(in == out ? MPI_IN_PLACE : from, to, n, operation.type, operation.op,
-                            comm),
+        if (wide) widen(piece.data(), from, n, type);
+        check(MPI_Allreduce(wide || in == out ? MPI_IN_PLACE : from,
+                            wide ? static_cast<void*>(piece.data()) : to, static_cast<int>(n),
+                            operation.type, operation.op, comm),
               "MPI_Allreduce");
+        if (wide) narrow(to, piece.data(), n, type);
       }
     });
   }
@@ -120,28 +152,37 @@ class MpiTransport : public Transport {
   void reduce_scatter(Group& group, const Call& call, const void* in, void* out, size_t count,
                       DType type, Reduction reduction, Stream) override {
     run(group, call, [&](MPI_Comm comm) {
-      const Operation operation = operations_.get(type, reduction);
+      const bool wide = accumulates_wide(type, reduction);
+      const Operation operation = operations_.get(wide ? DType::kFloat32 : type, reduction);
       const size_t item = dtype_size(type);
+      const size_t moved = wide ? sizeof(float) : item;
       const size_t members = group.ranks.size();
-      const size_t step = std::max<size_t>(1, kPieceBytes / item / members);
+      const size_t step = std::max<size_t>(1, kPieceBytes / moved / members);
       const std::byte* from = static_cast<const std::byte*>(in);
-      if (count <= step) {
-        check(MPI_Reduce_scatter_block(from, out, static_cast<int>(count), operation.type,
+      const auto reduce = [&](const void* blocks, void* to, size_t n) {
+        check(MPI_Reduce_scatter_block(blocks, to, static_cast<int>(n), operation.type,
                                        operation.op, comm),
               "MPI_Reduce_scatter_block");
-        return;
-      }
-      // A piece of every member's block, brought together.
-      std::unique_ptr<std::byte[]> piece(new std::byte[members * step * item]);
+      };
+      if (count <= step && !wide) return reduce(from, out, count);
+      // A piece of every member's block, brought together; then room for the result.
+      const size_t largest = std::min(step, count);
+      std::unique_ptr<std::byte[]> piece(new std::byte[(members + 1) * largest * moved]);
+      std::byte* const result = piece.get() + members * largest * moved;
       for (size_t begin = 0; begin < count; begin += step) {
         const size_t n = std::min(step, count - begin);
         for (size_t i = 0; i < members; ++i) {
-          std::memcpy(piece.get() + i * n * item, from + (i * count + begin) * item, n * item);
+          std::byte* to = piece.get() + i * n * moved;
+          const std::byte* block = from + (i * count + begin) * item;
+          if (wide) {
+            widen(reinterpret_cast<float*>(to), block, n, type);
+          } else {
+            std::memcpy(to, block, n * item);
+          }
         }
-        check(MPI_Reduce_scatter_block(piece.get(),
-                                       static_cast<std::byte*>(out) + begin * item,
-                                       static_cast<int>(n), operation.type, operation.op, comm),
-              "MPI_Reduce_scatter_block");
+        std::byte* to = static_cast<std::byte*>(out) + begin * item;
+        reduce(piece.get(), wide ? result : to, n);
+        if (wide) narrow(to, reinterpret_cast<const float*>(result), n, type);
       }
     });
   }
@@ -227,68 +268,110 @@ class MpiTransport : public Transport {
     });
   }
 
-  void abort(const std::string& message) override {
-    std::fprintf(stderr, "r%d | %s\n", rank_, message.c_str());
-    std::fflush(stderr);
-    MPI_Abort(world_, 1);
-  }
+  void abort(const std::string& message) override { end_job(message); }
+
+  // A call of MPI cannot be interrupted. The watchdog still bounds how long one waits.
+  void stop() override {}
 
   void close() override {
     watchdog_.reset();
     int finalized = 0;
     MPI_Finalized(&finalized);
     if (finalized != 0) return;  // MPI has freed all of it
-    reap();
+    // A message that its receiver has not asked for by then keeps its memory: the transport is
+    // never freed.
+    const Clock::time_point end = Clock::now() + kPatience;
+    for (reap(); !outgoing_.empty() && Clock::now() < end; reap()) std::this_thread::yield();
     for (auto& entry : groups_) MPI_Comm_free(&entry.second->comm);
     operations_.free();
     MPI_Comm_free(&world_);
   }
 
  private:
+  [[noreturn]] void end_job(const std::string& message) {
+    std::fprintf(stderr, "r%d | %s\n", rank_, message.c_str());
+    std::fflush(stderr);
+    MPI_Abort(world_, 1);
+    _exit(1);
+  }
+
   template <class F>
-  static void named(const std::string& who, F&& f) {
+  void named(const std::string& who, F&& f) {
     try {
       f();
+    } catch (const MpiError& e) {
+      end_job(who + ": " + e.what());
     } catch (const std::exception& e) {
       throw std::runtime_error(who + ": " + e.what());
     }
   }
 
   template <class F>
-  void run(Group& group, const Call& call, F&& f) {
-    const MPI_Comm comm = static_cast<MpiGroup&>(group).comm;
+  void run(Group& base, const Call& call, F&& f) {
+    MpiGroup& group = static_cast<MpiGroup&>(base);
     const Watchdog::Guard guard(*watchdog_, group.lane, call, group.ranks);
     try {
-      if (options_.debug) agree(group, call, comm);
-      f(comm);
+      const bool compare = compares(group);
+      Past& now = group.past[group.calls++ % kPeriod];
+      now.history = group.history = hash(call.signature, group.history);
+      now.text = call.where;
+      if (!call.detail.empty()) now.text += " with " + call.detail;
+      const std::string conflict = compare ? disagreement(group) : std::string();
+      if (conflict.empty()) return f(group.comm);
+      throw Disagreement(conflict);
+    } catch (const Disagreement&) {
+      throw;
+    } catch (const MpiError& e) {
+      end_job(describe(rank_, call, group.ranks) + ": " + e.what());
     } catch (const std::exception& e) {
       throw std::runtime_error(describe(rank_, call, group.ranks) + ": " + e.what());
     }
   }
 
-  // Compares what the members call, before any data moves: 16 bytes where they agree, their texts
-  // where they do not.
-  void agree(const Group& group, const Call& call, MPI_Comm comm) {
-    const std::string& detail = call.detail;
-    const uint64_t h = hash(detail);
-    uint64_t extremes[2] = {h, ~h};
-    check(MPI_Allreduce(MPI_IN_PLACE, extremes, 2, MPI_UINT64_T, MPI_MAX, comm),
+  // What is wrong with the calls on the group up to the present one, before its data moves; empty
+  // where the members agree. 16 bytes where they do; then their histories, and their texts of the
+  // first call that differs.
+  std::string disagreement(const MpiGroup& group) {
+    uint64_t extremes[2] = {group.history, ~group.history};
+    check(MPI_Allreduce(MPI_IN_PLACE, extremes, 2, MPI_UINT64_T, MPI_MAX, group.comm),
           "MPI_Allreduce");
-    if (extremes[0] == ~extremes[1]) return;
-    const std::string own = std::string(call.where) + " with " + detail;
-    std::vector<char> text(kSignatureBytes, '\0');
-    std::memcpy(text.data(), own.data(), std::min(own.size(), kSignatureBytes - 1));
-    std::vector<char> all(kSignatureBytes * group.ranks.size());
-    const int n = static_cast<int>(kSignatureBytes);
-    check(MPI_Allgather(text.data(), n, MPI_CHAR, all.data(), n, MPI_CHAR, comm),
-          "MPI_Allgather");
-    for (size_t i = 0; i < group.ranks.size(); ++i) {
-      const std::string other = &all[i * kSignatureBytes];
-      if (other == text.data()) continue;
-      throw std::runtime_error("disagrees with rank " + std::to_string(group.ranks[i]) +
-                               ": got " + detail + ", where rank " +
-                               std::to_string(group.ranks[i]) + " calls " + other);
+    if (extremes[0] == ~extremes[1]) return {};
+    const size_t members = group.ranks.size();
+    const size_t own = static_cast<size_t>(group.index);
+    uint64_t histories[kPeriod];  // oldest first
+    for (uint64_t i = 0; i < kPeriod; ++i) {
+      histories[i] = group.past[(group.calls + i) % kPeriod].history;
     }
+    std::vector<uint64_t> all(kPeriod * members);
+    check(MPI_Allgather(histories, kPeriod, MPI_UINT64_T, all.data(), kPeriod, MPI_UINT64_T,
+                        group.comm),
+          "MPI_Allgather");
+    const auto differs = [&](size_t member, uint64_t i) {
+      return all[member * kPeriod + i] != all[own * kPeriod + i];
+    };
+    uint64_t first = 0;
+    const auto agreed = [&](uint64_t i) {
+      for (size_t m = 0; m < members; ++m) {
+        if (differs(m, i)) return false;
+      }
+      return true;
+    };
+    while (agreed(first)) ++first;
+    const Past& past = group.past[(group.calls + first) % kPeriod];
+    std::vector<char> text(kTextBytes, '\0');
+    std::memcpy(text.data(), past.text.data(), std::min(past.text.size(), kTextBytes - 1));
+    std::vector<char> texts(kTextBytes * members);
+    const int n = static_cast<int>(kTextBytes);
+    check(MPI_Allgather(text.data(), n, MPI_CHAR, texts.data(), n, MPI_CHAR, group.comm),
+          "MPI_Allgather");
+    size_t other = 0;
+    while (!differs(other, first)) ++other;
+    const std::string rank = std::to_string(group.ranks[other]);
+    const uint64_t ago = kPeriod - 1 - first;
+    return describe(rank_, {past.text.substr(0, past.text.find(" with ")), {}}, group.ranks) +
+           ": disagrees with rank " + rank +
+           (ago == 0 ? "" : " on the call " + std::to_string(ago) + " before, found only now") + ": got " +
+           past.text + ", where rank " + rank + " calls " + &texts[other * kTextBytes];
   }
 
   // Forgets the messages that MPI has taken.
@@ -311,6 +394,7 @@ class MpiTransport : public Transport {
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;
   std::list<Outgoing> outgoing_;
+  std::vector<float> wide_[kLanes];  // one piece of a reduction of 16-bit floats
 };
 
 }  // namespace

@@ -32,9 +32,14 @@ inline std::string mpi_message(int code) {
   return {text, static_cast<size_t>(length)};
 }
 
+// What MPI itself reports. After it nothing is known of the messages under way.
+struct MpiError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 inline void check(int code, const char* function) {
   if (code == MPI_SUCCESS) return;
-  throw std::runtime_error(std::string(function) + ": " + mpi_message(code));
+  throw MpiError(std::string(function) + ": " + mpi_message(code));
 }
 
 // `bytes` bytes as a datatype and a count that fits in an int.

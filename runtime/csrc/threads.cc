@@ -236,7 +236,7 @@ class ThreadTransport : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return world_->size(); }
-  bool debug() const override { return world_->options().debug; }
+  bool compares(const Group&) const override { return world_->options().debug; }
   bool concurrent() const override { return true; }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {
@@ -346,7 +346,8 @@ class ThreadTransport : public Transport {
   }
 
   void abort(const std::string& message) override { world_->abort(message); }
-  void close() override { world_->abort("the world was closed"); }
+  void stop() override { world_->abort("the world was closed"); }
+  void close() override {}
 
  private:
   static void copy(void* to, const void* from, size_t bytes) {

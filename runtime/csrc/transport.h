@@ -44,7 +44,8 @@ struct Group {
 // Which call this is: for messages, and for the agreement check.
 struct Call {
   std::string_view where;  // "AllReduce '/fc1/all_reduce'"; outlives the call
-  std::string detail;      // what must agree between the ranks; filled only where Transport::debug()
+  std::string detail;      // what must agree between the ranks; filled where Transport::compares()
+  uint64_t signature = 0;  // hash of the same; always filled for collectives
 };
 
 struct Pair {
@@ -52,13 +53,26 @@ struct Pair {
   int destination;  // index within the group
 };
 
+// FNV-1a of the text, or of the number's bytes, from the hash `h` of what came before.
+inline constexpr uint64_t kHashStart = 14695981039346656037u;
+inline uint64_t hash(std::string_view text, uint64_t h = kHashStart) {
+  for (char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  return h;
+}
+// Cheap enough for every call: the number goes in whole, and its high bits come down by a shift.
+inline uint64_t hash(uint64_t number, uint64_t h) {
+  h = (h ^ number) * 0x9e3779b97f4a7c15u;
+  return h ^ (h >> 32);
+}
+
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Whether calls carry `detail`, which is then compared between the ranks before data moves.
-  virtual bool debug() const = 0;
+  // Whether the next call on the group is compared between its members before data moves, and so
+  // carries `detail`. The members' answers are equal.
+  virtual bool compares(const Group&) const = 0;
   // Whether buffers are device memory and calls are enqueued on the stream.
   virtual bool on_device() const { return false; }
   // Whether two threads of this rank may communicate at once, on different lanes.
@@ -91,7 +105,10 @@ class Transport {
 
   // Ends all communication: ranks that wait, and later calls, fail with this message.
   virtual void abort(const std::string& message) = 0;
-  // Gives back what the transport holds. No calls may follow.
+  // Makes calls that wait fail, where the transport can. Comes before close(); other threads may
+  // still be in a call.
+  virtual void stop() = 0;
+  // Gives back what the transport holds. No calls run, and none may follow.
   virtual void close() = 0;
 };
 
@@ -102,7 +119,7 @@ std::string to_text(const std::vector<int64_t>& values);
 
 struct TransportOptions {
   bool debug = true;
-  double timeout_s = 600;  // how long one call may wait before it fails; 0: for ever
+  double timeout_s = 60;  // how long one call may wait before it fails; 0: for ever
 };
 
 // One transport per rank, sharing one set of ranks in this process.

@@ -91,9 +91,11 @@ void RankContext::close() {
     stop_ = true;
     queued_.notify_all();
   }
-  transport_->close();
-  // What is queued still runs, and fails at once on a closed transport.
+  // What is queued still runs: it fails at once on a transport that can be stopped, and completes
+  // with the other ranks on one that cannot.
+  transport_->stop();
   if (worker_.joinable()) worker_.join();
+  transport_->close();
 }
 
 RankContext& World::rank(int index) const {

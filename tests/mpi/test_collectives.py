@@ -55,18 +55,137 @@ def test_the_suite_at(job: Start, ranks: int) -> None:
         ("AR", 4, r"AllReduce float32 \[4\] reduction=sum"),
     ],
 )
-def test_ranks_that_disagree(job: Start, text: str, size: int, told: str) -> None:
+@pytest.mark.parametrize("debug", [True, False])
+def test_ranks_that_disagree(job: Start, text: str, size: int, told: str, debug: bool) -> None:
     body = f"""
 if rank.index == 1:
     act(lambda: run_text(rank, {text}, x=np.ones({size}, np.float32)))
 else:
     act(lambda: run_text(rank, AR, x=x))
 """
-    result = job(2, program(body), 60)
+    result = job(2, program(body, debug), 60)
     assert result.code != 0 and result.seconds < SECONDS
     line = next(line for line in result.text.splitlines() if line.startswith(("r0 |", "r1 |")))
     assert "'here' on group [0, 1]: disagrees with rank" in line
     assert re.search(told, line), line
+
+
+LATE = """
+for _ in range(1030):  # calls beyond the first 1024 are not compared one by one
+    rank.all_reduce(x)
+def disagree(**arguments):
+    if rank.index == 1:
+        rank.all_reduce(**arguments)
+    else:
+        rank.all_reduce(x)
+"""
+
+
+def test_late_calls_of_equal_size_are_compared_afterwards(job: Start) -> None:
+    """Sum against maximum: MPI cannot know; it comes out before 64 more calls on the group."""
+    body = (
+        LATE
+        + """
+act(lambda: disagree(array=x, op="max"))
+for i in range(64):
+    act(lambda: rank.all_reduce(x))
+print("nothing said")
+"""
+    )
+    result = job(2, program(body, debug=False), 60)
+    assert result.code != 0 and result.seconds < SECONDS
+    # Calls are numbered from 0: the wrong one is 1030, and 1088 the next multiple of 64.
+    assert re.search(
+        r"r[01] \| rank [01]: all_reduce of the program on group \[0, 1\]: disagrees with rank "
+        r"[01] on the call 58 before",
+        result.text,
+    ), result.text
+    assert "nothing said" not in result.text
+
+
+def test_late_calls_of_other_sizes_end_the_job(job: Start) -> None:
+    """MPI reports that a message does not fit; nobody goes on, even if the program would."""
+    body = (
+        LATE
+        + """
+try:
+    disagree(array=np.ones(3000, np.float32))
+    rank.all_reduce(x)
+except Exception as error:
+    print("caught", error)
+"""
+    )
+    result = job(2, program(body, debug=False), 60)
+    assert result.code != 0 and result.seconds < SECONDS
+    assert re.search(
+        r"r[01] \| rank [01]: all_reduce of the program on group \[0, 1\]: MPI_Allreduce: .*TRUNC",
+        result.text,
+    ), result.text
+    assert "caught" not in result.text
+
+
+START = """
+text = '''g (float[n] x) => (int64[1] h) { h, t = onnxpar.Start <op="AllReduce"> (x) }'''
+from teams import session
+big = np.ones(1 << 22, np.float32)
+"""
+
+
+def test_closing_waits_for_what_was_started(job: Start) -> None:
+    """Rank 1 starts late; both close at once, with the collective still under way."""
+    body = (
+        START
+        + """
+import time
+s = session(rank, text)
+if rank.index == 1:
+    time.sleep(1)
+s.run(None, {"x": big})
+world.close()
+print("closed")
+"""
+    )
+    result = job(2, program(body, debug=False), 60)
+    assert result.code == 0 and result.text.count("closed") == 2, result.text
+
+
+def test_closing_does_not_wait_for_ever(job: Start) -> None:
+    """Rank 1 never starts: the watchdog still watches a world that is closing."""
+    body = (
+        START
+        + """
+import time
+rank.all_reduce(x)
+if rank.index == 0:
+    s = session(rank, text)
+    s.run(None, {"x": big})
+    world.close()
+    print("closed")
+time.sleep(30)
+"""
+    )
+    result = job(2, program(body, debug=False), 60, {"ONNXPAR_TIMEOUT": "2"})
+    assert result.code != 0 and result.seconds < SECONDS + 2
+    assert re.search(r"r0 \| rank 0: .* on group \[0, 1\]: waited 2 s", result.text), result.text
+    assert "closed" not in result.text
+
+
+def test_a_message_survives_the_closing_of_its_sender(job: Start) -> None:
+    body = """
+import time
+if rank.index == 0:
+    text = "g (float[n] x) => (uint8[1] t) { t = onnxpar.Send <peer=1> (x) }"
+    run_text(rank, text, x=np.arange(1 << 20, dtype=np.float32))
+else:
+    time.sleep(1)
+    text = "g (int64[1] n) => (float[m] y) { y, t = onnxpar.Recv <peer=0, dtype=1> (n) }"
+    y = run_text(rank, text, n=np.array([1 << 20]))[0]
+    assert (y == np.arange(1 << 20)).all()
+world.close()
+print("closed")
+"""
+    result = job(2, program(body, debug=False), 60)
+    assert result.code == 0 and result.text.count("closed") == 2, result.text
 
 
 def test_a_rank_that_raises_ends_all(job: Start) -> None:

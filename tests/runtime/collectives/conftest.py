@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,12 @@ from teams import UNDER_MPI, Team
 from onnxpar_runtime.collectives import World
 
 SIZES = [int(os.environ["OMPI_COMM_WORLD_SIZE"])] if UNDER_MPI else [1, 2, 4]
+
+if UNDER_MPI:
+    # Each rank is a pytest of its own, and all at once would clear the same old temporary folders.
+    root = Path(tempfile.gettempdir()) / f"onnxpar-rank{os.environ['OMPI_COMM_WORLD_RANK']}"
+    root.mkdir(exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 
 
 @pytest.fixture(scope="session")

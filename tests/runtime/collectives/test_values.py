@@ -184,25 +184,60 @@ def test_large_reduce_scatter_goes_in_pieces(team: Team) -> None:
     team.run(act)
 
 
+@pytest.mark.parametrize("op", ["AllReduce", "ReduceScatter"])
+@pytest.mark.parametrize("reduction", ["sum", "prod"])
 @pytest.mark.parametrize(("kind", "bits"), [("float16", 11), ("bfloat16", 8)])
-def test_rounding_of_16_bit_sums(team: Team, kind: str, bits: int) -> None:
-    """Each pairwise step is a float32 sum rounded once: half an ulp of at most the sum of |x|."""
+def test_16_bit_floats_are_rounded_once(
+    team: Team, kind: str, bits: int, reduction: str, op: str
+) -> None:
+    """They accumulate in float32 on every transport, and only the result is rounded.
+
+    The rounding is at most 2^-bits of the result (2^-25 below the smallest normal float16). Each of
+    the size - 1 float32 steps errs by at most 2^-24 of the sum of |x|, or of the product, whatever
+    the order. Two operands commute, so that nothing is left open.
+    """
     dtype = TYPES[kind]
     xs = [
         np.random.default_rng(r).standard_normal(4096).astype(np.float32).astype(dtype)
         for r in range(team.size)
     ]
-    exact = sum(x.astype(np.float64) for x in xs)
-    bound = (team.size - 1) * 2.0**-bits * sum(np.abs(x.astype(np.float64)) for x in xs)
-    text = f"g ({kind}[n] x) => ({kind}[n] y) {{ y, t = onnxpar.AllReduce (x) }}"
+    single = REDUCERS[reduction].reduce([x.astype(np.float32) for x in xs])
+    exact = REDUCERS[reduction].reduce([x.astype(np.float64) for x in xs])
+    scale = sum(np.abs(x.astype(np.float64)) for x in xs) if reduction == "sum" else np.abs(exact)
+    bound = 2.0**-bits * np.abs(exact) + 2.0**-25 + (team.size - 1) * 2.0**-24 * scale
+    attributes = f'reduction="{reduction}"' + (", axis=0" if op == "ReduceScatter" else "")
+    text = f"g ({kind}[n] x) => ({kind}[m] y) {{ y, t = onnxpar.{op} <{attributes}> (x) }}"
 
-    def act(rank: Rank) -> np.ndarray:
+    def act(rank: Rank) -> list[bytes]:
+        share = 4096 // team.size
+        mine = slice(rank.index * share, (rank.index + 1) * share)
+        mine = mine if op == "ReduceScatter" else slice(None)
         y = run_text(rank, text, x=xs[rank.index])[0]
-        assert np.all(np.abs(y.astype(np.float64) - exact) <= bound)
+        if team.size <= 2:
+            assert y.tobytes() == single[mine].astype(dtype).tobytes()
+        assert np.all(np.abs(y.astype(np.float64) - exact[mine]) <= bound[mine])
         return rank.gather_bytes(y.tobytes())
 
     for everyone in team.run(act):
-        assert len(set(everyone)) == 1, "ranks differ"
+        assert op == "ReduceScatter" or len(set(everyone)) == 1, "ranks differ"
+
+
+def test_16_bit_floats_in_several_pieces(team: Team) -> None:
+    """Longer than what MPI reduces at a time; small integers are exact."""
+    count = (1 << 21) + 4
+    text = """g (float16[n] x) => (float16[n] a, float16[m] b) {
+        a, t = onnxpar.AllReduce (x)
+        b, u = onnxpar.ReduceScatter <axis=0> (x, t) }"""
+    x = (np.arange(count) % 61).astype(np.float16)
+    total = x * team.size + team.size * (team.size - 1) // 2
+
+    def act(rank: Rank) -> None:
+        a, b = run_text(rank, text, x=x + np.float16(rank.index))
+        np.testing.assert_array_equal(a, total)
+        share = count // team.size
+        np.testing.assert_array_equal(b, total[rank.index * share : (rank.index + 1) * share])
+
+    team.run(act)
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
