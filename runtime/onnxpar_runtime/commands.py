@@ -1,15 +1,14 @@
 """The runtime's programs, as the command line and `mpirun python` scripts start them."""
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.data import read_npz, write_npz
-from onnxpar_runtime.errors import InputError, LaunchError
+from onnxpar_runtime.data import check_writable, read_npz, write_npz
+from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import guarded, init, mpirun_place
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
@@ -53,8 +52,8 @@ def run(
             open_log(log_dir, rank.index)
         manifest = Manifest.load(directory)
         check_size(manifest, rank)
-        if rank.index == 0 and not os.access(Path(outputs).absolute().parent, os.W_OK):
-            raise InputError(f"{outputs}: the folder does not exist or cannot be written")
+        if rank.index == 0:
+            check_writable(outputs)
         return manifest
 
     def body() -> int:
@@ -75,13 +74,20 @@ def run(
         start = time.perf_counter()
         results = session.run_global(feeds)
         log.info("ran in %.3f s", time.perf_counter() - start)
-        if results is not None:
-            write_npz(outputs, results)
-            log.info("wrote %s", outputs)
+
+        def finish() -> None:
+            if results is not None:
+                write_npz(outputs, results)
+                log.info("wrote %s", outputs)
+
+        # The disk may be full by now, which the other ranks have to hear of.
+        together(rank, finish)
         session.close()
         return 0
 
-    return guarded(rank, body)
+    code = guarded(rank, body)
+    # An interrupt has been printed; 128 and a signal's number would have the caller tell it again.
+    return 1 if code > 128 else code
 
 
 def check_size(manifest: Manifest, rank: Rank) -> None:

@@ -3,6 +3,7 @@
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,61 @@ def read_npz(path: str | Path) -> dict[str, Array]:
     """
     try:
         with open(path, "rb") as stream:
-            archive = np.load(stream, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
+            start = stream.read(len(_NPY))
+            if start == _NPY:
                 raise InputError(f"{path}: expected an .npz file with named arrays, got one array")
-            with archive:
-                return {name: archive[name] for name in archive.files}
+            if not start.startswith(_ZIP):
+                raise _unreadable(path, "it is none, or has been cut short")
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as archive:
+                return {name: _member(path, archive, name) for name in archive.files}
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
-        raise InputError(f"{path}: not a readable .npz file: {error}") from None
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from None
+    except _BROKEN as error:
+        raise _unreadable(path, str(error)) from None
+
+
+# How numpy's format for one array begins, and zip files with and without members.
+_NPY = b"\x93NUMPY"
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+# What numpy and zipfile raise on files that are cut short, altered, encrypted or of another kind.
+_BROKEN = (ValueError, EOFError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+
+def _member(path: str | Path, archive: Mapping[str, Any], name: str) -> Array:
+    try:
+        array = archive[name]
+    except ValueError as error:
+        # numpy advises to allow pickled objects, which may run any code.
+        reason = "it holds Python objects" if "pickle" in str(error) else str(error)
+        raise _unreadable(path, f"array {name!r}: {reason}") from None
+    if not isinstance(array, np.ndarray):  # numpy returns what is no array as bytes
+        raise _unreadable(path, f"{name!r} in it is no array")
+    return array
+
+
+def _unreadable(path: str | Path, reason: str) -> InputError:
+    return InputError(f"{path}: not a readable .npz file: {reason}")
+
+
+def check_writable(path: str | Path) -> None:
+    """Checks what `write_npz` needs, so that a mistake shows before anything is computed.
+
+    Raises:
+        InputError: The folder does not exist or no file can be made in it, or the path is a folder.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"{target}: expected a file to write to, got a folder")
+    if not target.absolute().parent.is_dir():
+        raise InputError(f"{target}: the folder does not exist")
+    try:
+        with _temporary(target, delete=True):
+            pass
+    except OSError as error:
+        raise _cannot_write(target, error) from None
 
 
 def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
@@ -74,23 +121,31 @@ def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
     bfloat16, which numpy's format lacks, is stored as two opaque bytes an element.
 
     Raises:
-        InputError: The folder does not exist or cannot be written.
+        InputError: The folder does not exist or cannot be written, or the disk is full.
     """
     target = Path(path)
     temporary = ""
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=False
-        ) as stream:
+        with _temporary(target, delete=False) as stream:
             temporary = stream.name
             np.savez(stream, **{k: v for k, v in arrays.items()})  # type: ignore[arg-type]
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except OSError as error:
-        raise InputError(f"{target}: cannot be written: {error.strerror or error}") from None
+        raise _cannot_write(target, error) from None
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def _temporary(target: Path, *, delete: bool) -> "tempfile._TemporaryFileWrapper[bytes]":
+    return tempfile.NamedTemporaryFile(
+        dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=delete
+    )
+
+
+def _cannot_write(target: Path, error: OSError) -> InputError:
+    return InputError(f"{target}: cannot be written: {error.strerror or error}")
 
 
 def _umask() -> int:

@@ -1,5 +1,6 @@
 """`onnxpar run` without mpirun, and the errors of the command line."""
 
+import signal
 from pathlib import Path
 
 import hand_made
@@ -76,6 +77,18 @@ def test_users_mistakes(
     assert code == 2
     assert error.startswith("onnxpar: error: ") and message in error
     assert error.count("\n") == 1 and "Traceback" not in error
+    assert not outputs.exists()
+
+
+def test_an_interrupt_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("onnxpar_runtime.session.Session.run_global", interrupted)
+    code, outputs = run(one_device(tmp_path / "a"), save(tmp_path, x=np.zeros(2, np.float32)))
+    assert (code, capfd.readouterr().err) == (1, "onnxpar: error: interrupted\n")
     assert not outputs.exists()
 
 

@@ -1,5 +1,6 @@
 """`mpirun -n N onnxpar run`: equal outputs, and an end within seconds when something is wrong."""
 
+import os
 from pathlib import Path
 
 import hand_made
@@ -93,6 +94,19 @@ def test_users_mistakes_are_told_once(tmp_path: Path, what: str) -> None:
     (message,) = outcome.messages
     assert expected in message
     assert "Traceback" not in outcome.err and not outputs.exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux's /proc")
+def test_outputs_that_cannot_be_written_are_found_before_the_run(tmp_path: Path) -> None:
+    """No file can be made in /proc, though root has leave to write there."""
+    directory = hand_made.failing(tmp_path / "a", 2)  # Its run would fail in another way.
+    inputs = str(save(tmp_path, 1))
+    arguments = ["run", str(directory), "--inputs", inputs, "--outputs", "/proc/o.npz"]
+    outcome = mpirun(2, ["-m", "onnxpar.cli", *arguments])
+    assert outcome.code == 2
+    (message,) = outcome.messages
+    assert "/proc/o.npz: cannot be written: " in message
+    assert "Traceback" not in outcome.err and "MPI_ABORT" not in outcome.err
 
 
 def test_mistake_of_one_rank_names_it(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Arrays from files: only conversions that lose nothing, and clear errors otherwise."""
 
+import errno
+import os
 import stat
+import zipfile
 from pathlib import Path
 
 import hand_made
@@ -8,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from onnxpar_runtime.data import convert, read_npz, write_npz
+from onnxpar_runtime.data import check_writable, convert, read_npz, write_npz
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import Manifest, TensorSpec
 
@@ -62,14 +65,21 @@ def test_unreadable_files(tmp_path: Path) -> None:
         read_npz(tmp_path / "none.npz")
     for name, content in (("text", b"hello"), ("empty", b""), ("cut", b"PK\x03\x04abc")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(InputError, match=r"not a readable \.npz"):
+        with pytest.raises(InputError, match=r"not a readable \.npz") as caught:
             read_npz(tmp_path / name)
+        assert "pickle" not in str(caught.value)
     np.save(tmp_path / "one.npy", np.zeros(2))
     with pytest.raises(InputError, match="got one array"):
         read_npz(tmp_path / "one.npy")
     np.savez(tmp_path / "pickled.npz", x=np.array([{}], dtype=object))
-    with pytest.raises(InputError, match="not a readable"):
+    with pytest.raises(InputError, match=r"not a readable .*array 'x': it holds Python objects$"):
         read_npz(tmp_path / "pickled.npz")
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    with pytest.raises(InputError, match=r"'notes\.txt' in it is no array"):
+        read_npz(tmp_path / "other.zip")
+    with pytest.raises(InputError, match=r"not a readable .*directory"):
+        read_npz(tmp_path)
     write_npz(tmp_path / "whole.npz", {"x": np.arange(1000.0)})
     whole = (tmp_path / "whole.npz").read_bytes()
     (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
@@ -85,3 +95,21 @@ def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written"):
         write_npz(tmp_path / "nowhere" / "out.npz", {"y": np.arange(3)})
     assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_what_cannot_be_written_is_found_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_writable(tmp_path / "out.npz")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(InputError, match="got a folder"):
+        check_writable(tmp_path)
+    with pytest.raises(InputError, match="the folder does not exist"):
+        check_writable(tmp_path / "nowhere" / "out.npz")
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refused)
+    with pytest.raises(InputError, match=r"out\.npz: cannot be written: Read-only file system$"):
+        check_writable(tmp_path / "out.npz")
