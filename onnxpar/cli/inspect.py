@@ -12,6 +12,7 @@ from rich.table import Table
 
 from onnxpar.analysis.report import model_data
 from onnxpar.artifacts.directory import MANIFEST
+from onnxpar.cli.shard import count, describe_nodes
 from onnxpar.errors import ArtifactError
 from onnxpar.passes.load import load
 from onnxpar.pipeline import analyse
@@ -112,9 +113,10 @@ def show_divided(report: Json, console: Console) -> None:
     totals = report["totals"]
     console.print(
         escape(
-            f"{totals['nodes']} nodes, {totals['divided']} divided, {totals['replicated']} "
-            f"replicated; {totals['collectives']} collectives, a device sends {totals['bytes']} "
-            f"bytes; {totals['parameters']} parameters, {totals['parameter_bytes_per_device']:,} "
+            f"{count(totals['nodes'], 'node')}: {describe_nodes(report)}; "
+            f"{count(totals['collectives'], 'collective')}, a device sends {totals['bytes']} "
+            f"bytes; {count(totals['parameters'], 'parameter')}, "
+            f"{totals['parameter_bytes_per_device']:,} "
             f"of {totals['parameter_bytes']:,} bytes on each device"
         )
     )

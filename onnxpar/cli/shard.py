@@ -1,5 +1,6 @@
 """`onnxpar shard`: one ONNX file for each rank."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +86,7 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
     sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"
     lines = [
         f"devices       {report['devices']}{named}",
-        f"nodes         {totals['nodes']}, {totals['divided']} of them divided",
+        f"nodes         {totals['nodes']}: {describe_nodes(report)}",
         f"parameters    {totals['parameters']}, {sizes} bytes on each device",
         f"collectives   {_collectives(totals)}",
     ]
@@ -94,12 +95,33 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
         for item in report["replicated"][:SHOWN]
     ]
     if len(report["replicated"]) > SHOWN:
-        lines.append(f"replicated    and {len(report['replicated']) - SHOWN} more nodes")
+        lines.append(f"replicated    and {count(len(report['replicated']) - SHOWN, 'more node')}")
     lines.append(f"written       {summary.out} in {sum(summary.seconds.values()):.1f} s")
     for line in lines:
         console.print(escape(line))
     if len(ranks) == report["devices"]:
         console.print(escape(_next(summary.out, report["devices"])))
+
+
+def describe_nodes(report: dict[str, Any]) -> str:
+    """Returns how many nodes there are of each kind; every node is of one."""
+    totals = report["totals"]
+    names = [item["name"] for item in report["replicated"]]
+    whole = totals["nodes"] - totals["divided"] - len(names)
+    parts = [f"{totals['divided']} divided"]
+    if whole:
+        parts.append(f"{whole} whole as nothing of theirs is split")
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        parts.append(
+            f"{len(names)} computed whole for want of a rule ({', '.join(names[:SHOWN])}{more})"
+        )
+    return ", ".join(parts)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns the number with the noun, in the plural but for 1."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _collectives(totals: dict[str, Any]) -> str:
@@ -110,8 +132,11 @@ def _collectives(totals: dict[str, Any]) -> str:
 
 
 def _next(out: Path, devices: int) -> str:
+    # mpirun refuses more ranks than cores unless told.
+    more = " --oversubscribe" if devices > (os.cpu_count() or 1) else ""
+    run = f"onnxpar run {out} --inputs in.npz --outputs out.npz"
     return (
         f"next          onnxpar inspect {out}\n"
         f"              onnxpar view {out} --rank 0\n"
-        f"              mpirun -n {devices} onnxpar run {out} --inputs in.npz --outputs out.npz"
+        f"              mpirun{more} -n {devices} {run}"
     )

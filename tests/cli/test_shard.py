@@ -37,11 +37,11 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shard("--strategy", "s.yaml") == 0
     printed = capsys.readouterr().out
     assert "devices       8\n" in printed
-    assert "nodes         3, 3 of them divided" in printed
+    assert "nodes         3: 3 divided\n" in printed
     # 32x16 + 16x16 float32 weights; each device has a quarter of both.
     assert "parameters    2, 768 of 3,072 bytes on each device" in printed
     assert "1 ReduceScatter" in printed
-    assert "mpirun -n 8 onnxpar run out" in printed
+    assert "-n 8 onnxpar run out --inputs" in printed
     manifest = json.loads((here / "out" / "manifest.json").read_text())
     assert manifest["symbols"]["batch"]["divisor"] == 8
     assert manifest["strategy"]["nodes"]["/matmul1/MatMul"]["in"][0]["pieces"] == [2, 4]
@@ -72,7 +72,41 @@ def test_replicated_nodes_are_named_with_the_reason(
     """
     onnx.save(onnx.parser.parse_model(text), here / "model.onnx")
     assert shard("--strategy", "dp=2") == 0
-    assert "replicated    det (Det): no sharding rule" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "replicated    det (Det): no sharding rule" in printed
+    assert "nodes         2: 1 divided, 1 computed whole for want of a rule (det)\n" in printed
+    assert main(["inspect", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 nodes: 1 divided, 1 computed whole for want of a rule (det); 1 collective," in printed
+
+
+def test_every_node_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+        <ir_version: 10, opset_import: ["" : 18]>
+        g (float[batch] x, float[1] c) => (float[batch] y, float[1] z)
+        { y = Abs(x) z = Neg(c) }
+    """
+    onnx.save(onnx.parser.parse_model(text), here / "model.onnx")
+    assert shard("--strategy", "dp=2") == 0
+    assert "nodes         2: 1 divided, 1 whole as nothing of theirs is split\n" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("cores", "option"),
+    [(1, " --oversubscribe -n 2 onnxpar"), (2, " -n 2 onnxpar"), (None, " --oversubscribe")],
+)
+def test_mpirun_is_told_where_ranks_outnumber_cores(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int | None,
+    option: str,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert shard("--strategy", "dp=2") == 0
+    assert f"mpirun{option}" in capsys.readouterr().out
 
 
 def test_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
