@@ -90,14 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `onnxpar`; the process's own by default.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    with _interruptible() as interrupts:
+    with _interruptible(ours=arguments is None) as interrupts:
         try:
             return _run(given, interrupts)
         except BaseException:
             # What was loading or cleaning up may have made another exception of the interrupt.
             if not interrupts.seen:
                 raise
-            _tell("interrupted")
+            interrupts.tell()
             return 1
 
 
@@ -113,7 +113,7 @@ def _run(given: list[str], interrupts: "_Interrupts") -> int:
         command.main(args=given, prog_name="onnxpar")
     except SystemExit as leave:
         if leave.code in _INTERRUPTED:
-            _tell("interrupted")
+            interrupts.tell()
             return 1
         return leave.code if isinstance(leave.code, int) else 0
     except Exception as error:
@@ -161,23 +161,31 @@ class _Interrupts:
             for number in [n for n in self._previous if n != signal.SIGINT]:
                 signal.signal(number, self._previous.pop(number))
 
-    def restore(self) -> None:
-        """Gives the signals back."""
+    def restore(self, ours: bool) -> None:
+        """Gives the signals back; where the process is ours and about to end, lets it end."""
+        ending = ours and (self.seen or signal.SIGTERM in self._previous)
         for number, previous in self._previous.items():
-            signal.signal(number, previous)
+            signal.signal(number, signal.SIG_IGN if ending else previous)
+
+    def tell(self) -> None:
+        """Says that the program was interrupted, and hears of no further signal."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        _tell("interrupted")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        self.seen = True
-        if self._loading:
-            # An exception could end in whatever is being imported; there is nothing to clean up.
-            _tell("interrupted")
+        again, self.seen = self.seen, True
+        if self._loading or again:
+            # An exception could end in whatever is being imported, or in the handling of the first.
+            # What has to be cleaned up holds signals back meanwhile.
+            self.tell()
             os._exit(1)
         raise KeyboardInterrupt
 
 
 @contextmanager
-def _interruptible() -> Iterator[_Interrupts]:
+def _interruptible(ours: bool) -> Iterator[_Interrupts]:
     interrupts = _Interrupts()
     # Only the main thread may install handlers, and only there do signals arrive.
     with suppress(ValueError):
@@ -185,4 +193,4 @@ def _interruptible() -> Iterator[_Interrupts]:
     try:
         yield interrupts
     finally:
-        interrupts.restore()
+        interrupts.restore(ours)

@@ -91,6 +91,21 @@ sys.meta_path.insert(0, Slow())
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix) == ["sitecustomize.py"]
 
 
+@posix
+@SIGNALS
+def test_one_that_comes_when_all_is_done(tmp_path: Path, name: str) -> None:
+    text = f"""
+import os, signal, sys
+from onnxpar.cli import main
+sys.argv[1:] = ["--version"]
+code = main()
+os.kill(os.getpid(), signal.{name})
+raise SystemExit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_handlers_are_given_back() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert main(["--version"]) == 0
