@@ -97,7 +97,7 @@ def test_an_operator_that_the_standard_lacks() -> None:
 def test_an_opset_of_the_future() -> None:
     model = read("g (float[n] x) => (float[n] y) { y = Relu(x) }")
     model.opset_imports[""] = 999
-    with pytest.raises(ModelError, match="at most .*, got 999"):
+    with pytest.raises(ModelError, match=r"at most .*, got 999"):
         normalise(model)
 
 
