@@ -396,7 +396,7 @@ class _Lane:
     def _stream(self, name: str) -> BinaryIO:
         """Opens a file at the place where it was left; a new one gets all its blocks at once.
 
-        Writing 1 GiB in pieces took 0.16 to 0.25 s so, and 0.3 to 0.9 s where it grew (ext4, 2 cores).
+        Writing 1 GiB in pieces took 0.16 to 0.25 s so, 0.3 to 0.9 s where it grew (ext4, 2 cores).
         """
         path = self._folder / name
         if name in self._written:
