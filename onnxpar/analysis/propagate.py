@@ -60,10 +60,9 @@ def propagate(model: ir.Model, env: ShapeEnv, rules: Rules, seeds: Seeds) -> Pla
     nodes = list(model.graph)
     parts = structure(nodes, rules.rules, rules.views, env.table)
     wishes = _wishes(nodes, rules, _pinned(nodes, rules, seeds), seeds)
-    walk = _Walk(model, env, rules, seeds, parts, wishes)
+    decided: dict[object, NodePlan] = {}
     for _ in range(ROUNDS):
-        walk = _Walk(model, env, rules, seeds, parts, wishes, decided=walk.decided)
-        plan = walk.run(nodes)
+        plan = _Walk(model, env, rules, seeds, parts, wishes, decided).run(nodes)
         wishes = _wishes(nodes, rules, plan.nodes, seeds)
     return plan
 
@@ -123,7 +122,7 @@ class _Walk:
     seeds: Seeds
     parts: Mapping[str, tuple[Parts, ...]]
     wishes: Mapping[str, Sharding]
-    decided: dict[object, NodePlan] = field(default_factory=dict)
+    decided: dict[object, NodePlan]
     values: dict[str, Sharding] = field(default_factory=dict)
     plans: dict[str, NodePlan] = field(default_factory=dict)
     free: set[str] = field(default_factory=set)
