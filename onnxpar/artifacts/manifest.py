@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar import __version__
+from onnxpar.analysis.equalities import Equality
 from onnxpar.artifacts.directory import GENERATOR
 from onnxpar.artifacts.weights import Written
 from onnxpar.errors import ArtifactError
@@ -136,6 +137,7 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
         "outputs": [_tensor(item) for item in pm.outputs],
         "system_inputs": [_system_input(value.name or "") for value in used_system_inputs(pm)],
         "collectives": [_collective(c) for c in pm.builder.collectives],
+        "equal_sizes": [_equality(e) for e in pm.equalities],
     }
 
 
@@ -160,6 +162,17 @@ def _collective(collective: Collective) -> Json:
         "reason": collective.reason,
         "before": collective.before,
         "after": collective.after,
+    }
+
+
+def _equality(equality: Equality) -> Json:
+    sides = (equality.left, equality.right)
+    return {
+        "node": equality.node,
+        "op_type": equality.op_type,
+        "values": [side.value for side in sides],
+        "dims": [side.dim for side in sides],
+        "sizes": [_size(side.size) for side in sides],
     }
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 
+from onnxpar.analysis.equalities import assumed_equalities
 from onnxpar.analysis.plan import NodePlan, Plan
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.reshard import plan_reshard
@@ -123,6 +124,7 @@ class _Partition:
             plan=self.plan,
             symbols=dict(self.env.table),
             replicated=replicated,
+            equalities=assumed_equalities(graph, self.rules, table),
         )
 
     def _initializer(self, name: str, value: ir.Value) -> None:

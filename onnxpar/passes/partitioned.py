@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from onnxpar.analysis.equalities import Equality
 from onnxpar.analysis.plan import Plan
 from onnxpar.passes.builder import GraphBuilder
 from onnxpar.sharding import Sharding
@@ -64,6 +65,7 @@ class PartitionedModel:
         plan: The plan that was carried out; its mesh is the program's.
         symbols: Constraint of each symbol by name.
         replicated: `(node, op_type, reason)` of each node that every rank computes whole.
+        equalities: Sizes that rules take to be equal without a proof.
     """
 
     program: str
@@ -75,3 +77,4 @@ class PartitionedModel:
     plan: Plan
     symbols: Mapping[str, Symbol]
     replicated: tuple[tuple[str, str, str], ...]
+    equalities: tuple[Equality, ...] = ()

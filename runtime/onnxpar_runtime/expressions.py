@@ -70,6 +70,18 @@ def bare_name(size: Size) -> str | None:
     return tree.id if isinstance(tree, ast.Name) else None
 
 
+def names_of(size: Size) -> tuple[str, ...]:
+    """Returns the symbols in a size, in order of appearance."""
+    if isinstance(size, int):
+        return ()
+    tree = _parse(size)
+    if tree is None:
+        return (size,)
+    functions = {call.func for call in ast.walk(tree) if isinstance(call, ast.Call)}
+    names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n not in functions]
+    return tuple(dict.fromkeys(n.id for n in sorted(names, key=lambda n: n.col_offset)))
+
+
 def evaluate_exact(size: Size, values: Mapping[str, int]) -> Fraction:
     """Returns the exact value of an expression.
 

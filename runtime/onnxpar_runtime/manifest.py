@@ -161,6 +161,25 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class EqualSizes:
+    """Two dims of the operands of a node that every rank takes to be of one size.
+
+    Attributes:
+        node: Name of the node.
+        op_type: Its operator.
+        values: Names of the two global values.
+        dims: Which dim of each.
+        sizes: Its size as an expression.
+    """
+
+    node: str
+    op_type: str
+    values: tuple[str, str]
+    dims: tuple[int, int]
+    sizes: tuple[Size, Size]
+
+
+@dataclass(frozen=True)
 class Program:
     """One program of the artifact, a graph per rank.
 
@@ -171,6 +190,7 @@ class Program:
         outputs: Outputs with global shapes; never partial.
         system_inputs: Inputs that the runtime fills.
         collectives: In the order in which every rank issues them.
+        equal_sizes: What a run must check, since nothing but the operators says it.
     """
 
     name: str
@@ -179,6 +199,7 @@ class Program:
     outputs: tuple[TensorSpec, ...]
     system_inputs: tuple[SystemInput, ...]
     collectives: tuple[Collective, ...]
+    equal_sizes: tuple[EqualSizes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -504,6 +525,23 @@ class _Reader:
                 self.collective(entry, f"{where}.collectives")
                 for entry in self.get(raw, "collectives", list, where)
             ),
+            equal_sizes=tuple(
+                self.equal_sizes(entry, f"{where}.equal_sizes")
+                for entry in self.get({"equal_sizes": [], **raw}, "equal_sizes", list, where)
+            ),
+        )
+
+    def equal_sizes(self, raw: Any, where: str) -> EqualSizes:
+        values, dims, sizes = (self.get(raw, k, list, where) for k in ("values", "dims", "sizes"))
+        kinds = [[type(item) for item in side] for side in zip(values, dims, sizes, strict=False)]
+        if len(kinds) != 2 or any(kind not in ([str, int, int], [str, int, str]) for kind in kinds):
+            raise self.fail(where, "two values, two dims and two sizes", raw)
+        return EqualSizes(
+            node=self.get(raw, "node", str, where),
+            op_type=self.get(raw, "op_type", str, where),
+            values=(values[0], values[1]),
+            dims=(dims[0], dims[1]),
+            sizes=(sizes[0], sizes[1]),
         )
 
     def tensors(self, raw: Any, key: str, atoms: int, where: str) -> tuple[TensorSpec, ...]:

@@ -32,7 +32,12 @@ from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Program, TensorSpec
 from onnxpar_runtime.options import CUDA, Device, choose_device, providers, session_options
-from onnxpar_runtime.shapes import bind_local_symbols, bind_symbols, check_symbols
+from onnxpar_runtime.shapes import (
+    bind_local_symbols,
+    bind_symbols,
+    check_equal_sizes,
+    check_symbols,
+)
 from onnxpar_runtime.tensors import to_host, to_ort
 
 log = logging.getLogger(__name__)
@@ -170,7 +175,8 @@ class Session:
             On rank 0 the global array of every output, on other ranks None.
 
         Raises:
-            InputError: An input is missing, unknown, or of the wrong dtype or shape.
+            InputError: An input is missing, unknown, of the wrong dtype or shape, or its sizes do
+                not fit those of another.
             SymbolValueError: A symbol's value violates its constraint, or ranks disagree.
             RankError: Another rank cannot go on; raised by all ranks.
         """
@@ -190,6 +196,7 @@ class Session:
         arrays = convert(self.program.inputs, feeds)
         values = bind_symbols(self.program.inputs, {n: a.shape for n, a in arrays.items()})
         check_symbols(self.manifest.symbols, values)
+        check_equal_sizes(self.program, values)
         local = {
             # Not ascontiguousarray, which gives a scalar a dim.
             name: np.asarray(
@@ -262,6 +269,7 @@ class Session:
         else:
             values = {name: int(value) for name, value in symbols.items()}
         check_symbols(self.manifest.symbols, values)
+        check_equal_sizes(self.program, values)
         for entry in self.program.system_inputs:
             if entry.symbol is not None and entry.symbol not in values:
                 raise SymbolValueError(

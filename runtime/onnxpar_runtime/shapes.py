@@ -6,11 +6,13 @@ from math import prod
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.expressions import (
     ExpressionError,
+    Size,
     UnknownSymbolError,
     bare_name,
     evaluate,
+    names_of,
 )
-from onnxpar_runtime.manifest import Symbol, TensorSpec
+from onnxpar_runtime.manifest import Program, Symbol, TensorSpec
 
 Shape = tuple[int, ...]
 
@@ -98,6 +100,44 @@ def check_symbols(symbols: Mapping[str, Symbol], values: Mapping[str, int]) -> N
                 f"symbols {symbol.same_as!r} and {name!r} are one unique symbol and must be equal, "
                 f"got {other} and {value}"
             )
+
+
+def check_equal_sizes(program: Program, values: Mapping[str, int]) -> None:
+    """Compares the sizes that operators of the program take to be equal.
+
+    Sizes with a symbol that has no value (which local shapes need not tell) are not compared.
+
+    Raises:
+        InputError: Two differ; names the node, both dims, their sizes and the inputs they are of.
+    """
+    for equal in program.equal_sizes:
+        try:
+            left, right = (evaluate(size, values) for size in equal.sizes)
+        except UnknownSymbolError:
+            continue
+        except ExpressionError as error:
+            raise InputError(f"node {equal.node!r} ({equal.op_type}): {error}") from None
+        if left != right:
+            dims = [f"dim {d} of {v!r}" for v, d in zip(equal.values, equal.dims, strict=True)]
+            told = [_told(size, values, program.inputs) for size in equal.sizes]
+            raise InputError(
+                f"node {equal.node!r} ({equal.op_type}): {dims[0]} and {dims[1]} must be equal, "
+                f"got {told[0]} and {told[1]}"
+            )
+
+
+def _told(size: Size, values: Mapping[str, int], inputs: Sequence[TensorSpec]) -> str:
+    """Returns a size and where it comes from: `3 (batch = 3, dim 0 of input 'x')`."""
+    places = {
+        name: f", dim {index} of input {spec.name!r}"
+        for spec in reversed(inputs)
+        for index, dim in enumerate(spec.shape)
+        if (name := bare_name(dim)) is not None
+    }
+    parts = [f"{name} = {values[name]}{places.get(name, '')}" for name in names_of(size)]
+    if bare_name(size) is None:
+        parts[:0] = [str(size)] if parts else []
+    return f"{evaluate(size, values)}" + (f" ({'; '.join(parts)})" if parts else "")
 
 
 def _text(shape: Sequence[int | str]) -> str:

@@ -5,7 +5,7 @@ in their collectives are compared with the formulas of the manifest as well.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
 from onnxpar_runtime.expressions import ExpressionError, bare_name, evaluate, evaluate_exact
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import FILE_NAME, Manifest, Program, Symbol, TensorSpec
-from onnxpar_runtime.shapes import bind_symbols, check_symbols
+from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
 from onnxpar_runtime.tensors import to_host, to_ort
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,10 @@ def verify(
                 raise InputError("give inputs or symbols: the inputs' shapes tell the symbols")
             feeds = convert(program.inputs, feeds)
             shapes = {name: a.shape for name, a in feeds.items()}
-            runs = [(bind_symbols(program.inputs, shapes), feeds)]
+            values = bind_symbols(program.inputs, shapes)
+            check_symbols(manifest.symbols, values)
+            check_equal_sizes(program, values)
+            runs = [(values, feeds)]
         else:
             chosen = [complete_case(manifest, program, c) for c in cases]
             chosen = chosen or default_cases(manifest, program)
@@ -368,22 +371,52 @@ def complete_case(manifest: Manifest, program: Program, case: Mapping[str, int])
         if name not in known:
             raise SymbolValueError(f"unknown symbol {name!r}; the inputs have {sorted(known)}")
     default = default_cases(manifest, program)[0]
-    # A value given for one name of a unique symbol holds for all its names.
-    given = {known[name].same_as or name: value for name, value in case.items()} | dict(case)
-    values = {
-        name: given.get(name, given.get(symbol.same_as or name, default[name]))
-        for name, symbol in known.items()
-    }
+    tied = _tied(known, program)
+    # A value given for one of several symbols that must be equal holds for all of them.
+    given = {tied[name]: value for name, value in case.items() if name in tied}
+    values = {name: case.get(name, given.get(tied[name], default[name])) for name in known}
     check_symbols(known, values)
+    check_equal_sizes(program, values)
     return values
 
 
 def default_cases(manifest: Manifest, program: Program) -> list[dict[str, int]]:
     """Returns an even case, an uneven one and the smallest, as far as the constraints allow."""
-    known = symbols_of(manifest, program)
-    picks = {name: _picks(symbol, manifest.devices) for name, symbol in known.items()}
-    count = max((len(p) for p in picks.values()), default=1)
+    picks = _offers(manifest, program, lambda symbol: _picks(symbol, manifest.devices))
+    count = min(3, max((len(p) for p in picks.values()), default=1))
     return [{n: p[min(i, len(p) - 1)] for n, p in picks.items()} for i in range(count)]
+
+
+def _offers(
+    manifest: Manifest, program: Program, offer: Callable[[Symbol], list[int]]
+) -> dict[str, list[int]]:
+    """Returns the values that are offered for each symbol and that all it must equal admit."""
+    known = symbols_of(manifest, program)
+    tied = _tied(known, program)
+    found: dict[str, list[int]] = {}
+    for name in known:
+        alike = [known[other] for other in known if tied[other] == tied[name]]
+        offered = [value for symbol in alike for value in offer(symbol)]
+        fits = [value for value in offered if all(symbol.admits(value) for symbol in alike)]
+        found[name] = list(dict.fromkeys(fits or offered))
+    for equal in program.equal_sizes:
+        numbers = [size for size in equal.sizes if isinstance(size, int)]
+        names = [tied.get(bare_name(size) or "") for size in equal.sizes]
+        found |= {name: numbers for name in known if numbers and tied[name] in names}
+    return found
+
+
+def _tied(known: Mapping[str, Symbol], program: Program) -> dict[str, str]:
+    """Returns for each symbol the first of those that must have its value."""
+    first = {name: name for name in known}
+    pairs: list[tuple[str | None, str | None]]
+    pairs = [(name, symbol.same_as) for name, symbol in known.items()]
+    pairs += [(bare_name(e.sizes[0]), bare_name(e.sizes[1])) for e in program.equal_sizes]
+    for one, other in pairs:
+        if one in first and other in first:
+            low, high = sorted((first[one], first[other]), key=list(known).index)
+            first = {name: low if of == high else of for name, of in first.items()}
+    return first
 
 
 def _picks(symbol: Symbol, devices: int) -> list[int]:
@@ -397,8 +430,8 @@ def _picks(symbol: Symbol, devices: int) -> list[int]:
 
 
 def _smallest(manifest: Manifest, program: Program) -> dict[str, int]:
-    values = {n: s.admissible(1, 1)[0] for n, s in symbols_of(manifest, program).items()}
-    return values
+    offers = _offers(manifest, program, lambda symbol: symbol.admissible(1, 64))
+    return {name: min(values) for name, values in offers.items()}
 
 
 def random_feeds(

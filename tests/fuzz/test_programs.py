@@ -65,6 +65,10 @@ def case(seed: int) -> bool:
         symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
         data = feeds(model, symbols, seed)
         want = whole(data)
+        table = parted.builder.table
+        for equal in parted.equalities:
+            sizes = [table.evaluate(side.size, symbols) for side in (equal.left, equal.right)]
+            assert sizes[0] == sizes[1], f"{equal} does not hold in a valid run"
         got = run_model(parted, data, model.opset_import[0].version, symbols)
         assert got.keys() == want.keys()
         for name, array in want.items():

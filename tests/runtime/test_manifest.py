@@ -58,6 +58,11 @@ def test_load(tmp_path: Path) -> None:
         (lambda m: program(m)["inputs"][0]["dims"][1][0].update(atoms=[1]), "at most once"),
         (lambda m: program(m)["system_inputs"][0].update(kind="dice"), "'counter', got 'dice'"),
         (lambda m: program(m)["system_inputs"][0].update(symbol="seq"), "got 'seq'"),
+        (lambda m: program(m).update(equal_sizes={}), "equal_sizes: expected list, got {}"),
+        (
+            lambda m: program(m).update(equal_sizes=[{"values": ["a"], "dims": [0], "sizes": [1]}]),
+            "equal_sizes: expected two values, two dims and two sizes",
+        ),
         (lambda m: m["files"]["rank0000.model.onnx"].update(sha256="0"), "64 hexadecimal digits"),
     ],
 )

@@ -3,8 +3,13 @@
 import pytest
 
 from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.manifest import Symbol, TensorSpec
-from onnxpar_runtime.shapes import bind_local_symbols, bind_symbols, check_symbols
+from onnxpar_runtime.manifest import EqualSizes, Program, Symbol, TensorSpec
+from onnxpar_runtime.shapes import (
+    bind_local_symbols,
+    bind_symbols,
+    check_equal_sizes,
+    check_symbols,
+)
 
 
 def spec(name: str, *shape: int | str, atoms: tuple[int, ...] = ()) -> TensorSpec:
@@ -60,3 +65,38 @@ def test_local_shapes_tell_only_what_is_certain() -> None:
     assert bind_local_symbols(specs, shapes, (2, 3), even) == {"batch": 12, "seq": 5}
     shifted = {"batch": Symbol(divisor=12, remainder=1)}
     assert bind_local_symbols(specs, shapes, (2, 3), shifted) == {"seq": 5}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values", "got"),
+    [
+        (("batch", "n"), {"batch": 3, "n": 3}, None),
+        (("batch", "n"), {"batch": 3}, None),
+        (("batch", 4), {"batch": 3}, "3 (batch = 3, dim 0 of input 'x') and 4"),
+        (
+            ("batch", "n"),
+            {"batch": 3, "n": 4},
+            "3 (batch = 3, dim 0 of input 'x') and 4 (n = 4, dim 1 of input 'y')",
+        ),
+        (
+            ("2*batch + seq", "min(n, 9)"),
+            {"batch": 3, "seq": 1, "n": 4},
+            "7 (2*batch + seq; batch = 3, dim 0 of input 'x'; seq = 1) and 4 (min(n, 9); n = 4, "
+            "dim 1 of input 'y')",
+        ),
+        (("odd name", 1), {"odd name": 2}, "2 (odd name = 2) and 1"),
+    ],
+)
+def test_equal_sizes(
+    sizes: tuple[int | str, int | str], values: dict[str, int], got: str | None
+) -> None:
+    equal = EqualSizes("loss", "Op", ("a", "b"), (0, 2), sizes)
+    inputs = (spec("x", "batch", 7), spec("y", "batch", "n"))
+    program = Program("model", (), inputs, (), (), (), (equal,))
+    if got is None:
+        check_equal_sizes(program, values)
+        return
+    with pytest.raises(InputError) as caught:
+        check_equal_sizes(program, values)
+    expected = f"node 'loss' (Op): dim 0 of 'a' and dim 2 of 'b' must be equal, got {got}"
+    assert str(caught.value) == expected

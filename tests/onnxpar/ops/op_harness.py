@@ -312,6 +312,9 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
         GraphBuilder(mesh, env.table, case.opset),
     )
     program = work.run()
+    for equal in program.equalities:
+        one, other = (env.table.evaluate(s.size, case.sizes) for s in (equal.left, equal.right))
+        assert one == other, f"{case}: takes {equal.left} and {equal.right} to be equal"
     feeds = [
         _feeds(
             case,
