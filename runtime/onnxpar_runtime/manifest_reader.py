@@ -1,0 +1,364 @@
+"""Builds the frozen data of a manifest from parsed JSON; errors name the place in the file."""
+
+import re
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.entries import (
+    COUNTERS,
+    STATE_KINDS,
+    Collective,
+    Contents,
+    EqualSizes,
+    FileEntry,
+    Loss,
+    Parameter,
+    Program,
+    ShardBox,
+    ShardFile,
+    State,
+    StateOutput,
+    Symbol,
+    SystemInput,
+    TensorSpec,
+    Training,
+    TrainingTensor,
+)
+from onnxpar_runtime.errors import ArtifactError
+
+SCHEMA = 1
+SYSTEM_KINDS = ("symbol", "coordinate", "counter", "loss_weight", "hyperparameter")
+
+
+def read_contents(path: Path, root: Path, raw: Any) -> Contents:
+    """Returns what a manifest says.
+
+    Args:
+        path: Where the manifest was, for messages.
+        root: The artifact directory.
+        raw: The parsed JSON.
+
+    Raises:
+        ArtifactError: It is malformed, or of another schema.
+    """
+    return _Reader(path).contents(root, raw)
+
+
+class _Reader:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fail(self, where: str, expected: str, got: object) -> ArtifactError:
+        shown = repr(got)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return ArtifactError(f"{self.path}: {where}: expected {expected}, got {shown}")
+
+    def get(self, raw: Any, key: str, kind: type | tuple[type, ...], where: str) -> Any:
+        if not isinstance(raw, dict):
+            raise self.fail(where, "an object", raw)
+        if key not in raw:
+            raise ArtifactError(f"{self.path}: {where}: {key!r} is missing")
+        value = raw[key]
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join(k.__name__ for k in kinds)
+            raise self.fail(f"{where}.{key}", names, value)
+        return value
+
+    def integers(self, raw: Any, where: str) -> tuple[int, ...]:
+        if not isinstance(raw, list) or not all(type(v) is int for v in raw):
+            raise self.fail(where, "a list of integers", raw)
+        return tuple(raw)
+
+    def contents(self, root: Path, raw: Any) -> Contents:
+        schema = self.get(raw, "schema", int, "manifest")
+        if schema != SCHEMA:
+            raise ArtifactError(
+                f"{self.path}: expected schema {SCHEMA}, got {schema}: it was written by another "
+                "version of onnxpar; run `onnxpar shard` again"
+            )
+        mesh = self.get(raw, "mesh", dict, "manifest")
+        atoms = self.integers(self.get(mesh, "atoms", list, "mesh"), "mesh.atoms")
+        devices = self.get(raw, "devices", int, "manifest")
+        if prod(atoms) != devices or any(a < 2 for a in atoms):
+            raise self.fail("mesh.atoms", f"integers > 1 whose product is {devices}", list(atoms))
+        axes = []
+        for axis in self.get(mesh, "axes", list, "mesh"):
+            if not (isinstance(axis, list) and len(axis) == 2 and type(axis[1]) is int):
+                raise self.fail("mesh.axes", "[name, size] pairs", axis)
+            axes.append((str(axis[0]), axis[1]))
+        symbols = {
+            name: self.symbol(entry, f"symbols.{name}")
+            for name, entry in self.get(raw, "symbols", dict, "manifest").items()
+        }
+        for name, symbol in symbols.items():
+            if symbol.same_as is not None and symbol.same_as not in symbols:
+                place = f"symbols.{name}.same_as"
+                raise self.fail(place, f"one of the symbols {sorted(symbols)}", symbol.same_as)
+        programs = {
+            name: self.program(name, entry, len(atoms), devices, symbols)
+            for name, entry in self.get(raw, "programs", dict, "manifest").items()
+        }
+        parameters = {
+            name: self.parameter(name, entry, len(atoms), devices)
+            for name, entry in self.get(raw, "parameters", dict, "manifest").items()
+        }
+        files = {}
+        for name, entry in self.get(raw, "files", dict, "manifest").items():
+            self.file_name(name, "files")
+            where = f"files.{name}"
+            digest = self.get(entry, "sha256", str, where)
+            if not re.fullmatch(r"[0-9a-f]{64}", digest):
+                raise self.fail(f"{where}.sha256", "64 hexadecimal digits", digest)
+            files[name] = FileEntry(digest, self.get(entry, "bytes", int, where))
+        listed = [f for p in programs.values() for f in p.files if f is not None]
+        listed += [s.file for p in parameters.values() for s in p.shards]
+        for name in listed:
+            if name not in files:
+                raise ArtifactError(f"{self.path}: {name!r} is used but is not under 'files'")
+        training = None
+        if "training" in raw:
+            training = self.training(self.get(raw, "training", dict, "manifest"), len(atoms))
+            for state in training.states.values():
+                if state.parameter not in parameters:
+                    where = f"training.states {state.spec.name!r}.parameter"
+                    raise self.fail(where, "one of the parameters", state.parameter)
+        for program in programs.values():
+            used = [*program.state_inputs, *(o.state for o in program.state_outputs)]
+            for name in used:
+                if training is None or name not in training.states:
+                    raise self.fail(f"programs.{program.name}", "states of 'training'", name)
+        return Contents(
+            directory=root,
+            generator=self.get(raw, "generator", str, "manifest"),
+            model=self.get(raw, "model", str, "manifest"),
+            axes=tuple(axes),
+            atoms=atoms,
+            devices=devices,
+            symbols=symbols,
+            programs=programs,
+            parameters=parameters,
+            files=files,
+            strategy=self.get(raw, "strategy", dict, "manifest"),
+            replicated=tuple(self.get(raw, "replicated", list, "manifest")),
+            training=training,
+        )
+
+    def file_name(self, name: Any, where: str) -> str:
+        # onnxruntime refuses external data outside a model's folder, and a manifest from elsewhere
+        # must not make the runtime read other people's files.
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise self.fail(where, "a file name without folders", name)
+        return name
+
+    def symbol(self, raw: Any, where: str) -> Symbol:
+        numbers = {k: self.get(raw, k, int, where) for k in ("min", "max", "divisor", "remainder")}
+        flags = {k: self.get(raw, k, bool, where) for k in ("unique", "per_rank")}
+        if numbers["divisor"] < 1 or not 0 <= numbers["remainder"] < numbers["divisor"]:
+            raise self.fail(where, "divisor >= 1 and 0 <= remainder < divisor", raw)
+        same_as = self.get(raw, "same_as", str, where) if "same_as" in raw else None
+        return Symbol(**numbers, **flags, same_as=same_as)
+
+    def tensor(self, raw: Any, atoms: int, where: str, name: str | None = None) -> TensorSpec:
+        weights = name is not None
+        name = self.get(raw, "name", str, where) if name is None else name
+        where = f"{where} {name!r}"
+        dtype = self.get(raw, "dtype", str, where)
+        # Parameters may be of any type: onnxruntime reads them, not we.
+        if not weights and dtype not in DTYPES:
+            raise self.fail(f"{where}.dtype", f"one of {sorted(DTYPES)}", dtype)
+        shape = self.get(raw, "shape", list, where)
+        dims = []
+        for dim in self.get(raw, "dims", list, where):
+            if not isinstance(dim, list) or not dim:
+                raise self.fail(f"{where}.dims", "a list of components a dim", dim)
+            parts = []
+            for part in dim:
+                size = self.get(part, "size", (int, str), f"{where}.dims")
+                by = self.integers(self.get(part, "atoms", list, f"{where}.dims"), f"{where}.dims")
+                parts.append((size, by))
+            dims.append(tuple(parts))
+        used = [a for dim in dims for _, by in dim for a in by]
+        if len(set(used)) != len(used) or any(not 0 <= a < atoms for a in used):
+            raise self.fail(f"{where}.dims", "each atom of the mesh at most once", used)
+        if len(dims) != len(shape) or not all(type(s) in (int, str) for s in shape):
+            raise self.fail(f"{where}.shape", f"{len(dims)} sizes", shape)
+        return TensorSpec(name, dtype, tuple(shape), tuple(dims))
+
+    def program(
+        self, name: str, raw: Any, atoms: int, devices: int, symbols: Mapping[str, Symbol]
+    ) -> Program:
+        where = f"programs.{name}"
+        files = self.get(raw, "files", list, where)
+        if len(files) != devices:
+            raise self.fail(f"{where}.files", f"{devices} entries, one a rank", files)
+        graphs = [f if f is None else self.file_name(f, f"{where}.files") for f in files]
+        system = []
+        for entry in self.get(raw, "system_inputs", list, where):
+            kind = self.get(entry, "kind", str, f"{where}.system_inputs")
+            label = self.get(entry, "name", str, f"{where}.system_inputs")
+            place = f"{where}.system_inputs {label!r}"
+            if kind == "symbol":
+                symbol = self.get(entry, "symbol", str, place)
+                if symbol not in symbols:
+                    raise self.fail(place, f"one of the symbols {sorted(symbols)}", symbol)
+                system.append(SystemInput(label, symbol=symbol))
+            elif kind == "coordinate":
+                atom = self.get(entry, "atom", int, place)
+                if not 0 <= atom < atoms:
+                    raise self.fail(place, f"an atom from 0 to {atoms - 1}", atom)
+                system.append(SystemInput(label, atom=atom))
+            elif kind == "counter":
+                counter = self.get(entry, "counter", str, place)
+                if counter not in COUNTERS:
+                    raise self.fail(place, f"one of the counters {list(COUNTERS)}", counter)
+                system.append(SystemInput(label, counter=counter))
+            elif kind == "loss_weight":
+                system.append(SystemInput(label, loss_weight=True))
+            elif kind == "hyperparameter":
+                hyper = self.get(entry, "hyperparameter", str, place)
+                system.append(SystemInput(label, hyperparameter=hyper))
+            else:
+                raise self.fail(f"{place}.kind", f"one of {list(SYSTEM_KINDS)}", kind)
+        return Program(
+            name=name,
+            files=tuple(graphs),
+            inputs=self.tensors(raw, "inputs", atoms, where),
+            outputs=self.tensors(raw, "outputs", atoms, where),
+            system_inputs=tuple(system),
+            collectives=tuple(
+                self.collective(entry, f"{where}.collectives")
+                for entry in self.get(raw, "collectives", list, where)
+            ),
+            equal_sizes=tuple(
+                self.equal_sizes(entry, f"{where}.equal_sizes")
+                for entry in self.get({"equal_sizes": [], **raw}, "equal_sizes", list, where)
+            ),
+            state_inputs=self.names({"state_inputs": [], **raw}, "state_inputs", where),
+            state_outputs=tuple(
+                StateOutput(
+                    self.get(entry, "name", str, f"{where}.state_outputs"),
+                    self.get(entry, "state", str, f"{where}.state_outputs"),
+                )
+                for entry in self.get({"state_outputs": [], **raw}, "state_outputs", list, where)
+            ),
+        )
+
+    def training(self, raw: Any, atoms: int) -> Training:
+        where = "training"
+        loss = self.get(raw, "loss", dict, where)
+        optional: dict[str, Any] = {
+            key: None if loss.get(key) is None else self.get(loss, key, kind, f"{where}.loss")
+            for key, kind in (("labels", str), ("ignore_index", int), ("count", (int, str)))
+        }
+        states: dict[str, State] = {}
+        for entry in self.get(raw, "states", list, where):
+            state = self.state(entry, atoms)
+            if state.spec.name in states:
+                raise self.fail(f"{where}.states", "each name once", state.spec.name)
+            states[state.spec.name] = state
+        return Training(
+            loss=Loss(kind=self.get(loss, "kind", str, f"{where}.loss"), **optional),
+            optimizer=self.get(
+                self.get(raw, "optimizer", dict, where), "kind", str, f"{where}.optimizer"
+            ),
+            states=states,
+            tensors=tuple(
+                TrainingTensor(
+                    name=self.get(entry, "name", str, f"{where}.tensors"),
+                    elements=self.get(entry, "elements", int, f"{where}.tensors"),
+                    trained=self.get(entry, "trained", bool, f"{where}.tensors"),
+                    reason=self.get(entry, "reason", str, f"{where}.tensors"),
+                    used_by=self.names(entry, "used_by", f"{where}.tensors"),
+                )
+                for entry in self.get(raw, "tensors", list, where)
+            ),
+            notices=self.names(raw, "notices", where),
+            spec=self.get(raw, "spec", dict, where),
+        )
+
+    def state(self, raw: Any, atoms: int) -> State:
+        where = "training.states"
+        spec = self.tensor(raw, atoms, where)
+        where += f" {spec.name!r}"
+        kind = self.get(raw, "kind", str, where)
+        if kind not in STATE_KINDS:
+            raise self.fail(f"{where}.kind", f"one of {list(STATE_KINDS)}", kind)
+        sizes = [n for dim in spec.dims for n, _ in dim]
+        if not all(isinstance(n, int) for n in sizes):
+            raise self.fail(f"{where}.dims", "integer sizes", sizes)
+        partial = self.integers(self.get(raw, "partial", list, where), f"{where}.partial")
+        used = [*partial, *(a for dim in spec.dims for _, by in dim for a in by)]
+        if len(set(used)) != len(used) or any(not 0 <= a < atoms for a in partial):
+            raise self.fail(f"{where}.partial", "atoms that do not split it, once each", partial)
+        return State(spec, kind, self.get(raw, "parameter", str, where), partial)
+
+    def names(self, raw: Any, key: str, where: str) -> tuple[str, ...]:
+        values = self.get(raw, key, list, where)
+        if not all(isinstance(value, str) for value in values):
+            raise self.fail(f"{where}.{key}", "a list of names", values)
+        return tuple(values)
+
+    def equal_sizes(self, raw: Any, where: str) -> EqualSizes:
+        values, dims, sizes = (self.get(raw, k, list, where) for k in ("values", "dims", "sizes"))
+        kinds = [[type(item) for item in side] for side in zip(values, dims, sizes, strict=False)]
+        if len(kinds) != 2 or any(kind not in ([str, int, int], [str, int, str]) for kind in kinds):
+            raise self.fail(where, "two values, two dims and two sizes", raw)
+        return EqualSizes(
+            node=self.get(raw, "node", str, where),
+            op_type=self.get(raw, "op_type", str, where),
+            values=(values[0], values[1]),
+            dims=(dims[0], dims[1]),
+            sizes=(sizes[0], sizes[1]),
+        )
+
+    def tensors(self, raw: Any, key: str, atoms: int, where: str) -> tuple[TensorSpec, ...]:
+        entries: Iterable[Any] = self.get(raw, key, list, where)
+        return tuple(self.tensor(entry, atoms, f"{where}.{key}") for entry in entries)
+
+    def collective(self, raw: Any, where: str) -> Collective:
+        texts = {
+            key: self.get(raw, key, str, where)
+            for key in ("op", "node", "value", "reason", "before", "after")
+        }
+        return Collective(
+            atoms=self.integers(self.get(raw, "atoms", list, where), f"{where}.atoms"),
+            bytes=self.get(raw, "bytes", (int, str), where),
+            **texts,
+        )
+
+    def parameter(self, name: str, raw: Any, atoms: int, devices: int) -> Parameter:
+        where = f"parameters.{name}"
+        spec = self.tensor(raw, atoms, "parameters", name)
+        shards = []
+        for entry in self.get(raw, "shards", list, where):
+            ranks = self.integers(self.get(entry, "ranks", list, where), f"{where}.ranks")
+            if any(not 0 <= r < devices for r in ranks):
+                raise self.fail(f"{where}.ranks", f"ranks from 0 to {devices - 1}", list(ranks))
+            boxes = tuple(
+                ShardBox(self.box(box, "global", where), self.box(box, "local", where))
+                for box in self.get(entry, "boxes", list, where)
+            )
+            shards.append(
+                ShardFile(
+                    ranks=ranks,
+                    file=self.file_name(self.get(entry, "file", str, where), f"{where}.file"),
+                    boxes=boxes,
+                    local_shape=self.integers(
+                        self.get(entry, "local_shape", list, where), f"{where}.local_shape"
+                    ),
+                )
+            )
+        return Parameter(spec, tuple(shards))
+
+    def box(self, raw: Any, key: str, where: str) -> tuple[tuple[int, int], ...]:
+        box = []
+        for pair in self.get(raw, key, list, where):
+            start, *rest = self.integers(pair, f"{where}.{key}") or (0,)
+            if len(rest) != 1 or not 0 <= start <= rest[0]:
+                raise self.fail(f"{where}.{key}", "[start, stop] pairs", pair)
+            box.append((start, rest[0]))
+        return tuple(box)
