@@ -45,7 +45,13 @@ class Rules:
     reasons: Mapping[str, str]
 
 
-def propagate(model: ir.Model, env: ShapeEnv, rules: Rules, seeds: Seeds) -> Plan:
+def propagate(
+    model: ir.Model,
+    env: ShapeEnv,
+    rules: Rules,
+    seeds: Seeds,
+    links: Mapping[str, str] | None = None,
+) -> Plan:
     """Returns a plan for the whole model.
 
     Args:
@@ -53,6 +59,10 @@ def propagate(model: ir.Model, env: ShapeEnv, rules: Rules, seeds: Seeds) -> Pla
         env: Its shapes.
         rules: The rule of each of its nodes.
         seeds: What the user fixed; always kept.
+        links: Of each cotangent its primal, by name. A cotangent is proposed to be split as its
+            primal is (which of the two is partial says nothing of the other: they are dual). An
+            output whose primal is a parameter is its gradient: it leaves split as the parameter
+            is, and may still be partial, since it is reduced once a step.
 
     Raises:
         ShardingError: A strategy does not fit its node.
@@ -62,7 +72,7 @@ def propagate(model: ir.Model, env: ShapeEnv, rules: Rules, seeds: Seeds) -> Pla
     wishes = _wishes(nodes, rules, _pinned(nodes, rules, seeds), seeds)
     decided: dict[object, NodePlan] = {}
     for _ in range(ROUNDS):
-        plan = _Walk(model, env, rules, seeds, parts, wishes, decided).run(nodes)
+        plan = _Walk(model, env, rules, seeds, parts, wishes, links or {}, decided).run(nodes)
         wishes = _wishes(nodes, rules, plan.nodes, seeds)
     return plan
 
@@ -122,6 +132,7 @@ class _Walk:
     seeds: Seeds
     parts: Mapping[str, tuple[Parts, ...]]
     wishes: Mapping[str, Sharding]
+    links: Mapping[str, str]
     decided: dict[object, NodePlan]
     values: dict[str, Sharding] = field(default_factory=dict)
     plans: dict[str, NodePlan] = field(default_factory=dict)
@@ -143,16 +154,11 @@ class _Walk:
                 self.free.add(name)
         for node in nodes:
             self._visit(node)
-        outputs = {}
-        for value in graph.outputs:
-            name = value.name or ""
+        for value in (*graph.outputs, *(v for node in nodes for v in node.outputs)):
             self._settle(value, None)
-            outputs[name] = self.values[name].with_partial(()).canonical(mesh, table)
-        for node in nodes:
-            for value in node.outputs:
-                self._settle(value, None)
         for name in graph.initializers:
             self._settle(graph.initializers[name], None)
+        outputs = {v.name or "": self._leaving(v.name or "") for v in graph.outputs}
         return Plan(
             mesh,
             self.plans,
@@ -162,13 +168,25 @@ class _Walk:
             self.resharded,
         )
 
+    def _leaving(self, name: str) -> Sharding:
+        """Returns the sharding in which an output leaves."""
+        mesh, table = self.seeds.mesh, self.env.table
+        made, primal = self.values[name], self.links.get(name)
+        if primal is None or primal not in self.model.graph.initializers:
+            return made.with_partial(()).canonical(mesh, table)
+        want = self.values[primal]
+        pending = tuple(a for a in made.partial if a not in want.split_atoms)
+        return want.with_partial(pending).canonical(mesh, table)
+
     def _visit(self, node: ir.Node) -> None:
         name = node.name or ""
         rule, view = self.rules.rules[name], self.rules.views[name]
         seed = self.seeds.nodes.get(name)
         if seed is not None:
             plan = shardings(rule, view, seed.factors, self.seeds.mesh, pinned=True)
-        elif self.seeds.rest == "replicate" or name in self.rules.reasons:
+        elif name in self.rules.reasons or (
+            self.seeds.rest == "replicate" and not view.is_backward
+        ):
             reason = self.rules.reasons.get(name, "")
             plan = shardings(rule, view, {}, self.seeds.mesh, reason=reason)
         else:
@@ -208,7 +226,7 @@ class _Walk:
             tuple(self.values.get(n) if n is not None else None for n in names),
             tuple(n is not None and n in self.free for n in names),
             tuple(self.parts.get(n) if n is not None else None for n in names),
-            tuple(self.wishes.get(n) for n in outs),
+            tuple(self._wish(n) for n in outs),
             itemsizes,
         )
         key = (
@@ -226,6 +244,13 @@ class _Walk:
             )
             self.decided[key] = chooser.choose(rule, view, situation)
         return self.decided[key]
+
+    def _wish(self, name: str) -> Sharding | None:
+        """The split that a value's later users want; for a cotangent, that of its primal."""
+        primal = self.values.get(self.links.get(name, ""))
+        if primal is not None and primal.split_atoms:
+            return primal.with_partial(())
+        return self.wishes.get(name)
 
     def _cost(self, source: Sharding, target: Sharding, itemsize: int) -> int:
         steps = plan_reshard(source, target, self.seeds.mesh, self.env.table, itemsize)

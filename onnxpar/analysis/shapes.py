@@ -19,6 +19,8 @@ from onnxpar.errors import ModelError
 from onnxpar.symbols import Dim, SymbolTable, as_dim
 
 CONST_LIMIT = 65536
+GRADIENT_OF = "onnxpar.gradient_of"
+"""Metadata key of a node that autodiff added: name of the node whose gradient it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class NodeView:
     def name(self) -> str:
         """Name of the node."""
         return self.node.name or ""
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether autodiff added the node: no strategy of the user's is meant for it."""
+        return GRADIENT_OF in self.node.metadata_props
 
     @property
     def table(self) -> SymbolTable:

@@ -19,6 +19,8 @@ from onnxpar.passes.builder import (
     COORD_PREFIX,
     COUNTERS,
     DOMAIN,
+    HYPER_PREFIX,
+    LOSS_WEIGHT,
     SYMBOL_PREFIX,
     Collective,
 )
@@ -44,6 +46,7 @@ def manifest(
     model_name: str,
     strategy: Mapping[str, Any],
     report: Mapping[str, Any],
+    training: Mapping[str, Any] | None = None,
 ) -> Json:
     """Returns the manifest as plain data.
 
@@ -56,9 +59,10 @@ def manifest(
         model_name: Name of the model, for people.
         strategy: The strategy as resolved.
         report: What else the transformer has to tell.
+        training: What the runtime must know to train, for programs that train.
     """
     mesh = models[0].plan.mesh
-    return {
+    contents: Json = {
         "schema": SCHEMA,
         "generator": f"{GENERATOR} {__version__}",
         "model": model_name,
@@ -80,6 +84,9 @@ def manifest(
         ],
         "report": dict(report),
     }
+    if training is not None:
+        contents["training"] = dict(training)
+    return contents
 
 
 def dtype_name(dtype: ir.DataType) -> str:
@@ -149,6 +156,11 @@ def _system_input(name: str) -> Json:
         return {"name": name, "kind": "coordinate", "atom": int(name.removeprefix(COORD_PREFIX))}
     if name in COUNTERS:
         return {"name": name, "kind": "counter", "counter": name.removeprefix(f"{DOMAIN}.")}
+    if name == LOSS_WEIGHT:
+        return {"name": name, "kind": "loss_weight"}
+    if name.startswith(HYPER_PREFIX):
+        hyper = name.removeprefix(HYPER_PREFIX)
+        return {"name": name, "kind": "hyperparameter", "hyperparameter": hyper}
     raise ArtifactError(f"system input {name!r} is of no known kind")
 
 

@@ -33,6 +33,7 @@ def write(
     report: Mapping[str, Any] | None = None,
     strategy: Mapping[str, Any] | None = None,
     model_name: str,
+    training: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes programs of one mesh as an artifact directory, whole or not at all.
 
@@ -47,6 +48,7 @@ def write(
         report: What the transformer has to tell, as JSON.
         strategy: The strategy as resolved, as JSON.
         model_name: Name of the model, for people.
+        training: What the runtime must know to train, as JSON.
 
     Raises:
         ArtifactError: The directory cannot be written or must not be replaced, a weight's data is
@@ -86,6 +88,7 @@ def write(
             model_name=model_name,
             strategy=strategy or {},
             report=report or {},
+            training=training,
         )
         with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
             stream.write(_json(contents) + "\n")

@@ -5,14 +5,25 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import aligned, axis_names
+from onnxpar.ops.gradients.matmul import fused_matmul_gradient, gemm_gradient, matmul_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 
 
 def matmul_rule(view: NodeView) -> OpRule:
-    """numpy.matmul: batch dims broadcast, `m k, k n -> m n`, vectors as numpy does."""
+    """numpy.matmul: batch dims broadcast, `m k, k n -> m n`, vectors as numpy does.
+
+    FusedMatMul (com.microsoft) reads its operands with the last two dims swapped where `transA` or
+    `transB` says so.
+
+    Raises:
+        ModelError: FusedMatMul moves the batch dims as well (`transBatchA`, `transBatchB`).
+    """
+    if view.attr("transBatchA", 0) or view.attr("transBatchB", 0):
+        raise ModelError(f"node {view.name!r}: transBatchA and transBatchB are not divided")
     left, right, out = view.shape(0), view.shape(1), view.out_shape()
     m, n = len(left) > 1, len(right) > 1
     batch = out[: len(out) - m - n]
@@ -20,8 +31,10 @@ def matmul_rule(view: NodeView) -> OpRule:
     a, whole_a = aligned(left[:-2] if m else (), batch, names)
     b, whole_b = aligned(right[:-2] if n else (), batch, names)
     result = " ".join("1" if s == 1 else x for x, s in zip(names, batch, strict=True))
+    rows = "" if not m else "K M" if view.attr("transA", 0) else "M K"
+    columns = "" if not n else "N K" if view.attr("transB", 0) else "K N"
     text = (
-        f"{a} {'M' if m else ''} K, {b} K {'N' if n else ''} -> "
+        f"{a} {rows or 'K'}, {b} {columns or 'K'} -> "
         f"{result} {'M' if m else ''} {'N' if n else ''}; sum: K; linear: sum 0, sum 1"
     )
     if whole_a | whole_b:
@@ -57,6 +70,14 @@ def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 DEFS = (
-    OpDef("", "MatMul", 1, matmul_rule, keeps_zero=True),
-    OpDef("", "Gemm", 7, gemm_rule, gemm_local),
+    OpDef("", "MatMul", 1, matmul_rule, gradient=matmul_gradient, keeps_zero=True),
+    OpDef("", "Gemm", 7, gemm_rule, gemm_local, gradient=gemm_gradient),
+    OpDef(
+        "com.microsoft",
+        "FusedMatMul",
+        1,
+        matmul_rule,
+        gradient=fused_matmul_gradient,
+        keeps_zero=True,
+    ),
 )

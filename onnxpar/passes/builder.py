@@ -27,6 +27,10 @@ COORD_PREFIX = "onnxpar.coord."
 GENERATED = ".out"
 COUNTERS = ("onnxpar.seed", "onnxpar.step", "onnxpar.micro_batch")
 """System inputs that key random numbers; the runtime advances them."""
+LOSS_WEIGHT = "onnxpar.loss_weight"
+"""Input that scales the loss of a micro-batch, and so its gradients."""
+HYPER_PREFIX = "onnxpar.hyper."
+"""Begins the names of the scalars that an optimizer reads, such as the learning rate."""
 INT64 = ir.DataType.INT64
 
 

@@ -117,7 +117,8 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
     )
     graph = proto.graph
     graph.name = source.graph.name or pm.program
-    for item in pm.inputs:
+    fed = [GraphInput(p.local.name or p.name, p.local, p.sharding) for p in pm.parameters if p.fed]
+    for item in (*pm.inputs, *fed):
         _put_value(graph.input.add(), item, mesh)
     for value in used_system_inputs(pm):
         ir.serde.serialize_value_into(graph.input.add(), value)
@@ -130,6 +131,8 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         graph.initializer[-1].name = value.name or ""
     weights = []
     for parameter in pm.parameters:
+        if parameter.fed:
+            continue
         if parameter.name in places.shards:
             weights.append((parameter.name, len(graph.initializer)))
         _put_parameter(graph.initializer.add(), parameter, places, mesh)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from onnxpar.errors import ShardingError
 from onnxpar.passes.builder import INT64, GraphBuilder
-from onnxpar.sharding import Component, local_size
+from onnxpar.sharding import Component, Sharding, local_size
 from onnxpar.symbols import Dim, ceil_div
 
 
@@ -158,3 +158,17 @@ def mask_component(
     shape = view if before or after else local
     kept = select(builder, valid, tall, fill_value(x.dtype, fill), shape)
     return builder.reshape(kept, local) if before or after else kept
+
+
+def mask_padding(
+    builder: GraphBuilder, x: ir.Value, sharding: Sharding, fill: float | str
+) -> ir.Value:
+    """Returns `x`, laid out as `sharding`, with all of its padding set to `fill`."""
+    local = sharding.local_shape(builder.mesh, builder.table)
+    for axis, parts in enumerate(sharding.dims):
+        for index, part in enumerate(parts):
+            if part.atoms:
+                x = mask_component(
+                    builder, x, local, axis, parts[:index], part, parts[index + 1 :], fill
+                )
+    return x

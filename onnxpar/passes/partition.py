@@ -22,16 +22,25 @@ from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import ANY
 from onnxpar.passes.builder import GENERATED, GraphBuilder, ir_shape
 from onnxpar.passes.cleanup import read_by, remove_unused
-from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
+from onnxpar.passes.padding import mask_padding
+from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel, States
 from onnxpar.passes.reshard import emit_reshard
 from onnxpar.sharding import Sharding
 
 IDENTITY: dict[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
 INLINE_ELEMENTS = 1024
+STATELESS = States()
 
 
 def partition(
-    model: ir.Model, env: ShapeEnv, rules: Rules, ops: Mapping[str, OpDef], plan: Plan
+    model: ir.Model,
+    env: ShapeEnv,
+    rules: Rules,
+    ops: Mapping[str, OpDef],
+    plan: Plan,
+    *,
+    program: str = "model",
+    states: States = STATELESS,
 ) -> PartitionedModel:
     """Returns the program of all ranks for a plan.
 
@@ -41,13 +50,15 @@ def partition(
         rules: The rule of each node.
         ops: The operator definition of each node that has one, by node name.
         plan: What to carry out.
+        program: Name of the program.
+        states: Which of its operands are buffers of the runtime.
 
     Raises:
         ShardingError: A node cannot be written for the sharding the plan gives it.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    work = _Partition(model, env, rules, ops, plan, GraphBuilder(plan.mesh, env.table, opset))
-    return work.run()
+    builder = GraphBuilder(plan.mesh, env.table, opset)
+    return _Partition(model, env, rules, ops, plan, builder, program, states).run()
 
 
 @dataclass
@@ -58,6 +69,8 @@ class _Partition:
     ops: Mapping[str, OpDef]
     plan: Plan
     builder: GraphBuilder
+    program: str = "model"
+    states: States = STATELESS
     made: dict[str, Sharding] = field(default_factory=dict)
     versions: dict[str, dict[Sharding, ir.Value]] = field(default_factory=dict)
     zero: dict[tuple[str, Sharding], bool] = field(default_factory=dict)
@@ -97,6 +110,8 @@ class _Partition:
             self.builder.scope(name)
             sharding = self.plan.outputs[name]
             local = self._get(value, sharding, f"output {name!r}")
+            if name in self.states.outputs and not self.zero[name, sharding]:
+                local = mask_padding(self.builder, local, sharding, 0)
             passed_on = local.producer() is None and local.name == name
             if not passed_on and (local.producer() is None or local.name in used):
                 local = self.builder.op(
@@ -115,7 +130,7 @@ class _Partition:
             if self.plan.nodes[node.name or ""].reason
         )
         return PartitionedModel(
-            program="model",
+            program=self.program,
             source=self.model,
             builder=self.builder,
             inputs=tuple(inputs),
@@ -143,11 +158,12 @@ class _Partition:
             shape=ir_shape(sharding.local_shape(self.plan.mesh, self.env.table)),
             doc_string=value.doc_string,
         )
-        if sharding.is_replicated and small and not (floating and sharding.rank):
+        fed = name in self.states.inputs
+        if sharding.is_replicated and small and not fed and not (floating and sharding.rank):
             local.const_value = tensor
             self.builder.initializers.append(local)
         else:
-            self.parameters.append(Parameter(name, value, local, sharding))
+            self.parameters.append(Parameter(name, value, local, sharding, fed))
         self._define(name, sharding, local, zero=True)
 
     def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:

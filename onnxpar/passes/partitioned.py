@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -27,12 +27,15 @@ class Parameter:
         local: The value of the rank-generic graph that stands for a rank's shard: an initializer
             with dtype and local shape and without `const_value`.
         sharding: How it is cut; never partial, sizes are integers.
+        fed: Whether the graph takes it as an input, from a buffer that the runtime keeps: it is
+            trained. Its file then holds where training begins.
     """
 
     name: str
     source: ir.Value
     local: ir.Value
     sharding: Sharding
+    fed: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,27 @@ class GraphInput:
     Attributes:
         name: Name in the model.
         local: The value of the rank-generic graph, of that name, dtype known.
-        sharding: How it is cut, canonical, sizes may be symbolic; never partial.
+        sharding: How it is cut, canonical, sizes may be symbolic; partial only where it is a state.
     """
 
     name: str
     local: ir.Value
     sharding: Sharding
+
+
+@dataclass(frozen=True)
+class States:
+    """The operands of a program that live in buffers of the runtime, from one run to the next.
+
+    Padding in these buffers is zero, always: programs rely on it and keep it so.
+
+    Attributes:
+        inputs: Names of inputs and initializers that are read from a buffer of that name.
+        outputs: Of each output that goes to a buffer, the buffer's name.
+    """
+
+    inputs: frozenset[str] = frozenset()
+    outputs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,3 +96,4 @@ class PartitionedModel:
     symbols: Mapping[str, Symbol]
     replicated: tuple[tuple[str, str, str], ...]
     equalities: tuple[Equality, ...] = ()
+    states: States = States()

@@ -105,7 +105,8 @@ class _Resolver:
     def entries(self) -> list[tuple[str, str, NodeEntry]]:
         """Name, place and entry of every node that has one, in the order of the graph."""
         where = {key: self.strategy.where("nodes", key) for key in self.strategy.nodes}
-        names = [node.name or "" for node in self.model.graph]
+        views = self.rules.views.values()
+        names = [view.name for view in views if not view.is_backward]
         found = match(self.strategy.nodes, names, "node", where)
         return [(name, where[key], entry) for name, (key, entry) in found.items()]
 

@@ -1,0 +1,135 @@
+"""What a gradient rule sees and may emit: `GradNode`.
+
+A rule gets the cotangents of a node's outputs and returns those of its inputs (reverse-mode
+automatic differentiation on the global graph; the cotangent of y is ∂loss/∂y, shaped as y). It may
+read the node's operands and results, ask for further outputs that the forward operator offers
+(statistics, masks), and emit any operator that has an `OpDef`. Collectives never occur: what it
+emits is divided later, as everything else is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError, RuleError
+from onnxpar.passes.global_graph import GlobalBuilder
+from onnxpar.symbols import Dim, dim_str
+
+
+@dataclass(frozen=True)
+class GradNode:
+    """A node of the global graph whose cotangents are known.
+
+    Attributes:
+        view: The node and what is known of it.
+        cotangents: Cotangent of each output, of its shape and dtype; None where the loss does not
+            depend on it.
+        wanted: Indices of the inputs whose cotangent is needed; others may be left out.
+        builder: Where nodes are emitted.
+    """
+
+    view: NodeView
+    cotangents: tuple[ir.Value | None, ...]
+    wanted: frozenset[int]
+    builder: GlobalBuilder
+
+    # -- the node --------------------------------------------------------------------------------
+
+    def input(self, index: int) -> ir.Value:
+        """Operand `index`, which must be present."""
+        value = self.view.node.inputs[index] if self.view.has(index) else None
+        if value is None:
+            raise RuleError(f"node {self.view.name!r}: its gradient reads the absent input {index}")
+        return value
+
+    def output(self, index: int = 0) -> ir.Value:
+        """Result `index` of the forward node."""
+        return self.view.node.outputs[index]
+
+    def further_output(self, index: int, dtype: ir.DataType, shape: Sequence[Dim]) -> ir.Value:
+        """Result `index` of the forward node, which is made to have it if it does not yet.
+
+        For statistics that the operator computes anyway (LayerNormalization's mean and inverse
+        deviation, Dropout's mask, the log-probabilities of SoftmaxCrossEntropyLoss).
+        """
+        node = self.view.node
+        if len(node.outputs) <= index:
+            node.resize_outputs(index + 1)
+        value = node.outputs[index]
+        if not value.name:
+            value.name = self.builder.fresh(f"{self.view.name}:{index}")
+            self.builder.declare(value, dtype, shape)
+        return value
+
+    def cotangent(self, index: int = 0) -> ir.Value:
+        """Cotangent of result `index`, which must not be None."""
+        value = self.cotangents[index]
+        if value is None:
+            raise RuleError(
+                f"node {self.view.name!r} ({self.view.node.op_type}): its gradient needs the "
+                f"cotangent of output {index}, on which the loss does not depend"
+            )
+        return value
+
+    def wants(self, index: int) -> bool:
+        """Whether the cotangent of input `index` is needed."""
+        return index in self.wanted
+
+    def shape(self, value: ir.Value) -> tuple[Dim, ...]:
+        """Global shape of any value."""
+        return self.builder.shape_of(value)
+
+    # -- emission --------------------------------------------------------------------------------
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        shape: Sequence[Dim] | None = None,
+        dtype: ir.DataType | None = None,
+        domain: str = "",
+        **attributes: object,
+    ) -> ir.Value:
+        """Emits an operator with one output; shape and dtype default to the first input's."""
+        if shape is None:
+            first = next(v for v in inputs if v is not None)
+            shape = self.shape(first)
+        return self.builder.op(
+            op_type, *inputs, shape=shape, dtype=dtype, domain=domain, **attributes
+        )
+
+    def number(self, value: float, like: ir.Value) -> ir.Value:
+        """A scalar constant of the dtype of `like`."""
+        return self.builder.const(np.array(value), like.dtype)
+
+    def unbroadcast(self, x: ir.Value, index: int) -> ir.Value:
+        """Sums `x`, shaped as a broadcast of input `index`, down to the shape of that input.
+
+        Dims that the input does not have are summed away, dims of size 1 summed and kept.
+
+        Raises:
+            ModelError: It is not known before the model runs whether a dim is 1.
+        """
+        target = self.input(index)
+        want, have = self.shape(target), self.shape(x)
+        extra = len(have) - len(want)
+        axes = list(range(extra))
+        for position, size in enumerate(want):
+            whole = have[extra + position]
+            if size == 1 and whole != 1:
+                axes.append(extra + position)
+            elif size != whole and not self.builder.table.equal(size, whole):
+                raise ModelError(
+                    f"node {self.view.name!r} ({self.view.node.op_type}): dim {position} of input "
+                    f"{index} is {dim_str(size)} and meets {dim_str(whole)}: whether it is "
+                    "broadcast must be known for a gradient"
+                )
+        if axes:
+            x = self.builder.reduce("ReduceSum", x, axes, keepdims=extra == 0)
+        return self.builder.reshape_like(x, target)
+
+
+Gradient = Callable[[GradNode], Sequence[ir.Value | None]]

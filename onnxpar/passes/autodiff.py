@@ -1,0 +1,249 @@
+"""Reverse-mode automatic differentiation on the global graph.
+
+The backward program is appended to the forward one, operator by operator, from the loss to the
+parameters, by the gradient rules of `onnxpar.ops`. It runs before partitioning: collectives need no
+gradients, backward operators are divided by the same rules as forward ones, and the link from each
+cotangent to its primal, which is kept, lets the planner lay a cotangent out as its primal lies.
+(Griewank & Walther, Evaluating Derivatives, 2008; the accumulation order is that of the reversed
+topological order of the nodes.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import GRADIENT_OF, NodeView, ShapeEnv
+from onnxpar.errors import ModelError, RuleError
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.registry import NOT_DIFFERENTIABLE, Missing
+from onnxpar.ops.table import REGISTRY
+from onnxpar.passes.cleanup import read_by
+from onnxpar.passes.global_graph import GlobalBuilder
+
+GRADIENT_PREFIX = "onnxpar.grad."
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A graph with its backward program.
+
+    Attributes:
+        env: Shapes of all values, new ones included.
+        links: The primal of each cotangent, and of each contribution to one, by name.
+        gradients: Name of the gradient of each variable that was reached; it is an output.
+        unreached: The other variables, each with the reason.
+    """
+
+    env: ShapeEnv
+    links: Mapping[str, str]
+    gradients: Mapping[str, str]
+    unreached: Mapping[str, str]
+
+
+def differentiate(
+    model: ir.Model, env: ShapeEnv, loss: str, variables: Sequence[str]
+) -> Differentiated:
+    """Appends to a model the gradient of its loss.
+
+    Args:
+        model: The normalised model; nodes and outputs are appended to its graph. Each gradient
+            becomes an output named `onnxpar.grad.<variable>`, after those that are there.
+        env: Its shapes.
+        loss: Name of a value of one element and of a floating-point type.
+        variables: Names of the initializers or inputs to differentiate by.
+
+    Raises:
+        ModelError: There is no such loss or variable, or a node between the two has no gradient;
+            the message names the path.
+    """
+    return _Autodiff(model, env, loss, variables).run()
+
+
+@dataclass
+class _Autodiff:
+    model: ir.Model
+    env: ShapeEnv
+    loss: str
+    variables: Sequence[str]
+    links: dict[str, str] = field(default_factory=dict)
+    parts: dict[ir.Value, list[ir.Value]] = field(default_factory=dict)
+    done: dict[ir.Value, ir.Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.model.graph
+        imports = self.model.opset_imports
+        self.opset = imports.get("", imports.get("ai.onnx", 1))
+        self.builder = GlobalBuilder.over(graph, self.opset, self.env)
+        self.forward = list(graph)
+        named = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
+        self.sources: dict[str, ir.Value] = {}
+        for name in self.variables:
+            if name not in named:
+                raise ModelError(f"{name!r}: no parameter or input of the model to train")
+            self.sources[name] = named[name]
+
+    def run(self) -> Differentiated:
+        loss = self._find_loss()
+        dependent, stopped = self._dependent()
+        reached = self._reaching(loss)
+        one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
+        self.parts[loss] = [one]
+        self.links[one.name or ""] = loss.name or ""
+        for node in reversed(self.forward):
+            if any(out in self.parts for out in node.outputs):
+                self._node(node, dependent)
+        gradients, unreached = {}, {}
+        for name, value in self.sources.items():
+            if value in self.parts:
+                gradients[name] = self._output(name, value)
+            elif value in stopped & reached:
+                unreached[name] = "the loss depends on it only through what has no derivative"
+            else:
+                unreached[name] = "the loss does not depend on it"
+        return Differentiated(self.builder.env, self.links, gradients, unreached)
+
+    def _find_loss(self) -> ir.Value:
+        for node in self.forward:
+            for value in node.outputs:
+                if value.name == self.loss:
+                    if value.dtype is None or not value.dtype.is_floating_point():
+                        raise ModelError(f"loss {self.loss!r}: expected a float, got {value.dtype}")
+                    return value
+        raise ModelError(f"loss {self.loss!r}: no node makes it")
+
+    def _static_shape(self, loss: ir.Value) -> tuple[int, ...]:
+        shape = self.builder.shapes.get(loss.name or "")
+        if shape is None or any(size != 1 for size in shape):
+            raise ModelError(f"loss {self.loss!r}: expected one element, got the shape {shape}")
+        return (1,) * len(shape)
+
+    # -- what depends on what --------------------------------------------------------------------
+
+    def _dependent(self) -> tuple[set[ir.Value], set[ir.Value]]:
+        """Returns the values that vary with a variable, and the variables read where none does."""
+        varying: set[ir.Value] = set(self.sources.values())
+        stopped: set[ir.Value] = set()
+        for node in self.forward:
+            read = [v for v in read_by(node) if v in varying]
+            if not read:
+                continue
+            if self._gradient(node) is NOT_DIFFERENTIABLE:
+                stopped.update(read)
+                continue
+            for value in node.outputs:
+                if value.dtype is None or value.dtype.is_floating_point():
+                    varying.add(value)
+                else:
+                    stopped.update(read)
+        return varying, stopped
+
+    def _reaching(self, loss: ir.Value) -> set[ir.Value]:
+        """Returns the values that the loss is computed from."""
+        found = {loss}
+        for node in reversed(self.forward):
+            if any(out in found for out in node.outputs):
+                found.update(read_by(node))
+        return found
+
+    def _view(self, node: ir.Node) -> NodeView:
+        return NodeView(node, self.builder.env, self.opset)
+
+    def _gradient(self, node: ir.Node) -> object:
+        standard = node.domain in ("", "ai.onnx")
+        version = self.opset if standard else self.model.opset_imports.get(node.domain, 1)
+        definition = REGISTRY.find(node.domain, node.op_type, version)
+        if definition is None:
+            return Missing(f"the operator {node.domain or 'onnx'}::{node.op_type} is not known")
+        return definition.gradient
+
+    # -- the backward walk -----------------------------------------------------------------------
+
+    def _node(self, node: ir.Node, varying: set[ir.Value]) -> None:
+        wanted = frozenset(i for i, v in enumerate(node.inputs) if v is not None and v in varying)
+        captured = [v for v in read_by(node)[len(node.inputs) :] if v in varying]
+        if not wanted and not captured:
+            return
+        gradient = self._gradient(node)
+        if gradient is NOT_DIFFERENTIABLE:
+            return
+        if captured:
+            gradient = Missing("its body reads values that vary with a trained parameter")
+        if isinstance(gradient, Missing):
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}) has no gradient: {gradient.reason}; it is on "
+                f"the path {self._path(node, varying)}"
+            )
+        assert callable(gradient)
+        self.builder.scope = f"{node.name}/grad"
+        self.builder.metadata = {GRADIENT_OF: node.name or ""}
+        cotangents = tuple(self._total(out) for out in node.outputs)
+        grad = GradNode(self._view(node), cotangents, wanted, self.builder)
+        results = list(gradient(grad))
+        for index in sorted(wanted):
+            value, made = node.inputs[index], results[index] if index < len(results) else None
+            if value is None or made is None:
+                continue
+            self._check(node, index, value, made)
+            self.parts.setdefault(value, []).append(made)
+            self.links.setdefault(made.name or "", value.name or "")
+
+    def _check(self, node: ir.Node, index: int, value: ir.Value, made: ir.Value) -> None:
+        want, have = self.builder.shapes.get(value.name or ""), self.builder.shape_of(made)
+        if made.dtype != value.dtype or (want is not None and len(want) != len(have)):
+            raise RuleError(
+                f"node {node.name!r} ({node.op_type}): the gradient of input {index} must be "
+                f"{value.dtype} {want}, its rule made {made.dtype} {have}"
+            )
+
+    def _total(self, value: ir.Value) -> ir.Value | None:
+        """Returns the cotangent of a value: the sum of what its users contributed."""
+        if value in self.done:
+            return self.done[value]
+        parts = self.parts.get(value)
+        if not parts:
+            return None
+        if len(parts) == 1:
+            total = parts[0]
+        else:
+            op_type = "Add" if len(parts) == 2 else "Sum"
+            total = self.builder.op(op_type, *parts, shape=self.builder.shape_of(value))
+            self.builder.rename(total, f"{GRADIENT_PREFIX}{value.name}")
+        self.links.setdefault(total.name or "", value.name or "")
+        self.done[value] = total
+        return total
+
+    def _output(self, name: str, value: ir.Value) -> str:
+        """Makes the gradient of a variable an output of the graph and returns its name."""
+        self.builder.scope = name
+        total = self._total(value)
+        assert total is not None
+        wanted = f"{GRADIENT_PREFIX}{name}"
+        shared = total.producer() is None or total in self.model.graph.outputs
+        if shared or len([p for p in self.parts.values() if total in p]) > 1:
+            total = self.builder.op("Identity", total, shape=self.builder.shape_of(total))
+        if total.name != wanted:
+            link = self.links.pop(total.name or "", name)
+            self.builder.rename(total, wanted)
+            self.links[total.name or ""] = link
+        self.links[total.name or ""] = name
+        self.model.graph.outputs.append(total)
+        return total.name or ""
+
+    def _path(self, node: ir.Node, varying: set[ir.Value]) -> str:
+        """Names the nodes from the loss over `node` down to a variable."""
+        names = [node.name or node.op_type]
+        down: ir.Node | None = node
+        end = ""
+        while down is not None:
+            value = next((v for v in read_by(down) if v in varying), None)
+            if value is None:
+                break
+            down = value.producer()
+            if down is None:
+                end = value.name or ""
+            else:
+                names.append(down.name or down.op_type)
+        shown = names if len(names) <= 8 else [*names[:4], "…", *names[-3:]]
+        return f"{self.loss!r} <- … <- " + " <- ".join([*map(repr, shown), repr(end)])
