@@ -11,9 +11,9 @@ that lead towards the goal; and nothing dearer is looked at than the recipe that
 and slices, which is also the answer where the search grows too wide all the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import combinations, count, pairwise, permutations
 from math import prod
@@ -87,15 +87,17 @@ def cheapest(
     units = _units(*free)
     index = {unit: i for i, unit in enumerate(units)}
     pieces = [mesh.count(run) for run in fixed]
-    search = Search(
-        tuple(tuple(mesh.atoms[a] for a in unit) for unit in units),
+    sides = tuple(tuple(mesh.atoms[a] for a in unit) for unit in units)
+    counts = _subproducts(prod(side) for side in sides)
+    moves = _answer(
+        sides,
         tuple(-(-size // n) for size, n in zip(sizes, pieces, strict=True)),
-        lambda s, n: even(s, pieces[s] * n),
+        tuple(frozenset(n for n in counts if even(s, pieces[s] * n)) for s in range(len(sizes))),
+        _coarse(free[0], index),
         _coarse(free[1], index),
         itemsize,
         latency,
     )
-    moves = search.shortest(_coarse(free[0], index))
 
     def fine(atoms: Atoms) -> Atoms:
         return tuple(a for unit in atoms for a in units[unit])
@@ -111,6 +113,32 @@ def cheapest(
             atoms = tuple(sorted(atoms))
         result.append(Move(move.kind, atoms, move.gives, move.takes, after))
     return result
+
+
+def _subproducts(numbers: Iterable[int]) -> set[int]:
+    """The products of every choice of some of the numbers."""
+    found = {1}
+    for number in numbers:
+        found |= {number * n for n in found}
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _answer(
+    units: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, ...],
+    even: tuple[frozenset[int], ...],
+    start: State,
+    goal: State,
+    itemsize: int,
+    latency: float,
+) -> tuple[Move, ...]:
+    """The cheapest path between two states of units; many reshards ask for the same one.
+
+    `even` has for each slot the numbers of pieces into which its split is proved even.
+    """
+    search = Search(units, sizes, lambda s, n: n in even[s], goal, itemsize, latency)
+    return tuple(search.shortest(start))
 
 
 def _rest(state: State, fixed: Slots) -> State:
@@ -185,13 +213,27 @@ class Search:
         return {unit: (s, i) for s, run in enumerate(self.goal[0]) for i, unit in enumerate(run)}
 
     @cached_property
-    def _proved(self) -> dict[tuple[int, int], bool]:
-        """What was asked about evenness so far."""
+    def _counts(self) -> dict[Atoms, int]:
+        """The pieces of the runs seen so far, which are few and asked for at every move."""
+        return {}
+
+    @cached_property
+    def _sizes_of(self) -> dict[Slots, int]:
+        """The bytes of a shard at the placements seen so far."""
+        return {}
+
+    @cached_property
+    def _alike(self) -> dict[tuple[object, ...], list[Slots]]:
+        """The placements with equal blocks found so far."""
         return {}
 
     def count(self, run: Atoms) -> int:
         """Returns the number of pieces that a split by units makes."""
-        return prod(size for unit in run for size in self.units[unit])
+        found = self._counts.get(run)
+        if found is None:
+            found = prod(size for unit in run for size in self.units[unit])
+            self._counts[run] = found
+        return found
 
     def shortest(self, start: State) -> list[Move]:
         """Returns the moves of the cheapest path found."""
@@ -222,8 +264,10 @@ class Search:
                 return _path(came, start, state)
             done.add(state)
             for move in moves(state):
-                after = price + self.cost(state, move)
                 rest = self.latency if self._unfinished(move.after) else 0.0
+                if move.kind != "slice" and price + self.latency + rest > bound:
+                    continue
+                after = price + self.cost(state, move)
                 if after + rest > bound:
                     continue
                 if move.after not in best or (after, length + 1) < best[move.after]:
@@ -266,7 +310,7 @@ class Search:
         """
         price = 0.0
         for s, run in ((move.takes, move.after[0]), (move.gives, state[0])):
-            if s is not None and not self._is_even(s, self.count(run[s])):
+            if s is not None and not self.even(s, self.count(run[s])):
                 price += self.latency
         if move.kind == "slice":
             return price + _SLICE_COST
@@ -279,22 +323,23 @@ class Search:
             operand = self._bytes(cut) * group
         return price + self.latency + group_bytes(move.kind, operand, group)
 
-    def _is_even(self, s: int, pieces: int) -> bool:
-        key = (s, pieces)
-        if key not in self._proved:
-            self._proved[key] = self.even(s, pieces)
-        return self._proved[key]
-
     def _bytes(self, slots: Slots) -> int:
-        return self.itemsize * prod(
-            -(-size // self.count(run)) for size, run in zip(self.sizes, slots, strict=True)
-        )
+        found = self._sizes_of.get(slots)
+        if found is None:
+            found = self.itemsize
+            for size, run in zip(self.sizes, slots, strict=True):
+                found *= -(-size // self.count(run))
+            self._sizes_of[slots] = found
+        return found
 
     def _unfinished(self, state: State) -> bool:
         """Whether more than slices is missing to the goal."""
-        return bool(state[1]) or any(
-            run != goal[: len(run)] for run, goal in zip(state[0], self.goal[0], strict=True)
-        )
+        if state[1]:
+            return True
+        for run, goal in zip(state[0], self.goal[0], strict=True):  # noqa: SIM110 asked most often
+            if run != goal[: len(run)]:
+                return True
+        return False
 
     # -- moves -----------------------------------------------------------------------------------
 
@@ -321,7 +366,7 @@ class Search:
                     for s, run in enumerate(slots):
                         after = _put(slots, {s: run + taken})
                         yield Move("reduce_scatter", taken, None, s, (after, left))
-        for after in self._rearranged(slots, 0, sorted(set(range(len(self.units))) - partial)):
+        for after in self._same_block_placements(slots, partial):
             yield from self._permutes(state, after)
 
     def moves(self, state: State) -> Iterator[Move]:
@@ -401,7 +446,19 @@ class Search:
         if sizes[0] == sizes[1]:
             return True
         pieces = prod(sizes[0])
-        return pieces == prod(sizes[1]) and self._is_even(s, pieces)
+        return pieces == prod(sizes[1]) and self.even(s, pieces)
+
+    def _same_block_placements(self, slots: Slots, partial: frozenset[int]) -> list[Slots]:
+        """Every placement of the units that are not partial with the blocks of `slots`.
+
+        Slots whose runs have atoms of the same sizes have the same ones.
+        """
+        key = (tuple(tuple(self.units[u] for u in run) for run in slots), partial)
+        found = self._alike.get(key)
+        if found is None:
+            free = sorted(set(range(len(self.units))) - partial)
+            found = self._alike[key] = list(self._rearranged(slots, 0, free))
+        return found
 
     def _rearranged(self, slots: Slots, s: int, free: list[int]) -> Iterator[Slots]:
         """Every placement of the free units on the slots from s on that has the same blocks."""
@@ -472,7 +529,10 @@ def _path(came: dict[State, tuple[State, Move]], start: State, state: State) -> 
 
 
 def _put(slots: Slots, runs: dict[int, Atoms]) -> Slots:
-    return tuple(runs.get(s, run) for s, run in enumerate(slots))
+    after = list(slots)
+    for s, run in runs.items():
+        after[s] = run
+    return tuple(after)
 
 
 def _agreeing(run: Atoms, goal: Atoms) -> int:
