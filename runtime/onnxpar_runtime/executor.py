@@ -1,0 +1,438 @@
+"""One rank's graph of one program in onnxruntime: loading, cutting inputs, binding, running.
+
+The rank's graph is an ordinary ONNX file. Collectives are bound to the rank, system inputs (global
+values of symbols, mesh coordinates, counters, hyperparameters) are filled here, and states are
+bound to buffers that outlive the run. One IO binding is kept for each set of shapes, so that a
+repeated step neither allocates nor copies on the device.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from onnxpar_runtime.boxes import Cut, coordinates
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.data import convert
+from onnxpar_runtime.errors import (
+    ArtifactError,
+    InputError,
+    LaunchError,
+    RankError,
+    SymbolValueError,
+)
+from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
+from onnxpar_runtime.gather import gather_to_root
+from onnxpar_runtime.manifest import Manifest, Program, SystemInput, TensorSpec
+from onnxpar_runtime.options import CUDA, Device, choose_device, providers, session_options
+from onnxpar_runtime.shapes import (
+    bind_local_symbols,
+    bind_symbols,
+    check_equal_sizes,
+    check_symbols,
+)
+from onnxpar_runtime.tensors import to_host, to_ort
+
+log = logging.getLogger(__name__)
+Array = NDArray[Any]
+_MAX_BINDINGS = 8
+_MAX_SHAPES = 64
+LOSS_WEIGHT = "loss_weight"
+"""The key of the loss weight among the numbers of a run."""
+
+
+class Buffers(Protocol):
+    """Where states lie."""
+
+    def value(self, name: str) -> Any:
+        """Returns the OrtValue of a state, always the same one."""
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """The inputs of one run on one rank.
+
+    Attributes:
+        values: Global values of the symbols.
+        local: The rank's part of every input, padding included.
+    """
+
+    values: Mapping[str, int]
+    local: Mapping[str, Array]
+
+
+@dataclass
+class _Binding:
+    """An IO binding for one set of input shapes: its outputs keep their buffers."""
+
+    io: Any
+    reusable: bool
+    inputs: dict[str, Any] = field(default_factory=dict)
+    # The numbers of system inputs, in memory that onnxruntime reads at every run.
+    system: list[tuple[SystemInput, Array]] = field(default_factory=list)
+
+
+class Loader:
+    """Makes onnxruntime's sessions of one rank, all on one device.
+
+    Args:
+        rank: The rank.
+        device: `auto` (CUDA where it can be used), `cpu` or `cuda`.
+        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
+        custom_ops: Further custom-op libraries that the model needs.
+
+    Attributes:
+        rank: The rank.
+        device: Where it computes. `auto` may still turn to the CPU when the first session is made.
+        index: Number of the device.
+
+    Raises:
+        LaunchError: The device cannot be used.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        device: str,
+        ort_options: Mapping[str, str] | None,
+        custom_ops: Sequence[str | Path],
+    ) -> None:
+        """Chooses the device."""
+        self.rank = rank
+        self.device = choose_device(device)
+        self.index = 0
+        self._strict = device == "cuda"
+        self._pairs = dict(ort_options or {})
+        self._custom_ops = tuple(custom_ops)
+
+    def load(self, path: Path) -> Any:
+        """Returns a session of a rank's graph.
+
+        Raises:
+            ArtifactError: onnxruntime refuses the graph.
+            LaunchError: The device, an option or a custom-op library cannot be used.
+        """
+        options = session_options(self._pairs)
+        self.rank.register(options)
+        for library in self._custom_ops:
+            if not Path(library).is_file():
+                raise LaunchError(f"custom-op library {library}: no such file")
+            try:
+                options.register_custom_ops_library(str(library))
+            except Exception as error:
+                raise LaunchError(f"custom-op library {library}: {first_line(error)}") from None
+        if self.device is Device.CUDA:
+            onnxruntime.preload_dlls()
+        wanted, self.index = providers(self.device, self.rank.index, self._pairs)
+        try:
+            session = onnxruntime.InferenceSession(str(path), options, providers=wanted)
+        except Exception as error:
+            # onnxruntime has no common base class for what it raises.
+            raise ArtifactError(
+                f"{path}: onnxruntime cannot load it: {first_line(error)}"
+            ) from None
+        if self.device is Device.CUDA and CUDA not in session.get_providers():
+            message = "device cuda: onnxruntime could not start its CUDA provider"
+            if self._strict:
+                raise LaunchError(message)
+            log.warning("%s; the CPU is used", message)
+            self.device, self.index = Device.CPU, 0
+        # What holds for one session has to hold for all that share states with it.
+        self._strict = True
+        return session
+
+
+class Executor:
+    """One rank's graph of one program.
+
+    Args:
+        manifest: The manifest.
+        program: Name of the program.
+        loader: Makes the session.
+        buffers: Where the states of the program lie.
+
+    Attributes:
+        manifest: The manifest.
+        program: The program.
+        rank: The rank.
+        device: Where it computes.
+
+    Raises:
+        ArtifactError: The graph was not written, does not match its manifest, or onnxruntime
+            refuses it.
+        LaunchError: The device or an option cannot be used.
+    """
+
+    def __init__(
+        self, manifest: Manifest, program: str, loader: Loader, buffers: Buffers | None = None
+    ) -> None:
+        """Loads the rank's graph."""
+        self.manifest = manifest
+        self.program: Program = manifest.program(program)
+        self.rank = loader.rank
+        path = manifest.graph_path(program, self.rank.index)
+        self._session = loader.load(path)
+        self.device, self._index = loader.device, loader.index
+        self._buffers = buffers
+        self._specs = {spec.name: spec for spec in self.program.inputs}
+        self._graph_inputs = {i.name for i in self._session.get_inputs()}
+        self._states = {o.name: o.state for o in self.program.state_outputs}
+        outputs = [o.name for o in self._session.get_outputs()]
+        self._check_graph(path, set(outputs))
+        self._data_outputs = [name for name in outputs if name not in self._states]
+        self._outputs = outputs
+        self._coordinates = coordinates(self.rank.index, manifest.atoms)
+        self._lock = threading.Lock()
+        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, Cut]]]
+        self._cuts = OrderedDict()
+        self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
+        log.info("rank %d of %d: %s on %s", self.rank.index, manifest.devices, path, self.device)
+
+    def _check_graph(self, path: Path, found: set[str]) -> None:
+        outputs = {spec.name for spec in self.program.outputs} | set(self._states)
+        system = {s.name for s in self.program.system_inputs}
+        known = set(self._specs) | system | set(self.program.state_inputs)
+        unknown = sorted(self._graph_inputs - known)
+        absent = sorted(outputs - found)
+        if unknown or absent:
+            raise ArtifactError(
+                f"{path}: does not match its manifest: inputs {unknown} are not in the manifest, "
+                f"outputs {absent} are not in the graph"
+            )
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def cut_inputs(self, feeds: Mapping[str, Array]) -> Feeds:
+        """Returns the symbols' values and this rank's part of every global array.
+
+        May be called from another thread while the program runs.
+
+        Raises:
+            InputError: An input is missing, unknown, of the wrong dtype or shape, or its sizes do
+                not fit those of another.
+            SymbolValueError: A symbol's value violates its constraint.
+        """
+        arrays = convert(self.program.inputs, feeds)
+        key = tuple(a.shape for a in arrays.values())
+        with self._lock:
+            known = self._cuts.get(key)
+            if known is None:
+                shapes = {n: a.shape for n, a in arrays.items()}
+                values = bind_symbols(self.program.inputs, shapes)
+                check_symbols(self.manifest.symbols, values)
+                check_equal_sizes(self.program, values)
+                known = values, {n: self.cut(spec, values) for n, spec in self._specs.items()}
+                self._cuts[key] = known
+                while len(self._cuts) > _MAX_SHAPES:
+                    self._cuts.popitem(last=False)
+        values, cuts = known
+        local = {
+            # Not ascontiguousarray, which gives a scalar a dim.
+            name: np.asarray(cuts[name].take(a, self.rank.index), order="C")
+            for name, a in arrays.items()
+        }
+        return Feeds(values, local)
+
+    def local_inputs(
+        self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None
+    ) -> Feeds:
+        """Returns checked inputs from this rank's parts.
+
+        Args:
+            feeds: Local array of every input, padding included.
+            symbols: Global values of the symbols. Without them they are read off the local shapes,
+                which works for whole dims and for splits that the constraint makes even.
+
+        Raises:
+            InputError: An input is missing, unknown, or of the wrong dtype or local shape.
+            SymbolValueError: A symbol has no value, or violates its constraint.
+        """
+        local = convert(self.program.inputs, feeds)
+        values = self._local_symbols(local, symbols)
+        self._check_local(local, values)
+        return Feeds(values, local)
+
+    def cut(self, spec: TensorSpec, values: Mapping[str, int], local: Any = None) -> Cut:
+        """Returns `spec.cut`; raises ArtifactError where it cannot be evaluated."""
+        try:
+            return spec.cut(self.manifest.atoms, values, local)
+        except ExpressionError as error:
+            raise ArtifactError(
+                f"{self.manifest.directory}: sharding of {spec.name!r}: {error}"
+            ) from None
+
+    def _local_symbols(
+        self, local: Mapping[str, Array], symbols: Mapping[str, int] | None
+    ) -> dict[str, int]:
+        shapes = {name: a.shape for name, a in local.items()}
+        if symbols is None:
+            values = bind_local_symbols(
+                self.program.inputs, shapes, self.manifest.atoms, self.manifest.symbols
+            )
+        else:
+            values = {name: int(value) for name, value in symbols.items()}
+        check_symbols(self.manifest.symbols, values)
+        check_equal_sizes(self.program, values)
+        for entry in self.program.system_inputs:
+            if entry.symbol is not None and entry.symbol not in values:
+                raise SymbolValueError(
+                    f"symbol {entry.symbol!r} has no value: local shapes do not tell the size of a "
+                    "dim that may be split unevenly, pass `symbols`"
+                )
+        return values
+
+    def _check_local(self, local: Mapping[str, Array], values: Mapping[str, int]) -> None:
+        for name, array in local.items():
+            try:
+                expected = self._specs[name].cut(self.manifest.atoms, values).local_shape
+            except UnknownSymbolError:
+                continue  # without the symbol's value there is nothing to compare with
+            if array.shape != expected:
+                raise InputError(
+                    f"input {name!r}: expected the local shape {expected}, got {array.shape}"
+                )
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        feeds: Feeds,
+        counters: Mapping[str, int],
+        numbers: Mapping[str, float] | None = None,
+        redirect: Mapping[str, str] | None = None,
+    ) -> dict[str, Array]:
+        """Runs the program; states are read and written in their buffers.
+
+        Args:
+            feeds: The inputs.
+            counters: Values of `manifest.COUNTERS`.
+            numbers: Values of the hyperparameters by name, and of `LOSS_WEIGHT`.
+            redirect: States by the name of the state in whose place they are written.
+
+        Returns:
+            Local array of every output that is no state, padding included.
+
+        Raises:
+            RankError: onnxruntime failed on this rank, or another rank did.
+            KeyError: A number that the program reads is missing.
+        """
+        local = {n: a for n, a in feeds.local.items() if n in self._graph_inputs}
+        key = (
+            tuple(feeds.values.items()),
+            tuple((n, a.shape) for n, a in local.items()),
+            None if redirect is None else tuple(redirect.items()),
+        )
+        binding = self._bindings.pop(key, None) or self._bind(feeds.values, redirect)
+        self._bindings[key] = binding
+        while len(self._bindings) > _MAX_BINDINGS:
+            self._bindings.popitem(last=False)
+        self._feed(binding, local)
+        for entry, memory in binding.system:
+            if entry.counter is not None:
+                memory[...] = counters[entry.counter]
+            elif entry.loss_weight:
+                memory[...] = (numbers or {})[LOSS_WEIGHT]
+            elif entry.hyperparameter is not None:
+                memory[...] = (numbers or {})[entry.hyperparameter]
+        if not binding.reusable:
+            self._bind_outputs(binding, redirect)
+        try:
+            self._session.run_with_iobinding(binding.io)
+        except Exception as error:
+            del self._bindings[key]
+            raise RankError(self.rank.index, first_line(error)) from error
+        # Those that are no states were bound first.
+        results = zip(self._data_outputs, binding.io.get_outputs(), strict=False)
+        return {name: to_host(value) for name, value in results}
+
+    def join(
+        self, outputs: Mapping[str, Array], values: Mapping[str, int]
+    ) -> dict[str, Array] | None:
+        """Returns the global outputs on rank 0, None elsewhere. Every rank must call it."""
+        whole: dict[str, Array] = {}
+        for spec in self.program.outputs:
+            part = outputs[spec.name]
+            cut = self.cut(spec, values, part.shape)
+            array = gather_to_root(self.rank, cut, part)
+            if array is not None:
+                whole[spec.name] = array
+        return whole if self.rank.index == 0 else None
+
+    def _bind(self, values: Mapping[str, int], redirect: Mapping[str, str] | None) -> _Binding:
+        """Returns a new binding. Its output buffers are kept where the shapes alone fix theirs."""
+        reusable = True
+        for spec in self.program.outputs:
+            try:
+                spec.cut(self.manifest.atoms, values)
+            except ExpressionError:
+                reusable = False
+        binding = _Binding(self._session.io_binding(), reusable)
+        for name in self.program.state_inputs:
+            if name in self._graph_inputs:
+                binding.io.bind_ortvalue_input(name, self._state(name))
+        for entry in self.program.system_inputs:
+            if entry.name in self._graph_inputs:
+                memory = self._system_memory(entry, values)
+                # Read by shape arithmetic, which runs on the CPU everywhere.
+                value = to_ort(memory)
+                binding.inputs[entry.name] = value
+                binding.io.bind_ortvalue_input(entry.name, value)
+                binding.system.append((entry, memory))
+        self._bind_outputs(binding, redirect)
+        return binding
+
+    def _system_memory(self, entry: SystemInput, values: Mapping[str, int]) -> Array:
+        if entry.symbol is not None:
+            return np.array([values[entry.symbol]], np.int64)
+        if entry.atom is not None:
+            return np.array([self._coordinates[entry.atom]], np.int64)
+        if entry.counter is not None:
+            return np.zeros(1, np.int64)
+        return np.zeros((), np.float32 if entry.loss_weight else np.float64)
+
+    def _bind_outputs(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
+        binding.io.clear_binding_outputs()
+        for name in self._data_outputs:
+            binding.io.bind_output(name, self.device.value, self._index)
+        for name in self._outputs:
+            if name in self._states:
+                state = self._states[name]
+                value = self._state((redirect or {}).get(state, state))
+                binding.io.bind_ortvalue_output(name, value)
+
+    def _state(self, name: str) -> Any:
+        if self._buffers is None:
+            raise ArtifactError(
+                f"{self.manifest.directory}: program {self.program.name!r} works on states such as "
+                f"{name!r}: it is run by a Trainer"
+            )
+        return self._buffers.value(name)
+
+    def _feed(self, binding: _Binding, local: Mapping[str, Array]) -> None:
+        """Binds the inputs: on the CPU the arrays themselves, on a GPU a buffer that is kept."""
+        for name, array in local.items():
+            kept = binding.inputs.get(name)
+            if kept is not None and kept.device_name() != "cpu":
+                kept.update_inplace(array)
+                continue
+            value = to_ort(array, self.device.value, self._index)
+            binding.inputs[name] = value
+            binding.io.bind_ortvalue_input(name, value)
+
+    def close(self) -> None:
+        """Frees the session."""
+        self._bindings.clear()
+        self._session = None
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's text on one line, of a length for people."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 2000 else text[:2000] + " …"
