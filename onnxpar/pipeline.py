@@ -12,13 +12,11 @@ from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules, propagate
 from onnxpar.analysis.report import inspect_data
 from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
+from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.artifacts import check_target, write
-from onnxpar.errors import ModelError, RuleError, StrategyError
-from onnxpar.ops.fallback import replicated_rule, settle
+from onnxpar.errors import StrategyError
+from onnxpar.ops.find import find_rules
 from onnxpar.ops.registry import OpDef
-from onnxpar.ops.rule import OpRule
-from onnxpar.ops.table import REGISTRY
 from onnxpar.passes.dump import Dumper
 from onnxpar.passes.emit import emit_rank
 from onnxpar.passes.load import load, normalise, symbol_table
@@ -60,36 +58,6 @@ def analyse(model: ir.Model, symbols: Mapping[str, Symbol]) -> Analysed:
     env = shapes(model, symbol_table(model, symbols))
     rules, ops = find_rules(model, env)
     return Analysed(model, env, rules, ops)
-
-
-def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]:
-    """Returns the rule of every node; one that has none is computed replicated, with the reason."""
-    rules: dict[str, OpRule] = {}
-    views: dict[str, NodeView] = {}
-    reasons: dict[str, str] = {}
-    ops: dict[str, OpDef] = {}
-    default = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    for node in model.graph:
-        name = node.name or ""
-        view = views[name] = NodeView(node, env, default)
-        standard = node.domain in ("", "ai.onnx")
-        version = default if standard else model.opset_imports.get(node.domain, 1)
-        definition = REGISTRY.find(node.domain, node.op_type, version)
-        if definition is None:
-            reasons[name] = f"no sharding rule for {node.domain or 'onnx'}::{node.op_type}"
-        else:
-            try:
-                rules[name] = settle(definition.rule(view), view)
-                ops[name] = definition
-                continue
-            except ModelError as error:
-                reasons[name] = str(error)
-            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-                raise RuleError(
-                    f"node {name!r} ({node.op_type}): its sharding rule failed: {error}"
-                ) from error
-        rules[name] = replicated_rule(view)
-    return Rules(rules, views, reasons), ops
 
 
 def divide(analysed: Analysed, seeds: Seeds) -> PartitionedModel:

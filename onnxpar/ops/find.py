@@ -1,0 +1,49 @@
+"""The sharding rule of every node of a model, from the table of operators."""
+
+import onnx_ir as ir
+
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.errors import ModelError, RuleError
+from onnxpar.ops.fallback import replicated_rule, settle
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule
+from onnxpar.ops.table import REGISTRY
+
+
+def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]:
+    """Returns the rule of every node; one that has none is computed replicated, with the reason.
+
+    Args:
+        model: The normalised model; it is not changed.
+        env: Its shapes.
+
+    Returns:
+        The rules, and the operator definition of each node that has one, by node name.
+    """
+    rules: dict[str, OpRule] = {}
+    views: dict[str, NodeView] = {}
+    reasons: dict[str, str] = {}
+    ops: dict[str, OpDef] = {}
+    default = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    for node in model.graph:
+        name = node.name or ""
+        view = views[name] = NodeView(node, env, default)
+        standard = node.domain in ("", "ai.onnx")
+        version = default if standard else model.opset_imports.get(node.domain, 1)
+        definition = REGISTRY.find(node.domain, node.op_type, version)
+        if definition is None:
+            reasons[name] = f"no sharding rule for {node.domain or 'onnx'}::{node.op_type}"
+        else:
+            try:
+                rules[name] = settle(definition.rule(view), view)
+                ops[name] = definition
+                continue
+            except ModelError as error:
+                reasons[name] = str(error)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                raise RuleError(
+                    f"node {name!r} ({node.op_type}): its sharding rule failed: {error}"
+                ) from error
+        rules[name] = replicated_rule(view)
+    return Rules(rules, views, reasons), ops
