@@ -35,6 +35,12 @@ class LaunchError(OnnxparRuntimeError):
     """The program was started wrongly: rank count, transport, device, or option."""
 
 
+class TrainingError(OnnxparRuntimeError):
+    """Training cannot go on: the loss is not a number, or infinite."""
+
+    exit_code = 1
+
+
 class RankError(OnnxparRuntimeError):
     """A rank failed while all were running; the message begins with the rank that failed first.
 

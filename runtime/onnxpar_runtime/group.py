@@ -4,11 +4,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from numpy.typing import NDArray
 
-from onnxpar_runtime.collectives import OpCounter, World
+from onnxpar_runtime.collectives import OpCounter, Rank, World
 from onnxpar_runtime.errors import OnnxparRuntimeError, RankError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.session import Session
@@ -17,57 +17,44 @@ Array = NDArray[Any]
 T = TypeVar("T")
 
 
-class ThreadsGroup:
-    """The sessions of all ranks of an artifact directory; they are kept between runs.
+class Member(Protocol):
+    """What a group has one of for each rank."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+M = TypeVar("M", bound=Member)
+
+
+class Ranks(Generic[M]):
+    """Something for every rank of an artifact directory, all in this process, kept between runs.
 
     When a rank fails, all others end with it, and the group is of no further use.
 
     Args:
         directory: The artifact directory.
-        program: Which of its programs.
-        device: As `Session`.
-        ort_options: As `Session`.
-        custom_ops: As `Session`.
+        make: Makes what a rank has, from the manifest and the rank; all ranks at the same time.
 
     Attributes:
         manifest: The manifest.
         world: The ranks.
-        sessions: One for each rank, in order.
+        members: What was made, in the order of the ranks.
 
     Raises:
-        OnnxparRuntimeError: As `Session`.
+        OnnxparRuntimeError: What `make` raises, or the manifest cannot be read.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        program: str = "model",
-        device: str = "cpu",
-        ort_options: Mapping[str, str] | None = None,
-        custom_ops: Sequence[str | Path] = (),
-    ) -> None:
-        """Loads the graphs of all ranks."""
+    def __init__(self, directory: str | Path, make: Callable[[Manifest, Rank], M]) -> None:
+        """Makes what all ranks have."""
         self.manifest = Manifest.load(directory)
         self.world = World.threads(self.manifest.devices)
         self._pool = ThreadPoolExecutor(self.manifest.devices, "onnxpar-rank")
         self._first: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
-        self.sessions: list[Session] = []
-
-        def load(rank: int) -> Session:
-            return Session(
-                directory,
-                program=program,
-                rank=self.world.rank(rank),
-                device=device,
-                ort_options=ort_options,
-                custom_ops=custom_ops,
-                manifest=self.manifest,
-            )
-
+        self.members: list[M] = []
         try:
-            self.sessions = self.each(load)
+            self.members = self.each(lambda rank: make(self.manifest, self.world.rank(rank)))
         except BaseException:
             self.close()
             raise
@@ -110,17 +97,6 @@ class ThreadsGroup:
         code = error.exit_code if isinstance(error, OnnxparRuntimeError) else 1
         raise RankError(rank, _message(error), code) from error
 
-    def run_global(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the global outputs for global inputs, as `Session.run_global` on every rank.
-
-        Raises:
-            OnnxparRuntimeError: As `Session.run_global`.
-        """
-        result = self.each(lambda rank: self.sessions[rank].run_global(feeds))[0]
-        if result is None:
-            raise AssertionError("rank 0 returned no outputs")
-        return result
-
     def counters(self) -> list[dict[str, OpCounter]]:
         """Returns every rank's counts of collective calls and bytes, by operator."""
         return [self.world.rank(r).counters() for r in range(self.manifest.devices)]
@@ -131,19 +107,73 @@ class ThreadsGroup:
             self.world.rank(rank).reset_counters()
 
     def close(self) -> None:
-        """Frees sessions, threads and the world."""
-        for session in self.sessions:
-            session.close()
+        """Frees members, threads and the world."""
+        for member in self.members:
+            member.close()
         self._pool.shutdown()
         self.world.close()
 
-    def __enter__(self) -> "ThreadsGroup":
+    def __enter__(self) -> Self:
         """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the group."""
         self.close()
+
+
+class ThreadsGroup(Ranks[Session]):
+    """The sessions of all ranks of an artifact directory; they are kept between runs.
+
+    Args:
+        directory: The artifact directory.
+        program: Which of its programs.
+        device: As `Session`.
+        ort_options: As `Session`.
+        custom_ops: As `Session`.
+
+    Raises:
+        OnnxparRuntimeError: As `Session`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        program: str = "model",
+        device: str = "cpu",
+        ort_options: Mapping[str, str] | None = None,
+        custom_ops: Sequence[str | Path] = (),
+    ) -> None:
+        """Loads the graphs of all ranks."""
+        super().__init__(
+            directory,
+            lambda manifest, rank: Session(
+                directory,
+                program=program,
+                rank=rank,
+                device=device,
+                ort_options=ort_options,
+                custom_ops=custom_ops,
+                manifest=manifest,
+            ),
+        )
+
+    @property
+    def sessions(self) -> list[Session]:
+        """One for each rank, in order."""
+        return self.members
+
+    def run_global(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the global outputs for global inputs, as `Session.run_global` on every rank.
+
+        Raises:
+            OnnxparRuntimeError: As `Session.run_global`.
+        """
+        result = self.each(lambda rank: self.members[rank].run_global(feeds))[0]
+        if result is None:
+            raise AssertionError("rank 0 returned no outputs")
+        return result
 
 
 def run_threads(
