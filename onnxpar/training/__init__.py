@@ -1,0 +1,1 @@
+"""What training adds to a model: losses, optimizer programs, and which parameters are trained."""

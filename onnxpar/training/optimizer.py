@@ -1,0 +1,494 @@
+"""Optimizer and accumulation programs: the update of all states, as one global graph.
+
+Every state is read and written element by element, so its new value may take the place of the old
+one. The formulas are those of `torch.optim` 2.13 (SGD, Adam, AdamW) and of LAMB (You et al., 2020,
+"Large Batch Optimization for Deep Learning", algorithm 2, with the identity for phi), in a form
+with fewer passes over memory; results differ from PyTorch's by rounding.
+
+Numbers that are the same for all elements are float64 inputs and float64 arithmetic, rounded to the
+parameter's type when they meet a tensor. Parameters of 16 bits are updated in float32 and rounded
+at the end, and their moments are float32: a second moment in 16 bits loses its small terms.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import onnx_ir as ir
+
+from onnxpar.errors import ModelError
+from onnxpar.training.emitter import DOUBLE, FLOAT, Emitter, new_value, work_dtype
+
+GRAD_NORM = "onnxpar.grad_norm"
+HYPER = "onnxpar.hyper."
+NEW = "onnxpar.new."
+MIN_OPSET = 13
+DEFAULT_OPSET = 18
+CLIP_EPSILON = 1e-6
+"""Added to the norm that gradients are clipped by, as in `torch.nn.utils.clip_grad_norm_`."""
+
+_IR_VERSION = 10
+_BOOL = ir.DataType.BOOL
+
+
+class OptimizerKind(StrEnum):
+    """Which optimizer, by the names of the command line."""
+
+    SGD = "sgd"
+    MOMENTUM = "momentum"
+    ADAM = "adam"
+    ADAMW = "adamw"
+    LAMB = "lamb"
+
+
+class StateKind(StrEnum):
+    """What a buffer between runs is for.
+
+    Attributes:
+        PARAMETER: A trained parameter.
+        GRADIENT: Its gradient, summed over the micro-batches of a step so far.
+        MICRO_GRADIENT: Its gradient of one micro-batch, where a step has several.
+        MOMENT1: The momentum, or the mean of gradients.
+        MOMENT2: The mean of squared gradients.
+    """
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    MICRO_GRADIENT = "micro_gradient"
+    MOMENT1 = "moment1"
+    MOMENT2 = "moment2"
+
+
+_PREFIXES = {
+    StateKind.PARAMETER: "",
+    StateKind.GRADIENT: "onnxpar.grad.",
+    StateKind.MICRO_GRADIENT: "onnxpar.micro.",
+    StateKind.MOMENT1: "onnxpar.moment1.",
+    StateKind.MOMENT2: "onnxpar.moment2.",
+}
+
+
+def state_name(kind: StateKind, parameter: str) -> str:
+    """Returns the name of a parameter's state, such as `onnxpar.grad.fc1.weight`."""
+    return _PREFIXES[kind] + parameter
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter that is trained.
+
+    Attributes:
+        name: Its name in the model.
+        dtype: Its element type, floating.
+        shape: Its global shape.
+        decay: Whether weight decay applies to it.
+        norm_group: Parameters of one group are added up first in the gradient norm. Where those
+            whose gradients are split over the same devices share a group, the norm costs one
+            reduction for each group instead of one for each parameter.
+    """
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    decay: bool = True
+    norm_group: str = ""
+
+
+@dataclass(frozen=True)
+class State:
+    """A buffer that lives between runs.
+
+    Attributes:
+        name: Name of the buffer and of the graph input that reads it.
+        kind: What it is for.
+        parameter: The parameter that it belongs to.
+        dtype: Element type.
+        shape: Global shape, that of the parameter.
+    """
+
+    name: str
+    kind: StateKind
+    parameter: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StateProgram:
+    """A program that updates states.
+
+    Attributes:
+        model: The global graph. Its inputs are states and hyperparameters (float64 []).
+        states: The states that it reads, by the order of its inputs.
+        updated: Graph output with a state's new value -> name of the state.
+        hyperparameters: Names of the hyperparameters that it reads, without the input's prefix.
+        reduced: Gradient -> the value from which on it is used. A gradient that is a pending sum is
+            to be reduced there, once for all that read it.
+    """
+
+    model: ir.Model
+    states: tuple[State, ...]
+    updated: Mapping[str, str]
+    hyperparameters: tuple[str, ...]
+    reduced: Mapping[str, str]
+
+
+def moments_of(kind: OptimizerKind) -> tuple[StateKind, ...]:
+    """Returns the moments that an optimizer keeps for each parameter."""
+    return _UPDATES[kind].moments
+
+
+def states_of(parameters: Sequence[ParameterInfo], kinds: Sequence[StateKind]) -> tuple[State, ...]:
+    """Returns the states of these kinds: all parameters' of the first kind, then the next."""
+    return tuple(
+        State(state_name(kind, p.name), kind, p.name, _state_dtype(kind, p.dtype), p.shape)
+        for kind in kinds
+        for p in parameters
+    )
+
+
+def _state_dtype(kind: StateKind, dtype: ir.DataType) -> ir.DataType:
+    moment = kind in (StateKind.MOMENT1, StateKind.MOMENT2)
+    return work_dtype(dtype) if moment else dtype
+
+
+def optimizer_model(
+    kind: OptimizerKind | str, parameters: Sequence[ParameterInfo], *, opset: int = DEFAULT_OPSET
+) -> StateProgram:
+    """Returns the program of one optimizer step over all parameters.
+
+    Inputs are the states by their names and `onnxpar.hyper.<name>` (float64 []); outputs are
+    `onnxpar.new.<state>` for parameters and moments, and `onnxpar.grad_norm` ([], the 2-norm of all
+    gradients before clipping, float64 where a parameter is, else float32). Gradients are clipped to
+    the norm `clip_norm`, which may be infinite.
+
+    Args:
+        kind: The optimizer.
+        parameters: What it trains.
+        opset: Version of the default domain, that of the model; an older one than 13 is raised
+            to 18.
+
+    Raises:
+        ModelError: No such optimizer, nothing to train, a parameter given twice or not floating.
+    """
+    kind = _kind(kind)
+    update = _UPDATES[kind]
+    opset = opset if opset >= MIN_OPSET else DEFAULT_OPSET
+    states = states_of(parameters, (StateKind.PARAMETER, StateKind.GRADIENT, *update.moments))
+    emitter, inputs = _open(parameters, states, opset, "optimizer")
+    reduced = {
+        name: emitter.op("Identity", inputs[name], name=f"onnxpar.reduced.{p.name}")
+        for p in parameters
+        for name in (state_name(StateKind.GRADIENT, p.name),)
+    }
+    scalars = _Scalars(emitter)
+    norm = _norm(emitter, parameters, reduced)
+    step = _Step(emitter, scalars, _clip(emitter, scalars, norm))
+    updated: dict[str, str] = {}
+    for p in parameters:
+        emitter.scope = f"{update.scope}/{p.name}"
+        wide = work_dtype(p.dtype)
+        old = _Tensors(
+            emitter.cast(inputs[p.name], wide),
+            emitter.cast(reduced[state_name(StateKind.GRADIENT, p.name)], wide),
+            tuple(inputs[state_name(moment, p.name)] for moment in update.moments),
+        )
+        values = update.emit(step, p, old)
+        for moment, value in zip((StateKind.PARAMETER, *update.moments), values, strict=True):
+            name = state_name(moment, p.name)
+            _put_out(emitter, value, _state_dtype(moment, p.dtype), NEW + name)
+            updated[NEW + name] = name
+    emitter.graph.outputs.append(norm)
+    return StateProgram(
+        _close(emitter),
+        states,
+        updated,
+        tuple(scalars.inputs),
+        {name: value.name or "" for name, value in reduced.items()},
+    )
+
+
+def accumulation_model(
+    parameters: Sequence[ParameterInfo], *, opset: int = DEFAULT_OPSET
+) -> StateProgram:
+    """Returns the program that adds the gradients of one micro-batch to those of the step.
+
+    Inputs are the states `onnxpar.grad.<parameter>` and `onnxpar.micro.<parameter>`, outputs
+    `onnxpar.new.onnxpar.grad.<parameter>`.
+
+    Raises:
+        ModelError: Nothing to train, a parameter given twice or not floating.
+    """
+    opset = opset if opset >= MIN_OPSET else DEFAULT_OPSET
+    states = states_of(parameters, (StateKind.GRADIENT, StateKind.MICRO_GRADIENT))
+    emitter, inputs = _open(parameters, states, opset, "accumulation")
+    updated = {}
+    for p in parameters:
+        name = state_name(StateKind.GRADIENT, p.name)
+        micro = inputs[state_name(StateKind.MICRO_GRADIENT, p.name)]
+        wide = work_dtype(p.dtype)
+        total = emitter.op("Add", emitter.cast(inputs[name], wide), emitter.cast(micro, wide))
+        _put_out(emitter, total, p.dtype, NEW + name)
+        updated[NEW + name] = name
+    return StateProgram(_close(emitter), states, updated, (), {})
+
+
+# -- building ------------------------------------------------------------------------------------
+
+
+def _kind(kind: OptimizerKind | str) -> OptimizerKind:
+    known = [k.value for k in OptimizerKind]
+    if kind not in known:
+        raise ModelError(f"--optimizer: expected one of {', '.join(known)}, got {str(kind)!r}")
+    return OptimizerKind(kind)
+
+
+def _open(
+    parameters: Sequence[ParameterInfo], states: Sequence[State], opset: int, what: str
+) -> tuple[Emitter, dict[str, ir.Value]]:
+    """An empty graph with the states as its inputs, and these by name."""
+    if not parameters:
+        raise ModelError(f"{what}: expected at least one parameter to train, got none")
+    seen: set[str] = set()
+    for p in parameters:
+        if p.name in seen:
+            raise ModelError(f"{what}: the parameter {p.name!r} is given twice")
+        seen.add(p.name)
+        if not p.dtype.is_floating_point():
+            raise ModelError(
+                f"{what}: parameter {p.name!r}: expected a floating type, got "
+                f"{p.dtype.name.lower()}"
+            )
+    inputs = [new_value(state.name, state.dtype, state.shape) for state in states]
+    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": opset}, name=f"onnxpar.{what}")
+    emitter = Emitter(graph, opset, what)
+    return emitter, {value.name or "": value for value in inputs}
+
+
+def _close(emitter: Emitter) -> ir.Model:
+    return ir.Model(emitter.graph, ir_version=_IR_VERSION)
+
+
+def _put_out(emitter: Emitter, value: ir.Value, dtype: ir.DataType, name: str) -> None:
+    """Makes a value a graph output of this type and name."""
+    if value.dtype != dtype:
+        value = emitter.op("Cast", value, dtype=dtype, name=name, attributes={"to": dtype.value})
+    # Its maker writes the output itself: an Identity would be one more pass.
+    value.name = name
+    emitter.graph.outputs.append(value)
+
+
+def _norm(
+    emitter: Emitter, parameters: Sequence[ParameterInfo], reduced: Mapping[str, ir.Value]
+) -> ir.Value:
+    """The 2-norm of all gradients: squares summed in each group, then over the groups."""
+    emitter.scope = "optimizer/grad_norm"
+    wide = DOUBLE if any(p.dtype == DOUBLE for p in parameters) else FLOAT
+    groups: dict[str, list[ir.Value]] = {}
+    for p in parameters:
+        gradient = reduced[state_name(StateKind.GRADIENT, p.name)]
+        square = _square_sum(emitter, emitter.cast(gradient, work_dtype(p.dtype)))
+        groups.setdefault(p.norm_group, []).append(emitter.cast(square, wide))
+    total = _sum(emitter, [_sum(emitter, squares) for squares in groups.values()])
+    return emitter.op("Sqrt", total, name=GRAD_NORM)
+
+
+def _square_sum(emitter: Emitter, x: ir.Value) -> ir.Value:
+    """The sum of squares, of matrices row by row.
+
+    onnxruntime adds up a whole matrix in too few lanes: 4 million squares came out wrong by 1.6e-4,
+    1e-8 by rows, which ReduceSum does in half the time that ReduceSumSquare takes for them.
+    """
+    rank = len(x.shape or ())
+    if rank < 2:
+        return emitter.reduce("ReduceSumSquare", x)
+    rows = emitter.reduce("ReduceSum", emitter.op("Mul", x, x), list(range(1, rank)))
+    return emitter.reduce("ReduceSum", rows)
+
+
+def _sum(emitter: Emitter, values: Sequence[ir.Value]) -> ir.Value:
+    return values[0] if len(values) == 1 else emitter.op("Sum", *values)
+
+
+@dataclass
+class _Scalars:
+    """Hyperparameters, made inputs when they are first read, and arithmetic on them in float64."""
+
+    emitter: Emitter
+    inputs: dict[str, ir.Value] = field(default_factory=dict)
+    _known: dict[tuple[str, ...], ir.Value] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> ir.Value:
+        if name not in self.inputs:
+            self.inputs[name] = new_value(HYPER + name, DOUBLE, [])
+            self.emitter.graph.inputs.append(self.inputs[name])
+        return self.inputs[name]
+
+    def op(self, op_type: str, *operands: ir.Value) -> ir.Value:
+        """The result of an operator on scalars, which is computed once for all parameters."""
+        key = (op_type, *(v.name or "" for v in operands))
+        if key not in self._known:
+            self._known[key] = self.emitter.op(op_type, *operands)
+        return self._known[key]
+
+    def one(self) -> ir.Value:
+        return self.emitter.constant(1.0, DOUBLE)
+
+
+def _clip(emitter: Emitter, scalars: _Scalars, norm: ir.Value) -> ir.Value:
+    """The factor of all gradients, min(1, clip_norm / (norm + 1e-6)); 1 where it is infinite."""
+    limit = scalars["clip_norm"]
+    above = scalars.op("Add", emitter.cast(norm, DOUBLE), emitter.constant(CLIP_EPSILON, DOUBLE))
+    factor = scalars.op("Min", scalars.one(), scalars.op("Div", limit, above))
+    # Without a limit a norm that overflows must not become inf / inf, which would spoil all.
+    unlimited = emitter.op("IsInf", limit, dtype=_BOOL)
+    return emitter.op("Where", unlimited, scalars.one(), factor, dtype=DOUBLE)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """A parameter's states, in the type that the update is computed in."""
+
+    parameter: ir.Value
+    gradient: ir.Value
+    moments: tuple[ir.Value, ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the updates of all parameters share.
+
+    Attributes:
+        emitter: Where nodes are written.
+        scalars: The hyperparameters.
+        clip: The factor of all gradients, float64 [].
+    """
+
+    emitter: Emitter
+    scalars: _Scalars
+    clip: ir.Value
+
+    def scaled(self, x: ir.Value, *factors: ir.Value) -> ir.Value:
+        """A tensor times scalars, which are multiplied first."""
+        factor = factors[0]
+        for other in factors[1:]:
+            factor = self.scalars.op("Mul", factor, other)
+        return self.emitter.op("Mul", x, self.cast(factor, x))
+
+    def cast(self, scalar: ir.Value, like: ir.Value) -> ir.Value:
+        """A float64 scalar in the type of a tensor."""
+        assert like.dtype is not None
+        return self.emitter.cast(scalar, like.dtype)
+
+
+# -- the updates ---------------------------------------------------------------------------------
+# Each returns the new parameter and the new moments; one function is the whole update of a
+# parameter.
+
+
+def _sgd(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
+    """New parameter: p (1 - lr wd) - (lr clip) g, which is p - lr (clip g + wd p)."""
+    s = step.scalars
+    kept = old.parameter
+    if p.decay:
+        decay = s.op("Sub", s.one(), s.op("Mul", s["lr"], s["weight_decay"]))
+        kept = step.scaled(kept, decay)
+    return (step.emitter.op("Sub", kept, step.scaled(old.gradient, s["lr"], step.clip)),)
+
+
+def _momentum(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
+    """New m = momentum m + (1 - dampening) g, but g at the first step; new parameter: p - lr m.
+
+    Momentum begins as zeros, so the first step differs in the factor of g alone.
+    """
+    s, op = step.scalars, step.emitter.op
+    (moment,) = old.moments
+    later = s.op("Sub", s.one(), s["momentum_first"])
+    fresh = s.op("Sub", s.one(), s.op("Mul", s["dampening"], later))
+    new = op("Add", step.scaled(moment, s["momentum"]), step.scaled(old.gradient, step.clip, fresh))
+    if p.decay:
+        new = op("Add", new, step.scaled(old.parameter, s["weight_decay"], fresh))
+    return op("Sub", old.parameter, step.scaled(new, s["lr"])), new
+
+
+def _moments(
+    step: _Step, g: ir.Value, old: _Tensors, *factors: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """New m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², g times the factors.
+
+    The square is taken of (1 - beta1) g, which is there, and the constant made up for.
+    """
+    s, op = step.scalars, step.emitter.op
+    m, v = old.moments
+    share = s["beta1_complement"]
+    part = step.scaled(g, share, *factors)
+    weight = s.op("Div", s["beta2_complement"], s.op("Mul", share, share))
+    new_m = op("Add", step.scaled(m, s["beta1"]), part)
+    new_v = op("Add", step.scaled(v, s["beta2"]), step.scaled(op("Mul", part, part), weight))
+    return new_m, new_v
+
+
+def _change(step: _Step, m: ir.Value, v: ir.Value) -> ir.Value:
+    """lr_corrected m / (sqrt(v) / correction2_sqrt + eps), both sides times correction2_sqrt."""
+    s, op = step.scalars, step.emitter.op
+    epsilon = step.cast(s.op("Mul", s["eps"], s["correction2_sqrt"]), v)
+    quotient = op("Div", m, op("Add", op("Sqrt", v), epsilon))
+    return step.scaled(quotient, s["lr_corrected"], s["correction2_sqrt"])
+
+
+def _adam(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
+    """Adam; weight decay is a part of the gradient."""
+    if p.decay:
+        decay = step.scaled(old.parameter, step.scalars["weight_decay"])
+        total = step.emitter.op("Add", step.scaled(old.gradient, step.clip), decay)
+        m, v = _moments(step, total, old)
+    else:
+        m, v = _moments(step, old.gradient, old, step.clip)
+    return step.emitter.op("Sub", old.parameter, _change(step, m, v)), m, v
+
+
+def _adamw(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
+    """Adam on p (1 - lr wd); the gradient does not see the decay."""
+    m, v = _moments(step, old.gradient, old, step.clip)
+    kept = step.scaled(old.parameter, step.scalars["decay"]) if p.decay else old.parameter
+    return step.emitter.op("Sub", kept, _change(step, m, v)), m, v
+
+
+def _lamb(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
+    """New parameter: p - lr (|p| / |r|) r, r = Adam's direction + wd p; a norm of 0 makes no ratio.
+
+    It is computed from u = lr r, in which the corrected learning rate is contained: the change is
+    (lr |p| / |u|) u, or u itself.
+    """
+    s, op = step.scalars, step.emitter.op
+    m, v = _moments(step, old.gradient, old, step.clip)
+    u = _change(step, m, v)
+    if p.decay:
+        u = op("Add", u, step.scaled(old.parameter, s["lr"], s["weight_decay"]))
+    size, length = (op("Sqrt", _square_sum(step.emitter, x)) for x in (old.parameter, u))
+    zero = step.emitter.constant(0, u.dtype or FLOAT)
+    both = op(
+        "And", op("Greater", size, zero, dtype=_BOOL), op("Greater", length, zero, dtype=_BOOL)
+    )
+    ratio = op("Div", op("Mul", size, step.cast(s["lr"], u)), length)
+    ratio = op("Where", both, ratio, step.cast(s.one(), u), dtype=u.dtype)
+    return op("Sub", old.parameter, op("Mul", u, ratio)), m, v
+
+
+@dataclass(frozen=True)
+class _Update:
+    """An optimizer: the moments that it keeps, and the update of one parameter."""
+
+    scope: str
+    moments: tuple[StateKind, ...]
+    emit: Callable[[_Step, ParameterInfo, _Tensors], tuple[ir.Value, ...]]
+
+
+_BOTH = (StateKind.MOMENT1, StateKind.MOMENT2)
+_UPDATES = {
+    OptimizerKind.SGD: _Update("sgd", (), _sgd),
+    OptimizerKind.MOMENTUM: _Update("momentum", (StateKind.MOMENT1,), _momentum),
+    OptimizerKind.ADAM: _Update("adam", _BOTH, _adam),
+    OptimizerKind.ADAMW: _Update("adamw", _BOTH, _adamw),
+    OptimizerKind.LAMB: _Update("lamb", _BOTH, _lamb),
+}
