@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
 
 from onnxpar.errors import ModelError
@@ -37,7 +37,10 @@ def load(path: str | Path) -> ir.Model:
     # It warns of what is told below as an error.
     library.setLevel(logging.ERROR)
     try:
-        model = ir.load(path)
+        proto = onnx.load(path, load_external_data=False)
+        _check_text(proto, f"{str(path)!r} is not a readable ONNX model: model")
+        model = ir.from_proto(proto)
+        ir.external_data.set_base_dir(model.graph, path.parent)
     except (
         DecodeError,
         ir.serde.SerdeError,
@@ -57,6 +60,30 @@ def load(path: str | Path) -> ir.Model:
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
     return model
+
+
+def _check_text(message: Message, place: str) -> None:
+    """Raises ModelError where a string is not UTF-8, which protobuf gives as bytes.
+
+    Fields of bytes, such as the data of weights, are not read.
+    """
+    for field in message.DESCRIPTOR.fields:
+        if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
+            continue
+        if field.is_repeated:
+            items = [
+                (f"{place}.{field.name}[{i}]", v)
+                for i, v in enumerate(getattr(message, field.name))
+            ]
+        elif message.HasField(field.name):
+            items = [(f"{place}.{field.name}", getattr(message, field.name))]
+        else:
+            continue
+        for where, item in items:
+            if isinstance(item, Message):
+                _check_text(item, where)
+            elif isinstance(item, bytes):
+                raise ModelError(f"{where}: expected text in UTF-8, got {item!r}")
 
 
 def normalise(model: ir.Model) -> ir.Model:

@@ -6,13 +6,14 @@ many more. A failure names the seed of its case.
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from google.protobuf.message import Message
 from onnx import TensorProto, numpy_helper
 
 from onnxpar.errors import OnnxparError
@@ -110,6 +111,38 @@ def test_the_models_themselves_are_cut(tmp_path: Path, name: str) -> None:
 )
 def test_what_is_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
     assert "model.onnx" in attempt(tmp_path, data)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_that_is_no_text(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """Protobuf gives a string that is not UTF-8 as bytes, wherever it stands in the model."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(MODELS[name])
+    proto.producer_name, proto.domain, proto.doc_string = "producer", "some.domain", "a model"
+    proto.graph.doc_string = "a graph"
+    proto.metadata_props.add(key="author", value="nobody")
+    proto.opset_import.add(domain="other.domain", version=1)
+    for index, node in enumerate(proto.graph.node):
+        node.name, node.doc_string = f"node{index}", f"doc{index}"
+    data = proto.SerializeToString()
+    words = set(strings(proto))
+    assert {"net", "node0", "a graph", "author", "nobody", "batch", "other.domain"} <= words
+    for word in sorted(words):
+        # Behind the length that a string of protobuf begins with.
+        old = bytes([len(word)]) + word.encode()
+        assert old in data
+        text = attempt(tmp_path_factory.mktemp("text"), data.replace(old, old[:-1] + b"\xf4"))
+        assert "UTF-8" in text, f"{word!r}: {text}"
+
+
+def strings(message: Message) -> Iterator[str]:
+    """Every string of a protobuf message that is not empty."""
+    for field, value in message.ListFields():
+        for item in value if field.is_repeated else [value]:
+            if isinstance(item, Message):
+                yield from strings(item)
+            elif isinstance(item, str) and item:
+                yield item
 
 
 @pytest.mark.parametrize("name", MODELS)
