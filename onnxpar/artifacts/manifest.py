@@ -137,15 +137,43 @@ def _tensor(item: GraphInput) -> Json:
     }
 
 
-def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
+def state_entry(item: GraphInput, kind: str, parameter: str) -> Json:
+    """Returns the manifest's entry of a buffer that the runtime keeps between runs."""
     return {
+        **_tensor(item),
+        "kind": kind,
+        "parameter": parameter,
+        "partial": list(item.sharding.partial),
+    }
+
+
+def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
+    states = pm.states
+    data = [i for i in pm.inputs if i.name not in states.inputs and not _is_scalar(i.name)]
+    scalars = [i.name for i in pm.inputs if _is_scalar(i.name)]
+    scalars += [value.name or "" for value in used_system_inputs(pm)]
+    entry: Json = {
         "files": list(graphs),
-        "inputs": [_tensor(item) for item in pm.inputs],
-        "outputs": [_tensor(item) for item in pm.outputs],
-        "system_inputs": [_system_input(value.name or "") for value in used_system_inputs(pm)],
+        "inputs": [_tensor(item) for item in data],
+        "outputs": [_tensor(item) for item in pm.outputs if item.name not in states.outputs],
+        "system_inputs": [_system_input(name) for name in scalars],
         "collectives": [_collective(c) for c in pm.builder.collectives],
         "equal_sizes": [_equality(e) for e in pm.equalities],
     }
+    if states.inputs or states.outputs:
+        fed = [p.name for p in pm.parameters if p.fed]
+        entry["state_inputs"] = [i.name for i in pm.inputs if i.name in states.inputs] + fed
+        entry["state_outputs"] = [
+            {"name": i.name, "state": states.outputs[i.name]}
+            for i in pm.outputs
+            if i.name in states.outputs
+        ]
+    return entry
+
+
+def _is_scalar(name: str) -> bool:
+    """Whether the runtime computes an input by itself, from settings and counts."""
+    return name == LOSS_WEIGHT or name.startswith(HYPER_PREFIX)
 
 
 def _system_input(name: str) -> Json:

@@ -15,15 +15,20 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
+from onnxpar.ops.gradients.loss import (
+    LOSS_GRAD,
+    log_likelihood_gradient,
+    softmax_cross_entropy_gradient,
+)
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.norm import log_softmax
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.passes.builder import INT64
+from onnxpar.passes.builder import DOMAIN, INT64
 from onnxpar.symbols import Dim
 
 CLASSES = "C"
-SCORES, LABELS, WEIGHTS = 0, 1, 2
+SCORES, LABELS, WEIGHTS, COTANGENT = range(4)
 
 
 def _keeps_log_prob(view: NodeView) -> bool:
@@ -195,13 +200,127 @@ class _Loss:
     def _denominator(self, weight: ir.Value | None) -> ir.Value:
         """The global weight of all labels, as a scalar."""
         node = self.node
-        if weight is None:
+        if weight is None or not (
+            node.view.has(WEIGHTS) or node.view.node.attributes.get("ignore_index")
+        ):
             count = count_of(node, node.view.shape(LABELS), self.wide)
             return node.builder.reshape(count, [])
         return node.all_reduce(self._total(weight), self._row_atoms(), [])
 
 
+def loss_grad_rule(view: NodeView) -> OpRule:
+    """`a C b, a b, C, -> a C b; special: C`: as the loss; the last operand is its cotangent."""
+    names = axis_names(len(view.shape(LABELS)))
+    rows = " ".join(names)
+    scores = " ".join([names[0], CLASSES, *names[1:]])
+    weights = CLASSES if view.has(WEIGHTS) else "-"
+    plain = view.attr("reduction", "mean") == "none"
+    special = f"{CLASSES} {rows}" if _counts_labels(view) else CLASSES
+    return parse_rule(
+        f"{scores}, {rows}, {weights}, {rows if plain else ''} -> {scores}; special: {special}"
+    )
+
+
+def _counts_labels(view: NodeView) -> bool:
+    """Whether a mean is over a number of labels that only the labels tell."""
+    counted = view.has(WEIGHTS) or view.attr("ignore_index") is not None
+    return counted and view.attr("reduction", "mean") == "mean"
+
+
+def loss_grad_local(node: LocalNode) -> Sequence[ir.Value]:
+    """(exp(log_prob) - [class is label]) · weight · cotangent, by the global weight under a mean.
+
+    Without `softmax` the exponential is left out: the scores are log-probabilities themselves.
+    """
+    return _LossGrad(node, bool(node.view.attr("softmax", 1))).emit()
+
+
+@dataclass(frozen=True)
+class _LossGrad(_Loss):
+    """Emits the local form of the gradient of a loss; operand 0 is the log-probabilities."""
+
+    def emit(self) -> Sequence[ir.Value]:
+        node, rows, view = self.node, self.rows, self.node.view
+        shape = node.in_shape(SCORES)
+        labels = cast(node, node.input(LABELS), INT64, rows)
+        counted = self._counted(labels)
+        place, inside = locate(node, CLASSES, labels, rows)
+        if counted is not None:
+            inside = node.op("And", inside, counted, shape=rows)
+        weight = self._weight(place, inside, counted, node.atoms(CLASSES))
+        plain = view.attr("reduction", "mean") == "none"
+        scale = cast(node, node.input(COTANGENT), self.wide, rows if plain else [])
+        if view.attr("reduction", "mean") == "mean":
+            scale = node.op("Div", scale, self._denominator(weight), shape=[])
+        if weight is not None:
+            scale = node.op("Mul", weight, scale, shape=rows)
+        elif not plain:
+            scale = node.op("Expand", scale, node.builder.shape(rows), shape=rows)
+        zero = node.builder.const(np.array(0), self.wide)
+        there = node.op("Where", inside, scale, zero, dtype=self.wide, shape=rows)
+        column = [rows[0], 1, *rows[1:]]
+        there = node.builder.reshape(node.op("Neg", there, shape=rows), column)
+        index = node.builder.reshape(place, column)
+        spread = self._spread(scale, column, shape, counted)
+        result = _scatter_add(node, spread, index, there, shape)
+        return (cast(node, result, node.out_dtype(), node.out_shape()),)
+
+    def _spread(
+        self,
+        scale: ir.Value,
+        column: Sequence[Dim],
+        shape: Sequence[Dim],
+        counted: ir.Value | None,
+    ) -> ir.Value:
+        """The part of every class: its probability, scaled; nothing where there is no softmax."""
+        node = self.node
+        zero = node.builder.const(np.array(0), self.wide)
+        if not self.softmax:
+            return node.op("Expand", zero, node.builder.shape(shape), shape=shape)
+        log_prob = cast(node, node.input(SCORES), self.wide, shape)
+        part = node.op("Exp", log_prob, shape=shape)
+        part = node.op("Mul", part, node.builder.reshape(scale, column), shape=shape)
+        if counted is None:
+            return part
+        # A row that is not counted may hold anything, and zero times infinity is no zero.
+        kept = node.builder.reshape(counted, column)
+        return node.op("Where", kept, part, zero, dtype=self.wide, shape=shape)
+
+
+def _scatter_add(
+    node: LocalNode, x: ir.Value, index: ir.Value, there: ir.Value, shape: Sequence[Dim]
+) -> ir.Value:
+    """Adds `there` to `x` at one place along dim 1 of each row."""
+    if node.builder.opset >= 16:
+        return node.op("ScatterElements", x, index, there, shape=shape, axis=1, reduction="add")
+    before = node.op("GatherElements", x, index, shape=there.shape, axis=1)
+    total = node.op("Add", before, there, shape=there.shape)
+    return node.op("ScatterElements", x, index, total, shape=shape, axis=1)
+
+
 DEFS = (
-    OpDef("", "SoftmaxCrossEntropyLoss", 12, loss_rule, _loss(softmax=True)),
-    OpDef("", "NegativeLogLikelihoodLoss", 12, loss_rule, _loss(softmax=False)),
+    OpDef(
+        "",
+        "SoftmaxCrossEntropyLoss",
+        12,
+        loss_rule,
+        _loss(softmax=True),
+        gradient=softmax_cross_entropy_gradient,
+    ),
+    OpDef(
+        "",
+        "NegativeLogLikelihoodLoss",
+        12,
+        loss_rule,
+        _loss(softmax=False),
+        gradient=log_likelihood_gradient,
+    ),
+    OpDef(
+        DOMAIN,
+        LOSS_GRAD,
+        1,
+        loss_grad_rule,
+        loss_grad_local,
+        gradient=Missing("it is a gradient itself"),
+    ),
 )

@@ -1,0 +1,292 @@
+"""The programs of training, divided: one micro-batch, evaluation, the optimizer, accumulation.
+
+The loss is appended and differentiated on the undivided graph; forward and backward are then
+planned and partitioned together, as one graph. Parameters, gradients and moments are buffers of the
+runtime; the plan of the first program says how they lie, and the other programs follow it. A
+gradient leaves the first program still partial over the axes that split the batch, is added up over
+micro-batches so, and is reduced once a step at the beginning of the optimizer's program.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from onnxpar.analysis.plan import Plan, factor_sizes, project
+from onnxpar.analysis.propagate import propagate
+from onnxpar.analysis.seeds import NodeSeed, Seeds
+from onnxpar.analysis.shapes import ShapeEnv, shapes
+from onnxpar.artifacts.manifest import state_entry
+from onnxpar.errors import ModelError, RuleError
+from onnxpar.ops.find import find_rules
+from onnxpar.passes.autodiff import Differentiated, differentiate
+from onnxpar.passes.load import symbol_table
+from onnxpar.passes.partition import partition
+from onnxpar.passes.partitioned import GraphInput, PartitionedModel, States
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.symbols import Symbol, SymbolTable, dim_str
+from onnxpar.training.loss import LOSS, LossInfo, LossSpec, append_loss, append_metrics
+from onnxpar.training.optimizer import (
+    OptimizerKind,
+    ParameterInfo,
+    StateKind,
+    StateProgram,
+    accumulation_model,
+    optimizer_model,
+    state_name,
+)
+from onnxpar.training.trainable import Selection, select, untie
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What the user asks to train, and how.
+
+    Attributes:
+        loss: What is minimised.
+        optimizer: By what.
+        trainable: Patterns of the parameters to train; none means all.
+        freeze: Patterns of parameters not to train.
+        decay: Patterns of parameters that weight decay applies to; none means those of two dims or
+            more.
+        no_decay: Patterns of parameters that it does not apply to.
+    """
+
+    loss: LossSpec
+    optimizer: OptimizerKind
+    trainable: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    decay: tuple[str, ...] = ()
+    no_decay: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DividedTraining:
+    """All programs of a training directory.
+
+    Attributes:
+        programs: training_model first, then eval_model, optimizer_model, accumulation_model.
+        env: Shapes of the training graph.
+        plan: The plan of the training graph.
+        manifest: The manifest's entry "training".
+        notices: What the user must hear of.
+    """
+
+    programs: tuple[PartitionedModel, ...]
+    env: ShapeEnv
+    plan: Plan
+    manifest: Json
+    notices: tuple[str, ...]
+
+
+def divide_training(
+    model: ir.Model,
+    originals: frozenset[str],
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+) -> DividedTraining:
+    """Plans and partitions the programs that train a model. The model given is used up.
+
+    Args:
+        model: The normalised model.
+        originals: Names of the initializers that the file had; others were constants.
+        strategy: How to divide it.
+        symbols: Constraints on the symbols of its inputs.
+        spec: What to train and how.
+
+    Raises:
+        OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
+            between them has no gradient.
+    """
+    notices = list(untie(model))
+    selection = select(model, originals, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
+    if not selection.trained:
+        raise ModelError("nothing to train: no floating-point parameter is left")
+    evaluation = model.clone()
+    first = _micro_batch(model, strategy, symbols, spec, selection)
+    trained = tuple(p for p in selection.trained if p.name in first.gradients)
+    states = _States(first.program.plan, trained)
+    kind = spec.optimizer
+    infos = [states.info(p) for p in trained]
+    opset = first.opset
+    updates = optimizer_model(kind, infos, opset=opset)
+    programs = (
+        first.program,
+        _evaluation(evaluation, strategy, symbols, spec, first.program, states),
+        states.divided(updates, "optimizer_model"),
+        states.divided(accumulation_model(infos, opset=opset), "accumulation_model"),
+    )
+    entry = {
+        "loss": _loss_entry(first.loss),
+        "optimizer": {"kind": str(kind)},
+        "states": states.entries(updates),
+        "tensors": selection.entries(first.unreached),
+        "notices": notices,
+        "spec": asdict(spec),
+    }
+    return DividedTraining(programs, first.env, first.program.plan, entry, tuple(notices))
+
+
+# -- one micro-batch -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    program: PartitionedModel
+    env: ShapeEnv
+    loss: LossInfo
+    gradients: Mapping[str, str]
+    unreached: Mapping[str, str]
+    opset: int
+
+
+def _micro_batch(
+    model: ir.Model,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+    selection: Selection,
+) -> _MicroBatch:
+    """Forward, loss and backward of one micro-batch."""
+    info = append_loss(model, spec.loss)
+    model = info.model
+    del model.graph.outputs[:-1]
+    model = common.RemoveUnusedNodesPass()(model).model
+    env = shapes(model, symbol_table(model, symbols))
+    names = [p.name for p in selection.trained]
+    found: Differentiated = differentiate(
+        model, env, LOSS, [n for n in names if n in model.graph.initializers]
+    )
+    if not found.gradients:
+        raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
+    env = found.env
+    rules, ops = find_rules(model, env)
+    seeds = resolve(strategy, model, rules, env)
+    plan = propagate(model, env, rules, seeds, found.links)
+    states = States(
+        frozenset(found.gradients),
+        {g: state_name(StateKind.GRADIENT, p) for p, g in found.gradients.items()},
+    )
+    program = partition(model, env, rules, ops, plan, program="training_model", states=states)
+    unreached = {n: "the loss does not depend on it" for n in names}
+    unreached = {
+        n: r for n, r in {**unreached, **found.unreached}.items() if n not in states.inputs
+    }
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    return _MicroBatch(program, env, info, found.gradients, unreached, opset)
+
+
+def _loss_entry(info: LossInfo) -> Json:
+    count = info.count
+    return {
+        "kind": str(info.spec.kind),
+        "labels": info.labels,
+        "ignore_index": info.spec.ignore_index,
+        "count": count if count is None or isinstance(count, int) else dim_str(count),
+    }
+
+
+# -- the other programs --------------------------------------------------------------------------
+
+
+def _evaluation(
+    model: ir.Model,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+    training: PartitionedModel,
+    states: "_States",
+) -> PartitionedModel:
+    """Forward and loss, with what is told of a batch; parameters lie as in training."""
+    info = append_loss(model, spec.loss, weighted=False)
+    append_metrics(info)
+    model = info.model
+    env = shapes(model, symbol_table(model, symbols))
+    rules, ops = find_rules(model, env)
+    seeds = resolve(strategy, model, rules, env)
+    laid = {n: s for n, s in training.plan.parameters.items() if n in model.graph.initializers}
+    seeds = Seeds(
+        seeds.mesh,
+        seeds.nodes,
+        seeds.inputs,
+        {**seeds.parameters, **laid},
+        seeds.parameter_axes,
+        seeds.rest,
+    )
+    if seeds.mesh != training.plan.mesh:
+        raise RuleError("evaluation and training were given two meshes")
+    plan = propagate(model, env, rules, seeds)
+    fed = States(frozenset(states.parameters))
+    return partition(model, env, rules, ops, plan, program="eval_model", states=fed)
+
+
+class _States:
+    """The buffers that live between runs, as the plan of the training program lays them out."""
+
+    def __init__(self, plan: Plan, trained: Sequence[ParameterInfo]) -> None:
+        self.plan = plan
+        self.parameters = {p.name: p for p in trained}
+
+    def info(self, p: ParameterInfo) -> ParameterInfo:
+        """The parameter, grouped for the norm with those that are split over the same devices."""
+        atoms = self.plan.parameters[p.name].split_atoms
+        group = ",".join(map(str, sorted(atoms)))
+        return ParameterInfo(p.name, p.dtype, p.shape, p.decay, group)
+
+    def sharding(self, kind: StateKind, parameter: str) -> Sharding:
+        """How a buffer is divided: as its parameter, gradients still partial."""
+        if kind in (StateKind.GRADIENT, StateKind.MICRO_GRADIENT):
+            return self.plan.outputs[state_name(StateKind.GRADIENT, parameter)]
+        return self.plan.parameters[parameter]
+
+    def divided(self, program: StateProgram, name: str) -> PartitionedModel:
+        """Partitions a program whose operands are buffers."""
+        model = program.model
+        mesh = self.plan.mesh
+        env = shapes(model, SymbolTable({}))
+        rules, ops = find_rules(model, env)
+        held = {s.name: self.sharding(s.kind, s.parameter) for s in program.states}
+        nodes = {}
+        for node in model.graph:
+            source = node.inputs[0].name if node.inputs and node.inputs[0] is not None else None
+            if source in program.reduced and node.outputs[0].name == program.reduced[source]:
+                title = node.name or ""
+                rule, view = rules.rules[title], rules.views[title]
+                whole = held[source].with_partial(())
+                sizes = factor_sizes(rule, view)
+                factors = project(rule.inputs[0], whole, sizes, mesh, env.table)
+                nodes[title] = NodeSeed(title, factors)
+        plan = propagate(model, env, rules, Seeds(mesh, nodes, held))
+        for output, state in program.updated.items():
+            if plan.outputs[output] != held[state]:
+                raise RuleError(
+                    f"{name}: {output!r} is {plan.outputs[output].describe(mesh)}, its buffer is "
+                    f"{held[state].describe(mesh)}"
+                )
+        states = States(frozenset(held), dict(program.updated))
+        return partition(model, env, rules, ops, plan, program=name, states=states)
+
+    def entries(self, updates: StateProgram) -> list[Json]:
+        """The manifest's list of buffers."""
+        known = [(s.name, s.kind, s.parameter, s.dtype) for s in updates.states]
+        known += [
+            (
+                state_name(StateKind.MICRO_GRADIENT, p.name),
+                StateKind.MICRO_GRADIENT,
+                p.name,
+                p.dtype,
+            )
+            for p in self.parameters.values()
+        ]
+        found = []
+        for name, kind, parameter, dtype in known:
+            local = ir.Value(name=name, type=ir.TensorType(dtype))
+            item = GraphInput(name, local, self.sharding(kind, parameter))
+            found.append(state_entry(item, str(kind), parameter))
+        return found
