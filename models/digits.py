@@ -12,34 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.datasets import load_digits
 
-LEVELS = 16
-"""The images count up to 16 dots of ink for each pixel."""
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.training.images import handwritten_digits, resize
 
 Array = npt.NDArray[np.float32]
-
-
-def resize(images: Array, size: int) -> Array:
-    """Bilinear resize of square images [count, height, height] to [count, size, size].
-
-    Pixel centres are aligned (`half_pixel` in ONNX's Resize) and the border is extended outwards.
-    """
-    matrix = _interpolation(images.shape[-1], size)
-    resized: Array = np.einsum("ai,nij,bj->nab", matrix, images, matrix, optimize=True)
-    return resized
-
-
-def _interpolation(old: int, new: int) -> Array:
-    """[new, old]: each row weighs the two nearest old pixels and sums to one."""
-    place = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
-    low = np.minimum(place.astype(np.int64), max(old - 2, 0))
-    high = np.minimum(low + 1, old - 1)
-    matrix = np.zeros((new, old), dtype=np.float32)
-    rows = np.arange(new)
-    np.add.at(matrix, (rows, low), 1 - (place - low))
-    np.add.at(matrix, (rows, high), place - low)
-    return matrix
 
 
 def digits(count: int | None = None, start: int = 0, size: int = 28) -> Array:
@@ -48,7 +25,7 @@ def digits(count: int | None = None, start: int = 0, size: int = 28) -> Array:
     Raises:
         ValueError: fewer images than asked for.
     """
-    images: Array = load_digits().images.astype(np.float32) / LEVELS
+    images, _ = handwritten_digits()
     stop = len(images) if count is None else start + count
     if not 0 <= start < stop <= len(images):
         raise ValueError(f"images {start} to {stop}: expected a range within 0 to {len(images)}")
@@ -67,7 +44,7 @@ def main() -> None:
         images = digits(options.count, options.start)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         np.savez(options.output, x=images)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, InputError) as error:
         parser.error(str(error))
     print(f"{options.output}: x {images.shape} float32")
 

@@ -4,9 +4,10 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,12 +124,23 @@ def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
     Raises:
         InputError: The folder does not exist or cannot be written, or the disk is full.
     """
+    with replacing(path) as stream:
+        np.savez(stream, **{k: v for k, v in arrays.items()})  # type: ignore[arg-type]
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+    """Gives a file to write, which takes its name when the block ends; no trace after an error.
+
+    Raises:
+        InputError: The folder does not exist or cannot be written, or the disk is full.
+    """
     target = Path(path)
     temporary = ""
     try:
         with _temporary(target, delete=False) as stream:
             temporary = stream.name
-            np.savez(stream, **{k: v for k, v in arrays.items()})  # type: ignore[arg-type]
+            yield stream.file
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except OSError as error:

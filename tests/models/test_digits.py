@@ -8,7 +8,9 @@ import numpy as np
 import onnx.parser
 import onnxruntime as ort
 import pytest
-from digits import digits, resize
+from digits import digits
+
+from onnxpar_runtime.training.images import resize
 
 RESIZE = """
 <ir_version: 10, opset_import: ["": 19]>

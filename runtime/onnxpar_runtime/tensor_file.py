@@ -1,0 +1,130 @@
+"""Reads and writes safetensors files, one tensor in memory at a time.
+
+The format (https://github.com/huggingface/safetensors, version 0.4 and later): the length of the
+header as a little-endian 64-bit integer; the header, JSON with dtype, shape and byte range of each
+tensor, padded with spaces to a multiple of 8; then the tensors, little-endian, C-contiguous, one
+after another with no gap.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.data import replacing
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.errors import InputError
+
+Array = NDArray[Any]
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_NAMES = {code: name for name, code in _CODES.items()}
+_MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: its name, dtype name (`float32`) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Length of its data."""
+        return prod(self.shape) * DTYPES[self.dtype].dtype.itemsize
+
+
+def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[Array]) -> None:
+    """Writes tensors to a file, which appears whole under its name, or not at all.
+
+    Args:
+        path: The file.
+        entries: What the tensors are.
+        arrays: The tensors, in the order of `entries`; taken one at a time.
+
+    Raises:
+        InputError: The file cannot be written.
+        ValueError: An array is not what its entry says.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        offsets = [start, start + entry.bytes]
+        header[entry.name] = {
+            "dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets,
+        }  # fmt: skip
+        start = offsets[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for entry, array in zip(entries, arrays, strict=True):
+            wanted = DTYPES[entry.dtype].dtype
+            if array.shape != entry.shape or array.dtype != wanted:
+                raise ValueError(
+                    f"{entry.name!r}: expected {wanted} {entry.shape}, got {array.dtype} "
+                    f"{array.shape}"
+                )
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def read_tensors(path: str | Path) -> Mapping[str, Array]:
+    """Returns the tensors of a file by name; they are read-only and stay on the disk until used.
+
+    Raises:
+        InputError: The file is missing, is no safetensors file, or has a type that is not known.
+    """
+    try:
+        with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
+                raise _malformed(path, "it has no header")
+            header = json.loads(stream.read(length))
+        data = np.memmap(path, np.uint8, "r") if size > 8 + length else np.empty(0, np.uint8)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, str(error)) from None
+    if not isinstance(header, dict):
+        raise _malformed(path, "its header is no object")
+    header.pop("__metadata__", None)
+    return {name: _view(path, name, entry, data, 8 + length) for name, entry in header.items()}
+
+
+def _view(path: str | Path, name: str, raw: Any, data: Array, base: int) -> Array:
+    try:
+        code, shape = raw["dtype"], tuple(raw["shape"])
+        start, stop = raw["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise _malformed(path, f"the header's entry of {name!r}") from None
+    if code not in _NAMES:
+        raise InputError(f"{path}: {name!r} has the type {code!r}, which is not known")
+    numbers = (*shape, start, stop)
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise _malformed(path, f"the header's entry of {name!r}")
+    entry = Entry(name, _NAMES[code], shape)
+    if stop - start != entry.bytes or (entry.bytes and base + stop > data.size):
+        raise _malformed(path, f"the bytes of {name!r} are not there; has it been cut short?")
+    if not entry.bytes:
+        return np.empty(shape, DTYPES[entry.dtype].dtype)
+    part: Array = np.asarray(data[base + start : base + stop])
+    dtype = DTYPES[entry.dtype].dtype
+    if (base + start) % dtype.itemsize:
+        part = part.copy()
+    return part.view(dtype).reshape(shape)
+
+
+def _malformed(path: str | Path, reason: str) -> InputError:
+    return InputError(f"{path}: not a readable safetensors file: {reason}")

@@ -1,0 +1,448 @@
+"""Puts samples together to steps and micro-batches, ahead of time and in an order of its own.
+
+The order of an epoch is a permutation that depends on the seed and the epoch alone, so that a run
+sees the same batches on any mesh.
+"""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.errors import InputError, LaunchError
+from onnxpar_runtime.expressions import Size, bare_name
+from onnxpar_runtime.manifest import Manifest, Symbol, TensorSpec
+from onnxpar_runtime.training.sources import (
+    Arrays,
+    Batch,
+    Request,
+    Samples,
+    Source,
+    Stream,
+    per_sample,
+)
+
+T = TypeVar("T")
+_FREE = Symbol()
+Sizes = tuple[int, ...]
+"""Numbers of samples of a step's micro-batches."""
+
+
+@dataclass(frozen=True)
+class BatchDim:
+    """What a micro-batch's number of samples may be.
+
+    Attributes:
+        size: The dim's size in the model: a fixed number, or the symbol's name.
+        symbol: The symbol's constraint; unused where the size is fixed.
+    """
+
+    size: Size
+    symbol: Symbol = _FREE
+
+    @staticmethod
+    def of(manifest: Manifest, specs: Sequence[TensorSpec]) -> "BatchDim":
+        """Returns that of a program with these inputs, whose samples are their dim 0.
+
+        Raises:
+            InputError: The first input has no dims.
+        """
+        per_sample(specs)
+        size = specs[0].shape[0]
+        return BatchDim(size, manifest.symbols.get(bare_name(size) or "", _FREE))
+
+    @property
+    def constraint(self) -> str:
+        """The constraint for people."""
+        if isinstance(self.size, int):
+            return f"the model's batch is {self.size}"
+        return f"symbol {self.size!r} must be {self.symbol.constraint}"
+
+    def admits(self, samples: int) -> bool:
+        """Whether a micro-batch may have so many samples."""
+        if isinstance(self.size, int):
+            return samples == self.size
+        return self.symbol.admits(samples)
+
+    def largest(self, limit: int) -> int:
+        """Returns the largest number of samples that is admissible and at most `limit`, or 0."""
+        return next((n for n in range(limit, 0, -1) if self.admits(n)), 0)
+
+    def split(self, samples: int, parts: int) -> Sizes | None:
+        """Returns admissible sizes, as equal as can be, larger ones first; None if there are none.
+
+        Sizes have the form d·N + r, so their differences are multiples of d: the N are made equal
+        but for one.
+        """
+        divisor, remainder = self.symbol.divisor, self.symbol.remainder
+        if isinstance(self.size, int):
+            divisor, remainder = self.size, 0
+        count, left = divmod(samples - parts * remainder, divisor)
+        if left or count < parts:
+            return None
+        whole, more = divmod(count, parts)
+        sizes = tuple(
+            divisor * (whole + 1 if part < more else whole) + remainder for part in range(parts)
+        )
+        return sizes if all(self.admits(size) for size in sizes) else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an epoch's samples are put together.
+
+    Attributes:
+        full: Micro-batches of every step but the last.
+        steps: Number of steps, the last one included.
+        last: Micro-batches of the last step.
+        notice: What people should know of it: what is left out and why. Empty if nothing is.
+    """
+
+    full: Sizes
+    steps: int
+    last: Sizes
+    notice: str = ""
+
+    def sizes(self) -> Iterator[Sizes]:
+        """Returns the micro-batches of each step."""
+        for _ in range(self.steps - 1):
+            yield self.full
+        if self.steps:
+            yield self.last
+
+
+def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> Plan:
+    """Returns the plan of an epoch that trains on `count` samples.
+
+    The last batch, of what remains, is kept, in fewer micro-batches if need be, unless no number of
+    them satisfies the constraint.
+
+    Raises:
+        LaunchError: A full batch cannot be split so, or there are too few samples for a step.
+    """
+    if batch < 1 or accumulate < 1:
+        raise LaunchError(
+            f"--batch-size and --accumulate: expected numbers >= 1, got {batch} and {accumulate}"
+        )
+    full = dim.split(batch, accumulate)
+    if full is None:
+        raise LaunchError(f"--batch-size {batch}{_in_parts(accumulate)}: {dim.constraint}")
+    steps, rest = divmod(count, batch)
+    tries = (dim.split(rest, parts) for parts in range(accumulate, 0, -1)) if rest else iter(())
+    last = next((sizes for sizes in tries if sizes is not None), None)
+    notice = ""
+    if rest and last is None:
+        notice = f"the last {_samples(rest)} of an epoch are left out: {dim.constraint}"
+    if last is not None:
+        return Plan(full, steps + 1, last)
+    if not steps:
+        raise LaunchError(
+            f"--batch-size {batch}: there are only {_samples(count)}, and {dim.constraint}"
+        )
+    return Plan(full, steps, full, notice)
+
+
+def plan_evaluation(count: int, batch: int | None, dim: BatchDim) -> Plan:
+    """Returns the plan of an evaluation, which leaves out as few samples as the constraint allows.
+
+    Args:
+        count: Number of samples.
+        batch: Samples in a batch; None takes an admissible number up to 256, or the smallest.
+        dim: What a batch's number of samples may be.
+
+    Raises:
+        LaunchError: The batch is not admissible, or there are too few samples for one.
+    """
+    if batch is None:
+        batch = dim.size if isinstance(dim.size, int) else dim.largest(min(count, 256))
+        batch = batch or next(iter(dim.symbol.admissible(1, 1)), 0)
+    if batch < 1 or not dim.admits(batch):
+        raise LaunchError(f"--batch-size {batch}: {dim.constraint}")
+    steps, rest = divmod(count, batch)
+    last = dim.largest(rest)
+    out = rest - last
+    notice = f"{_samples(out)} of {count} are left out: {dim.constraint}" if out else ""
+    if last:
+        return Plan((batch,), steps + 1, (last,), notice)
+    if not steps:
+        raise LaunchError(f"there are only {_samples(count)}, and {dim.constraint}")
+    return Plan((batch,), steps, (batch,), notice)
+
+
+def _in_parts(count: int) -> str:
+    return f" in {count} micro-batches" if count > 1 else ""
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'' if count == 1 else 's'}"
+
+
+def order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the order of the samples in an epoch: a permutation by seed and epoch alone."""
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The data of one step.
+
+    Attributes:
+        micro_batches: In the order in which they run.
+        samples: Number of samples in all of them.
+    """
+
+    micro_batches: tuple[Batch, ...]
+    samples: int
+
+
+def steps_of(samples: Samples, plan: Plan, indices: NDArray[np.int64]) -> Iterator[Step]:
+    """Returns the steps of an epoch over the samples in the order of `indices`."""
+    start = 0
+    for sizes in plan.sizes():
+        micro_batches = []
+        for size in sizes:
+            micro_batches.append(samples.take(indices[start : start + size]))
+            start += size
+        yield Step(tuple(micro_batches), sum(sizes))
+
+
+def steps_from(
+    stream: Stream,
+    request: Request,
+    specs: Sequence[TensorSpec],
+    accumulate: int,
+    dim: BatchDim,
+) -> Iterator[Step]:
+    """Returns the steps of an epoch of a stream, each of its batches in `accumulate` micro-batches.
+
+    Raises:
+        InputError: A batch lacks an input, or has no dim of samples.
+        LaunchError: A batch cannot be split as the constraint wants.
+    """
+    for number, batch in enumerate(stream.open(request), 1):
+        parts = batch if isinstance(batch, tuple) else (batch,)
+        where = f"--data {stream.name}: batch {number}"
+        counts = [_count(part, specs, where) for part in parts]
+        # With a dict for each data rank their rows together are the batch.
+        if accumulate == 1:
+            yield Step((batch,), sum(counts))
+            continue
+        pieces = [
+            _pieces(part, count, len(parts), accumulate, specs, dim, where)
+            for part, count in zip(parts, counts, strict=True)
+        ]
+        micro = tuple(
+            tuple(row) if isinstance(batch, tuple) else row[0] for row in zip(*pieces, strict=True)
+        )
+        yield Step(micro, sum(counts))
+
+
+def _count(arrays: Arrays, specs: Sequence[TensorSpec], where: str) -> int:
+    """Returns the number of samples of a batch."""
+    first = specs[0].name
+    if first not in arrays or np.ndim(arrays[first]) == 0:
+        raise InputError(
+            f"{where}: expected arrays {[s.name for s in specs]} whose dim 0 are samples, got "
+            f"{sorted(arrays)}"
+        )
+    return len(arrays[first])
+
+
+def _pieces(
+    arrays: Arrays,
+    count: int,
+    ranks: int,
+    accumulate: int,
+    specs: Sequence[TensorSpec],
+    dim: BatchDim,
+    where: str,
+) -> list[dict[str, Any]]:
+    """Returns a batch, or one data rank's part of it, in micro-batches."""
+    sizes = dim.split(count * ranks, accumulate)
+    if sizes is None or any(size % ranks for size in sizes):
+        raise LaunchError(
+            f"{where}: {count * ranks} samples{_in_parts(accumulate)}: {dim.constraint}"
+        )
+    rows, start, pieces = per_sample(specs), 0, []
+    for size in sizes:
+        stop = start + size // ranks
+        pieces.append({n: a[start:stop] if n in rows else a for n, a in arrays.items()})
+        start = stop
+    return pieces
+
+
+class Ahead(Generic[T]):
+    """Runs an iterator in a thread of its own, a few items ahead; used in a `with` statement.
+
+    What the iterator raises is raised where its items are taken. On leaving, the thread ends after
+    the item that it is making.
+
+    Args:
+        items: The iterator.
+        depth: How many items lie ready at most.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int = 2) -> None:
+        """Prepares the thread."""
+        self._items = items
+        self._ready: queue.Queue[tuple[T | None, BaseException | None, bool]]
+        self._ready = queue.Queue(depth)
+        self._stop = threading.Event()
+        # A function of the user's that never returns must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name="onnxpar-data", daemon=True)
+
+    def _work(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item, None, False):
+                    return
+            self._put(None, None, True)
+        except BaseException as error:  # carried to whom takes the items
+            self._put(None, error, True)
+
+    def _put(self, item: T | None, error: BaseException | None, last: bool) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._ready.put((item, error, last), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def __enter__(self) -> Iterator[T]:
+        """Starts the thread and returns the items."""
+        self._thread.start()
+        return self._taken()
+
+    def _taken(self) -> Iterator[T]:
+        while True:
+            item, error, last = self._ready.get()
+            if error is not None:
+                raise error
+            if last:
+                return
+            yield item  # type: ignore[misc]  # only the last has none
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join(timeout=2)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run trains on.
+
+    Attributes:
+        source: The source.
+        specs: Inputs of the training program.
+        dim: What a micro-batch's number of samples may be.
+        batch: Samples in a step, of all ranks together; None where a stream decides.
+        accumulate: Micro-batches in a step.
+        seed: What the order of samples depends on.
+        plan: How an epoch is put together; None for a stream.
+    """
+
+    source: Source
+    specs: Sequence[TensorSpec]
+    dim: BatchDim
+    batch: int | None
+    accumulate: int
+    seed: int
+    plan: Plan | None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch, None where nobody knows."""
+        return None if self.plan is None else self.plan.steps
+
+    def epoch(self, number: int) -> Iterator[Step]:
+        """Returns the steps of an epoch, numbered from 1."""
+        if isinstance(self.source, Samples) and self.plan is not None:
+            indices = order(self.source.count, self.seed, number)
+            return steps_of(self.source, self.plan, indices)
+        if isinstance(self.source, Stream):
+            request = Request(number, self.seed, self.batch, train=True)
+            return steps_from(self.source, request, self.specs, self.accumulate, self.dim)
+        raise AssertionError("samples without a plan")
+
+
+def training_data(
+    source: Source,
+    specs: Sequence[TensorSpec],
+    dim: BatchDim,
+    *,
+    batch: int | None,
+    accumulate: int = 1,
+    seed: int = 0,
+) -> TrainingData:
+    """Returns the data of a run.
+
+    Raises:
+        LaunchError: Samples without a batch size, or one that cannot be; see `plan_training`.
+    """
+    if isinstance(source, Stream):
+        if accumulate < 1:
+            raise LaunchError(f"--accumulate: expected a number >= 1, got {accumulate}")
+        return TrainingData(source, specs, dim, batch, accumulate, seed, None)
+    if batch is None:
+        raise LaunchError(f"--batch-size: expected with --data {source.name}")
+    plan = plan_training(source.count, batch, accumulate, dim)
+    return TrainingData(source, specs, dim, batch, accumulate, seed, plan)
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What a model is evaluated on.
+
+    Attributes:
+        source: The source.
+        specs: Inputs of the evaluation program.
+        dim: What a batch's number of samples may be.
+        batch: Samples in a batch; None for the plan's choice or the stream's.
+        seed: Seed that a stream is told.
+        plan: How the samples are put together; None for a stream.
+    """
+
+    source: Source
+    specs: Sequence[TensorSpec]
+    dim: BatchDim
+    batch: int | None
+    seed: int
+    plan: Plan | None
+
+    def steps(self) -> Iterator[Step]:
+        """Returns the batches, in the order of the source."""
+        if isinstance(self.source, Samples) and self.plan is not None:
+            return steps_of(self.source, self.plan, np.arange(self.source.count))
+        if isinstance(self.source, Stream):
+            request = Request(1, self.seed, self.batch, train=False)
+            return steps_from(self.source, request, self.specs, 1, self.dim)
+        raise AssertionError("samples without a plan")
+
+
+def evaluation_data(
+    source: Source,
+    specs: Sequence[TensorSpec],
+    dim: BatchDim,
+    *,
+    batch: int | None = None,
+    seed: int = 0,
+) -> EvaluationData:
+    """Returns the data of an evaluation.
+
+    Raises:
+        LaunchError: A batch size that cannot be; see `plan_evaluation`.
+    """
+    plan = plan_evaluation(source.count, batch, dim) if isinstance(source, Samples) else None
+    return EvaluationData(source, specs, dim, batch, seed, plan)

@@ -1,0 +1,212 @@
+"""What a run tells: a line for each step, a file of JSON lines, and a bar on a terminal.
+
+Only the first rank tells anything. What all ranks should know is said by errors.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from onnxpar_runtime.data import check_writable
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.launch import mpirun_place
+from onnxpar_runtime.manifest import Training
+
+SHOWN = 5
+"""Untrained or shared tensors that are named one by one."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What there is to say of a step.
+
+    Attributes:
+        epoch: Number of the epoch, from 1.
+        step: Number of the step in its epoch, from 1.
+        loss: Mean loss of the step's batch, before the parameters were changed.
+        lr: Learning rate.
+        samples_per_s: Samples of the global batch by the seconds from the end of the step before.
+        grad_norm: 2-norm of all gradients together, before clipping.
+    """
+
+    epoch: int
+    step: int
+    loss: float
+    lr: float
+    samples_per_s: float
+    grad_norm: float
+
+    @property
+    def line(self) -> str:
+        """The line for people; a float32 has no more than these digits."""
+        return f"epoch: {self.epoch} step: {self.step}, loss is {self.loss:.7g}"
+
+    @property
+    def json(self) -> str:
+        """The line of the log file; what JSON has no number for is null."""
+        values = vars(self)
+        return json.dumps(
+            {k: v if isinstance(v, int) or isfinite(v) else None for k, v in values.items()}
+        )
+
+
+class Reporter:
+    """Tells what happens; used in a `with` statement.
+
+    Args:
+        first: Whether this is the first rank. Others tell nothing.
+        log: File of JSON lines that is written anew, or None.
+        every: Print every so many steps of an epoch; 0 prints none.
+        out: Where lines go.
+        bar: Whether to draw a progress bar; by default where a terminal shows what is printed.
+
+    Raises:
+        InputError: The log file cannot be written.
+    """
+
+    def __init__(
+        self,
+        first: bool,
+        *,
+        log: str | Path | None = None,
+        every: int = 1,
+        out: TextIO | None = None,
+        bar: bool | None = None,
+    ) -> None:
+        """Opens the log file."""
+        self._first = first
+        self._every = every
+        self._out = sys.stdout if out is None else out
+        self._path = log
+        self._file: TextIO | None = None
+        self._open = ExitStack()
+        if first and log is not None:
+            check_writable(log)
+            try:
+                # Closed by the stack, with the run.
+                stream = open(log, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+                self._file = self._open.enter_context(stream)
+            except OSError as error:
+                raise self._cannot_write(error) from None
+        self._progress: Progress | None = None
+        if first and (on_terminal(self._out) if bar is None else bar):
+            # A rank's own standard output is mpirun's, whose width it does not know.
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[state]}"),
+                console=Console(file=self._out, force_terminal=True, highlight=False),
+                transient=True,
+            )
+
+    def begin(self, steps: int | None) -> None:
+        """Begins a run of so many steps, None where nobody knows."""
+        if self._progress is not None:
+            self._progress.start()
+            self._task = self._progress.add_task("training", total=steps, state="")
+
+    def tell(self, text: str) -> None:
+        """Prints a line."""
+        if not self._first:
+            return
+        if self._progress is not None and self._progress.live.is_started:
+            self._progress.console.print(text, markup=False, soft_wrap=True)
+        else:
+            self._out.write(text + "\n")
+            self._out.flush()
+
+    def step(self, record: StepRecord) -> None:
+        """Tells of a step.
+
+        Raises:
+            InputError: The log file cannot be written.
+        """
+        if not self._first:
+            return
+        if self._every and record.step % self._every == 0:
+            self.tell(record.line)
+        if self._progress is not None:
+            state = f"loss {record.loss:.4g}  lr {record.lr:.3g}  {record.samples_per_s:.4g}/s"
+            self._progress.update(
+                self._task, advance=1, description=f"epoch {record.epoch}", state=state
+            )
+        if self._file is not None:
+            try:
+                self._file.write(record.json + "\n")
+            except OSError as error:
+                raise self._cannot_write(error) from None
+
+    def _cannot_write(self, error: OSError) -> InputError:
+        return InputError(f"{self._path}: cannot be written: {error.strerror or error}")
+
+    def __enter__(self) -> "Reporter":
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Removes the bar and closes the file."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._open.close()
+
+
+def on_terminal(stream: TextIO) -> bool:
+    """Whether a terminal shows what is written to the stream.
+
+    Open MPI gives every rank a pseudo-terminal, whatever its own output is. So under mpirun the
+    question is asked of the parent process, where the system tells (Linux), and answered with no
+    elsewhere.
+    """
+    try:
+        if not stream.isatty():
+            return False
+        if mpirun_place() is None:
+            return True
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith("/dev/pts/")
+    except (OSError, ValueError):
+        return False
+
+
+def what_is_trained(training: Training) -> list[str]:
+    """Returns lines that say how much of the model is trained, what is not, and what is shared."""
+    tensors = training.tensors
+    trained = [t for t in tensors if t.trained]
+    elements, of = (sum(t.elements for t in group) for group in (trained, tensors))
+    lines = [
+        f"training {elements:,} of {of:,} parameters, {len(trained)} of {len(tensors)} tensors, "
+        f"with {training.optimizer} on {training.loss.kind}"
+    ]
+    lines += _some(
+        [
+            f"not trained: {t.name} ({t.elements:,}): {t.reason or 'the loss does not need it'}"
+            for t in tensors
+            if not t.trained
+        ]
+    )
+    lines += _some(
+        [f"shared: {t.name} by {', '.join(t.used_by)}" for t in trained if len(t.used_by) > 1]
+    )
+    return lines + [f"notice: {notice}" for notice in training.notices]
+
+
+def _some(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - SHOWN
+    kind = lines[0].split(":")[0] if lines else ""
+    return [*lines[:SHOWN], *([f"{kind}: and {more} more"] if more > 0 else [])]

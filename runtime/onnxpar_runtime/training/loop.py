@@ -1,0 +1,243 @@
+"""The loop over epochs and steps, and the evaluation, on a `Trainer` or anything like it."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from onnxpar_runtime.agree import agree
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, SymbolValueError
+from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
+from onnxpar_runtime.training.hyper import Hyperparameters
+from onnxpar_runtime.training.log import Reporter, StepRecord
+from onnxpar_runtime.training.schedule import Schedule
+from onnxpar_runtime.training.sources import Batch, Stream
+
+
+class StepOutcome(Protocol):
+    """What a step returns."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the step's batch."""
+
+    @property
+    def grad_norm(self) -> float:
+        """2-norm of all gradients together, before clipping."""
+
+
+class Trains(Protocol):
+    """What the loop needs of a `Trainer`."""
+
+    @property
+    def rank(self) -> Rank:
+        """The rank."""
+
+    def train_step(self, micro_batches: Sequence[Batch], hyper: Mapping[str, float]) -> StepOutcome:
+        """Runs all micro-batches and the optimizer. Every rank must call it."""
+
+    def evaluate(self, batch: Batch) -> Mapping[str, Any]:
+        """Returns `loss`, `count` and perhaps `correct` of a batch. Every rank must call it."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How a run ended.
+
+    Attributes:
+        epochs: Epochs that were begun.
+        steps: Steps of all of them.
+        loss: Loss of the last step.
+    """
+
+    epochs: int
+    steps: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        loss: Mean over everything that counts.
+        samples: Number of samples.
+        correct: Number of labels that the model's largest output hits; None without classes.
+        labels: Number of labels that count.
+    """
+
+    loss: float
+    samples: int
+    correct: int | None
+    labels: int
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the labels that were hit, None where there are no classes or no labels."""
+        return None if self.correct is None or not self.labels else self.correct / self.labels
+
+    @property
+    def text(self) -> str:
+        """The result for people."""
+        line = f"loss is {self.loss:.7g}"
+        if self.accuracy is not None:
+            line += f", accuracy is {self.accuracy:.2%} ({self.correct} of {self.labels})"
+        return line
+
+
+def total_steps(data: TrainingData, epochs: int | None, steps: int | None) -> int | None:
+    """Returns how many steps a run has, None where a stream decides.
+
+    Args:
+        data: What it trains on.
+        epochs: Epochs; by default one, or as many as `steps` takes.
+        steps: Steps of all epochs together after which it ends.
+
+    Raises:
+        LaunchError: A number that is not positive.
+    """
+    for option, number in (("--epochs", epochs), ("--steps", steps)):
+        if number is not None and number < 1:
+            raise LaunchError(f"{option}: expected a number >= 1, got {number}")
+    if data.steps_per_epoch is None:
+        return steps
+    if epochs is None:
+        return data.steps_per_epoch if steps is None else steps
+    whole = epochs * data.steps_per_epoch
+    return whole if steps is None else min(steps, whole)
+
+
+def fit(
+    trainer: Trains,
+    data: TrainingData,
+    hyper: Hyperparameters,
+    schedule: Schedule,
+    reporter: Reporter,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    evaluation: EvaluationData | None = None,
+) -> Fitted:
+    """Trains. Every rank of the world must call it, with the same arguments.
+
+    Args:
+        trainer: Runs the steps.
+        data: What to train on.
+        hyper: The optimizer's scalars.
+        schedule: The learning rate.
+        reporter: Whom to tell.
+        epochs: As `total_steps`.
+        steps: As `total_steps`.
+        evaluation: What to evaluate on after each epoch, and after the last step.
+
+    Raises:
+        InputError: The data ends before the first step, or not on all ranks in the same step.
+        OnnxparRuntimeError: As `Trainer.train_step`.
+    """
+    limit = total_steps(data, epochs, steps)
+    if epochs is None and steps is None:
+        epochs = 1
+    reporter.begin(limit)
+    done, last, loss = 0, 0, float("nan")
+    together = isinstance(data.source, Stream)
+    with Ahead(_numbered(data, epochs, limit)) as items:
+        start = time.perf_counter()
+        while (item := _next(items, trainer.rank, together)) is not None:
+            epoch, number, step = item
+            if evaluation is not None and epoch != last and last:
+                _tell_evaluation(trainer, evaluation, reporter, last)
+                start = time.perf_counter()
+            done, last = done + 1, epoch
+            rate = schedule.at(done)
+            outcome = trainer.train_step(step.micro_batches, hyper.at(done, rate))
+            loss = float(outcome.loss)
+            end = time.perf_counter()
+            speed = step.samples / (end - start)
+            start = end
+            reporter.step(StepRecord(epoch, number, loss, rate, speed, float(outcome.grad_norm)))
+    if evaluation is not None:
+        _tell_evaluation(trainer, evaluation, reporter, last)
+    return Fitted(last, done, loss)
+
+
+def _numbered(
+    data: TrainingData, epochs: int | None, limit: int | None
+) -> Iterator[tuple[int, int, Step]]:
+    """Returns the steps of the run with their epoch and their number in it, both from 1."""
+    done, epoch = 0, 0
+    while (epochs is None or epoch < epochs) and (limit is None or done < limit):
+        epoch += 1
+        before = done
+        for number, step in enumerate(data.epoch(epoch), 1):
+            yield epoch, number, step
+            done += 1
+            if done == limit:
+                return
+        if done == before:
+            raise InputError(f"--data {data.source.name}: epoch {epoch} has no batches")
+
+
+def _next(
+    items: Iterator[tuple[int, int, Step]], rank: Rank, together: bool
+) -> tuple[int, int, Step] | None:
+    """Returns the next step, None after the last.
+
+    Args:
+        items: The steps.
+        rank: This rank.
+        together: Whether the ranks must agree that there is one, as where the user's own function
+            says so on each rank by itself; the others would wait for a rank that has ended.
+    """
+    if not together:
+        return next(items, None)
+    error: OnnxparRuntimeError | None = None
+    item = None
+    try:
+        item = next(items, None)
+    except OnnxparRuntimeError as caught:
+        error = caught
+    try:
+        agree(rank, error, {"more": int(item is not None)}, ("more",))
+    except SymbolValueError as differs:
+        if differs is error:
+            raise
+        ended = InputError("--data: the batches of some ranks have ended before those of others")
+        ended.agreed = True
+        raise ended from None
+    return item
+
+
+def evaluate(trainer: Trains, data: EvaluationData) -> Evaluation:
+    """Returns loss and accuracy over all of the data. Every rank of the world must call it.
+
+    The mean is over what counts in the loss (labels that are not ignored), not over batches.
+
+    Raises:
+        InputError: There is no data, or it does not end on all ranks in the same batch.
+        OnnxparRuntimeError: As `Trainer.evaluate`.
+    """
+    weighted, samples, labels = 0.0, 0, 0
+    correct: int | None = None
+    together = isinstance(data.source, Stream)
+    numbered = ((1, number, step) for number, step in enumerate(data.steps(), 1))
+    with Ahead(numbered) as items:
+        while (item := _next(items, trainer.rank, together)) is not None:
+            step = item[2]
+            (batch,) = step.micro_batches
+            result = trainer.evaluate(batch)
+            count = int(result["count"])
+            # A batch of ignored labels has no mean.
+            weighted += float(result["loss"]) * count if count else 0.0
+            labels += count
+            samples += step.samples
+            if result.get("correct") is not None:
+                correct = (correct or 0) + int(result["correct"])
+    if not samples:
+        raise InputError(f"--data {data.source.name}: there is nothing to evaluate on")
+    return Evaluation(weighted / labels if labels else float("nan"), samples, correct, labels)
+
+
+def _tell_evaluation(trainer: Trains, data: EvaluationData, reporter: Reporter, epoch: int) -> None:
+    result = evaluate(trainer, data)
+    reporter.tell(f"epoch: {epoch} evaluated on {result.samples} samples: {result.text}")

@@ -1,0 +1,248 @@
+"""Where training data comes from: the texts of `--data`, and what they open.
+
+A source is either `Samples`, arrays in memory whose rows are put together to batches here, or a
+`Stream`, batches that somebody else puts together. Every rank opens the same source; which rows a
+step takes depends on the seed alone, so that the mesh has no influence on it.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.data import convert, read_npz
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.manifest import TensorSpec
+from onnxpar_runtime.training.images import handwritten_digits, mnist_files, resize
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+Batch = Arrays | tuple[Arrays, ...]
+"""Global arrays of every input, or a tuple of them, one for each data rank (per-rank symbols)."""
+
+TEST_EVERY = 5
+"""Of the handwritten digits every fifth, beginning with the first, is held out for testing."""
+
+FORMS = "digits[:train|:test], npz:FILE, idx:DIR or module:function"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples in memory.
+
+    Attributes:
+        name: What people know them by.
+        rows: Arrays with one row a sample, all of the same length, by input.
+        whole: Arrays of the inputs that every batch takes whole.
+        count: Number of samples.
+    """
+
+    name: str
+    rows: Arrays
+    whole: Arrays
+    count: int
+
+    def take(self, indices: NDArray[np.int64]) -> Arrays:
+        """Returns the batch of these samples."""
+        return {**{name: array[indices] for name, array in self.rows.items()}, **self.whole}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a stream's function may ask for, by the names of its parameters.
+
+    Attributes:
+        epoch: Number of the epoch, from 1.
+        seed: Seed of the run.
+        batch_size: `--batch-size`, or None.
+        train: Whether the batches are trained on, rather than evaluated.
+    """
+
+    epoch: int
+    seed: int
+    batch_size: int | None
+    train: bool
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Batches from a function of the user's.
+
+    Attributes:
+        name: What people know it by.
+        open: Returns the batches of an epoch.
+    """
+
+    name: str
+    open: Callable[[Request], Iterator[Batch]]
+
+
+Source = Samples | Stream
+
+
+def per_sample(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
+    """Returns the inputs with one row a sample: those whose dim 0 is the first input's dim 0.
+
+    Raises:
+        InputError: The first input has no dims.
+    """
+    if not specs or not specs[0].shape:
+        raise InputError("the program has no first input with a dim of samples")
+    return tuple(s.name for s in specs if s.shape and s.shape[0] == specs[0].shape[0])
+
+
+def open_source(
+    text: str, specs: Sequence[TensorSpec], labels: str | None, part: str = "train"
+) -> Source:
+    """Opens the source that a text such as `digits`, `npz:FILE` or `idx:DIR` names.
+
+    `digits` and `idx` are images from 0 to 1 and their classes. Images are resized to the model's
+    input: its first input but the labels, of shape [batch, h, w] with any dims of 1 besides, or
+    [batch, n] with a square number n.
+
+    Args:
+        text: The source.
+        specs: The program's inputs.
+        labels: The input that takes the labels, None where no input does.
+        part: `train` or `test`: which half of a source that has two, if `text` does not say.
+
+    Raises:
+        InputError: The text is none of the forms, the data cannot be read, or it does not fit the
+            inputs.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "digits" and rest in ("", "train", "test"):
+        images, classes = handwritten_digits()
+        held_out = np.arange(len(images)) % TEST_EVERY == 0
+        chosen = held_out if (rest or part) == "test" else ~held_out
+        return _classified(text, images[chosen], classes[chosen], specs, labels)
+    if kind == "npz" and rest:
+        return samples(text, read_npz(Path(rest)), specs)
+    if kind == "idx" and rest:
+        return _classified(text, *mnist_files(rest, part), specs, labels)
+    if kind not in ("digits", "npz", "idx") and rest:
+        return _function(text, kind, rest)
+    raise InputError(f"--data {text}: expected {FORMS}")
+
+
+def samples(name: str, arrays: Arrays, specs: Sequence[TensorSpec]) -> Samples:
+    """Returns samples of arrays named as the inputs, converted to their dtypes without loss.
+
+    Raises:
+        InputError: A name, dtype or number of dims does not fit, or the lengths differ.
+    """
+    try:
+        arrays = convert(specs, arrays)
+    except InputError as error:
+        raise InputError(f"--data {name}: {error}") from None
+    names = per_sample(specs)
+    lengths = {n: len(arrays[n]) for n in names}
+    count = lengths[names[0]]
+    if count == 0 or any(length != count for length in lengths.values()):
+        raise InputError(
+            f"--data {name}: expected the same number of samples in dim 0 of {list(names)}, and "
+            f"at least one, got {list(lengths.values())}"
+        )
+    return Samples(
+        name,
+        rows={n: arrays[n] for n in names},
+        whole={n: a for n, a in arrays.items() if n not in names},
+        count=count,
+    )
+
+
+def _classified(
+    text: str,
+    images: NDArray[np.float32],
+    classes: NDArray[np.int64],
+    specs: Sequence[TensorSpec],
+    labels: str | None,
+) -> Samples:
+    """Returns images and classes as the two inputs of a classifier."""
+    inputs = [spec for spec in specs if spec.name != labels]
+    targets = [spec for spec in specs if spec.name == labels]
+    if len(inputs) != 1 or len(targets) != 1:
+        raise InputError(
+            f"--data {text}: expected a program with one input for images and one for labels, got "
+            f"{[spec.name for spec in specs]} with labels {labels!r}"
+        )
+    (image,), (target,) = inputs, targets
+    wanted = DTYPES[target.dtype].dtype
+    if wanted.kind not in "iu" or len(target.shape) != 1:
+        raise InputError(
+            f"--data {text}: labels are classes: expected an integer input [batch], got "
+            f"{labels!r} {target.dtype} {list(target.shape)}"
+        )
+    dtype = DTYPES[image.dtype].dtype
+    if dtype.kind not in "fV":
+        raise InputError(
+            f"--data {text}: images are from 0 to 1: expected a floating input, got "
+            f"{image.name!r} {image.dtype}"
+        )
+    height, width = _image_size(text, image)
+    if images.shape[1:] != (height, width):
+        images = resize(images, height, width).astype(np.float32)
+    shape = (len(images), *(int(size) for size in image.shape[1:]))
+    rows = {
+        image.name: images.reshape(shape).astype(dtype),
+        target.name: classes.astype(wanted),
+    }
+    return Samples(text, {s.name: rows[s.name] for s in specs}, {}, len(images))
+
+
+def _image_size(text: str, spec: TensorSpec) -> tuple[int, int]:
+    """Returns height and width of the images that an input takes."""
+    sizes = [size for size in spec.shape[1:] if size != 1]
+    if all(isinstance(size, int) for size in sizes):
+        if len(sizes) == 2:
+            return int(sizes[0]), int(sizes[1])
+        side = round(int(sizes[0]) ** 0.5) if len(sizes) == 1 else 0
+        if side and side * side == sizes[0]:
+            return side, side
+    raise InputError(
+        f"--data {text}: expected an input [batch, height, width], with dims of 1 besides, or "
+        f"[batch, n] with a square number n, got {spec.name!r} {list(spec.shape)}"
+    )
+
+
+def _function(text: str, module: str, name: str) -> Stream:
+    """Returns the stream of a function that is called once an epoch.
+
+    It is given those of the fields of `Request` that it has parameters for.
+    """
+    # As `python -m` has it, but not the script that mpirun starts.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"--data {text}: {error}; expected {FORMS}") from None
+    try:
+        taken = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise InputError(f"--data {text}: {name!r} in {module!r} is no function") from None
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+
+    def batches(request: Request) -> Iterator[Batch]:
+        offered = vars(request)
+        given = {k: v for k, v in offered.items() if anything or k in taken}
+        result = function(**given)
+        if not isinstance(result, Iterable):
+            raise InputError(f"--data {text}: expected an iterator of dicts, got {result!r:.80}")
+        for number, item in enumerate(result, 1):
+            parts = item if isinstance(item, tuple) else (item,)
+            if not parts or not all(isinstance(part, Mapping) for part in parts):
+                raise InputError(
+                    f"--data {text}: batch {number}: expected a dict of arrays, or a tuple of "
+                    f"dicts, one for each data rank, got {type(item).__name__}"
+                )
+            yield item
+
+    return Stream(text, batches)

@@ -1,0 +1,110 @@
+"""Our safetensors files against the safetensors package, and files that are none."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
+
+ARRAYS = {
+    "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "é": np.array(5, np.int64),
+    "none": np.zeros((0, 4), np.float64),
+    "flags": np.array([True, False, True]),
+    "half": np.array([1.5, -2], np.float16),
+    "t": np.arange(6, dtype=np.int32).reshape(2, 3).T,
+}
+
+
+def write(path: Path, arrays: dict[str, np.ndarray]) -> Path:
+    entries = [Entry(name, a.dtype.name, a.shape) for name, a in arrays.items()]
+    write_tensors(path, entries, iter(arrays.values()))
+    return path
+
+
+def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", ARRAYS)
+    loaded = load_file(path)
+    assert set(loaded) == set(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(loaded[name], array)
+    with safe_open(path, "np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
+    arrays = {k: np.ascontiguousarray(v) for k, v in ARRAYS.items()}
+    save_file(arrays, tmp_path / "a")
+    loaded = read_tensors(tmp_path / "a")
+    assert set(loaded) == set(arrays)
+    for name, array in arrays.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    array = np.array([[1.5, -2]], ml_dtypes.bfloat16)
+    loaded = read_tensors(write(tmp_path / "a", {"x": array, "y": np.zeros(0, np.float32)}))["x"]
+    assert loaded.dtype == array.dtype
+    np.testing.assert_array_equal(loaded, array)
+
+
+def test_an_array_that_is_not_its_entry(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected float32"):
+        write_tensors(tmp_path / "a", [Entry("x", "float32", (2,))], [np.zeros(2)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written: No such file"):
+        write(tmp_path / "nowhere" / "a", ARRAYS)
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_tensors(tmp_path / "nowhere")
+
+
+def altered(header: object, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "it has no header"),
+        (b"PK\x03\x04 a zip file", "it has no header"),
+        ((99).to_bytes(8, "little") + b"{}", "it has no header"),
+        ((3).to_bytes(8, "little") + b"{x}", "Expecting property name"),
+        (altered([]), "its header is no object"),
+        (altered({"x": 1}), "the header's entry of 'x'"),
+        (altered({"x": {"dtype": "F32", "shape": [1]}}), "the header's entry of 'x'"),
+        (altered({"x": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}}, b"1"), "type 'F8'"),
+        (altered({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"1234"), "entry"),
+        (
+            altered({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
+            "of 'x' ",
+        ),
+        (altered({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "short?"),
+        (altered({"x": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"1234"), "ent"),
+    ],
+)
+def test_malformed(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        read_tensors(tmp_path / "a")
+    assert message in str(caught.value)
+
+
+def test_cut_short(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a", ARRAYS).read_bytes()
+    for length in range(0, len(whole), 7):
+        (tmp_path / "b").write_bytes(whole[:length])
+        with pytest.raises(InputError, match="not a readable safetensors file"):
+            read_tensors(tmp_path / "b")

@@ -1,0 +1,77 @@
+"""IDX files, plain and packed, and what is wrong with them."""
+
+import gzip
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mnist import CODES, idx, mnist
+
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.training.images import handwritten_digits, mnist_files, read_idx, resize
+
+
+@pytest.mark.parametrize("dtype", list(CODES))
+@pytest.mark.parametrize("name", ["a", "a.gz"])
+def test_idx(tmp_path: Path, dtype: str, name: str) -> None:
+    array = np.arange(-3, 21).reshape(2, 3, 4).astype(dtype)
+    result = read_idx(idx(tmp_path / name, array))
+    assert result.dtype == array.dtype
+    np.testing.assert_array_equal(result, array)
+
+
+@pytest.mark.parametrize(("ending", "dash"), [("", "-"), (".gz", "-"), ("", "."), (".gz", ".")])
+def test_mnist(tmp_path: Path, ending: str, dash: str) -> None:
+    images, labels = mnist(tmp_path, ending, dash)
+    got, classes = mnist_files(tmp_path, "train")
+    assert (got.dtype, classes.dtype) == (np.float32, np.int64)
+    np.testing.assert_array_equal(got, images.astype(np.float32) / np.float32(255))
+    np.testing.assert_array_equal(classes, labels)
+    assert len(mnist_files(tmp_path, "test")[0]) == 4
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    whole = idx(tmp_path / "a", np.zeros((2, 3), np.uint8)).read_bytes()
+    cases = {
+        "short": (whole[:-1], r"expected 18 bytes for \[2, 3\], got 17 bytes"),
+        "long": (whole + b"x", "got 19 bytes"),
+        "other": (b"\x89PNG1234", "not an IDX file, it begins with 89 50 4e 47"),
+        "empty": (b"", "not an IDX file"),
+        "header": (whole[:6], "expected"),
+        "type.gz": (b"no gzip", "cannot be read"),
+        "half.gz": (gzip.compress(whole)[:-9], "cannot be read"),
+    }
+    for name, (data, message) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError, match=message):
+            read_idx(tmp_path / name)
+    with pytest.raises(InputError, match="none of the files train-images-idx3-ubyte, train-images"):
+        mnist_files(tmp_path, "train")
+
+
+def test_halves_that_do_not_fit(tmp_path: Path) -> None:
+    mnist(tmp_path)
+    idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(7, np.uint8))
+    with pytest.raises(InputError, match="expected a label an image, got 7 for 6"):
+        mnist_files(tmp_path, "train")
+    idx(tmp_path / "train-images-idx3-ubyte", np.zeros(7, np.uint8))
+    with pytest.raises(InputError, match=r"expected images uint8 \[count, height, width\]"):
+        mnist_files(tmp_path, "train")
+
+
+def test_resize_to_other_sides() -> None:
+    images = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
+    # A plane stays a plane between the outermost pixel centres.
+    wide = resize(images, 3, 8)
+    np.testing.assert_allclose(np.diff(wide[0, 1, 1:-1]), 0.5, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(resize(images, 3, 4), images)
+
+
+def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(InputError, match=r"scikit-learn, which is not installed \(pip install"):
+        handwritten_digits()

@@ -1,0 +1,190 @@
+"""What the texts of `--data` open, for which inputs, and what they are refused for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mnist import mnist
+from sklearn.datasets import load_digits
+
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.expressions import Size
+from onnxpar_runtime.manifest import TensorSpec
+from onnxpar_runtime.training.images import resize
+from onnxpar_runtime.training.sources import Request, Samples, Stream, open_source, per_sample
+
+
+def spec(name: str, dtype: str, *shape: Size) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, tuple(((size, ()),) for size in shape))
+
+
+LABELS = spec("labels", "int64", "batch")
+IMAGES = spec("x", "float32", "batch", 1, 28, 28)
+ONCE = Request(epoch=1, seed=0, batch_size=None, train=True)
+
+
+def opened(text: str, *specs: TensorSpec, part: str = "train") -> Samples:
+    source = open_source(text, specs, "labels", part)
+    assert isinstance(source, Samples)
+    return source
+
+
+@pytest.mark.parametrize(
+    "shape", [("b", 1, 28, 28), ("b", 784), ("b", 28, 28, 1), ("b", 28, 28), ("b", 64), ("b", 7, 9)]
+)
+def test_digits_in_the_shape_of_the_input(shape: tuple[Size, ...]) -> None:
+    source = opened("digits", spec("x", "float32", *shape), spec("labels", "int64", "b"))
+    data = load_digits()
+    kept = np.arange(1797) % 5 != 0
+    sides = [int(s) for s in shape[1:] if s != 1]
+    height, width = sides if len(sides) == 2 else [round(sides[0] ** 0.5)] * 2
+    want = resize(data.images[kept].astype(np.float32) / 16, height, width)
+    assert source.count == 1437
+    assert source.rows["x"].dtype == np.float32
+    np.testing.assert_array_equal(source.rows["x"], want.reshape(1437, *shape[1:]))
+    np.testing.assert_array_equal(source.rows["labels"], data.target[kept])
+
+
+def test_digits_have_two_halves() -> None:
+    train, test = (opened("digits", IMAGES, LABELS, part=part) for part in ("train", "test"))
+    assert (train.count, test.count) == (1437, 360)
+    target = load_digits().target
+    np.testing.assert_array_equal(test.rows["labels"], target[::5])
+    for text, part in (("digits:test", "train"), ("digits:train", "test")):
+        count = opened(text, IMAGES, LABELS, part=part).count
+        assert count == (360 if text.endswith("test") else 1437)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_digits_in_the_dtypes_of_the_inputs(dtype: str) -> None:
+    source = opened("digits:test", spec("x", dtype, "b", 8, 8), spec("labels", "int32", "b"))
+    assert source.rows["x"].dtype.name == dtype
+    assert source.rows["labels"].dtype == np.int32
+    # Sixteenths are exact in all of them.
+    np.testing.assert_array_equal(
+        source.rows["x"].astype(np.float64) * 16, load_digits().images[::5]
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ((spec("x", "float32", "b", 1, 28, 28),), r"one input for images and one for labels"),
+        ((IMAGES, spec("labels", "float32", "b")), r"expected an integer input \[batch\]"),
+        ((IMAGES, spec("labels", "int64", "b", 10)), r"expected an integer input \[batch\]"),
+        ((spec("x", "int64", "b", 784), LABELS), "expected a floating input, got 'x' int64"),
+        ((spec("x", "float32", "b", 785), LABELS), "with a square number n, got 'x'"),
+        ((spec("x", "float32", "b", 3, 28, 28), LABELS), r"got 'x' \['b', 3, 28, 28\]"),
+        ((spec("x", "float32", "b", "h", "w"), LABELS), r"got 'x' \['b', 'h', 'w'\]"),
+    ],
+)
+def test_digits_that_do_not_fit(specs: tuple[TensorSpec, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        open_source("digits", specs, "labels")
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_idx(tmp_path: Path, ending: str) -> None:
+    images, labels = mnist(tmp_path, ending)
+    specs = spec("x", "float32", "b", 5, 3), LABELS
+    source = opened(f"idx:{tmp_path}", *specs)
+    np.testing.assert_array_equal(source.rows["x"], images.astype(np.float32) / np.float32(255))
+    np.testing.assert_array_equal(source.rows["labels"], labels)
+    assert opened(f"idx:{tmp_path}", *specs, part="test").count == 4
+
+
+def test_npz(tmp_path: Path) -> None:
+    x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(4, dtype=np.int32)
+    mask = np.ones(3, np.float32)
+    np.savez(tmp_path / "a.npz", x=x, labels=y, mask=mask)
+    specs = spec("x", "float32", "b", 3), spec("mask", "float32", 3), LABELS
+    assert per_sample([specs[0], specs[1], spec("labels", "int64", "b")]) == ("x", "labels")
+    source = opened(f"npz:{tmp_path / 'a.npz'}", specs[0], specs[1], spec("labels", "int64", "b"))
+    batch = source.take(np.array([2, 0]))
+    np.testing.assert_array_equal(batch["x"], x[[2, 0]])
+    np.testing.assert_array_equal(batch["labels"], [2, 0])
+    np.testing.assert_array_equal(batch["mask"], mask)
+    assert batch["labels"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((4, 3), np.float32)}, r"missing \['labels'\]"),
+        ({"x": np.zeros((4, 3)), "labels": np.zeros(4, int)}, "expected float32, got float64"),
+        ({"x": np.zeros((4, 3), np.float32), "labels": np.zeros(3, int)}, r"got \[4, 3\]"),
+        ({"x": np.zeros((0, 3), np.float32), "labels": np.zeros(0, int)}, "at least one"),
+    ],
+)
+def test_npz_that_does_not_fit(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(InputError, match=message):
+        opened(
+            f"npz:{tmp_path / 'a.npz'}", spec("x", "float32", "b", 3), spec("labels", "int64", "b")
+        )
+
+
+@pytest.mark.parametrize("text", ["", "digits:all", "npz", "npz:", "idx:", "csv", "tables:", ":x"])
+def test_unknown_forms(text: str) -> None:
+    with pytest.raises(InputError, match=r"expected digits\[:train\|:test\], npz:FILE, idx:DIR"):
+        open_source(text, (IMAGES, LABELS), "labels")
+
+
+def stream(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, name: str) -> Stream:
+    """The function `batches` of a module of that name, whose text is `body`."""
+    (folder / f"{name}.py").write_text(body)
+    monkeypatch.chdir(folder)
+    # As on a new interpreter, which mpirun has started with a script.
+    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p])
+    source = open_source(f"{name}:batches", (IMAGES, LABELS), "labels")
+    assert isinstance(source, Stream)
+    return source
+
+
+def test_a_function_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "def batches(epoch, train):\n    return iter([{'x': epoch, 'train': train}])\n"
+    source = stream(tmp_path, monkeypatch, body, "asks_for_some")
+    request = Request(epoch=7, seed=1, batch_size=2, train=False)
+    assert list(source.open(request)) == [{"x": 7, "train": False}]
+    body = "def batches(**given):\n    yield given\n"
+    source = stream(tmp_path, monkeypatch, body, "asks_for_all")
+    assert list(source.open(request)) == [{"epoch": 7, "seed": 1, "batch_size": 2, "train": False}]
+
+
+def test_a_batch_for_each_data_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = stream(
+        tmp_path, monkeypatch, "def batches():\n    yield {'x': 1}, {'x': 2}\n", "two_ranks"
+    )
+    assert list(source.open(ONCE)) == [({"x": 1}, {"x": 2})]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def batches():\n    return 5\n", "expected an iterator of dicts, got 5"),
+        ("def batches():\n    yield [1]\n", "batch 1: expected a dict of arrays, or a tuple"),
+        ("def batches():\n    yield ()\n", "batch 1: expected a dict"),
+    ],
+)
+def test_a_function_that_gives_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    name = f"gives_{abs(hash(body))}"
+    source = stream(tmp_path, monkeypatch, body, name)
+    with pytest.raises(InputError, match=message):
+        list(source.open(ONCE))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("nowhere_at_all:f", "No module named"), ("math:nothing", "no attribute"),
+     ("math:pi", "'pi' in 'math' is no function")],
+)  # fmt: skip
+def test_a_function_that_is_not_there(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        open_source(text, (IMAGES, LABELS), "labels")
+
+
+def test_a_program_without_samples() -> None:
+    with pytest.raises(InputError, match="no first input with a dim of samples"):
+        per_sample([spec("x", "float32")])
