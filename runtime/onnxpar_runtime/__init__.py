@@ -1,4 +1,7 @@
-"""Running rank graphs: collectives for onnxruntime, sessions and launching."""
+"""Running rank graphs: collectives for onnxruntime, sessions, training and launching."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from onnxpar_runtime.collectives import OpCounter, Rank, World, custom_op_library
 from onnxpar_runtime.group import ThreadsGroup, run_threads
@@ -6,15 +9,34 @@ from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.session import Session
 
+if TYPE_CHECKING:
+    from onnxpar_runtime.training.group import TrainerGroup
+    from onnxpar_runtime.training.trainer import Trainer
+
 __all__ = [
     "Manifest",
     "OpCounter",
     "Rank",
     "Session",
     "ThreadsGroup",
+    "Trainer",
+    "TrainerGroup",
     "World",
     "custom_op_library",
     "guarded",
     "init",
     "run_threads",
 ]
+
+# Who only runs a model does not wait for what training needs.
+_LAZY = {
+    "Trainer": "onnxpar_runtime.training.trainer",
+    "TrainerGroup": "onnxpar_runtime.training.group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a public name that is imported when it is first used."""
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

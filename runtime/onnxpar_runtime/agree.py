@@ -38,6 +38,7 @@ def agree(
     error: OnnxparRuntimeError | None,
     values: Mapping[str, int] | None = None,
     names: Sequence[str] = (),
+    sizes: Sequence[int] | None = None,
 ) -> None:
     """Returns on every rank, or raises on every rank. Every rank of the world must call it.
 
@@ -46,11 +47,13 @@ def agree(
         error: Why this rank cannot go on, or None.
         values: Values by name that must be equal on all ranks that have them.
         names: The names to compare, the same on all ranks.
+        sizes: Sizes of several batches, of any number, that must be equal on all ranks; None on
+            all of them where there are none.
 
     Raises:
         OnnxparRuntimeError: `error` itself where every rank has one, with `agreed` set.
         RankError: Some rank has an error; the lowest such rank's message is raised by all.
-        SymbolValueError: A value differs between ranks.
+        SymbolValueError: A value or the sizes differ between ranks.
     """
     size: int = rank.world.size
     if size == 1:
@@ -58,13 +61,16 @@ def agree(
             error.agreed = True
             raise error
         return
-    vector = np.full(2 + 2 * len(names), _ABSENT, np.int64)
+    vector = np.full(2 + 2 * len(names) + 2 * (sizes is not None), _ABSENT, np.int64)
     # The lowest failing rank sends the largest number, so that one maximum finds it.
     vector[0] = size - rank.index if error is not None else 0
     vector[1] = error is None
     for slot, name in enumerate(names):
         if values is not None and name in values:
             vector[2 + 2 * slot : 4 + 2 * slot] = values[name], -values[name]
+    if sizes is not None:
+        number = _digest(sizes)
+        vector[-2:] = number, -number
     result = rank.all_reduce(vector, op="max")
     if result[0] > 0:
         if not result[1] and error is not None:
@@ -79,6 +85,20 @@ def agree(
             )
             conflict.agreed = True
             raise conflict
+    if sizes is not None and result[-2] != -result[-1]:
+        conflict = SymbolValueError(
+            f"all ranks need batches of one number and sizes, got on this one {list(sizes)}"
+        )
+        conflict.agreed = True
+        raise conflict
+
+
+def _digest(sizes: Sequence[int]) -> int:
+    """Returns a number that tells sequences apart: a polynomial modulo the prime 2^61 - 1."""
+    number = len(sizes)
+    for size in sizes:
+        number = (number * 1_000_003 + size) % ((1 << 61) - 1)
+    return number
 
 
 def _raise_of(rank: Reducer, failed: int, error: OnnxparRuntimeError | None) -> None:

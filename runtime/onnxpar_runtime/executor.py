@@ -259,6 +259,28 @@ class Executor:
         self._check_local(local, values)
         return Feeds(values, local)
 
+    def part_inputs(
+        self, arrays: Mapping[str, Array], values: Mapping[str, int], atoms: tuple[int, ...]
+    ) -> Feeds:
+        """Returns this rank's part of arrays that have been split in dim 0 already.
+
+        Args:
+            arrays: By input, of the right dtypes. Where `atoms` split dim 0: the valid rows of
+                this rank's place along them. Elsewhere: the global array.
+            values: Global values of the symbols on this rank.
+            atoms: Atoms that have split dim 0.
+        """
+        local = {}
+        for name, spec in self._specs.items():
+            array, cut = arrays[name], self.cut(spec, values)
+            if atoms and cut.dims and cut.dims[0][0][1] == atoms:
+                rows = cut.local_shape[0]
+                padding = [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1)
+                array = np.pad(array, padding)
+                cut = Cut(cut.atoms, (((rows, ()),), *cut.dims[1:]))
+            local[name] = np.asarray(cut.take(array, self.rank.index), order="C")
+        return Feeds(values, local)
+
     def cut(self, spec: TensorSpec, values: Mapping[str, int], local: Any = None) -> Cut:
         """Returns `spec.cut`; raises ArtifactError where it cannot be evaluated."""
         try:

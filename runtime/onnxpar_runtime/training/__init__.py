@@ -1,0 +1,1 @@
+"""Training of artifact directories: states, steps, data, and the loop."""

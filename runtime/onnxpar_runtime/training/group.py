@@ -1,0 +1,87 @@
+"""The trainers of all ranks in one process, one thread each, over the threads transport."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from onnxpar_runtime.group import Ranks
+from onnxpar_runtime.training.counts import Batch
+from onnxpar_runtime.training.trainer import Evaluation, StepResult, Trainer
+
+Array = NDArray[Any]
+
+
+class TrainerGroup(Ranks[Trainer]):
+    """The trainers of all ranks of a training directory.
+
+    What returns something equal on all ranks returns rank 0's. Members are the trainers, for what
+    differs between ranks: `group.each(lambda r: group.members[r].state(name))`.
+
+    Args:
+        directory: The artifact directory.
+        device: As `Trainer`.
+        ort_options: As `Trainer`.
+        custom_ops: As `Trainer`.
+        seed: As `Trainer`.
+
+    Raises:
+        OnnxparRuntimeError: As `Trainer`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        device: str = "cpu",
+        ort_options: Mapping[str, str] | None = None,
+        custom_ops: Sequence[str | Path] = (),
+        seed: int = 0,
+    ) -> None:
+        """Loads the graphs of all ranks."""
+        super().__init__(
+            directory,
+            lambda manifest, rank: Trainer(
+                directory,
+                rank=rank,
+                device=device,
+                ort_options=ort_options,
+                custom_ops=custom_ops,
+                seed=seed,
+                manifest=manifest,
+            ),
+        )
+
+    def train_step(self, micro_batches: Sequence[Batch], hyper: Mapping[str, float]) -> StepResult:
+        """As `Trainer.train_step` on every rank."""
+        return self.each(lambda rank: self.members[rank].train_step(micro_batches, hyper))[0]
+
+    def forward_backward(
+        self, batch: Batch, *, weight: float = 1.0, accumulate: bool = False
+    ) -> float:
+        """As `Trainer.forward_backward` on every rank."""
+        return self.each(
+            lambda rank: self.members[rank].forward_backward(
+                batch, weight=weight, accumulate=accumulate
+            )
+        )[0]
+
+    def step(self, hyper: Mapping[str, float]) -> float:
+        """As `Trainer.step` on every rank."""
+        return self.each(lambda rank: self.members[rank].step(hyper))[0]
+
+    def evaluate(self, batch: Batch, *, outputs: bool = False) -> Evaluation:
+        """As `Trainer.evaluate` on every rank."""
+        return self.each(lambda rank: self.members[rank].evaluate(batch, outputs=outputs))[0]
+
+    def gather(self, name: str) -> Array:
+        """Returns the global array of a state, as `Trainer.gather` on every rank."""
+        array = self.each(lambda rank: self.members[rank].gather(name))[0]
+        if array is None:
+            raise AssertionError("rank 0 gathered nothing")
+        return array
+
+    def load_parameters(self, arrays: Mapping[str, Array]) -> None:
+        """As `Trainer.load_parameters` on every rank."""
+        self.each(lambda rank: self.members[rank].load_parameters(arrays))

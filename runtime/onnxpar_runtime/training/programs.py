@@ -1,0 +1,89 @@
+"""The programs of a training directory on one rank, which share their states."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.options import Device
+from onnxpar_runtime.training.state import States
+
+TRAINING = "training_model"
+OPTIMIZER = "optimizer_model"
+EVALUATION = "eval_model"
+ACCUMULATION = "accumulation_model"
+
+
+class Programs:
+    """Executors by the program's name, each loaded when it is first asked for.
+
+    Args:
+        manifest: The manifest of an artifact for training.
+        rank: The rank.
+        device: `auto`, `cpu` or `cuda`.
+        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
+        custom_ops: Further custom-op libraries.
+        first: Programs to load at once.
+
+    Attributes:
+        states: What they share.
+
+    Raises:
+        ArtifactError: The artifact is not for training, or a graph cannot be loaded.
+        LaunchError: The device or an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        rank: Rank,
+        device: str,
+        ort_options: Mapping[str, str] | None,
+        custom_ops: Sequence[str | Path],
+        first: Sequence[str],
+    ) -> None:
+        """Loads the programs that are wanted at once."""
+        self._manifest = manifest
+        self._loader = Loader(rank, device, ort_options, custom_ops)
+        self._executors: dict[str, Executor] = {}
+        self.states = States(manifest, self._loader)
+        for name in first:
+            self.load(name)
+
+    def load(self, name: str) -> Executor:
+        """Returns a program of this rank, loaded if it was not.
+
+        Raises:
+            ArtifactError: There is no such program, or it cannot be loaded.
+        """
+        if name not in self._executors:
+            self._executors[name] = Executor(self._manifest, name, self._loader, self.states)
+        return self._executors[name]
+
+    @property
+    def device(self) -> Device:
+        """Where they compute; `auto` is decided when the first program is loaded."""
+        return self._loader.device
+
+    def micro_gradients(self) -> dict[str, str]:
+        """Returns, for each gradient's name, the state that takes a further micro-batch's.
+
+        Raises:
+            ArtifactError: A gradient has none.
+        """
+        micro = self.states.of_kind("micro_gradient")
+        gradients = self.states.of_kind("gradient")
+        absent = sorted(set(gradients) - set(micro))
+        if absent:
+            raise ArtifactError(
+                f"{self._manifest.directory}: no micro_gradient state for the parameters {absent}"
+            )
+        return {name: micro[parameter] for parameter, name in gradients.items()}
+
+    def close(self) -> None:
+        """Frees all of them."""
+        for executor in self._executors.values():
+            executor.close()
+        self._executors.clear()

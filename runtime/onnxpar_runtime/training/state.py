@@ -1,0 +1,140 @@
+"""States: tensors that stay on a rank's device between runs and are updated in place.
+
+Parameters begin as the shards of the weight files, gradients and moments as zeros. A state gets its
+memory when it is first needed, and keeps it: the sessions' bindings point there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from onnxpar_runtime.boxes import Cut, coordinates
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.errors import ArtifactError, InputError
+from onnxpar_runtime.executor import Loader
+from onnxpar_runtime.manifest import Manifest, State
+from onnxpar_runtime.options import Device
+from onnxpar_runtime.tensor_file import read_tensors
+from onnxpar_runtime.tensors import to_host, to_ort
+
+Array = NDArray[Any]
+PAGE_BYTES = 4096
+
+
+class States:
+    """The states of one rank.
+
+    Args:
+        manifest: The manifest of an artifact for training.
+        loader: Knows the rank, and the device once it has loaded a graph, which comes first.
+
+    Raises:
+        ArtifactError: The artifact is not for training.
+    """
+
+    def __init__(self, manifest: Manifest, loader: Loader) -> None:
+        """Allocates nothing yet."""
+        self._manifest = manifest
+        self._loader = loader
+        self._rank = loader.rank.index
+        self._states: Mapping[str, State] = manifest.trained().states
+        self._files: dict[str, Mapping[str, Array]] = {}
+        self._values: dict[str, Any] = {}
+        self._host: dict[str, Array] = {}  # the memory of `_values`, on the CPU
+
+    def __getitem__(self, name: str) -> State:
+        """Returns what the manifest says about a state; raises InputError if it knows none such."""
+        if name not in self._states:
+            raise InputError(f"no state {name!r}; the artifact has {sorted(self._states)}")
+        return self._states[name]
+
+    def of_kind(self, kind: str) -> dict[str, str]:
+        """Returns the names of the states of a kind, by parameter."""
+        return {s.parameter: n for n, s in self._states.items() if s.kind == kind}
+
+    def cut(self, name: str) -> Cut:
+        """Returns how a state is cut."""
+        return self[name].spec.cut(self._manifest.atoms, {})
+
+    def value(self, name: str) -> Any:
+        """Returns the OrtValue of a state, always the same one.
+
+        Raises:
+            ArtifactError: The weight file of a parameter cannot be read, or has another type or
+                shape.
+        """
+        if name not in self._values:
+            state = self[name]
+            dtype, shape = DTYPES[state.spec.dtype], self.cut(name).local_shape
+            initial = self._weights(state, shape) if state.kind == "parameter" else None
+            if self._loader.device is Device.CPU:
+                memory = aligned_zeros(shape, dtype.dtype)
+                self._host[name] = memory
+                self._values[name] = to_ort(memory)
+                if initial is not None:
+                    memory[...] = initial
+            else:
+                self._values[name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                    shape, dtype.code, self._loader.device.value, self._loader.index
+                )
+                self._write(name, np.zeros(shape, dtype.dtype) if initial is None else initial)
+        return self._values[name]
+
+    def get(self, name: str) -> Array:
+        """Returns a copy of this rank's part of a state, padding included."""
+        value = self.value(name)
+        return self._host[name].copy() if name in self._host else to_host(value)
+
+    def set(self, name: str, part: Array) -> None:
+        """Overwrites this rank's part of a state, of the state's own type and local shape."""
+        self.value(name)
+        self._write(name, part)
+
+    def _write(self, name: str, part: Array) -> None:
+        if name in self._host:
+            self._host[name][...] = part
+        else:
+            source = to_ort(np.ascontiguousarray(part).reshape(part.shape))
+            onnxruntime.copy_tensors([source], [self._values[name]])
+
+    def _weights(self, state: State, shape: tuple[int, ...]) -> Array:
+        """Returns this rank's shard of a parameter, which lies in a file."""
+        name = state.parameter
+        shards = self._manifest.parameters[name].shards
+        file = next((s.file for s in shards if self._rank in s.ranks), None)
+        where = f"{self._manifest.directory}: parameter {name!r}"
+        if file is None:
+            raise ArtifactError(f"{where}: the shard of rank {self._rank} was not written")
+        if file not in self._files:
+            try:
+                self._files[file] = read_tensors(self._manifest.directory / file)
+            except InputError as error:
+                raise ArtifactError(str(error)) from None
+        array = self._files[file].get(name)
+        wanted = DTYPES[state.spec.dtype].dtype
+        if array is None or array.shape != shape or array.dtype != wanted:
+            got = "nothing" if array is None else f"{array.dtype} {array.shape}"
+            raise ArtifactError(f"{where}: expected {wanted} {shape} in {file}, got {got}")
+        return array
+
+    def partial_group(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks whose parts of a state add up, this one among them."""
+        atoms, partial = self._manifest.atoms, self[name].partial
+        mine = coordinates(self._rank, atoms)
+        fixed = [a for a in range(len(atoms)) if a not in partial]
+        return tuple(
+            other
+            for other in range(self._manifest.devices)
+            if all(coordinates(other, atoms)[a] == mine[a] for a in fixed)
+        )
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Returns zeros whose memory begins at a page's beginning, as vector kernels like it."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    room = np.zeros(size + PAGE_BYTES, np.uint8)
+    start = -room.ctypes.data % PAGE_BYTES
+    return room[start : start + size].view(dtype).reshape(shape)

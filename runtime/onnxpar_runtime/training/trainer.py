@@ -1,0 +1,385 @@
+"""One rank of a training run: steps over micro-batches, evaluation, access to the states.
+
+A loop over epochs is `onnxpar_runtime.training.loop`; what a loop of one's own needs is here:
+
+    rank = init()
+    trainer = Trainer("out", rank=rank)
+    for batch in batches:
+        loss = trainer.forward_backward(batch)
+        norm = trainer.step({"lr": 0.1, "clip_norm": inf, ...})
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.agree import agree, together
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.dtypes import DTYPES, lossless
+from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, TrainingError
+from onnxpar_runtime.executor import LOSS_WEIGHT, Executor, Feeds
+from onnxpar_runtime.gather import gather_to_root
+from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
+from onnxpar_runtime.options import Device
+from onnxpar_runtime.session import common_symbols, own_rank
+from onnxpar_runtime.training.counts import Batch, Prepared, prepare
+from onnxpar_runtime.training.programs import (
+    ACCUMULATION,
+    EVALUATION,
+    OPTIMIZER,
+    TRAINING,
+    Programs,
+)
+
+Array = NDArray[Any]
+LOSS = "onnxpar.loss"
+GRAD_NORM = "onnxpar.grad_norm"
+CORRECT = "onnxpar.correct"
+_NOTHING = Feeds({}, {})
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step returns, equal on all ranks.
+
+    Attributes:
+        loss: Mean loss of all that the step's micro-batches hold.
+        grad_norm: 2-norm of all gradients together, before clipping.
+    """
+
+    loss: float
+    grad_norm: float
+
+
+class Evaluation(TypedDict):
+    """What an evaluation returns, equal on all ranks but for the outputs.
+
+    Attributes:
+        loss: Mean loss of the batch.
+        count: What the mean is over.
+        correct: Number of labels that the largest output hits; None where there are no classes.
+        outputs: On rank 0 the global outputs of the model if they were asked for, else None.
+    """
+
+    loss: float
+    count: int
+    correct: int | None
+    outputs: dict[str, Array] | None
+
+
+class Trainer:
+    """One rank of a directory that was cut for training.
+
+    Args:
+        directory: The artifact directory.
+        rank: The rank, of a world with as many ranks as the artifact has devices. Without one, the
+            artifact must be for one device.
+        device: `auto` (CUDA where it can be used), `cpu` or `cuda`.
+        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
+        custom_ops: Further custom-op libraries that the model needs.
+        seed: Seed of the random numbers that the model draws.
+        programs: The programs to load at once; others are loaded when they are first needed.
+        manifest: The manifest, if it has been read already.
+
+    Attributes:
+        manifest: The manifest.
+        training: What it says about training.
+        rank: The rank.
+        counters: What random numbers are keyed by: `seed`; `step`, the number of optimizer steps
+            that are done; `micro_batch`, the number of the micro-batch in its step. Every rank must
+            have the same.
+
+    Raises:
+        ArtifactError: The directory is incomplete or not for training, or onnxruntime refuses a
+            graph.
+        LaunchError: The world does not have as many ranks as the artifact has devices, or the
+            device or an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        rank: Rank | None = None,
+        device: str = "auto",
+        ort_options: Mapping[str, str] | None = None,
+        custom_ops: Sequence[str | Path] = (),
+        seed: int = 0,
+        programs: Sequence[str] = (TRAINING, OPTIMIZER, EVALUATION),
+        manifest: Manifest | None = None,
+    ) -> None:
+        """Loads the rank's graphs."""
+        self.manifest = manifest or Manifest.load(directory)
+        self.training: Training = self.manifest.trained()
+        self._own_world, self.rank = own_rank(self.manifest, rank)
+        self._programs = Programs(
+            self.manifest, self.rank, device, ort_options, custom_ops, programs
+        )
+        self._common = common_symbols(self.manifest)
+        self._micro: dict[str, str] | None = None
+        self.counters = dict.fromkeys(COUNTERS, 0) | {"seed": seed}
+
+    @property
+    def device(self) -> Device:
+        """Where the rank computes."""
+        return self._programs.device
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps that are done."""
+        return self.counters["step"]
+
+    # -- training --------------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Returns a micro-batch cut for this rank; `train_step` and the rest take it in its place.
+
+        May be called ahead of time, from another thread. A mistake in the batch is raised where the
+        result is used, on all ranks together.
+        """
+        return prepare(self._programs.load(TRAINING), self.training.loss, batch)
+
+    def train_step(
+        self, micro_batches: Sequence[Batch | Prepared], hyper: Mapping[str, float]
+    ) -> StepResult:
+        """Runs all micro-batches and then the optimizer. Every rank must call it.
+
+        Loss and gradients are those of the mean over all that the micro-batches hold. Those that
+        hold nothing that counts (every label ignored) are left out.
+
+        Args:
+            micro_batches: Global arrays of the inputs, or a tuple of dicts (see `Batch`); or what
+                `prepare` returned. The same on all ranks.
+            hyper: The scalars that the optimizer's program reads, by name; others do no harm.
+
+        Raises:
+            InputError: An input is missing, unknown, of the wrong dtype or shape; a hyperparameter
+                is missing; nothing in the step counts.
+            SymbolValueError: A symbol's value violates its constraint, or ranks disagree.
+            TrainingError: The loss is not finite; parameters are left as they were.
+            RankError: Another rank cannot go on; raised by all ranks.
+        """
+        prepared = [b if isinstance(b, Prepared) else self.prepare(b) for b in micro_batches]
+        total = sum((p.count for p in prepared), Fraction(0))
+        error = next((p.error for p in prepared if p.error is not None), None)
+        error = error or self._missing(hyper)
+        if error is None and not total:
+            error = InputError("a step on nothing: it has no micro-batch with labels that count")
+        self._agree(prepared, error)
+        loss, ran = 0.0, 0
+        for number, micro in enumerate(prepared):
+            self.counters["micro_batch"] = number
+            if micro.count:
+                loss += self._forward_backward(micro, float(micro.divisor / total), ran > 0)
+                ran += 1
+        self._check(loss)
+        return StepResult(loss, self._optimize(hyper))
+
+    def forward_backward(
+        self, batch: Batch | Prepared, *, weight: float = 1.0, accumulate: bool = False
+    ) -> float:
+        """Runs one micro-batch and leaves its gradients with the states. Every rank must call it.
+
+        Args:
+            batch: As for `train_step`.
+            weight: What the mean loss of the micro-batch is multiplied by, and so its gradients.
+            accumulate: Add to the gradients that are there, instead of replacing them.
+
+        Returns:
+            The weighted loss.
+
+        Raises:
+            InputError: As `train_step`.
+            SymbolValueError: As `train_step`.
+            TrainingError: The loss is not finite.
+            RankError: As `train_step`.
+        """
+        micro = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        error = micro.error
+        if error is None and not micro.count:
+            error = InputError("a micro-batch on nothing: no label in it counts")
+        self._agree([micro], error)
+        self.counters["micro_batch"] = self.counters["micro_batch"] + 1 if accumulate else 0
+        # Differs from `weight` where data ranks have sizes of their own.
+        own = weight * float(micro.divisor / micro.count)
+        loss = self._forward_backward(micro, own, accumulate)
+        self._check(loss)
+        return loss
+
+    def step(self, hyper: Mapping[str, float]) -> float:
+        """Reduces the gradients and updates the parameters with them. Every rank must call it.
+
+        Args:
+            hyper: As for `train_step`, the same on all ranks.
+
+        Returns:
+            The 2-norm of all gradients together, before clipping.
+
+        Raises:
+            InputError: A hyperparameter is missing.
+            RankError: A rank failed.
+        """
+        error = self._missing(hyper)
+        if error is not None:
+            error.agreed = True  # the same on all ranks
+            raise error
+        return self._optimize(hyper)
+
+    def _forward_backward(self, micro: Prepared, weight: float, accumulate: bool) -> float:
+        program = self._programs.load(TRAINING)
+        numbers = {LOSS_WEIGHT: weight}
+        if not accumulate:
+            outputs = program.run(micro.feeds, self.counters, numbers)
+        else:
+            if self._micro is None:
+                self._micro = self._programs.micro_gradients()
+            outputs = program.run(micro.feeds, self.counters, numbers, self._micro)
+            self._programs.load(ACCUMULATION).run(_NOTHING, self.counters)
+        return float(outputs[LOSS].item())
+
+    def _optimize(self, hyper: Mapping[str, float]) -> float:
+        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, self.counters, hyper)
+        self.counters["step"] += 1
+        self.counters["micro_batch"] = 0
+        return float(outputs[GRAD_NORM].item())
+
+    def _missing(self, hyper: Mapping[str, float]) -> OnnxparRuntimeError | None:
+        reads = self._programs.load(OPTIMIZER).program.system_inputs
+        names = [s.hyperparameter for s in reads if s.hyperparameter is not None]
+        missing = [name for name in names if name not in hyper]
+        if missing:
+            return InputError(
+                f"hyperparameters: the optimizer {self.training.optimizer} reads {names}, missing "
+                f"{missing}"
+            )
+        return None
+
+    def _agree(self, prepared: Sequence[Prepared], error: OnnxparRuntimeError | None) -> None:
+        """One small reduction: all ranks go on, with equal sizes, or none does."""
+        values = prepared[0].feeds.values if prepared else {}
+        sizes = [p.feeds.values.get(name, 0) for p in prepared for name in self._common]
+        agree(self.rank, error, values, self._common, [len(prepared), *sizes])
+
+    def _check(self, loss: float) -> None:
+        """Raises TrainingError unless the loss is finite; it is the same on all ranks."""
+        if not isfinite(loss):
+            error = TrainingError(
+                f"step {self.steps + 1}: the loss is {loss}; training stops, and the parameters "
+                f"are as step {self.steps} left them"
+            )
+            error.agreed = True
+            raise error
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Batch, *, outputs: bool = False) -> Evaluation:
+        """Returns loss and hits of a batch. Every rank must call it.
+
+        Args:
+            batch: As for `train_step`.
+            outputs: Bring the model's outputs to rank 0 as well.
+
+        Raises:
+            InputError: As `train_step`.
+            SymbolValueError: As `train_step`.
+            RankError: As `train_step`.
+        """
+        program: Executor = self._programs.load(EVALUATION)
+        prepared = prepare(program, self.training.loss, batch)
+        self._agree([prepared], prepared.error)
+        weight = float(prepared.divisor / prepared.count) if prepared.count else 1.0
+        found = program.run(prepared.feeds, self.counters, {LOSS_WEIGHT: weight})
+        whole: dict[str, Array] | None = None
+        if outputs:
+            whole = together(self.rank, lambda: program.join(found, prepared.feeds.values))
+            for name in (LOSS, CORRECT):
+                (whole or {}).pop(name, None)
+        return Evaluation(
+            loss=float(found[LOSS].item()),
+            count=int(prepared.count),
+            correct=int(found[CORRECT].item()) if CORRECT in found else None,
+            outputs=whole,
+        )
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Array]:
+        """Returns copies of this rank's parts of the trained parameters, padding included."""
+        names = self._programs.states.of_kind("parameter")
+        return {parameter: self.state(name) for parameter, name in names.items()}
+
+    def state(self, name: str) -> Array:
+        """Returns a copy of this rank's part of a state, padding included.
+
+        Raises:
+            InputError: There is no such state.
+        """
+        return self._programs.states.get(name)
+
+    def gather(self, name: str) -> Array | None:
+        """Returns the global array of a state on rank 0 and None elsewhere. All ranks must call it.
+
+        Gradients that have not been reduced over some atoms are added up.
+
+        Raises:
+            InputError: There is no such state.
+            RankError: A rank failed.
+        """
+        states = self._programs.states
+        state, part = states[name], states.get(name)
+        if state.partial:
+            part = self.rank.all_reduce(part, states.partial_group(name))
+        return gather_to_root(self.rank, states.cut(name), part)
+
+    def load_parameters(self, arrays: Mapping[str, Array]) -> None:
+        """Overwrites trained parameters; gradients and moments stay. Every rank must call it.
+
+        Args:
+            arrays: Global arrays by parameter; those that are left out stay as they are.
+
+        Raises:
+            InputError: An unknown parameter, a wrong shape, or a type that would lose something;
+                nothing has been overwritten then.
+            RankError: Another rank cannot go on; raised by all ranks.
+        """
+        states = self._programs.states
+        names = states.of_kind("parameter")
+
+        def parts() -> dict[str, Array]:
+            unknown = sorted(set(arrays) - set(names))
+            if unknown:
+                raise InputError(f"no trained parameters {unknown}; there are {sorted(names)}")
+            return {names[n]: self._part(names[n], np.asarray(a)) for n, a in arrays.items()}
+
+        for name, part in together(self.rank, parts).items():
+            states.set(name, part)
+
+    def _part(self, name: str, array: Array) -> Array:
+        states = self._programs.states
+        cut, dtype = states.cut(name), DTYPES[states[name].spec.dtype].dtype
+        converted = lossless(array, dtype)
+        if converted is None or array.shape != cut.shape:
+            raise InputError(
+                f"parameter {name!r}: expected {dtype} {cut.shape}, got {array.dtype} {array.shape}"
+            )
+        return cut.take(converted, self.rank.index)
+
+    def close(self) -> None:
+        """Frees the sessions, and the world of one rank if it made one."""
+        self._programs.close()
+        if self._own_world is not None:
+            self._own_world.close()
+
+    def __enter__(self) -> "Trainer":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the trainer."""
+        self.close()

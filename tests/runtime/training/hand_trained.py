@@ -1,0 +1,300 @@
+"""Training artifacts made by hand: ONNX text for each program and rank, weights, a manifest."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from hand_made import FREE, HEADER, Dims, tensor
+from numpy.typing import NDArray
+from onnx import parser
+from safetensors.numpy import save_file
+
+Array = NDArray[Any]
+Json = dict[str, Any]
+
+
+@dataclass
+class Program:
+    """A program: the ONNX text of each rank, and its entry in the manifest."""
+
+    graphs: Sequence[str]
+    inputs: Sequence[Json] = ()
+    outputs: Sequence[Json] = ()
+    system_inputs: Sequence[Json] = ()
+    state_inputs: Sequence[str] = ()
+    state_outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+def state(name: str, kind: str, parameter: str, spec: Json, partial: Sequence[int] = ()) -> Json:
+    """Returns the manifest's entry of a state that is cut as the parameter's `spec` says."""
+    return {**spec, "name": name, "kind": kind, "parameter": parameter, "partial": list(partial)}
+
+
+def weight(name: str) -> Json:
+    """Returns the manifest's entry of a system input that is the weight of the loss."""
+    return {"name": name, "kind": "loss_weight"}
+
+
+def hyper(*names: str) -> list[Json]:
+    """Returns the manifest's entries of hyperparameters, each an input of the same name."""
+    return [
+        {"name": f"onnxpar.hyper.{n}", "kind": "hyperparameter", "hyperparameter": n} for n in names
+    ]
+
+
+def write(
+    directory: Path,
+    programs: Mapping[str, Program],
+    *,
+    atoms: Sequence[int],
+    states: Sequence[Json],
+    loss: Json,
+    shards: Mapping[str, tuple[Json, Sequence[Array]]],
+    symbols: Mapping[str, Json] | None = None,
+    optimizer: str = "sgd",
+) -> Path:
+    """Writes an artifact directory.
+
+    Args:
+        directory: Where.
+        programs: By name.
+        atoms: Sizes of the mesh's atoms.
+        states: Entries made by `state`.
+        loss: Entry of the loss.
+        shards: Of each parameter, its spec and what each rank holds of it.
+        symbols: Constraints by name.
+        optimizer: Kind of the optimizer.
+    """
+    directory.mkdir(parents=True)
+    ranks = len(next(iter(programs.values())).graphs)
+    entries: Json = {}
+    for name, program in programs.items():
+        for rank, text in enumerate(program.graphs):
+            onnx.save(parser.parse_model(HEADER + text), directory / f"rank{rank:04d}.{name}.onnx")
+        entries[name] = {
+            "files": [f"rank{rank:04d}.{name}.onnx" for rank in range(ranks)],
+            "inputs": list(program.inputs),
+            "outputs": list(program.outputs),
+            "system_inputs": list(program.system_inputs),
+            "collectives": [],
+            "state_inputs": list(program.state_inputs),
+            "state_outputs": [{"name": n, "state": s} for n, s in program.state_outputs.items()],
+        }
+    for rank in range(ranks):
+        parts = {name: held[rank] for name, (_, held) in shards.items()}
+        save_file(parts, directory / f"weights.{rank:04d}.safetensors")
+    parameters = {
+        name: {
+            **spec,
+            "shards": [
+                {
+                    "ranks": [rank],
+                    "file": f"weights.{rank:04d}.safetensors",
+                    "boxes": [],
+                    "local_shape": list(held[rank].shape),
+                }
+                for rank in range(ranks)
+            ],
+        }
+        for name, (spec, held) in shards.items()
+    }
+    files = {}
+    for path in sorted(directory.iterdir()):
+        data = path.read_bytes()
+        files[path.name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    manifest = {
+        "schema": 1,
+        "generator": "by hand",
+        "model": "test",
+        "mesh": {"axes": [["dp", ranks]], "atoms": list(atoms)},
+        "devices": ranks,
+        "symbols": {k: {**FREE, **v} for k, v in (symbols or {}).items()},
+        "programs": entries,
+        "parameters": parameters,
+        "files": files,
+        "strategy": {},
+        "replicated": [],
+        "training": {
+            "loss": loss,
+            "optimizer": {"kind": optimizer},
+            "states": list(states),
+            "tensors": [
+                {
+                    "name": name,
+                    "elements": int(np.prod(spec["shape"])),
+                    "trained": True,
+                    "reason": "",
+                    "used_by": [],
+                }
+                for name, (spec, _) in shards.items()
+            ],
+            "notices": [],
+            "spec": {},
+        },
+    }
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return directory
+
+
+# -- y = x w with momentum, by data ranks -----------------------------------------------------------
+
+INPUTS = 3
+OUTPUTS = 2
+SPLIT: Dims = [[("batch", [0])], [(INPUTS, [])]]
+
+
+def start() -> Array:
+    """Returns the initial weight, float64 [3, 2]."""
+    return np.random.default_rng(7).standard_normal((INPUTS, OUTPUTS))
+
+
+def batch_of(count: int, seed: int = 0) -> dict[str, Array]:
+    """Returns `count` random samples, float64."""
+    rng = np.random.default_rng([count, seed])
+    return {
+        "x": rng.standard_normal((count, INPUTS)),
+        "labels": rng.standard_normal((count, OUTPUTS)),
+    }
+
+
+def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> Path:
+    """Writes linear regression with momentum and clipping, the batch split over a prime of ranks.
+
+    The loss is mean((x w - labels)^2) over batch and outputs. Gradients stay partial over the data
+    ranks until the optimizer program.
+    """
+    members = ", ".join(map(str, range(ranks)))
+    reduce = f'onnxpar.AllReduce<reduction: string = "sum", group: ints = [{members}]>'
+    # Rows beyond the global batch are padding, which must not count.
+    forward = (
+        " r = Shape<start: int = 0, end: int = 1>(x)  rows = Squeeze(r)"
+        " zero = Constant<value_int = 0>()  one = Constant<value_int = 1>()"
+        " i = Range(zero, rows, one)  first = Mul(c, r)  at = Add(i, first)"
+        " within = Less(at, batch)  m = Cast<to: int = 11>(within)"
+        " axis = Constant<value_ints = [1]>()  mask = Unsqueeze(m, axis)"
+        " p = MatMul(x, w)  e = Sub(p, labels)  error = Mul(e, mask)"
+        " square = Mul(error, error)  total = ReduceSum<keepdims: int = 0>(square)"
+        f" outs = Constant<value_int = {OUTPUTS}>()  n1 = Mul(batch, outs)"
+        " n = Cast<to: int = 11>(n1)  count = Squeeze(n)  mean = Div(total, count)"
+    )
+    head = f"double[n, {INPUTS}] x, double[n, {OUTPUTS}] labels, double[{INPUTS}, {OUTPUTS}] w"
+    system = "int64[1] batch, int64[1] c"
+    training = (
+        f'g ({head}, {system}, float "onnxpar.loss_weight")'
+        f' => (double[{INPUTS}, {OUTPUTS}] "onnxpar.grad.w", double "onnxpar.loss") {{ {forward}'
+        ' lw = Cast<to: int = 11>("onnxpar.loss_weight")  mine = Mul(mean, lw)'
+        f' "onnxpar.loss", t0 = {reduce}(mine)'
+        " two = Constant<value_float = 2.0>()  two_d = Cast<to: int = 11>(two)"
+        " s1 = Mul(two_d, lw)  s = Div(s1, count)  d = Mul(error, s)"
+        ' xt = Transpose<perm = [1, 0]>(x)  "onnxpar.grad.w" = MatMul(xt, d) }'
+    )
+    evaluation = (
+        f'g ({head}, {system}) => (double "onnxpar.loss", double[n, {OUTPUTS}] p) {{ {forward}'
+        f' "onnxpar.loss", t0 = {reduce}(mean) }}'
+    )
+    names = ("lr", "momentum", "momentum_first", "clip_norm")
+    scalars = ", ".join(f'double "onnxpar.hyper.{n}"' for n in names)
+    grid = f"double[{INPUTS}, {OUTPUTS}]"
+    optimizer = (
+        f'g ({grid} w, {grid} "onnxpar.grad.w", {grid} "onnxpar.moment1.w", {scalars}) =>'
+        f' ({grid} "onnxpar.new.w", double "onnxpar.grad_norm", {grid} "onnxpar.new.moment1") {{'
+        f' sum, t0 = {reduce}("onnxpar.grad.w")  sq = Mul(sum, sum)'
+        ' total = ReduceSum<keepdims: int = 0>(sq)  "onnxpar.grad_norm" = Sqrt(total)'
+        " tiny = Constant<value_float = 1e-6>()  tiny_d = Cast<to: int = 11>(tiny)"
+        ' below = Add("onnxpar.grad_norm", tiny_d)  ratio = Div("onnxpar.hyper.clip_norm", below)'
+        " one = Constant<value_float = 1.0>()  one_d = Cast<to: int = 11>(one)"
+        " coefficient = Min(one_d, ratio)  g = Mul(sum, coefficient)"
+        ' not_first = Sub(one_d, "onnxpar.hyper.momentum_first")'
+        ' factor = Mul(not_first, "onnxpar.hyper.momentum")  old = Mul("onnxpar.moment1.w", factor)'
+        ' "onnxpar.new.moment1" = Add(old, g)'
+        ' step = Mul("onnxpar.new.moment1", "onnxpar.hyper.lr")  "onnxpar.new.w" = Sub(w, step) }'
+    )
+    accumulation = (
+        f'g ({grid} "onnxpar.grad.w", {grid} "onnxpar.micro.w") => ({grid} "onnxpar.sum.w") {{'
+        ' "onnxpar.sum.w" = Add("onnxpar.grad.w", "onnxpar.micro.w") }'
+    )
+    w = start()
+    spec = tensor("w", "float64", w.shape, [[(INPUTS, [])], [(OUTPUTS, [])]])
+    inputs = [
+        tensor("x", "float64", ["batch", INPUTS], SPLIT),
+        tensor("labels", "float64", ["batch", OUTPUTS], [[("batch", [0])], [(OUTPUTS, [])]]),
+    ]
+    scalar = tensor("onnxpar.loss", "float64", [], [])
+    counts = [
+        {"name": "batch", "kind": "symbol", "symbol": "batch"},
+        {"name": "c", "kind": "coordinate", "atom": 0},
+    ]
+    programs = {
+        "training_model": Program(
+            [training] * ranks,
+            inputs,
+            [scalar],
+            [*counts, weight("onnxpar.loss_weight")],
+            ["w"],
+            {"onnxpar.grad.w": "onnxpar.grad.w"},
+        ),
+        "eval_model": Program(
+            [evaluation] * ranks,
+            inputs,
+            [scalar, {**inputs[1], "name": "p"}],
+            counts,
+            ["w"],
+        ),
+        "optimizer_model": Program(
+            [optimizer] * ranks,
+            outputs=[tensor("onnxpar.grad_norm", "float64", [], [])],
+            system_inputs=hyper(*names),
+            state_inputs=["w", "onnxpar.grad.w", "onnxpar.moment1.w"],
+            state_outputs={"onnxpar.new.w": "w", "onnxpar.new.moment1": "onnxpar.moment1.w"},
+        ),
+        "accumulation_model": Program(
+            [accumulation] * ranks,
+            state_inputs=["onnxpar.grad.w", "onnxpar.micro.w"],
+            state_outputs={"onnxpar.sum.w": "onnxpar.grad.w"},
+        ),
+    }
+    return write(
+        directory,
+        programs,
+        atoms=[ranks],
+        states=[
+            state("w", "parameter", "w", spec),
+            state("onnxpar.grad.w", "gradient", "w", spec, [0]),
+            state("onnxpar.micro.w", "micro_gradient", "w", spec, [0]),
+            state("onnxpar.moment1.w", "moment1", "w", spec),
+        ],
+        loss={"kind": "mse", "labels": "labels", "ignore_index": None, "count": f"{OUTPUTS}*batch"},
+        shards={"w": (spec, [w] * ranks)},
+        symbols={"batch": symbol or {}},
+        optimizer="momentum",
+    )
+
+
+class Reference:
+    """The same training in numpy, in float64, on one device."""
+
+    def __init__(self) -> None:
+        """Begins with the artifact's weight."""
+        self.w = start()
+        self.velocity = np.zeros_like(self.w)
+        self.first = True
+
+    def gradient(self, batch: Mapping[str, Array]) -> tuple[float, Array]:
+        """Returns the mean loss and its gradient."""
+        error = batch["x"] @ self.w - batch["labels"]
+        return float((error**2).mean()), batch["x"].T @ error * (2 / error.size)
+
+    def step(self, batch: Mapping[str, Array], hyper: Mapping[str, float]) -> tuple[float, float]:
+        """Returns loss and gradient norm of one step on all samples at once."""
+        loss, gradient = self.gradient(batch)
+        norm = float(np.sqrt((gradient**2).sum()))
+        gradient = gradient * min(1.0, hyper["clip_norm"] / (norm + 1e-6))
+        self.velocity = (0 if self.first else hyper["momentum"]) * self.velocity + gradient
+        self.first = False
+        self.w = self.w - hyper["lr"] * self.velocity
+        return loss, norm
