@@ -7,6 +7,7 @@ in numpy over all devices.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import erf
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
 from onnxpar.mesh import Mesh
 from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
@@ -29,29 +31,37 @@ COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multi
 
 
 def run_model(
-    model: PartitionedModel, feeds: Mapping[str, Array], opset: int, symbols: Mapping[str, int]
+    model: PartitionedModel,
+    feeds: Mapping[str, Array],
+    opset: int,
+    symbols: Mapping[str, int],
+    *,
+    reference: bool = False,
+    padding: float = 0,
 ) -> dict[str, Array]:
     """Runs all devices on whole inputs and returns whole outputs.
 
     Args:
         model: The program of all ranks.
-        feeds: Whole inputs by name.
+        feeds: Whole inputs by name; those of parameters may be among them, else their content is.
         opset: Version of the default domain.
         symbols: The value of each symbol.
+        reference: Whether standard nodes run in onnx.reference.
+        padding: What the padding of floats holds that enter; the program may rely on 0.
     """
     mesh, table = model.plan.mesh, model.builder.table
     local: list[dict[str, Array]] = []
     for rank in range(mesh.size):
         here: dict[str, Array] = {}
         for item in model.inputs:
-            here[item.name] = split(
-                feeds[item.name], item.sharding.concrete(table, symbols), mesh, rank
-            )
+            sharding = item.sharding.concrete(table, symbols)
+            here[item.name] = _padded(feeds[item.name], sharding, mesh, rank, padding)
         for parameter in model.parameters:
-            assert parameter.source.const_value is not None
-            here[parameter.name] = split(
-                parameter.source.const_value.numpy(), parameter.sharding, mesh, rank
-            )
+            content = feeds.get(parameter.name)
+            if content is None:
+                assert parameter.source.const_value is not None
+                content = parameter.source.const_value.numpy()
+            here[parameter.name] = _padded(content, parameter.sharding, mesh, rank, padding)
         for name in model.builder.system_inputs:
             if name.startswith(COORD_PREFIX):
                 value = mesh.coords(rank)[int(name.removeprefix(COORD_PREFIX))]
@@ -61,15 +71,39 @@ def run_model(
                 value = symbols[name.removeprefix(SYMBOL_PREFIX)]
             here[name] = np.array([value], np.int64)
         local.append(here)
-    values = Lockstep(mesh, model.builder, opset, False).run(
+    values = Lockstep(mesh, model.builder, opset, reference).run(
         local, [o.local for o in model.outputs]
     )
     outputs = {}
     for item, shards in zip(model.outputs, values, strict=True):
         dims = zip(item.sharding.dims, shards[0].shape, strict=True)
         sizes = tuple(_sized(dim, size, symbols) for dim, size in dims)
-        outputs[item.name] = join(shards, Sharding(sizes).concrete(table, symbols), mesh)
+        sharding = Sharding(sizes, item.sharding.partial, item.sharding.reduction)
+        sharding = sharding.concrete(table, symbols)
+        outputs[item.name] = join(shards, sharding, mesh)
+        _check_replicas(item.name, shards, outputs[item.name], sharding, mesh)
     return outputs
+
+
+def _check_replicas(
+    name: str, shards: Sequence[Array], whole: Array, sharding: Sharding, mesh: Mesh
+) -> None:
+    """Fails where a device holds something else than the device that `join` read it from."""
+    if sharding.partial or whole.dtype.kind not in "fiub":
+        return
+    for rank, shard in enumerate(shards):
+        want = split(whole, sharding, mesh, rank)
+        valid = split(np.ones(whole.shape, bool), sharding, mesh, rank)
+        # Devices that hold the same computed it from the same, by the same nodes.
+        np.testing.assert_array_equal(shard[valid], want[valid], f"{name} on device {rank}")
+
+
+def _padded(array: Array, sharding: Sharding, mesh: Mesh, rank: int, padding: float) -> Array:
+    """What a device holds of an array, with `padding` behind its end where that is a float."""
+    shard = split(array, sharding, mesh, rank)
+    if padding != 0 and np.issubdtype(shard.dtype, np.floating):
+        shard[~split(np.ones(array.shape, bool), sharding, mesh, rank)] = padding
+    return shard
 
 
 def _sized(dim: DimSharding, local: int, symbols: Mapping[str, int]) -> DimSharding:
@@ -196,11 +230,33 @@ def _info(value: ir.Value, array: Array | None) -> onnx.ValueInfoProto:
     return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), shape)
 
 
+class Erf(OpRun):  # type: ignore[misc]
+    """Erf in the type of its operand; onnx.reference rounds it to float32."""
+
+    op_domain = ""
+
+    def _run(self, x: Array) -> tuple[Array]:
+        return (np.vectorize(erf, otypes=[x.dtype])(x),)
+
+
+class Gelu(OpRun):  # type: ignore[misc]
+    """Gelu in the type of its operand, for the same reason."""
+
+    op_domain = ""
+
+    def _run(self, x: Array, approximate: str | None = None) -> tuple[Array]:
+        if approximate == "tanh":
+            inner = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+        else:
+            inner = np.vectorize(erf, otypes=[x.dtype])(x / np.sqrt(2))
+        return ((x * (1 + inner) / 2).astype(x.dtype),)
+
+
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
     """Returns a function from a model's inputs to its outputs, both by name."""
     names = [o.name for o in model.graph.output]
     if reference:
-        whole = ReferenceEvaluator(model)
+        whole = ReferenceEvaluator(model, new_ops=[Erf, Gelu])
 
         def interpret(feeds: Mapping[str, Array]) -> dict[str, Array]:
             with np.errstate(all="ignore"):

@@ -6,8 +6,10 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import broadcast_rule
-from onnxpar.ops.local import LocalNode
-from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
+from onnxpar.ops.gradient import Gradient
+from onnxpar.ops.gradients.elementwise import SEVERAL, UNARY
+from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.registry import NOT_DIFFERENTIABLE, LocalFn, NotDifferentiable, OpDef, RuleFn
 from onnxpar.ops.rule import OpRule
 
 
@@ -109,25 +111,39 @@ _COMPARE = (("LessOrEqual", 12), ("GreaterOrEqual", 12))
 _BITS = (("BitwiseAnd", 18), ("BitwiseOr", 18), ("BitwiseXor", 18), ("BitShift", 11))
 _DISCRETE = (*_TESTS, *_LOGIC, *_COMPARE, *_BITS)
 
+_STEPS = NotDifferentiable("constant between its steps")
+
+
+def _gradient(name: str) -> Gradient | NotDifferentiable:
+    """Returns the gradient of an operator of floats; what has none is a step function."""
+    return UNARY.get(name) or SEVERAL.get(name) or _STEPS
+
+
+def _op(
+    name: str, version: int, rule: RuleFn, local: LocalFn = copy_node, *, zero: bool = False
+) -> OpDef:
+    return OpDef("", name, version, rule, local, gradient=_gradient(name), keeps_zero=zero)
+
+
 DEFS = (
-    *(OpDef("", n, v, _rule(_MONOTONE), keeps_zero=z) for n, v, z in _MONOTONE_UP),
-    *(OpDef("", n, v, _rule(), keeps_zero=z) for n, v, z in _PLAIN_UNARY),
+    *(_op(n, v, _rule(_MONOTONE), zero=z) for n, v, z in _MONOTONE_UP),
+    *(_op(n, v, _rule(), zero=z) for n, v, z in _PLAIN_UNARY),
     *(OpDef("", n, v, _rule(), gradient=NOT_DIFFERENTIABLE) for n, v in _DISCRETE),
-    OpDef("", "HardSigmoid", 1, _hard_sigmoid_rule),
+    _op("HardSigmoid", 1, _hard_sigmoid_rule),
     # |xy| = |x||y|. The sign and the reciprocal of a product are not left pending so: the product
     # may vanish or overflow in its type where the parts do not.
-    OpDef("", "Abs", 1, _rule("prod 0"), keeps_zero=True),
-    OpDef("", "Sign", 9, _rule(_MONOTONE), keeps_zero=True),
-    OpDef("", "Neg", 6, _rule("sum 0"), keeps_zero=True),
-    OpDef("", "Add", 7, _sum_rule, keeps_zero=True),
-    OpDef("", "Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), keeps_zero=True),
-    OpDef("", "Mul", 7, _rule("sum 0, sum 1, prod 0+1"), keeps_zero=True),
-    OpDef("", "Div", 7, _div_rule, _quotient_local),
-    OpDef("", "Pow", 7, _rule()),
-    OpDef("", "Mod", 10, _rule(), _quotient_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "PRelu", 7, _rule(), keeps_zero=True),
-    OpDef("", "Sum", 8, _sum_rule, keeps_zero=True),
-    OpDef("", "Max", 8, _extremum_rule, keeps_zero=True),
-    OpDef("", "Min", 8, _extremum_rule, keeps_zero=True),
-    OpDef("", "Clip", 6, _rule(_MONOTONE)),
+    _op("Abs", 1, _rule("prod 0"), zero=True),
+    _op("Sign", 9, _rule(_MONOTONE), zero=True),
+    _op("Neg", 6, _rule("sum 0"), zero=True),
+    _op("Add", 7, _sum_rule, zero=True),
+    _op("Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), zero=True),
+    _op("Mul", 7, _rule("sum 0, sum 1, prod 0+1"), zero=True),
+    _op("Div", 7, _div_rule, _quotient_local),
+    _op("Pow", 7, _rule()),
+    _op("Mod", 10, _rule(), _quotient_local),
+    _op("PRelu", 7, _rule(), zero=True),
+    _op("Sum", 8, _sum_rule, zero=True),
+    _op("Max", 8, _extremum_rule, zero=True),
+    _op("Min", 8, _extremum_rule, zero=True),
+    _op("Clip", 6, _rule(_MONOTONE)),
 )

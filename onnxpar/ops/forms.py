@@ -42,6 +42,19 @@ def normal_axis(view: NodeView, axis: int, rank: int) -> int:
     return normal_axes(view, (axis,), rank)[0]
 
 
+def reduced_axes(view: NodeView) -> tuple[int, ...] | None:
+    """Returns the axes that a Reduce node reduces; None where it reduces nothing.
+
+    Raises:
+        ModelError: The axes are an input that is not constant.
+    """
+    rank = len(view.shape(0))
+    axes = view.ints(1, "axes")
+    if not axes:
+        return None if view.attr("noop_with_empty_axes", 0) else tuple(range(rank))
+    return normal_axes(view, axes, rank)
+
+
 def work_dtype(dtype: ir.DataType | None) -> ir.DataType:
     """Returns the type in which norms and exponentials are computed: float32 for 16-bit floats."""
     return DOUBLE if dtype == DOUBLE else FLOAT

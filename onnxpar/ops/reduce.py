@@ -10,7 +10,17 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, cast, copy_or, count_of, normal_axes, reduce, work_dtype
+from onnxpar.ops.forms import (
+    BOOL,
+    cast,
+    copy_or,
+    count_of,
+    normal_axes,
+    reduce,
+    reduced_axes,
+    work_dtype,
+)
+from onnxpar.ops.gradients.reduce import REDUCTIONS, cumsum_gradient
 from onnxpar.ops.local import LocalNode, copy_node
 from onnxpar.ops.registry import LocalFn, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -18,19 +28,6 @@ from onnxpar.ops.view import further
 
 # With noop_with_empty_axes the others still square their elements or take absolute values.
 _IDENTITY_WITHOUT_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
-
-
-def reduced_axes(view: NodeView) -> tuple[int, ...] | None:
-    """Returns the axes that a Reduce node reduces; None where it reduces nothing.
-
-    Raises:
-        ModelError: The axes are an input that is not constant.
-    """
-    rank = len(view.shape(0))
-    axes = view.ints(1, "axes")
-    if not axes:
-        return None if view.attr("noop_with_empty_axes", 0) else tuple(range(rank))
-    return normal_axes(view, axes, rank)
 
 
 def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
@@ -150,7 +147,8 @@ def cumsum_rule(view: NodeView) -> OpRule:
 def _op(
     name: str, kind: str, linear: str = "", local: LocalFn = copy_node, *, zero: bool = False
 ) -> OpDef:
-    return OpDef("", name, 1, _rule(kind, linear), local, keeps_zero=zero)
+    rule = _rule(kind, linear)
+    return OpDef("", name, 1, rule, local, gradient=REDUCTIONS[name], keeps_zero=zero)
 
 
 DEFS = (
@@ -164,5 +162,5 @@ DEFS = (
     _op("ReduceL2", "special", local=copy_or(_summed("ReduceSumSquare", "Sqrt"))),
     _op("ReduceLogSum", "special", local=copy_or(_summed("ReduceSum", "Log"))),
     _op("ReduceLogSumExp", "special", local=copy_or(log_sum_exp)),
-    OpDef("", "CumSum", 11, cumsum_rule, keeps_zero=True),
+    OpDef("", "CumSum", 11, cumsum_rule, gradient=cumsum_gradient, keeps_zero=True),
 )

@@ -8,12 +8,12 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import RuleError
+from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.local import LocalNode, copy_node
 from onnxpar.ops.rule import OpRule
 
 RuleFn = Callable[[NodeView], OpRule]
 LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
-GradientFn = Callable[..., Any]
 CostFn = Callable[..., Any]
 
 
@@ -24,8 +24,13 @@ class Missing:
     reason: str
 
 
+@dataclass(frozen=True)
+class NotDifferentiable(Missing):
+    """Of a gradient that is no gap: nothing flows back through the operator, by what it is."""
+
+
 NEXT = Missing("gradients are not built yet")
-NOT_DIFFERENTIABLE = Missing("not differentiable")
+NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
 FROM_RULE = Missing("counted from the rule's factors")
 
 
@@ -50,7 +55,7 @@ class OpDef:
     since_version: int
     rule: RuleFn
     local: LocalFn = copy_node
-    gradient: GradientFn | Missing = NEXT
+    gradient: Gradient | Missing = NEXT
     cost: CostFn | Missing = FROM_RULE
     keeps_zero: bool = False
 

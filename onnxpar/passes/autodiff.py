@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import GRADIENT_OF, NodeView, ShapeEnv
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.registry import NOT_DIFFERENTIABLE, Missing
+from onnxpar.ops.registry import Missing, NotDifferentiable
 from onnxpar.ops.table import REGISTRY
 from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.global_graph import GlobalBuilder
@@ -129,7 +129,7 @@ class _Autodiff:
             read = [v for v in read_by(node) if v in varying]
             if not read:
                 continue
-            if self._gradient(node) is NOT_DIFFERENTIABLE:
+            if isinstance(self._gradient(node), NotDifferentiable):
                 stopped.update(read)
                 continue
             for value in node.outputs:
@@ -166,7 +166,7 @@ class _Autodiff:
         if not wanted and not captured:
             return
         gradient = self._gradient(node)
-        if gradient is NOT_DIFFERENTIABLE:
+        if isinstance(gradient, NotDifferentiable):
             return
         if captured:
             gradient = Missing("its body reads values that vary with a trained parameter")

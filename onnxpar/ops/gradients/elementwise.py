@@ -1,0 +1,490 @@
+"""Gradients of elementwise operators.
+
+Each is the derivative at the kink that PyTorch takes, in as few passes over the data as there are
+terms; results of the forward node stand in for exponentials where they hold them already. Where a
+formula of the textbook overflows or cancels although the derivative does not, another is used.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import log, pi, sqrt
+from types import MappingProxyType
+
+import onnx_ir as ir
+
+from onnxpar.ops.gradient import Gradient, GradNode
+
+_BOOL = ir.DataType.BOOL
+Cotangents = Sequence[ir.Value | None]
+# From the node and the cotangent of its result to that of its operand.
+Unary = Callable[[GradNode, ir.Value], ir.Value]
+
+
+def unary(derive: Unary) -> Gradient:
+    """Returns the gradient of an operator that has one operand that varies, and one result."""
+
+    def gradient(node: GradNode) -> Cotangents:
+        return [derive(node, node.cotangent())]
+
+    gradient.__doc__ = derive.__doc__
+    return gradient
+
+
+# -- pieces ------------------------------------------------------------------------------------
+
+
+def _binary(node: GradNode, op_type: str, a: ir.Value, b: ir.Value | float) -> ir.Value:
+    """`a` and `b`, whose shape is `a`'s or broadcasts to it."""
+    return node.op(op_type, a, node.number(b, a) if isinstance(b, float | int) else b)
+
+
+def _from(node: GradNode, number: float, b: ir.Value) -> ir.Value:
+    """The difference number - b."""
+    return node.op("Sub", node.number(number, b), b, shape=node.shape(b))
+
+
+def _where(node: GradNode, test: ir.Value, yes: ir.Value, no: ir.Value | float) -> ir.Value:
+    """`yes` where the test holds; test and `yes` are of one shape, or one is a scalar."""
+    other = node.number(no, yes) if isinstance(no, float | int) else no
+    return node.op("Where", test, yes, other, dtype=yes.dtype)
+
+
+def _test(node: GradNode, op_type: str, a: ir.Value, b: ir.Value | float) -> ir.Value:
+    other = node.number(b, a) if isinstance(b, float | int) else b
+    return node.op(op_type, a, other, dtype=_BOOL)
+
+
+def _one_minus_square(node: GradNode, x: ir.Value) -> ir.Value:
+    """1 - x² as (1 - x)(1 + x), which does not cancel near |x| = 1."""
+    return node.op("Mul", _from(node, 1, x), _binary(node, "Add", x, 1))
+
+
+# -- unary -------------------------------------------------------------------------------------
+
+
+def _relu(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Passes dy where y > 0."""
+    return _where(node, _test(node, "Greater", node.output(), 0), dy, 0)
+
+
+def _tanh(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·(1 - y²)."""
+    y = node.output()
+    return node.op("Mul", dy, _from(node, 1, node.op("Mul", y, y)))
+
+
+def _sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·y·(1 - y)."""
+    y = node.output()
+    return node.op("Mul", node.op("Mul", dy, y), _from(node, 1, y))
+
+
+def _exp(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·y."""
+    return node.op("Mul", dy, node.output())
+
+
+def _log(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / x."""
+    return node.op("Div", dy, node.input(0))
+
+
+def _sqrt(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / 2y."""
+    return node.op("Div", _binary(node, "Mul", dy, 0.5), node.output())
+
+
+def _reciprocal(node: GradNode, dy: ir.Value) -> ir.Value:
+    """-dy·y²."""
+    y = node.output()
+    return node.op("Neg", node.op("Mul", dy, node.op("Mul", y, y)))
+
+
+def _neg(node: GradNode, dy: ir.Value) -> ir.Value:
+    """-dy."""
+    return node.op("Neg", dy)
+
+
+def _abs(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·sign x."""
+    return node.op("Mul", dy, node.op("Sign", node.input(0)))
+
+
+def _erf(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·2/√π·exp(-x²), the factor inside of the exponential."""
+    x = node.input(0)
+    power = _from(node, log(2 / sqrt(pi)), node.op("Mul", x, x))
+    return node.op("Mul", dy, node.op("Exp", power))
+
+
+def _softplus(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·sigmoid x."""
+    return node.op("Mul", dy, node.op("Sigmoid", node.input(0)))
+
+
+def _softsign(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / (1 + |x|)²."""
+    base = _binary(node, "Add", node.op("Abs", node.input(0)), 1)
+    return node.op("Div", dy, node.op("Mul", base, base))
+
+
+def _sin(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·cos x."""
+    return node.op("Mul", dy, node.op("Cos", node.input(0)))
+
+
+def _cos(node: GradNode, dy: ir.Value) -> ir.Value:
+    """-dy·sin x."""
+    return node.op("Neg", node.op("Mul", dy, node.op("Sin", node.input(0))))
+
+
+def _tan(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·(1 + y²)."""
+    y = node.output()
+    return node.op("Mul", dy, _binary(node, "Add", node.op("Mul", y, y), 1))
+
+
+def _sinh(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·cosh x."""
+    return node.op("Mul", dy, node.op("Cosh", node.input(0)))
+
+
+def _cosh(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·sinh x."""
+    return node.op("Mul", dy, node.op("Sinh", node.input(0)))
+
+
+def _asin(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / √(1 - x²)."""
+    return node.op("Div", dy, node.op("Sqrt", _one_minus_square(node, node.input(0))))
+
+
+def _acos(node: GradNode, dy: ir.Value) -> ir.Value:
+    """-dy / √(1 - x²)."""
+    return node.op("Neg", _asin(node, dy))
+
+
+def _atan(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / (1 + x²)."""
+    x = node.input(0)
+    return node.op("Div", dy, _binary(node, "Add", node.op("Mul", x, x), 1))
+
+
+def _asinh(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / √(x² + 1)."""
+    x = node.input(0)
+    return node.op("Div", dy, node.op("Sqrt", _binary(node, "Add", node.op("Mul", x, x), 1)))
+
+
+def _acosh(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / √(x² - 1), as (x - 1)(x + 1)."""
+    x = node.input(0)
+    square = node.op("Mul", _binary(node, "Sub", x, 1), _binary(node, "Add", x, 1))
+    return node.op("Div", dy, node.op("Sqrt", square))
+
+
+def _atanh(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Gives dy / (1 - x²)."""
+    return node.op("Div", dy, _one_minus_square(node, node.input(0)))
+
+
+def _elu(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Passes dy where x > 0, else dy·αeˣ, which is dy·(y + α)."""
+    alpha = node.view.attr("alpha", 1.0)
+    y = node.output()
+    test = _test(node, "Greater", y if alpha > 0 else node.input(0), 0)
+    return _where(node, test, dy, node.op("Mul", dy, _binary(node, "Add", y, alpha)))
+
+
+def _celu(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·exp(min(x, 0)/α), the exponential read off y."""
+    below = _binary(node, "Min", node.output(), 0)
+    slope = _binary(node, "Div", below, node.view.attr("alpha", 1.0))
+    return node.op("Mul", dy, _binary(node, "Add", slope, 1))
+
+
+def _selu(node: GradNode, dy: ir.Value) -> ir.Value:
+    """γ·dy where x > 0, else dy·γαeˣ, which is dy·(y + γα)."""
+    alpha = node.view.attr("alpha", 1.67326319217681884765625)
+    gamma = node.view.attr("gamma", 1.05070102214813232421875)
+    y = node.output()
+    test = _test(node, "Greater", y if alpha > 0 and gamma > 0 else node.input(0), 0)
+    low = _binary(node, "Add", y, gamma * alpha)
+    slope = node.op("Where", test, node.number(gamma, y), low, shape=node.shape(y), dtype=y.dtype)
+    return node.op("Mul", dy, slope)
+
+
+def _gelu(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·(Φ(x) + x·φ(x)), or the derivative of its approximation by tanh."""
+    x = node.input(0)
+    if node.view.attr("approximate", "none") == "tanh":
+        return _gelu_tanh(node, dy)
+    t = _binary(node, "Mul", x, sqrt(0.5))
+    # 2φ(x) = exp(log √(2/π) - x²/2); the half of all terms goes to dy.
+    density = node.op("Exp", _from(node, log(sqrt(2 / pi)), node.op("Mul", t, t)))
+    slope = node.op("Add", node.op("Erf", t), node.op("Mul", x, density))
+    return node.op("Mul", _binary(node, "Mul", dy, 0.5), _binary(node, "Add", slope, 1))
+
+
+def _gelu_tanh(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy/2·(1 + t + x·(1 - t²)·u'), t = tanh u, u = √(2/π)·(x + 0.044715·x³)."""
+    scale, cubic = sqrt(2 / pi), 0.044715
+    # Beyond ±10 the derivative is 0 or 1 to the last bit, and u' overflows in 16 bits.
+    x = node.op("Clip", node.input(0), *(node.number(n, node.input(0)) for n in (-10, 10)))
+    square = node.op("Mul", x, x)
+    inner = _binary(node, "Add", _binary(node, "Mul", square, scale * cubic), scale)
+    t = node.op("Tanh", node.op("Mul", x, inner))
+    rise = _binary(node, "Add", _binary(node, "Mul", square, 3 * scale * cubic), scale)
+    bend = node.op("Mul", _from(node, 1, node.op("Mul", t, t)), node.op("Mul", x, rise))
+    slope = _binary(node, "Add", node.op("Add", t, bend), 1)
+    return node.op("Mul", _binary(node, "Mul", dy, 0.5), slope)
+
+
+def _mish(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·(t + x·sigmoid(x)·(1 - t²)), t = tanh softplus x."""
+    x = node.input(0)
+    t = node.op("Tanh", node.op("Softplus", x))
+    bend = node.op("Mul", _from(node, 1, node.op("Mul", t, t)), node.op("Sigmoid", x))
+    return node.op("Mul", dy, node.op("Add", t, node.op("Mul", x, bend)))
+
+
+def _hard_sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
+    """α·dy where y lies between 0 and 1."""
+    y = node.output()
+    inside = node.op("And", _test(node, "Greater", y, 0), _test(node, "Less", y, 1))
+    return _where(node, inside, _binary(node, "Mul", dy, node.view.attr("alpha", 0.2)), 0)
+
+
+def _hard_swish(node: GradNode, dy: ir.Value) -> ir.Value:
+    """0 up to -3, dy from 3, dy·(x/3 + 1/2) between."""
+    x = node.input(0)
+    slope = _binary(node, "Add", _binary(node, "Mul", x, 1 / 3), 0.5)
+    slope = _where(node, _test(node, "Less", x, 3), slope, 1)
+    slope = _where(node, _test(node, "Greater", x, -3), slope, 0)
+    return node.op("Mul", dy, slope)
+
+
+def _leaky_relu(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Passes dy where x > 0, else α·dy."""
+    alpha = node.view.attr("alpha", 0.01)
+    test = _test(node, "Greater", node.output() if alpha >= 0 else node.input(0), 0)
+    return _where(node, test, dy, _binary(node, "Mul", dy, alpha))
+
+
+def _thresholded_relu(node: GradNode, dy: ir.Value) -> ir.Value:
+    """Passes dy where x > α."""
+    test = _test(node, "Greater", node.input(0), node.view.attr("alpha", 1.0))
+    return _where(node, test, dy, 0)
+
+
+UNARY: Mapping[str, Gradient] = MappingProxyType(
+    {
+        name: unary(derive)
+        for name, derive in {
+            "Abs": _abs,
+            "Acos": _acos,
+            "Acosh": _acosh,
+            "Asin": _asin,
+            "Asinh": _asinh,
+            "Atan": _atan,
+            "Atanh": _atanh,
+            "Celu": _celu,
+            "Cos": _cos,
+            "Cosh": _cosh,
+            "Elu": _elu,
+            "Erf": _erf,
+            "Exp": _exp,
+            "Gelu": _gelu,
+            "HardSigmoid": _hard_sigmoid,
+            "HardSwish": _hard_swish,
+            "LeakyRelu": _leaky_relu,
+            "Log": _log,
+            "Mish": _mish,
+            "Neg": _neg,
+            "Reciprocal": _reciprocal,
+            "Relu": _relu,
+            "Selu": _selu,
+            "Sigmoid": _sigmoid,
+            "Sin": _sin,
+            "Sinh": _sinh,
+            "Softplus": _softplus,
+            "Softsign": _softsign,
+            "Sqrt": _sqrt,
+            "Tan": _tan,
+            "Tanh": _tanh,
+            "ThresholdedRelu": _thresholded_relu,
+        }.items()
+    }
+)
+
+
+# -- several operands --------------------------------------------------------------------------
+
+
+def sum_gradient(node: GradNode) -> Cotangents:
+    """Add and Sum: dy for each operand."""
+    dy = node.cotangent()
+    return [node.unbroadcast(dy, i) if node.wants(i) else None for i in range(node.view.arity)]
+
+
+def sub_gradient(node: GradNode) -> Cotangents:
+    """Gives dy and -dy."""
+    dy = node.cotangent()
+    left = node.unbroadcast(dy, 0) if node.wants(0) else None
+    right = node.op("Neg", node.unbroadcast(dy, 1)) if node.wants(1) else None
+    return [left, right]
+
+
+def mul_gradient(node: GradNode) -> Cotangents:
+    """dy·b and dy·a."""
+    dy, factors = node.cotangent(), (node.input(0), node.input(1))
+    if factors[0] is factors[1]:
+        part = node.op("Mul", dy, factors[0])
+        return [part, part]
+    return [
+        node.unbroadcast(node.op("Mul", dy, factors[1 - i]), i) if node.wants(i) else None
+        for i in (0, 1)
+    ]
+
+
+def div_gradient(node: GradNode) -> Cotangents:
+    """Gives dy / b and -(dy / b)·y."""
+    part = node.op("Div", node.cotangent(), node.input(1))
+    left = node.unbroadcast(part, 0) if node.wants(0) else None
+    if not node.wants(1):
+        return [left]
+    right = node.unbroadcast(node.op("Mul", part, node.output()), 1)
+    return [left, node.op("Neg", right)]
+
+
+def mod_gradient(node: GradNode) -> Cotangents:
+    """Gives dy and -dy·q, q = (a - y) / b being the quotient that the remainder leaves."""
+    dy, y = node.cotangent(), node.output()
+    left = node.unbroadcast(dy, 0) if node.wants(0) else None
+    if not node.wants(1):
+        return [left]
+    whole = node.op("Sub", node.input(0), y, shape=node.shape(y))
+    part = node.op("Mul", dy, node.op("Round", node.op("Div", whole, node.input(1))))
+    return [left, node.op("Neg", node.unbroadcast(part, 1))]
+
+
+def prelu_gradient(node: GradNode) -> Cotangents:
+    """Passes dy where x > 0, else slope·dy; for the slope x·dy where x is not above 0."""
+    dy, x, slope = node.cotangent(), node.input(0), node.input(1)
+    test = _test(node, "Greater", x, 0)
+    left = _where(node, test, dy, node.op("Mul", dy, slope)) if node.wants(0) else None
+    if not node.wants(1):
+        return [left]
+    zero = node.number(0, dy)
+    part = node.op("Where", test, zero, node.op("Mul", dy, x), shape=node.shape(dy), dtype=dy.dtype)
+    return [left, node.unbroadcast(part, 1)]
+
+
+def extremum_gradient(node: GradNode) -> Cotangents:
+    """Max and Min: dy to the operand that was taken, in even shares where several were."""
+    dy, y = node.cotangent(), node.output()
+    if node.view.arity == 1:
+        return [dy]
+    shape = node.shape(y)
+    taken = [
+        node.op("Equal", node.input(i), y, shape=shape, dtype=_BOOL) for i in range(node.view.arity)
+    ]
+    hits = [node.builder.cast(hit, dy.dtype) if dy.dtype else hit for hit in taken]
+    count = node.op("Add" if len(hits) == 2 else "Sum", *hits)
+    share = node.op("Div", dy, count)
+    return [
+        node.unbroadcast(_where(node, hit, share, 0), i) if node.wants(i) else None
+        for i, hit in enumerate(taken)
+    ]
+
+
+def where_gradient(node: GradNode) -> Cotangents:
+    """Gives dy to the branch that was taken, zero for the other."""
+    dy, test = node.cotangent(), node.input(0)
+    zero, shape = node.number(0, dy), node.shape(dy)
+    branches = ((1, (dy, zero)), (2, (zero, dy)))
+    parts = [
+        node.unbroadcast(node.op("Where", test, *pair, shape=shape, dtype=dy.dtype), i)
+        if node.wants(i)
+        else None
+        for i, pair in branches
+    ]
+    return [None, *parts]
+
+
+def clip_gradient(node: GradNode) -> Cotangents:
+    """Passes dy inside and at the bounds, where x is its own result; else to the bound."""
+    dy, x = node.cotangent(), node.input(0)
+    dx = _where(node, _test(node, "Equal", x, node.output()), dy, 0) if node.wants(0) else None
+    low, high = (node.input(i) if node.view.has(i) else None for i in (1, 2))
+    found = [dx, None, None]
+    # Bounds that cross give the upper one everywhere.
+    if low is not None and node.wants(1):
+        test = _test(node, "Less", x, low)
+        if high is not None:
+            crossed = node.op("Greater", low, high, dtype=_BOOL)
+            test = node.op("And", test, node.op("Not", crossed), shape=node.shape(x))
+        found[1] = node.unbroadcast(_where(node, test, dy, 0), 1)
+    if high is not None and node.wants(2):
+        raised = x if low is None else _binary(node, "Max", x, low)
+        found[2] = node.unbroadcast(_where(node, _test(node, "Greater", raised, high), dy, 0), 2)
+    return found
+
+
+def pow_gradient(node: GradNode) -> Cotangents:
+    """dy·p·x^(p - 1), zero where p is; and dy·y·log x, zero for 0 to a power not below 0."""
+    base = _pow_base(node) if node.wants(0) else None
+    return [base, _pow_exponent(node)] if node.wants(1) else [base]
+
+
+def _pow_base(node: GradNode) -> ir.Value | None:
+    dy, x, y, p = node.cotangent(), node.input(0), node.output(), node.input(1)
+    shape = node.shape(y)
+    power = None if p.const_value is None or p.const_value.size != 1 else p.const_value.numpy()
+    constant = None if power is None else float(power.item())
+    assert x.dtype is not None
+    if constant == 0:
+        return None
+    if constant == 1:
+        slope = dy
+    elif constant == 2:
+        slope = node.op("Mul", dy, node.op("Mul", x, node.number(2, x)), shape=shape)
+    elif constant == 0.5:
+        slope = node.op("Div", _binary(node, "Mul", dy, 0.5), y)
+    elif constant is not None:
+        less = node.op("Pow", x, node.number(constant - 1, x))
+        slope = node.op("Mul", dy, _binary(node, "Mul", less, constant), shape=shape)
+    else:
+        wide = node.builder.cast(p, x.dtype)
+        less = node.op("Pow", x, _binary(node, "Sub", wide, 1), shape=shape)
+        slope = node.op("Mul", dy, node.op("Mul", less, wide))
+        zero = _test(node, "Equal", wide, 0)
+        slope = node.op("Where", zero, node.number(0, dy), slope, shape=shape, dtype=dy.dtype)
+    return node.unbroadcast(slope, 0)
+
+
+def _pow_exponent(node: GradNode) -> ir.Value:
+    dy, x, y, p = node.cotangent(), node.input(0), node.output(), node.input(1)
+    shape = node.shape(y)
+    part = node.op("Mul", node.op("Mul", dy, y), node.op("Log", x), shape=shape)
+    above = node.op("Not", _test(node, "Less", p, 0))
+    flat = node.op("And", _test(node, "Equal", x, 0), above, shape=shape)
+    part = node.op("Where", flat, node.number(0, part), part, shape=shape, dtype=part.dtype)
+    assert p.dtype is not None
+    return node.unbroadcast(node.builder.cast(part, p.dtype), 1)
+
+
+SEVERAL: Mapping[str, Gradient] = MappingProxyType(
+    {
+        "Add": sum_gradient,
+        "Clip": clip_gradient,
+        "Div": div_gradient,
+        "Max": extremum_gradient,
+        "Min": extremum_gradient,
+        "Mod": mod_gradient,
+        "Mul": mul_gradient,
+        "PRelu": prelu_gradient,
+        "Pow": pow_gradient,
+        "Sub": sub_gradient,
+        "Sum": sum_gradient,
+    }
+)
