@@ -21,13 +21,9 @@ from onnxpar_runtime.executor import Executor, Feeds
 from onnxpar_runtime.expressions import ExpressionError, evaluate
 from onnxpar_runtime.manifest import Loss, TensorSpec
 from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
+from onnxpar_runtime.training.sources import Arrays, Batch
 
 Array = NDArray[Any]
-Arrays = Mapping[str, Array]
-Batch = Arrays | tuple[Arrays, ...]
-"""Global arrays of every input, or a tuple of them, one for each data rank, whose values of the
-per-rank symbols may differ."""
-
 
 @dataclass(frozen=True)
 class Prepared:

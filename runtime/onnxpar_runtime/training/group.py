@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from onnxpar_runtime.group import Ranks
-from onnxpar_runtime.training.counts import Batch
+from onnxpar_runtime.training.sources import Batch
 from onnxpar_runtime.training.trainer import Evaluation, StepResult, Trainer
 
 Array = NDArray[Any]

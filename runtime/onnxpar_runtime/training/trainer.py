@@ -28,7 +28,7 @@ from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
 from onnxpar_runtime.options import Device
 from onnxpar_runtime.session import common_symbols, own_rank
-from onnxpar_runtime.training.counts import Batch, Prepared, prepare
+from onnxpar_runtime.training.counts import Prepared, prepare
 from onnxpar_runtime.training.programs import (
     ACCUMULATION,
     EVALUATION,
@@ -36,6 +36,7 @@ from onnxpar_runtime.training.programs import (
     TRAINING,
     Programs,
 )
+from onnxpar_runtime.training.sources import Batch
 
 Array = NDArray[Any]
 LOSS = "onnxpar.loss"

@@ -141,7 +141,7 @@ def write(
     return directory
 
 
-# -- y = x w with momentum, by data ranks -----------------------------------------------------------
+# -- y = x w with momentum, by data ranks --------------------------------------------------------
 
 INPUTS = 3
 OUTPUTS = 2
@@ -261,7 +261,7 @@ def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> P
     return write(
         directory,
         programs,
-        atoms=[ranks],
+        atoms=[ranks] if ranks > 1 else [],
         states=[
             state("w", "parameter", "w", spec),
             state("onnxpar.grad.w", "gradient", "w", spec, [0]),
@@ -298,3 +298,94 @@ class Reference:
         self.first = False
         self.w = self.w - hyper["lr"] * self.velocity
         return loss, norm
+
+
+# -- one weight, and any loss ----------------------------------------------------------------------
+
+ONE = tensor("w", "float64", [1], [[(1, [])]])
+
+
+def one_weight(
+    directory: Path,
+    forward: str,
+    *,
+    ranks: int = 2,
+    head: str,
+    inputs: Sequence[Json] = (),
+    system_inputs: Sequence[Json] = (),
+    loss: Json,
+    symbols: Mapping[str, Json] | None = None,
+) -> Path:
+    """Writes a model with the weight w = [1.5] and SGD.
+
+    Args:
+        directory: Where.
+        forward: Nodes that compute `mine`, the rank's part of the loss (a double scalar), and
+            `slope`, its part of the loss's derivative (double [1]); they may read `lw`, the loss
+            weight as a double, and w.
+        ranks: Number of data ranks, a prime.
+        head: Declarations of the graph's inputs but for the weights.
+        inputs: Entries of its inputs.
+        system_inputs: Entries of its system inputs but for the loss weight.
+        loss: Entry of the loss.
+        symbols: Constraints by name.
+    """
+    members = ", ".join(map(str, range(ranks)))
+    reduce = f'onnxpar.AllReduce<reduction: string = "sum", group: ints = [{members}]>'
+    text = (
+        f'g ({head}, double[1] w, float "onnxpar.loss_weight")'
+        ' => (double "onnxpar.loss", double[1] "onnxpar.grad.w")'
+        f' {{ lw = Cast<to: int = 11>("onnxpar.loss_weight") {forward}'
+        f' "onnxpar.loss", t0 = {reduce}(mine)  "onnxpar.grad.w" = Identity(slope) }}'
+    )
+    update = (
+        'g (double[1] w, double[1] "onnxpar.grad.w", double "onnxpar.hyper.lr")'
+        ' => (double[1] "onnxpar.new.w", double "onnxpar.grad_norm") {'
+        f' sum, t0 = {reduce}("onnxpar.grad.w")  size = Abs(sum)'
+        ' "onnxpar.grad_norm" = ReduceSum<keepdims: int = 0>(size)'
+        ' step = Mul(sum, "onnxpar.hyper.lr")  "onnxpar.new.w" = Sub(w, step) }'
+    )
+    add = (
+        'g (double[1] "onnxpar.grad.w", double[1] "onnxpar.micro.w") => (double[1] s)'
+        ' { s = Add("onnxpar.grad.w", "onnxpar.micro.w") }'
+    )
+    scalar = tensor("onnxpar.loss", "float64", [], [])
+    partial = [0] if ranks > 1 else []
+    system = [*system_inputs, weight("onnxpar.loss_weight")]
+    forwards = Program(
+        [text] * ranks,
+        inputs,
+        [scalar],
+        system,
+        ["w"],
+        {"onnxpar.grad.w": "onnxpar.grad.w"},
+    )
+    programs = {
+        "training_model": forwards,
+        "eval_model": forwards,
+        "optimizer_model": Program(
+            [update] * ranks,
+            outputs=[tensor("onnxpar.grad_norm", "float64", [], [])],
+            system_inputs=hyper("lr"),
+            state_inputs=["w", "onnxpar.grad.w"],
+            state_outputs={"onnxpar.new.w": "w"},
+        ),
+        "accumulation_model": Program(
+            [add] * ranks,
+            state_inputs=["onnxpar.grad.w", "onnxpar.micro.w"],
+            state_outputs={"s": "onnxpar.grad.w"},
+        ),
+    }
+    return write(
+        directory,
+        programs,
+        atoms=[ranks] if ranks > 1 else [],
+        states=[
+            state("w", "parameter", "w", ONE),
+            state("onnxpar.grad.w", "gradient", "w", ONE, partial),
+            state("onnxpar.micro.w", "micro_gradient", "w", ONE, partial),
+        ],
+        loss=loss,
+        shards={"w": (ONE, [np.array([1.5])] * ranks)},
+        symbols=symbols,
+    )
