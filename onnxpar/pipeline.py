@@ -25,6 +25,7 @@ from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.passes.validity import blamed_on_model
 from onnxpar.strategy import Strategy, load_strategy, resolve, resolved
 from onnxpar.symbols import Symbol
+from onnxpar.training.divide import DividedTraining, TrainingSpec, divide_training
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ def analyse(model: ir.Model, symbols: Mapping[str, Symbol]) -> Analysed:
     return Analysed(model, env, rules, ops)
 
 
+def _seeds(analysed: Analysed, strategy: Strategy) -> Seeds:
+    return resolve(strategy, analysed.model, analysed.rules, analysed.env)
+
+
 def divide(analysed: Analysed, seeds: Seeds) -> PartitionedModel:
     """Plans and partitions a model.
 
@@ -93,7 +98,7 @@ def plan(
     if not isinstance(strategy, Strategy):
         strategy = load_strategy(str(strategy), devices)
     analysed = analyse(model, {**strategy.symbols, **(symbols or {})})
-    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    seeds = _seeds(analysed, strategy)
     return propagate(analysed.model, analysed.env, analysed.rules, seeds)
 
 
@@ -106,12 +111,14 @@ class Summary:
         partitioned: The program of all ranks.
         report: What `onnxpar inspect --json` prints.
         seconds: Wall time of each stage, in order.
+        training: The programs that train the model, where they were asked for.
     """
 
     out: Path
     partitioned: PartitionedModel
     report: dict[str, Any]
     seconds: dict[str, float]
+    training: DividedTraining | None = None
 
 
 def shard(
@@ -124,6 +131,7 @@ def shard(
     ranks: Sequence[int] | None = None,
     dump: str | Path | None = None,
     force: bool = False,
+    training: TrainingSpec | None = None,
 ) -> Summary:
     """Cuts a model into rank graphs and writes the output directory.
 
@@ -136,13 +144,14 @@ def shard(
         ranks: Write these ranks only.
         dump: Directory for the model after each stage.
         force: Replace an output directory that is there.
+        training: Write the programs that train the model, instead of the model.
 
     Raises:
         OnnxparError: Anything wrong with model, strategy or target; nothing is written then.
     """
     check_target(Path(out), force=force)
     with blamed_on_model(Path(model)):
-        return _shard(model, strategy, out, devices, symbols or {}, ranks, dump, force)
+        return _shard(model, strategy, out, devices, symbols or {}, ranks, dump, force, training)
 
 
 def _shard(
@@ -154,42 +163,51 @@ def _shard(
     ranks: Sequence[int] | None,
     dump: str | Path | None,
     force: bool,
+    training: TrainingSpec | None,
 ) -> Summary:
     clock = _Clock()
     dumper = Dumper(Path(dump)) if dump is not None else None
     loaded = load(model)
     if not isinstance(strategy, Strategy):
         strategy = load_strategy(str(strategy), devices)
+    _check_ranks(ranks, strategy.devices)
     clock.lap("load")
     constraints = {**strategy.symbols, **symbols}
     if dumper:
         dumper.model("loaded", loaded)
-    analysed = analyse(loaded, constraints)
+    divided: DividedTraining | None = None
+    if training is None:
+        analysed = analyse(loaded, constraints)
+        if dumper:
+            dumper.model("normalised", analysed.model)
+        programs: tuple[PartitionedModel, ...] = (divide(analysed, _seeds(analysed, strategy)),)
+        env = analysed.env
+    else:
+        originals = frozenset(loaded.graph.initializers)
+        normal = normalise(loaded)
+        if dumper:
+            dumper.model("normalised", normal)
+        divided = divide_training(normal, originals, strategy, constraints, training)
+        programs, env = divided.programs, divided.env
+    first = programs[0]
+    clock.lap("divide")
     if dumper:
-        dumper.model("normalised", analysed.model)
-    clock.lap("analyse")
-    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
-    _check_ranks(ranks, seeds.mesh.size)
-    chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
-    if dumper:
-        dumper.plan("planned", analysed.model, chosen)
-    clock.lap("plan")
-    parted = partition(analysed.model, analysed.env, analysed.rules, analysed.ops, chosen)
-    if dumper:
-        dumper.model("partitioned.rank0", emit_rank(parted, 0))
-    clock.lap("partition")
-    report = inspect_data(parted, analysed.env)
+        dumper.plan("planned", first.source, first.plan)
+        for program in programs:
+            dumper.model(f"partitioned.{program.program}.rank0", emit_rank(program, 0))
+    report = inspect_data(first, env)
     write(
-        [parted],
+        programs,
         Path(out),
         ranks=ranks,
         force=force,
         report=report,
-        strategy=resolved(chosen, analysed.model),
+        strategy=resolved(first.plan, first.source),
         model_name=Path(model).stem,
+        training=divided.manifest if divided else None,
     )
     clock.lap("write")
-    return Summary(Path(out), parted, report, clock.laps)
+    return Summary(Path(out), first, report, clock.laps, divided)
 
 
 def _check_ranks(ranks: Sequence[int] | None, devices: int) -> None:

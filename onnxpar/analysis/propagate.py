@@ -171,6 +171,8 @@ class _Walk:
     def _leaving(self, name: str) -> Sharding:
         """Returns the sharding in which an output leaves."""
         mesh, table = self.seeds.mesh, self.env.table
+        if name in self.seeds.outputs:
+            return self.seeds.outputs[name].canonical(mesh, table)
         made, primal = self.values[name], self.links.get(name)
         if primal is None or primal not in self.model.graph.initializers:
             return made.with_partial(()).canonical(mesh, table)

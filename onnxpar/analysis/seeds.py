@@ -35,6 +35,8 @@ class Seeds:
         parameters: Sharding of initializers, by name; those not named follow their users.
         parameter_axes: Runs of atoms that split parameters and what follows from them (tensor
             parallelism), never the batch.
+        outputs: Sharding in which graph outputs leave, by name; partial ones may be asked for. Those
+            not named leave as they are made, reduced.
         rest: What happens to nodes without a strategy: "propagate" or "replicate".
     """
 
@@ -44,3 +46,4 @@ class Seeds:
     parameters: Mapping[str, Sharding] = field(default_factory=dict)
     parameter_axes: tuple[Atoms, ...] = ()
     rest: str = "propagate"
+    outputs: Mapping[str, Sharding] = field(default_factory=dict)

@@ -8,11 +8,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onnxpar.errors import SymbolError
+from onnxpar.errors import ModelError, SymbolError
 from onnxpar.pipeline import Summary, shard
 from onnxpar.symbols import Symbol
+from onnxpar.training.divide import DividedTraining, TrainingSpec
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
 
 SHOWN = 5
+TRAINING = "Training"
 
 
 def command(
@@ -48,8 +52,95 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an output directory that is there.")
     ] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Write programs that train the model.")
+    ] = False,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOSS",
+            help="What is minimised: softmax_cross_entropy, mse, mae or bce of the first output "
+            "(or of another, as in mse:NAME), or output:NAME, a scalar of the model.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    label_input: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Input of the model that has the labels. Default: a new input, labels.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    ignore_index: Annotated[
+        int | None,
+        typer.Option(
+            help="Label that does not count, for softmax_cross_entropy.", rich_help_panel=TRAINING
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="sgd, momentum, adam, adamw or lamb.", rich_help_panel=TRAINING
+        ),
+    ] = None,
+    trainable: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Train only these parameters; may be repeated.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Do not train these parameters; may be repeated.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    decay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Weight decay for these too. Default: parameters of two dims or more.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    no_decay: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
+    ] = None,
 ) -> None:
     """Cut a model into one program for each device."""
+    wanted = {
+        "--loss": loss,
+        "--label-input": label_input,
+        "--ignore-index": ignore_index,
+        "--optimizer": optimizer,
+        "--trainable": trainable,
+        "--freeze": freeze,
+        "--decay": decay,
+        "--no-decay": no_decay,
+    }
+    training = None
+    if train:
+        if loss is None or optimizer is None:
+            missing = "--loss" if loss is None else "--optimizer"
+            raise ModelError(f"--train: expected {missing} as well, got none")
+        training = TrainingSpec(
+            parse_loss(loss, label_input=label_input, ignore_index=ignore_index),
+            parse_optimizer(optimizer),
+            tuple(trainable or ()),
+            tuple(freeze or ()),
+            tuple(decay or ()),
+            tuple(no_decay or ()),
+        )
+    else:
+        given = [name for name, value in wanted.items() if value is not None]
+        if given:
+            raise ModelError(f"{given[0]}: it is for training; expected --train as well")
     summary = shard(
         model,
         strategy,
@@ -59,6 +150,7 @@ def command(
         ranks=rank,
         dump=dump,
         force=force,
+        training=training,
     )
     _print(summary, rank or range(summary.report["devices"]))
 
@@ -97,10 +189,37 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
     if len(report["replicated"]) > SHOWN:
         lines.append(f"replicated    and {count(len(report['replicated']) - SHOWN, 'more node')}")
     lines.append(f"written       {summary.out} in {sum(summary.seconds.values()):.1f} s")
+    if summary.training is not None:
+        lines += _trained(summary.training)
     for line in lines:
         console.print(escape(line))
     if len(ranks) == report["devices"]:
-        console.print(escape(_next(summary.out, report["devices"])))
+        trains = summary.training is not None
+        console.print(escape(_next(summary.out, report["devices"], trains)))
+
+
+def _trained(training: DividedTraining) -> list[str]:
+    """Returns what is trained and what is not, since to train less than one thinks is silent."""
+    selection, unreached = training.selection, training.unreached
+    counts = selection.counts(unreached)
+    lines = [
+        f"trained       {counts.trained:,} of {counts.elements:,} parameters, in "
+        f"{counts.trained_tensors} of {counts.tensors} tensors"
+    ]
+    told = selection.told(unreached)
+    groups = (
+        ("not trained", [f"{t.name}: {t.reason}" for t in told if not t.trained]),
+        (
+            "shared",
+            [f"{t.name}, by {', '.join(t.used_by)}" for t in selection.shared(unreached)],
+        ),
+        ("notice", list(training.manifest["notices"])),
+    )
+    for title, texts in groups:
+        lines += [f"{title:<14}{text}" for text in texts[:SHOWN]]
+        if len(texts) > SHOWN:
+            lines.append(f"{title:<14}and {len(texts) - SHOWN} more, see onnxpar inspect")
+    return lines
 
 
 def describe_nodes(report: dict[str, Any]) -> str:
@@ -131,10 +250,12 @@ def _collectives(totals: dict[str, Any]) -> str:
     return f"{kinds}; a device sends {totals['bytes']} bytes in a run"
 
 
-def _next(out: Path, devices: int) -> str:
+def _next(out: Path, devices: int, trains: bool) -> str:
     # mpirun refuses more ranks than cores unless told.
     more = " --oversubscribe" if devices > (os.cpu_count() or 1) else ""
     run = f"onnxpar run {out} --inputs in.npz --outputs out.npz"
+    if trains:
+        run = f"onnxpar train {out} --data SOURCE --batch-size B --epochs E --lr X"
     return (
         f"next          onnxpar inspect {out}\n"
         f"              onnxpar view {out} --rank 0\n"

@@ -28,7 +28,14 @@ from onnxpar.passes.partitioned import GraphInput, PartitionedModel, States
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.symbols import Symbol, SymbolTable, dim_str
-from onnxpar.training.loss import LOSS, LossInfo, LossSpec, append_loss, append_metrics
+from onnxpar.training.loss import (
+    LOSS,
+    LossInfo,
+    LossKind,
+    LossSpec,
+    append_loss,
+    append_metrics,
+)
 from onnxpar.training.optimizer import (
     OptimizerKind,
     ParameterInfo,
@@ -64,6 +71,13 @@ class TrainingSpec:
     decay: tuple[str, ...] = ()
     no_decay: tuple[str, ...] = ()
 
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> "TrainingSpec":
+        """Returns what the manifest says: `TrainingSpec.of(asdict(spec)) == spec`."""
+        loss = LossSpec(**{**entry["loss"], "kind": LossKind(entry["loss"]["kind"])})
+        patterns = {key: tuple(entry[key]) for key in ("trainable", "freeze", "decay", "no_decay")}
+        return TrainingSpec(loss, OptimizerKind(entry["optimizer"]), **patterns)
+
 
 @dataclass(frozen=True)
 class DividedTraining:
@@ -74,14 +88,16 @@ class DividedTraining:
         env: Shapes of the training graph.
         plan: The plan of the training graph.
         manifest: The manifest's entry "training".
-        notices: What the user must hear of.
+        selection: What is trained, and what is not.
+        unreached: Parameters chosen that the loss does not depend on, with the reason.
     """
 
     programs: tuple[PartitionedModel, ...]
     env: ShapeEnv
     plan: Plan
     manifest: Json
-    notices: tuple[str, ...]
+    selection: Selection
+    unreached: Mapping[str, str]
 
 
 def divide_training(
@@ -104,7 +120,9 @@ def divide_training(
         OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
             between them has no gradient.
     """
+    before = set(model.graph.initializers)
     notices = list(untie(model))
+    originals |= set(model.graph.initializers) - before
     selection = select(model, originals, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
     if not selection.trained:
         raise ModelError("nothing to train: no floating-point parameter is left")
@@ -130,7 +148,9 @@ def divide_training(
         "notices": notices,
         "spec": asdict(spec),
     }
-    return DividedTraining(programs, first.env, first.program.plan, entry, tuple(notices))
+    return DividedTraining(
+        programs, first.env, first.program.plan, entry, selection, first.unreached
+    )
 
 
 # -- one micro-batch -----------------------------------------------------------------------------
@@ -204,13 +224,14 @@ def _evaluation(
     states: "_States",
 ) -> PartitionedModel:
     """Forward and loss, with what is told of a batch; parameters lie as in training."""
+    # Constants of the loss may have names that training gave to others.
+    laid = {n: s for n, s in training.plan.parameters.items() if n in model.graph.initializers}
     info = append_loss(model, spec.loss, weighted=False)
     append_metrics(info)
     model = info.model
     env = shapes(model, symbol_table(model, symbols))
     rules, ops = find_rules(model, env)
     seeds = resolve(strategy, model, rules, env)
-    laid = {n: s for n, s in training.plan.parameters.items() if n in model.graph.initializers}
     seeds = Seeds(
         seeds.mesh,
         seeds.nodes,
@@ -262,13 +283,8 @@ class _States:
                 sizes = factor_sizes(rule, view)
                 factors = project(rule.inputs[0], whole, sizes, mesh, env.table)
                 nodes[title] = NodeSeed(title, factors)
-        plan = propagate(model, env, rules, Seeds(mesh, nodes, held))
-        for output, state in program.updated.items():
-            if plan.outputs[output] != held[state]:
-                raise RuleError(
-                    f"{name}: {output!r} is {plan.outputs[output].describe(mesh)}, its buffer is "
-                    f"{held[state].describe(mesh)}"
-                )
+        outputs = {output: held[state] for output, state in program.updated.items()}
+        plan = propagate(model, env, rules, Seeds(mesh, nodes, held, outputs=outputs))
         states = States(frozenset(held), dict(program.updated))
         return partition(model, env, rules, ops, plan, program=name, states=states)
 

@@ -171,7 +171,7 @@ def optimizer_model(
     Raises:
         ModelError: No such optimizer, nothing to train, a parameter given twice or not floating.
     """
-    kind = _kind(kind)
+    kind = parse_optimizer(kind)
     update = _UPDATES[kind]
     opset = opset if opset >= MIN_OPSET else DEFAULT_OPSET
     states = states_of(parameters, (StateKind.PARAMETER, StateKind.GRADIENT, *update.moments))
@@ -236,7 +236,8 @@ def accumulation_model(
 # -- building ------------------------------------------------------------------------------------
 
 
-def _kind(kind: OptimizerKind | str) -> OptimizerKind:
+def parse_optimizer(kind: OptimizerKind | str) -> OptimizerKind:
+    """Returns the optimizer of a name; ModelError where there is none of it."""
     known = [k.value for k in OptimizerKind]
     if kind not in known:
         raise ModelError(f"--optimizer: expected one of {', '.join(known)}, got {str(kind)!r}")
