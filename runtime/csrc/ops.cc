@@ -6,6 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "kernels.h"
 #include "ort_io.h"
 #include "philox.h"
 
@@ -474,6 +475,7 @@ ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
     op.release_alias_map = release_pairs;
     if (ort::Status* status = api().domain_add(domain, &op)) return status;
   }
+  if (ort::Status* status = add_kernels(domain, rank)) return status;
   return api().add_domain(options, domain);
 }
 

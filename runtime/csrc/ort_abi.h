@@ -69,7 +69,9 @@ inline constexpr int kAttrString = 5;
   X(269, shape_attr, Status* (*)(const ShapeContext*, const char*, const OpAttr**))             \
   X(270, shape_set_output, Status* (*)(const ShapeContext*, size_t, const TensorInfo*))         \
   X(271, set_symbolic_dims, Status* (*)(TensorInfo*, const char**, size_t))                     \
-  X(272, read_attr, Status* (*)(const OpAttr*, int, void*, size_t, size_t*))
+  X(272, read_attr, Status* (*)(const OpAttr*, int, void*, size_t, size_t*))                    \
+  X(274, parallel_for,                                                                          \
+    Status* (*)(const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*))
 
 struct Api {
 #define X(slot, name, ...)        \

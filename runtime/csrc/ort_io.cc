@@ -106,6 +106,10 @@ Stream Io::stream() const {
   return stream;
 }
 
+void Io::parallel(size_t total, void* data, void (*body)(void*, size_t)) const {
+  check(g_api.parallel_for(context_, body, total, 0, data));
+}
+
 std::optional<int64_t> KernelAttributes::integer(const char* name) const {
   int64_t value = 0;
   if (!succeeded(g_api.attr_int(info_, name, &value))) return std::nullopt;

@@ -39,6 +39,8 @@ class Io {
   // Writes the token that chains the next collective.
   void token(size_t index) const;
   Stream stream() const;
+  // Calls body(data, i) for all i below `total`, in any order, on the session's threads.
+  void parallel(size_t total, void* data, void (*body)(void*, size_t)) const;
 
  private:
   ort::KernelContext* context_;

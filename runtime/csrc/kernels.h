@@ -1,0 +1,50 @@
+// Fused kernels for training on the CPU, as operators of the domain `onnxpar`, version 1.
+//
+// Graphs carry each of these operators together with a model-local function of the same name that
+// says the same in standard operators. onnxruntime takes the kernel where one is registered and
+// expands the function where none is, so these are registered for ranks whose tensors are on the
+// host and left out for those on a device.
+//
+// T is float32, float64, float16 or bfloat16, the last two computed in float32; in a node all T are
+// the same. The ports take any type, since one that is not registered would not go to the function
+// but be refused when the graph is loaded. D is float64, with one element. Shapes are equal unless
+// told; `?` may be left out. Outputs named like an input with a prime may take that input's memory,
+// and so may dx that of dy. Sums are taken in pieces of fixed size, so that results do not depend
+// on the thread count.
+//
+//   ReluGrad(dy T, y T) -> dx T                                      y > 0 ? dy : 0
+//   TanhGrad(dy T, y T) -> dx T                                      dy (1 - y^2)
+//   SigmoidGrad(dy T, y T) -> dx T                                   dy y (1 - y)
+//   GeluGrad(dy T, x T; approximate = "none" | "tanh") -> dx T
+//   SoftmaxGrad(dy T, y T; axis = -1) -> dx T                        y (dy - sum(dy y))
+//   LogSoftmaxGrad(dy T, y T; axis = -1) -> dx T                     dy - exp(y) sum(dy)
+//   LayerNormalizationGrad(dy T, x T, scale T, mean U, inv_std U; axis = -1)
+//       -> (dx T, dscale T?, dbias T?)
+//     scale has the shape of x from `axis` on, mean and inv_std one element for each row before it;
+//     U is T or float32, as ONNX's stash_type has it.
+//   SoftmaxCrossEntropyLossGrad(dloss T, log_prob T [N, C, ...], labels int64 [N, ...],
+//                               weights T? [C]; reduction = "mean" | "sum" | "none", ignore_index?)
+//       -> dx T [N, C, ...]
+//     dloss has the shape of labels where reduction is "none", else one element. A mean over no
+//     label has gradient 0.
+//   SquareSum(x T, ...) -> sum [], float64 where the first x is, else float32
+//     The sum of the squares of all elements of all inputs, whose shapes may differ.
+//   SgdStep(p T, g T, scale D, lr D, weight_decay D?) -> p' T
+//   MomentumStep(p T, g T, m T, scale D, lr D, momentum D, dampening D, first D, weight_decay D?)
+//       -> (p' T, m' T)                                              first is 1 in the first step
+//   AdamStep(p T, g T, m T, v T, scale D, lr_corrected D, beta1 D, beta1_complement D, beta2 D,
+//            beta2_complement D, eps D, correction2_sqrt D, weight_decay D?)
+//       -> (p' T, m' T, v' T)
+//   AdamWStep: as AdamStep, but its last input is decay D? = 1 - lr weight_decay
+//     These four follow torch.optim; g is first multiplied by `scale`, the coefficient of clipping.
+#pragma once
+
+#include "ort_abi.h"
+#include "world.h"
+
+namespace onnxpar {
+
+// Adds the operators to the domain, unless the rank's tensors are on a device.
+ort::Status* add_kernels(ort::CustomOpDomain* domain, RankContext* rank);
+
+}  // namespace onnxpar

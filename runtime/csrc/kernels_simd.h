@@ -1,0 +1,87 @@
+// Inner loops of the training kernels. They are compiled once for any processor and, on x86-64,
+// once more for AVX2; which of the two runs is decided when the library is first used.
+//
+// Every output may be the same memory as an input of the same element type (exactly the same, not
+// shifted), unless told otherwise. No loop allocates, throws or uses the C++ library, so that no
+// inline function compiled for AVX2 can be taken for the one that all processors run.
+#pragma once
+
+#include <cstddef>
+
+namespace onnxpar {
+
+// What an optimizer step needs besides tensors; see the operators in kernels.h.
+template <class T>
+struct StepScalars {
+  T scale;         // multiplies the gradient before all else
+  T learning;      // learning rate, with Adam's first correction in it
+  T weight_decay;  // times the parameter, added to the gradient
+  T decay;         // times the parameter, before the step
+  T keep1;         // what stays of the first moment, and the share of the gradient that comes
+  T take1;
+  T keep2;  // the same of the second
+  T take2;
+  T correction2;  // square root of the second moment's correction
+  T eps;
+};
+
+template <class T>
+struct Loops {
+  void (*relu_grad)(T* dx, const T* dy, const T* y, size_t n);
+  void (*tanh_grad)(T* dx, const T* dy, const T* y, size_t n);
+  void (*sigmoid_grad)(T* dx, const T* dy, const T* y, size_t n);
+  // Error in float32 below 1e-6 |dy| (the derivative lies between -0.13 and 1.13).
+  void (*gelu_grad)(T* dx, const T* dy, const T* x, size_t n);
+  void (*gelu_tanh_grad)(T* dx, const T* dy, const T* x, size_t n);
+
+  // One row of a softmax or its logarithm.
+  void (*softmax_grad)(T* dx, const T* dy, const T* y, size_t n);
+  void (*log_softmax_grad)(T* dx, const T* dy, const T* y, size_t n);
+  // `columns` softmaxes side by side: element i of each is at i * stride; `sums` has room for one
+  // value a column.
+  void (*softmax_grad_columns)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
+                               size_t columns, T* sums);
+  void (*log_softmax_grad_columns)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
+                                   size_t columns, T* sums);
+  // dx[i] = factor * exp(y[i]), and the same with a factor for each element.
+  void (*scaled_exp)(T* dx, const T* y, T factor, size_t n);
+  void (*scaled_exp_each)(T* dx, const T* y, const T* factors, size_t n);
+
+  // One row of n elements: writes dx, adds to dscale and dbias, which overlap no other array.
+  void (*layer_norm_grad)(T* dx, T* dscale, T* dbias, const T* dy, const T* x, const T* scale,
+                          T mean, T inv_std, size_t n);
+
+  // to[i] += from[i]
+  void (*add)(T* to, const T* from, size_t n);
+  double (*square_sum)(const T* x, size_t n);
+
+  void (*sgd)(T* p_out, const T* p, const T* g, const StepScalars<T>& s, size_t n);
+  void (*momentum)(T* p_out, T* m_out, const T* p, const T* g, const T* m,
+                   const StepScalars<T>& s, size_t n);
+  void (*adam)(T* p_out, T* m_out, T* v_out, const T* p, const T* g, const T* m, const T* v,
+               const StepScalars<T>& s, size_t n);
+};
+
+struct Simd {
+  Loops<float> f32;
+  Loops<double> f64;
+
+  template <class T>
+  const Loops<T>& of() const;
+};
+template <>
+inline const Loops<float>& Simd::of<float>() const { return f32; }
+template <>
+inline const Loops<double>& Simd::of<double>() const { return f64; }
+
+namespace simd_generic {
+extern const Simd table;
+}
+namespace simd_avx2 {
+extern const Simd table;
+}
+
+// The loops for this processor.
+const Simd& simd();
+
+}  // namespace onnxpar

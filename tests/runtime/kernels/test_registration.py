@@ -1,0 +1,154 @@
+"""How onnxruntime sees the kernels: functions of the same name, shapes, memory and errors."""
+
+import numpy as np
+import onnxruntime
+import pytest
+from one_node import Run, model_of, session
+from onnx import parser
+
+from onnxpar_runtime.collectives import World
+
+HEADER = '<ir_version: 10, opset_import: ["" : 21, "onnxpar" : 1]>\n'
+# A function that is wrong on purpose, so that it shows which of the two was taken.
+MARKED = """
+g ({0}[n] dy, {0}[n] y) => ({0}[n] dx) {{ dx = onnxpar.ReluGrad (dy, y) }}
+<domain: "onnxpar", opset_import: ["" : 21]>
+ReluGrad (dy, y) => (dx) {{ dx = Add (dy, y) }}
+"""
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_ALL"])
+def test_kernel_before_function(dtype: type[np.floating], level: str) -> None:
+    names = {np.float32: "float", np.float64: "double", np.float16: "float16"}
+    model = parser.parse_model(HEADER + MARKED.format(names[dtype]))
+    dy, y = np.array([1, 2], dtype), np.array([-3, 4], dtype)
+    feeds = {"dy": dy, "y": y}
+    (with_kernel,) = session(model).run(None, feeds)
+    np.testing.assert_array_equal(with_kernel, np.array([0, 2], dtype))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    without = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    np.testing.assert_array_equal(without.run(None, feeds)[0], np.array([-2, 6], dtype))
+
+
+def test_registered_with_a_rank() -> None:
+    model = model_of("SquareSum", [np.ones(3, np.float32)], [True], {})
+    with World.threads(1) as world:
+        options = onnxruntime.SessionOptions()
+        world.rank(0).register(options)
+        made = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        assert made.run(None, {"i0": np.full(3, 2, np.float32)})[0] == 12
+
+
+def test_inferred_shapes() -> None:
+    text = """
+    g (float[a, 4, 5] x, float[5] scale, float[a, 4, 1] mean, float[a, 4, 1] inv, double[] one,
+       float[] x0)
+      => (float total, float dx, float y, float db, float p, float q) {
+      dx, ds, db = onnxpar.LayerNormalizationGrad (x, x, scale, mean, inv)
+      y = onnxpar.GeluGrad (dx, x)
+      p = onnxpar.SgdStep (scale, db, one, one)
+      q = onnxpar.SgdStep (x0, x0, one, one)
+      total = onnxpar.SquareSum (dx, ds, db)
+    }"""
+    model = parser.parse_model(HEADER + text)
+    for output in model.graph.output:
+        output.ClearField("type")
+    found = {y.name: (y.type, y.shape) for y in session(model).get_outputs()}
+    assert found == {
+        "total": ("tensor(float)", []),
+        "dx": ("tensor(float)", ["a", 4, 5]),
+        "y": ("tensor(float)", ["a", 4, 5]),
+        "db": ("tensor(float)", [5]),
+        "p": ("tensor(float)", [5]),
+        "q": ("tensor(float)", []),
+    }
+
+
+def test_gradient_takes_memory_only_where_nobody_reads_it() -> None:
+    text = """
+    g (float[n] x) => (float[n] a, float[n] b, float[n] c) {
+      dy = Neg (x)
+      a = onnxpar.TanhGrad (dy, x)
+      dz = Neg (x)
+      b = onnxpar.SigmoidGrad (dz, dz)
+      c = Add (dy, dz)
+    }"""
+    x = np.linspace(-1, 1, 9, dtype=np.float32)
+    a, b, c = session(parser.parse_model(HEADER + text)).run(None, {"x": x})
+    np.testing.assert_allclose(a, -x * (1 - x * x), atol=4 * 2.0**-24)
+    np.testing.assert_allclose(b, -x * -x * (1 + x), atol=4 * 2.0**-24)
+    np.testing.assert_array_equal(c, -2 * x)
+
+
+F = np.float32
+X = np.zeros((2, 3), F)
+LABELS = np.zeros(2, np.int64)
+ONE = np.ones((), F)
+D = np.ones(())
+MISTAKES = {
+    "shape": ("ReluGrad", [X, X[:1]], {}, r"y has shape \[1, 3\], expected \[2, 3\] as dy"),
+    "types": ("ReluGrad", [X, X.astype(np.float64)], {}, "y is float64, expected float32"),
+    "integers": ("TanhGrad", [LABELS, LABELS], {}, "dy is int64, expected float32, float64"),
+    "approximate": ("GeluGrad", [X, X], {"approximate": "erf"}, "approximate is 'erf'"),
+    "axis": ("SoftmaxGrad", [X, X], {"axis": 2}, r"axis is 2 for a tensor of shape \[2, 3\]"),
+    "no axis": ("LogSoftmaxGrad", [ONE, ONE], {}, r"axis is -1 for a tensor of shape \[\]"),
+    "scale": (
+        "LayerNormalizationGrad",
+        [X, X, X[0, :2], X[:, :1], X[:, :1]],
+        {},
+        r"scale has shape \[2\], expected 3 elements",
+    ),
+    "mean": (
+        "LayerNormalizationGrad",
+        [X, X, X[0], X[0], X[:, :1]],
+        {},
+        r"mean has shape \[3\], expected 2 elements, one for each row",
+    ),
+    "reduction": ("SoftmaxCrossEntropyLossGrad", [ONE, X, LABELS], {"reduction": "max"}, "'max'"),
+    "label": (
+        "SoftmaxCrossEntropyLossGrad",
+        [ONE, X, LABELS + 3],
+        {},
+        "label 0 is 3, expected one of 3 classes",
+    ),
+    "negative label": ("SoftmaxCrossEntropyLossGrad", [ONE, X, LABELS - 1], {}, "label 0 is -1"),
+    "labels": (
+        "SoftmaxCrossEntropyLossGrad",
+        [ONE, X, np.zeros(3, np.int64)],
+        {},
+        r"labels has shape \[3\], expected \[2\]",
+    ),
+    "dloss": (
+        "SoftmaxCrossEntropyLossGrad",
+        [ONE, X, LABELS],
+        {"reduction": "none"},
+        r"dloss has shape \[\], expected \[2\] as labels",
+    ),
+    "weights": (
+        "SoftmaxCrossEntropyLossGrad",
+        [ONE, X, LABELS, X[0, :2]],
+        {},
+        r"weights has shape \[2\], expected 3 elements",
+    ),
+    "squares": ("SquareSum", [X, X.astype(np.float64)], {}, "an input is float64"),
+    "lr": (
+        "SgdStep",
+        [X, X, D, X.astype(np.float64)],
+        {},
+        r"lr has shape \[2, 3\], expected one element",
+    ),
+    "gradient": ("SgdStep", [X, X[0], D, D], {}, r"g has shape \[3\], expected \[2, 3\] as p"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(run: Run, mistake: str) -> None:
+    op, inputs, attributes, message = MISTAKES[mistake]
+    with pytest.raises(Exception, match=f"{op} 'node': .*{message}"):
+        run(op, *inputs, **attributes)
