@@ -140,6 +140,7 @@ class _Partition:
             symbols=dict(self.env.table),
             replicated=replicated,
             equalities=assumed_equalities(graph, self.rules, table),
+            states=self.states,
         )
 
     def _initializer(self, name: str, value: ir.Value) -> None:
