@@ -48,6 +48,36 @@ def block(size: int, parts: Sequence[int], position: Sequence[int]) -> Block:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a rank takes of a tensor, worked out for taking it often.
+
+    Attributes:
+        sizes: Global size of every component.
+        slices: The rank's valid elements of every component.
+        blocks: Local size of every component, padding included.
+        shape: Local shape.
+        whole: Whether it takes everything.
+    """
+
+    sizes: tuple[int, ...]
+    slices: tuple[slice, ...]
+    blocks: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: bool
+
+    def take(self, array: Array) -> Array:
+        """Returns the part of the global `array`: a view where it is not padded."""
+        if self.whole:
+            return array
+        view = array.reshape(self.sizes)[self.slices]
+        if view.shape != self.blocks:
+            padded = np.zeros(self.blocks, dtype=array.dtype)
+            padded[tuple(slice(0, n) for n in view.shape)] = view
+            view = padded
+        return view.reshape(self.shape)
+
+
+@dataclass(frozen=True)
 class Cut:
     """How one tensor of known size is cut over the mesh.
 
@@ -93,17 +123,21 @@ class Cut:
             if not any(c for a, c in enumerate(coordinates(rank, self.atoms)) if a not in used)
         )
 
+    def part(self, rank: int) -> "Part":
+        """Returns what a rank takes of the tensor."""
+        blocks = self.blocks(rank)
+        sizes = tuple(n for dim in self.dims for n, _ in dim)
+        return Part(
+            sizes=sizes,
+            slices=tuple(slice(b.start, b.start + b.valid) for b in blocks),
+            blocks=tuple(b.local for b in blocks),
+            shape=self.local_shape,
+            whole=all(b.valid == b.local == n for b, n in zip(blocks, sizes, strict=True)),
+        )
+
     def take(self, array: Array, rank: int) -> Array:
         """Returns the rank's part of the global `array`: a view where it is not padded."""
-        blocks = self.blocks(rank)
-        sizes = [n for dim in self.dims for n, _ in dim]
-        view = array.reshape(sizes)[tuple(slice(b.start, b.start + b.valid) for b in blocks)]
-        local = [b.local for b in blocks]
-        if list(view.shape) != local:
-            padded = np.zeros(local, dtype=array.dtype)
-            padded[tuple(slice(0, n) for n in view.shape)] = view
-            view = padded
-        return view.reshape(self.local_shape)
+        return self.part(rank).take(array)
 
     def put(self, whole: Array, part: Array, rank: int) -> None:
         """Writes the valid elements of the rank's `part` into the contiguous array `whole`."""

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import Cut, coordinates
+from onnxpar_runtime.boxes import Cut, Part, coordinates
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.data import convert
 from onnxpar_runtime.errors import (
@@ -75,6 +75,8 @@ class _Binding:
     io: Any
     reusable: bool
     inputs: dict[str, Any] = field(default_factory=dict)
+    # The buffers of the outputs that are no states, once a run has made them.
+    outputs: list[Any] = field(default_factory=list)
     # The numbers of system inputs, in memory that onnxruntime reads at every run.
     system: list[tuple[SystemInput, Array]] = field(default_factory=list)
 
@@ -190,7 +192,7 @@ class Executor:
         self._outputs = outputs
         self._coordinates = coordinates(self.rank.index, manifest.atoms)
         self._lock = threading.Lock()
-        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, Cut]]]
+        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, Part]]]
         self._cuts = OrderedDict()
         self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
         log.info("rank %d of %d: %s on %s", self.rank.index, manifest.devices, path, self.device)
@@ -228,14 +230,16 @@ class Executor:
                 values = bind_symbols(self.program.inputs, shapes)
                 check_symbols(self.manifest.symbols, values)
                 check_equal_sizes(self.program, values)
-                known = values, {n: self.cut(spec, values) for n, spec in self._specs.items()}
+                rank = self.rank.index
+                parts = {n: self.cut(s, values).part(rank) for n, s in self._specs.items()}
+                known = values, parts
                 self._cuts[key] = known
                 while len(self._cuts) > _MAX_SHAPES:
                     self._cuts.popitem(last=False)
-        values, cuts = known
+        values, parts = known
         local = {
             # Not ascontiguousarray, which gives a scalar a dim.
-            name: np.asarray(cuts[name].take(a, self.rank.index), order="C")
+            name: np.asarray(parts[name].take(a), order="C")
             for name, a in arrays.items()
         }
         return Feeds(values, local)
@@ -364,14 +368,17 @@ class Executor:
             elif entry.hyperparameter is not None:
                 memory[...] = (numbers or {})[entry.hyperparameter]
         if not binding.reusable:
+            binding.outputs.clear()
             self._bind_outputs(binding, redirect)
         try:
             self._session.run_with_iobinding(binding.io)
         except Exception as error:
             del self._bindings[key]
             raise RankError(self.rank.index, first_line(error)) from error
-        # Those that are no states were bound first.
-        results = zip(self._data_outputs, binding.io.get_outputs(), strict=False)
+        if not binding.outputs:
+            # Those that are no states were bound first.
+            binding.outputs = binding.io.get_outputs()[: len(self._data_outputs)]
+        results = zip(self._data_outputs, binding.outputs, strict=True)
         return {name: to_host(value) for name, value in results}
 
     def join(

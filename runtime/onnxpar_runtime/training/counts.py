@@ -25,6 +25,7 @@ from onnxpar_runtime.training.sources import Arrays, Batch
 
 Array = NDArray[Any]
 
+
 @dataclass(frozen=True)
 class Prepared:
     """A micro-batch, cut for this rank.
@@ -38,7 +39,7 @@ class Prepared:
 
     feeds: Feeds
     divisor: int
-    count: Fraction
+    count: Fraction | int
     error: OnnxparRuntimeError | None = None
 
 
@@ -49,9 +50,9 @@ def prepare(executor: Executor, loss: Loss, batch: Batch) -> Prepared:
             return _of_data_ranks(executor, loss, batch)
         feeds = executor.cut_inputs(batch)
         count = _mean_over(loss, executor.program.inputs, batch, feeds.values)
-        return Prepared(feeds, count, Fraction(count))
+        return Prepared(feeds, count, count)
     except OnnxparRuntimeError as error:
-        return Prepared(Feeds({}, {}), 0, Fraction(0), error)
+        return Prepared(Feeds({}, {}), 0, 0, error)
 
 
 def _mean_over(

@@ -11,7 +11,6 @@ A loop over epochs is `onnxpar_runtime.training.loop`; what a loop of one's own 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypedDict
@@ -167,7 +166,7 @@ class Trainer:
             RankError: Another rank cannot go on; raised by all ranks.
         """
         prepared = [b if isinstance(b, Prepared) else self.prepare(b) for b in micro_batches]
-        total = sum((p.count for p in prepared), Fraction(0))
+        total = sum(p.count for p in prepared)
         error = next((p.error for p in prepared if p.error is not None), None)
         error = error or self._missing(hyper)
         if error is None and not total:
