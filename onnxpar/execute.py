@@ -14,9 +14,11 @@ from onnxpar_runtime import commands
 from onnxpar_runtime import verify as checks
 from onnxpar_runtime.data import read_npz
 from onnxpar_runtime.options import parse_pairs
+from onnxpar_runtime.training import commands as training
+from onnxpar_runtime.training.hyper import Settings, parse_betas
 from onnxpar_runtime.verify import Case
 
-__all__ = ["Case", "parse_case", "report_json", "run", "verify"]
+__all__ = ["Case", "evaluate", "parse_case", "report_json", "run", "train", "verify"]
 
 
 def run(
@@ -51,6 +53,141 @@ def run(
         log_dir=log_dir,
         ort_options=parse_pairs(ort),
         custom_ops=custom_ops,
+    )
+
+
+def train(
+    directory: Path,
+    data: str,
+    *,
+    lr: float,
+    batch_size: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    accumulate: int = 1,
+    schedule: str = "constant",
+    warmup: int = 0,
+    momentum: float | None = None,
+    dampening: float | None = None,
+    betas: str | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
+    clip_norm: float | None = None,
+    evaluate: bool = False,
+    parameters: Path | None = None,
+    save: Path | None = None,
+    log: Path | None = None,
+    print_every: int = 1,
+    device: str = "auto",
+    transport: str = "auto",
+    log_dir: Path | None = None,
+    ort: Sequence[str] = (),
+    custom_ops: Sequence[Path] = (),
+) -> int:
+    """Trains with this process's rank of an artifact directory; returns the exit code.
+
+    Args:
+        directory: A directory that was cut for training.
+        data: The source: `digits`, `npz:FILE`, `idx:DIR` or `module:function`.
+        lr: Base learning rate.
+        batch_size: Samples in a step, of all ranks together.
+        epochs: Epochs.
+        steps: Steps of all epochs together after which it ends.
+        seed: What the order of samples and the model's random numbers depend on.
+        accumulate: Micro-batches in a step.
+        schedule: `constant`, `linear` or `cosine`.
+        warmup: Warm-up steps.
+        momentum: Factor of the velocity; None for the optimizer's default, as for what follows.
+        dampening: Share of the gradient that does not enter the velocity.
+        betas: Decay rates of the two moments, as a text `0.9,0.999`.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay.
+        clip_norm: Largest 2-norm of all gradients together.
+        evaluate: Whether to evaluate after each epoch.
+        parameters: Safetensors file of global parameters to begin with.
+        save: Safetensors file for the trained global parameters.
+        log: File of JSON lines.
+        print_every: Print every so many steps of an epoch; 0 prints none.
+        device: `auto`, `cpu` or `cuda`.
+        transport: `auto`, `mpi` or `threads`.
+        log_dir: Folder for a log file of each rank, or None.
+        ort: `key=value` options of onnxruntime.
+        custom_ops: Further custom-op libraries.
+
+    Raises:
+        LaunchError: An option is malformed, or MPI cannot be used.
+    """
+    settings = Settings(
+        momentum=momentum,
+        dampening=dampening,
+        betas=None if betas is None else parse_betas(betas),
+        eps=eps,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+    )
+    wanted = training.TrainingRun(
+        data=data,
+        lr=lr,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        seed=seed,
+        accumulate=accumulate,
+        schedule=schedule,
+        warmup=warmup,
+        settings=settings,
+        evaluate=evaluate,
+        parameters=parameters,
+        save=save,
+        log=log,
+        print_every=print_every,
+    )
+    how = training.Execution(device, transport, log_dir, parse_pairs(ort), custom_ops)
+    return training.train(directory, wanted, how)
+
+
+def evaluate(
+    directory: Path,
+    data: str,
+    *,
+    batch_size: int | None = None,
+    parameters: Path | None = None,
+    metric: str | None = None,
+    as_json: bool = False,
+    device: str = "auto",
+    transport: str = "auto",
+    log_dir: Path | None = None,
+    ort: Sequence[str] = (),
+    custom_ops: Sequence[Path] = (),
+) -> int:
+    """Evaluates with this process's rank of an artifact directory; returns the exit code.
+
+    Args:
+        directory: A directory that was cut for training.
+        data: The source, of whose halves the one for testing is taken.
+        batch_size: Samples in a batch, of all ranks together.
+        parameters: Safetensors file of global parameters, or None for those of the directory.
+        metric: `accuracy` to insist on it, or None for what there is.
+        as_json: Print JSON.
+        device: `auto`, `cpu` or `cuda`.
+        transport: `auto`, `mpi` or `threads`.
+        log_dir: Folder for a log file of each rank, or None.
+        ort: `key=value` options of onnxruntime.
+        custom_ops: Further custom-op libraries.
+
+    Raises:
+        LaunchError: An option is malformed, or MPI cannot be used.
+    """
+    how = training.Execution(device, transport, log_dir, parse_pairs(ort), custom_ops)
+    return training.evaluation(
+        directory,
+        data,
+        how,
+        batch_size=batch_size,
+        parameters=parameters,
+        metric=metric,
+        as_json=as_json,
     )
 
 

@@ -36,6 +36,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("shard", "onnxpar.cli.shard"),
     ("inspect", "onnxpar.cli.inspect"),
     ("run", "onnxpar.cli.run"),
+    ("train", "onnxpar.cli.train"),
+    ("eval", "onnxpar.cli.eval"),
     ("verify", "onnxpar.cli.verify"),
     ("view", "onnxpar.cli.view"),
     ("ops", "onnxpar.cli.ops"),
@@ -43,7 +45,11 @@ COMMANDS: tuple[tuple[str, str], ...] = (
 
 # onnxruntime and MPI give Python no turn for as long as they compute; then SIGTERM has to end the
 # process as it does any other. Ctrl-C waits for the turn.
-_COMPUTING = ("run", "verify")
+_COMPUTING = ("run", "train", "eval", "verify")
+
+# An interrupt ends these with the code that shells have for it, since a script that starts a long
+# run must tell an interrupt from a failure; the others end with 1.
+_LONG = ("train", "eval")
 
 
 def build_app(only: str | None = None) -> "typer.Typer":
@@ -112,10 +118,11 @@ def _run(given: list[str], interrupts: "_Interrupts") -> int:
         # Typer prints usage errors itself and exits.
         command.main(args=given, prog_name="onnxpar")
     except SystemExit as leave:
-        if leave.code in _INTERRUPTED:
+        left = leave.code if isinstance(leave.code, int) else 0
+        if left in _INTERRUPTED:
             interrupts.tell()
-            return 1
-        return leave.code if isinstance(leave.code, int) else 0
+            return left if name in _LONG else 1
+        return left
     except Exception as error:
         # The error trees of transformer and runtime share no module, only this attribute.
         code = getattr(error, "exit_code", None)

@@ -1,4 +1,7 @@
-"""The runtime's programs, as the command line and `mpirun python` scripts start them."""
+"""The runtime's programs, as the command line and `mpirun python` scripts start them.
+
+Those of training are in `onnxpar_runtime.training.commands`.
+"""
 
 import logging
 import time
@@ -47,17 +50,8 @@ def run(
     """
     rank = init()
 
-    def prepare() -> Manifest:
-        if log_dir is not None:
-            open_log(log_dir, rank.index)
-        manifest = Manifest.load(directory)
-        check_size(manifest, rank)
-        if rank.index == 0:
-            check_writable(outputs)
-        return manifest
-
     def body() -> int:
-        manifest = together(rank, prepare)
+        manifest = begin(rank, "run", directory, log_dir, outputs)
         session = together(
             rank,
             lambda: Session(
@@ -90,7 +84,28 @@ def run(
     return 1 if code > 128 else code
 
 
-def check_size(manifest: Manifest, rank: Rank) -> None:
+def begin(
+    rank: Rank,
+    command: str,
+    directory: str | Path,
+    log_dir: str | Path | None,
+    writes: str | Path | None = None,
+) -> Manifest:
+    """Returns the manifest on every rank, once logs are open and what is to be written can be."""
+
+    def prepare() -> Manifest:
+        if log_dir is not None:
+            open_log(log_dir, rank.index)
+        manifest = Manifest.load(directory)
+        check_size(manifest, rank, command)
+        if rank.index == 0 and writes is not None:
+            check_writable(writes)
+        return manifest
+
+    return together(rank, prepare)
+
+
+def check_size(manifest: Manifest, rank: Rank, command: str = "run") -> None:
     """Raises LaunchError, with the command to type, unless there is a rank for each device."""
     size = rank.world.size
     if size == manifest.devices:
@@ -98,6 +113,6 @@ def check_size(manifest: Manifest, rank: Rank) -> None:
     if mpirun_place() is None:
         raise LaunchError(
             f"{manifest.directory} was cut for {manifest.devices} ranks: start it with "
-            f"`mpirun -n {manifest.devices} onnxpar run {manifest.directory} …`"
+            f"`mpirun -n {manifest.devices} onnxpar {command} {manifest.directory} …`"
         )
     raise LaunchError(wrong_size(manifest, size))

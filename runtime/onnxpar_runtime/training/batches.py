@@ -19,7 +19,6 @@ from onnxpar_runtime.expressions import Size, bare_name
 from onnxpar_runtime.manifest import Manifest, Symbol, TensorSpec
 from onnxpar_runtime.training.sources import (
     Arrays,
-    Batch,
     Request,
     Samples,
     Source,
@@ -192,11 +191,11 @@ class Step:
     """The data of one step.
 
     Attributes:
-        micro_batches: In the order in which they run.
+        micro_batches: In the order in which they run: batches, or what they were made into.
         samples: Number of samples in all of them.
     """
 
-    micro_batches: tuple[Batch, ...]
+    micro_batches: tuple[Any, ...]
     samples: int
 
 

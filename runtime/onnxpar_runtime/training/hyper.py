@@ -91,7 +91,6 @@ class Hyperparameters:
                 "beta2_complement": 1.0 - beta2,
                 "eps": chosen.eps or 0.0,
                 "lr_corrected": rate / (1.0 - beta1**step),
-                "correction1": 1.0 - beta1**step,
                 "correction2_sqrt": sqrt(1.0 - beta2**step),
             }
         return scalars

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, TextIO
 
 from onnxpar_runtime.data import check_writable
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.launch import mpirun_place
 from onnxpar_runtime.manifest import Training
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 SHOWN = 5
 """Untrained or shared tensors that are named one by one."""
@@ -100,16 +100,7 @@ class Reporter:
                 raise self._cannot_write(error) from None
         self._progress: Progress | None = None
         if first and (on_terminal(self._out) if bar is None else bar):
-            # A rank's own standard output is mpirun's, whose width it does not know.
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[state]}"),
-                console=Console(file=self._out, force_terminal=True, highlight=False),
-                transient=True,
-            )
+            self._progress = _bar(self._out)
 
     def begin(self, steps: int | None) -> None:
         """Begins a run of so many steps, None where nobody knows."""
@@ -165,6 +156,23 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
         self._open.close()
+
+
+def _bar(out: TextIO) -> "Progress":
+    """Returns a progress bar that is drawn on a terminal."""
+    # Loading it takes a tenth of a second, which no other rank has to spend.
+    from rich import console, progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[state]}"),
+        # A rank's own standard output is mpirun's, of which rich knows no width.
+        console=console.Console(file=out, force_terminal=True, highlight=False),
+        transient=True,
+    )
 
 
 def on_terminal(stream: TextIO) -> bool:

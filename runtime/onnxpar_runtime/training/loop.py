@@ -7,12 +7,21 @@ from typing import Any, Protocol
 
 from onnxpar_runtime.agree import agree
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, SymbolValueError
+from onnxpar_runtime.errors import (
+    InputError,
+    LaunchError,
+    OnnxparRuntimeError,
+    SymbolValueError,
+    TrainingError,
+)
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.log import Reporter, StepRecord
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import Batch, Stream
+
+Numbered = tuple[int, int, Step]
+"""A step with its epoch and its number in the epoch, both from 1."""
 
 
 class StepOutcome(Protocol):
@@ -34,7 +43,10 @@ class Trains(Protocol):
     def rank(self) -> Rank:
         """The rank."""
 
-    def train_step(self, micro_batches: Sequence[Batch], hyper: Mapping[str, float]) -> StepOutcome:
+    def prepare(self, batch: Batch) -> Any:
+        """Returns a micro-batch cut for this rank. Is called ahead of time, from another thread."""
+
+    def train_step(self, micro_batches: Sequence[Any], hyper: Mapping[str, float]) -> StepOutcome:
         """Runs all micro-batches and the optimizer. Every rank must call it."""
 
     def evaluate(self, batch: Batch) -> Mapping[str, Any]:
@@ -141,7 +153,7 @@ def fit(
     reporter.begin(limit)
     done, last, loss = 0, 0, float("nan")
     together = isinstance(data.source, Stream)
-    with Ahead(_numbered(data, epochs, limit)) as items:
+    with Ahead(_numbered(trainer, data, epochs, limit)) as items:
         start = time.perf_counter()
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
@@ -150,7 +162,12 @@ def fit(
                 start = time.perf_counter()
             done, last = done + 1, epoch
             rate = schedule.at(done)
-            outcome = trainer.train_step(step.micro_batches, hyper.at(done, rate))
+            try:
+                outcome = trainer.train_step(step.micro_batches, hyper.at(done, rate))
+            except TrainingError as error:
+                told = TrainingError(f"epoch {epoch}, {error}")
+                told.agreed = error.agreed
+                raise told from None
             loss = float(outcome.loss)
             end = time.perf_counter()
             speed = step.samples / (end - start)
@@ -162,15 +179,16 @@ def fit(
 
 
 def _numbered(
-    data: TrainingData, epochs: int | None, limit: int | None
-) -> Iterator[tuple[int, int, Step]]:
-    """Returns the steps of the run with their epoch and their number in it, both from 1."""
+    trainer: Trains, data: TrainingData, epochs: int | None, limit: int | None
+) -> Iterator[Numbered]:
+    """Returns the steps of the run, cut for this rank."""
     done, epoch = 0, 0
     while (epochs is None or epoch < epochs) and (limit is None or done < limit):
         epoch += 1
         before = done
         for number, step in enumerate(data.epoch(epoch), 1):
-            yield epoch, number, step
+            cut = tuple(trainer.prepare(batch) for batch in step.micro_batches)
+            yield epoch, number, Step(cut, step.samples)
             done += 1
             if done == limit:
                 return
@@ -178,9 +196,7 @@ def _numbered(
             raise InputError(f"--data {data.source.name}: epoch {epoch} has no batches")
 
 
-def _next(
-    items: Iterator[tuple[int, int, Step]], rank: Rank, together: bool
-) -> tuple[int, int, Step] | None:
+def _next(items: Iterator[Numbered], rank: Rank, together: bool) -> Numbered | None:
     """Returns the next step, None after the last.
 
     Args:

@@ -1,0 +1,126 @@
+"""`onnxpar train`: epochs over a source of data."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What `onnxpar shard --train` wrote.")
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE",
+            help="digits (scikit-learn's handwritten digits), npz:FILE (arrays named as the "
+            "inputs), idx:DIR (MNIST's files) or module:function (an iterator of dicts).",
+        ),
+    ],
+    lr: Annotated[float, typer.Option(metavar="X", help="Learning rate.")],
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="B", help="Samples in a step, of all ranks together.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(metavar="E", help="Epochs. Default: 1, or what --steps takes.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="K", help="End after so many steps, of all epochs.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="S", min=0, help="Seed of the order of samples and of dropout.")
+    ] = 0,
+    momentum: Annotated[
+        float | None, typer.Option(metavar="M", help="Momentum of the optimizer momentum: 0.9.")
+    ] = None,
+    dampening: Annotated[
+        float | None, typer.Option(metavar="D", help="Dampening of the optimizer momentum: 0.")
+    ] = None,
+    betas: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Of adam, adamw and lamb: 0.9,0.999.")
+    ] = None,
+    eps: Annotated[
+        float | None, typer.Option(metavar="E", help="Of adam and adamw: 1e-8; of lamb: 1e-6.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(metavar="W", help="Of adamw and lamb: 0.01; otherwise 0.")
+    ] = None,
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(metavar="C", help="Largest 2-norm of all gradients together; else none."),
+    ] = None,
+    accumulate: Annotated[
+        int, typer.Option(metavar="K", help="Micro-batches that a step's batch is split into.")
+    ] = 1,
+    schedule: Annotated[
+        str, typer.Option(metavar="KIND", help="constant, linear or cosine.")
+    ] = "constant",
+    warmup: Annotated[
+        int, typer.Option(metavar="K", help="Steps in which the learning rate rises from 0.")
+    ] = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Evaluate on the test part of SOURCE after each epoch.")
+    ] = False,
+    parameters: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Begin with these, as --save wrote them.")
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the trained parameters, whole, as safetensors."),
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a JSON line for each step.")
+    ] = None,
+    print_every: Annotated[
+        int, typer.Option(metavar="K", min=0, help="Print each K-th step of an epoch; 0: none.")
+    ] = 1,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(metavar="TRANSPORT", help="auto, mpi or threads.")
+    ] = "auto",
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write rank0000.log, rank0001.log, … to this folder."),
+    ] = None,
+    ort: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of onnxruntime; may be repeated."),
+    ] = None,
+    custom_ops: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
+    ] = None,
+) -> None:
+    """Train on a source of data: `mpirun -n N onnxpar train DIR …`."""
+    from onnxpar import execute  # loads onnxruntime and MPI, which the other commands do without
+
+    code = execute.train(
+        directory,
+        data,
+        lr=lr,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        seed=seed,
+        accumulate=accumulate,
+        schedule=schedule,
+        warmup=warmup,
+        momentum=momentum,
+        dampening=dampening,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+        evaluate=evaluate,
+        parameters=parameters,
+        save=save,
+        log=log,
+        print_every=print_every,
+        device=device,
+        transport=transport,
+        log_dir=log_dir,
+        ort=ort or (),
+        custom_ops=custom_ops or (),
+    )
+    raise typer.Exit(code)

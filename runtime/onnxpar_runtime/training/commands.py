@@ -1,0 +1,325 @@
+"""`train` and `eval`, as the command line and `mpirun python` scripts start them."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from numpy.typing import NDArray
+
+from onnxpar_runtime.agree import together
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.commands import begin
+from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.launch import guarded, init
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
+from onnxpar_runtime.training.batches import (
+    BatchDim,
+    EvaluationData,
+    TrainingData,
+    evaluation_data,
+    training_data,
+)
+from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
+from onnxpar_runtime.training.log import Reporter, what_is_trained
+from onnxpar_runtime.training.loop import Evaluation, evaluate, fit, total_steps
+from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
+from onnxpar_runtime.training.schedule import Schedule
+from onnxpar_runtime.training.sources import open_source
+from onnxpar_runtime.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+Array = NDArray[Any]
+INTERRUPTED = 130
+_DEFAULTS = Settings()
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a rank's program runs.
+
+    Attributes:
+        device: `auto`, `cpu` or `cuda`.
+        transport: As `onnxpar_runtime.init`.
+        log_dir: Folder for a log file of each rank, or None.
+        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
+        custom_ops: Further custom-op libraries.
+    """
+
+    device: str = "auto"
+    transport: str = "auto"
+    log_dir: str | Path | None = None
+    ort_options: Mapping[str, str] | None = None
+    custom_ops: Sequence[str | Path] = ()
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What `train` is to do.
+
+    Attributes:
+        data: The source, see `onnxpar_runtime.training.sources.open_source`.
+        lr: Base learning rate.
+        batch_size: Samples in a step, of all ranks together; None where a stream decides.
+        epochs: Epochs; by default one, or as many as `steps` takes.
+        steps: Steps of all epochs together after which it ends.
+        seed: What the order of samples and the model's random numbers depend on.
+        accumulate: Micro-batches in a step.
+        schedule: `constant`, `linear` or `cosine`.
+        warmup: Warm-up steps.
+        settings: The optimizer's settings.
+        evaluate: Whether to evaluate on the source's test part after each epoch.
+        parameters: Safetensors file of global parameters to begin with, or None.
+        save: Safetensors file for the trained global parameters, or None.
+        log: File of JSON lines, or None.
+        print_every: Print every so many steps of an epoch; 0 prints none.
+    """
+
+    data: str
+    lr: float
+    batch_size: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    accumulate: int = 1
+    schedule: str = "constant"
+    warmup: int = 0
+    settings: Settings = _DEFAULTS
+    evaluate: bool = False
+    parameters: str | Path | None = None
+    save: str | Path | None = None
+    log: str | Path | None = None
+    print_every: int = 1
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What of a run can be wrong before anything is computed."""
+
+    data: TrainingData
+    evaluation: EvaluationData | None
+    hyper: Hyperparameters
+    schedule: Schedule
+
+
+def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
+    """Trains; the body of one rank.
+
+    Rank 0 prints how much of the model is trained and a line for each step, and writes files.
+
+    Args:
+        directory: A directory that was cut for training.
+        wanted: What to do.
+        how: How to run.
+
+    Returns:
+        The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
+    """
+    rank = init(how.transport)
+
+    def body() -> int:
+        manifest = begin(rank, "train", directory, how.log_dir, wanted.save)
+        prepared = together(rank, lambda: _prepare(manifest, wanted))
+        first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluate else ()))
+        trainer = _trainer(rank, manifest, how, first, wanted.seed, wanted.parameters)
+        with together(rank, lambda: _reporter(rank, wanted)) as reporter:
+            for line in what_is_trained(trainer.training):
+                reporter.tell(line)
+            for plan in (prepared.data.plan, prepared.evaluation and prepared.evaluation.plan):
+                if plan and plan.notice:
+                    reporter.tell(f"notice: {plan.notice}")
+            start = time.perf_counter()
+            done = fit(
+                trainer,
+                prepared.data,
+                prepared.hyper,
+                prepared.schedule,
+                reporter,
+                epochs=wanted.epochs,
+                steps=wanted.steps,
+                evaluation=prepared.evaluation,
+            )
+            log.info("%d steps in %.3f s", done.steps, time.perf_counter() - start)
+            if wanted.save is not None:
+                _save(trainer, wanted.save)
+                reporter.tell(f"wrote {wanted.save}")
+        trainer.close()
+        return 0
+
+    return _interruptible(rank, body)
+
+
+def evaluation(
+    directory: str | Path,
+    data: str,
+    how: Execution,
+    *,
+    batch_size: int | None = None,
+    parameters: str | Path | None = None,
+    metric: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Evaluates on the test part of a source; the body of one rank. Rank 0 prints the result.
+
+    Args:
+        directory: A directory that was cut for training.
+        data: The source, see `onnxpar_runtime.training.sources.open_source`.
+        how: How to run.
+        batch_size: Samples in a batch, of all ranks together.
+        parameters: Safetensors file of global parameters, or None for those of the directory.
+        metric: `accuracy` to insist on it, or None for what there is.
+        as_json: Print `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`.
+
+    Returns:
+        The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
+    """
+    rank = init(how.transport)
+
+    def body() -> int:
+        manifest = begin(rank, "eval", directory, how.log_dir)
+        chosen = together(rank, lambda: _evaluation_data(manifest, data, batch_size, 0))
+        trainer = _trainer(rank, manifest, how, (EVALUATION,), 0, parameters)
+        result = evaluate(trainer, chosen)
+        together(rank, lambda: _check_metric(metric, result))
+        if rank.index == 0:
+            _print_evaluation(data, chosen, result, as_json)
+        trainer.close()
+        return 0
+
+    return _interruptible(rank, body)
+
+
+def _interruptible(rank: Rank, body: Callable[[], int]) -> int:
+    """Returns the exit code of a rank's program; the interrupt of a lone rank is not told."""
+
+    def quiet() -> int:
+        try:
+            code = body()
+        except KeyboardInterrupt:
+            if rank.world.size > 1:
+                raise
+            code = INTERRUPTED
+        return code
+
+    return guarded(rank, quiet)
+
+
+def _trainer(
+    rank: Rank,
+    manifest: Manifest,
+    how: Execution,
+    programs: Sequence[str],
+    seed: int,
+    parameters: str | Path | None,
+) -> Trainer:
+    trainer = together(
+        rank,
+        lambda: Trainer(
+            manifest.directory,
+            rank=rank,
+            device=how.device,
+            ort_options=how.ort_options,
+            custom_ops=how.custom_ops,
+            seed=seed,
+            programs=programs,
+            manifest=manifest,
+        ),
+    )
+    if parameters is not None:
+        trainer.load_parameters(together(rank, lambda: read_tensors(parameters)))
+    return trainer
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def _prepare(manifest: Manifest, wanted: TrainingRun) -> _Prepared:
+    training = manifest.trained()
+    specs = manifest.program(TRAINING).inputs
+    source = open_source(wanted.data, specs, training.loss.labels)
+    data = training_data(
+        source,
+        specs,
+        BatchDim.of(manifest, specs),
+        batch=wanted.batch_size,
+        accumulate=wanted.accumulate,
+        seed=wanted.seed,
+    )
+    reads = manifest.program(OPTIMIZER).system_inputs
+    hyper = hyperparameters(
+        training.optimizer,
+        wanted.settings,
+        {s.hyperparameter for s in reads if s.hyperparameter is not None},
+    )
+    total = total_steps(data, wanted.epochs, wanted.steps)
+    held_out = None
+    if wanted.evaluate:
+        held_out = _evaluation_data(manifest, wanted.data, None, wanted.seed)
+    schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
+    return _Prepared(data, held_out, hyper, schedule)
+
+
+def _reporter(rank: Rank, wanted: TrainingRun) -> Reporter:
+    return Reporter(rank.index == 0, log=wanted.log, every=wanted.print_every)
+
+
+def _save(trainer: Trainer, path: str | Path) -> None:
+    """Writes the trained parameters, whole, one after another. Every rank must call it."""
+    states = [s for s in trainer.training.states.values() if s.kind == "parameter"]
+    entries = [
+        Entry(s.parameter, s.spec.dtype, tuple(int(n) for n in s.spec.shape)) for s in states
+    ]
+    gathered = (trainer.gather(s.spec.name) for s in states)
+
+    def save() -> None:
+        try:
+            if trainer.rank.index == 0:
+                write_tensors(path, entries, cast(Iterator[Array], gathered))
+        finally:
+            # After an error too: the other ranks wait until their parts have been taken.
+            for _ in gathered:
+                pass
+
+    together(trainer.rank, save)
+
+
+# -- evaluation -----------------------------------------------------------------------------------
+
+
+def _evaluation_data(manifest: Manifest, data: str, batch: int | None, seed: int) -> EvaluationData:
+    training = manifest.trained()
+    specs = manifest.program(EVALUATION).inputs
+    source = open_source(data, specs, training.loss.labels, "test")
+    return evaluation_data(source, specs, BatchDim.of(manifest, specs), batch=batch, seed=seed)
+
+
+def _check_metric(metric: str | None, result: Evaluation) -> None:
+    if metric not in (None, "accuracy"):
+        raise LaunchError(f"--metric: expected accuracy, got {metric!r}")
+    if metric is not None and result.accuracy is None:
+        raise LaunchError("--metric accuracy: the artifact's loss has no classes, only a loss")
+
+
+def _print_evaluation(data: str, chosen: EvaluationData, result: Evaluation, as_json: bool) -> None:
+    notice = chosen.plan.notice if chosen.plan is not None else ""
+    if as_json:
+        report = {
+            "data": data,
+            "samples": result.samples,
+            "loss": result.loss,
+            "accuracy": result.accuracy,
+            "correct": result.correct,
+            "labels": result.labels,
+            "notice": notice,
+        }
+        text = json.dumps(report, indent=2)
+    else:
+        text = f"notice: {notice}\n" if notice else ""
+        text += f"{data}: {result.samples} samples: {result.text}"
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
