@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onnxpar.mesh import Mesh
+from onnxpar.ops.functions import FUNCTIONS, VERSION
 from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
 from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.partitioned import PartitionedModel
@@ -134,7 +135,7 @@ class Lockstep:
                 here[value.name or ""] = value.const_value.numpy()
         stretch: list[ir.Node] = []
         for node in self.builder.nodes:
-            if node.domain != DOMAIN:
+            if node.domain != DOMAIN or node.op_type in FUNCTIONS:
                 stretch.append(node)
                 continue
             self._stretch(stretch, memory, outputs)
@@ -165,8 +166,15 @@ class Lockstep:
             [_info(v, memory[0][v.name or ""]) for v in entering],
             [_info(v, None) for v in leaving],
         )
+        called = {node.op_type for node in nodes if node.domain == DOMAIN}
         model = onnx.helper.make_model(
-            graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=10
+            graph,
+            opset_imports=[
+                onnx.helper.make_opsetid("", self.opset),
+                onnx.helper.make_opsetid(DOMAIN, VERSION),
+            ],
+            functions=[ir.to_proto(FUNCTIONS[name].made(self.opset)) for name in sorted(called)],
+            ir_version=10,
         )
         evaluate = evaluator(model, self.reference)
         for here in memory:
