@@ -11,6 +11,7 @@ from onnxpar.ops import (
     reduce,
     shape,
     slice,
+    updates,
     view,
 )
 from onnxpar.ops.registry import Registry
@@ -28,5 +29,6 @@ REGISTRY = Registry.join(
         norm.DEFS,
         loss.DEFS,
         random.DEFS,
+        updates.DEFS,
     )
 )

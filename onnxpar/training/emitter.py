@@ -73,22 +73,39 @@ class Emitter:
                 node's where it is not given.
             attributes: The node's attributes.
         """
-        node_name = self._fresh(f"{self.scope}/{op_type}")
         sizes = inputs[0].shape if shape is None else shape
         kind = inputs[0].dtype if dtype is None else dtype
-        assert sizes is not None and kind is not None
-        out = new_value(name or self._fresh(f"{node_name}.out"), kind, sizes)
-        self._taken.add(out.name or "")
+        (out,) = self.node(op_type, inputs, [(kind, sizes)], attributes)
+        if name is not None:
+            out.name = name
+            self._taken.add(name)
+        return out
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[tuple[ir.DataType | None, Sizes | None]],
+        attributes: Mapping[str, int | str | Sequence[int]] | None = None,
+        *,
+        domain: str = "",
+    ) -> tuple[ir.Value, ...]:
+        """Appends a node and returns its outputs, one for each type and shape given."""
+        name = self._fresh(f"{self.scope}/{op_type}")
+        values = []
+        for dtype, sizes in outputs:
+            assert dtype is not None and sizes is not None
+            values.append(new_value(self._fresh(f"{name}.out"), dtype, sizes))
         node = ir.Node(
-            "",
+            domain,
             op_type,
             list(inputs),
             ir.convenience.convert_attributes(dict(attributes or {})),
-            outputs=[out],
-            name=node_name,
+            outputs=values,
+            name=name,
         )
         self.graph.append(node)
-        return out
+        return tuple(values)
 
     def constant(self, array: object, dtype: ir.DataType) -> ir.Value:
         """Returns an initializer with this content; equal ones are the same value."""

@@ -1,9 +1,10 @@
 """Optimizer and accumulation programs: the update of all states, as one global graph.
 
 Every state is read and written element by element, so its new value may take the place of the old
-one. The formulas are those of `torch.optim` 2.13 (SGD, Adam, AdamW) and of LAMB (You et al., 2020,
-"Large Batch Optimization for Deep Learning", algorithm 2, with the identity for phi), in a form
-with fewer passes over memory; results differ from PyTorch's by rounding.
+one. The formulas are those of `torch.optim` 2.13 (SGD, Adam, AdamW), one fused node for each
+parameter (`onnxpar.ops.functions`), and of LAMB (You et al., 2020, "Large Batch Optimization for
+Deep Learning", algorithm 2, with the identity for phi) in standard nodes. They are rearranged for
+fewer passes over memory; results differ from PyTorch's by rounding.
 
 Numbers that are the same for all elements are float64 inputs and float64 arithmetic, rounded to the
 parameter's type when they meet a tensor. Parameters of 16 bits are updated in float32 and rounded
@@ -13,17 +14,27 @@ at the end, and their moments are float32: a second moment in 16 bits loses its 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 import onnx_ir as ir
 
 from onnxpar.errors import ModelError
+from onnxpar.ops.functions import (
+    ADAM_STEP,
+    ADAMW_STEP,
+    MIN_OPSET,
+    MOMENTUM_STEP,
+    SGD_STEP,
+    SQUARE_SUM,
+    Function,
+    attach_functions,
+)
+from onnxpar.passes.builder import DOMAIN
 from onnxpar.training.emitter import DOUBLE, FLOAT, Emitter, new_value, work_dtype
 
 GRAD_NORM = "onnxpar.grad_norm"
 HYPER = "onnxpar.hyper."
 NEW = "onnxpar.new."
-MIN_OPSET = 13
-DEFAULT_OPSET = 18
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are clipped by, as in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -153,7 +164,7 @@ def _state_dtype(kind: StateKind, dtype: ir.DataType) -> ir.DataType:
 
 
 def optimizer_model(
-    kind: OptimizerKind | str, parameters: Sequence[ParameterInfo], *, opset: int = DEFAULT_OPSET
+    kind: OptimizerKind | str, parameters: Sequence[ParameterInfo], *, opset: int = MIN_OPSET
 ) -> StateProgram:
     """Returns the program of one optimizer step over all parameters.
 
@@ -165,15 +176,14 @@ def optimizer_model(
     Args:
         kind: The optimizer.
         parameters: What it trains.
-        opset: Version of the default domain, that of the model; an older one than 13 is raised
-            to 18.
+        opset: Version of the default domain; an older one than 18 is raised to it.
 
     Raises:
         ModelError: No such optimizer, nothing to train, a parameter given twice or not floating.
     """
     kind = parse_optimizer(kind)
     update = _UPDATES[kind]
-    opset = opset if opset >= MIN_OPSET else DEFAULT_OPSET
+    opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.PARAMETER, StateKind.GRADIENT, *update.moments))
     emitter, inputs = _open(parameters, states, opset, "optimizer")
     reduced = {
@@ -209,7 +219,7 @@ def optimizer_model(
 
 
 def accumulation_model(
-    parameters: Sequence[ParameterInfo], *, opset: int = DEFAULT_OPSET
+    parameters: Sequence[ParameterInfo], *, opset: int = MIN_OPSET
 ) -> StateProgram:
     """Returns the program that adds the gradients of one micro-batch to those of the step.
 
@@ -219,7 +229,7 @@ def accumulation_model(
     Raises:
         ModelError: Nothing to train, a parameter given twice or not floating.
     """
-    opset = opset if opset >= MIN_OPSET else DEFAULT_OPSET
+    opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.GRADIENT, StateKind.MICRO_GRADIENT))
     emitter, inputs = _open(parameters, states, opset, "accumulation")
     updated = {}
@@ -267,7 +277,9 @@ def _open(
 
 
 def _close(emitter: Emitter) -> ir.Model:
-    return ir.Model(emitter.graph, ir_version=_IR_VERSION)
+    model = ir.Model(emitter.graph, ir_version=_IR_VERSION)
+    attach_functions(model)
+    return model
 
 
 def _put_out(emitter: Emitter, value: ir.Value, dtype: ir.DataType, name: str) -> None:
@@ -295,16 +307,10 @@ def _norm(
 
 
 def _square_sum(emitter: Emitter, x: ir.Value) -> ir.Value:
-    """The sum of squares, of matrices row by row.
-
-    onnxruntime adds up a whole matrix in too few lanes: 4 million squares came out wrong by 1.6e-4,
-    1e-8 by rows, which ReduceSum does in half the time that ReduceSumSquare takes for them.
-    """
-    rank = len(x.shape or ())
-    if rank < 2:
-        return emitter.reduce("ReduceSumSquare", x)
-    rows = emitter.reduce("ReduceSum", emitter.op("Mul", x, x), list(range(1, rank)))
-    return emitter.reduce("ReduceSum", rows)
+    """The sum of squares of a tensor in the working type."""
+    if not len(x.shape or ()):
+        return emitter.op("Mul", x, x)
+    return emitter.node(SQUARE_SUM.name, (x,), [(x.dtype, ())], domain=DOMAIN)[0]
 
 
 def _sum(emitter: Emitter, values: Sequence[ir.Value]) -> ir.Value:
@@ -383,33 +389,28 @@ class _Step:
 
 
 # -- the updates ---------------------------------------------------------------------------------
-# Each returns the new parameter and the new moments; one function is the whole update of a
-# parameter.
+# Each returns the new parameter and the new moments.
 
 
-def _sgd(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
-    """New parameter: p (1 - lr wd) - (lr clip) g, which is p - lr (clip g + wd p)."""
-    s = step.scalars
-    kept = old.parameter
-    if p.decay:
-        decay = s.op("Sub", s.one(), s.op("Mul", s["lr"], s["weight_decay"]))
-        kept = step.scaled(kept, decay)
-    return (step.emitter.op("Sub", kept, step.scaled(old.gradient, s["lr"], step.clip)),)
-
-
-def _momentum(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
-    """New m = momentum m + (1 - dampening) g, but g at the first step; new parameter: p - lr m.
-
-    Momentum begins as zeros, so the first step differs in the factor of g alone.
-    """
-    s, op = step.scalars, step.emitter.op
-    (moment,) = old.moments
-    later = s.op("Sub", s.one(), s["momentum_first"])
-    fresh = s.op("Sub", s.one(), s.op("Mul", s["dampening"], later))
-    new = op("Add", step.scaled(moment, s["momentum"]), step.scaled(old.gradient, step.clip, fresh))
-    if p.decay:
-        new = op("Add", new, step.scaled(old.parameter, s["weight_decay"], fresh))
-    return op("Sub", old.parameter, step.scaled(new, s["lr"])), new
+def _fused(
+    function: Function, step: _Step, p: ParameterInfo, old: _Tensors
+) -> tuple[ir.Value, ...]:
+    """One node, whose scalars are the hyperparameters that the function names."""
+    tensors = (old.parameter, old.gradient, *old.moments)
+    scalars = []
+    for name in function.inputs[len(tensors) :]:
+        if name == "scale":
+            scalars.append(step.clip)
+        elif name in _WITHOUT_DECAY and not p.decay:
+            scalars.append(step.emitter.constant(_WITHOUT_DECAY[name], DOUBLE))
+        else:
+            scalars.append(step.scalars[_HYPERPARAMETERS.get(name, name)])
+    return step.emitter.node(
+        function.name,
+        (*tensors, *scalars),
+        [(tensor.dtype, tensor.shape) for tensor in (old.parameter, *old.moments)],
+        domain=DOMAIN,
+    )
 
 
 def _moments(
@@ -435,24 +436,6 @@ def _change(step: _Step, m: ir.Value, v: ir.Value) -> ir.Value:
     epsilon = step.cast(s.op("Mul", s["eps"], s["correction2_sqrt"]), v)
     quotient = op("Div", m, op("Add", op("Sqrt", v), epsilon))
     return step.scaled(quotient, s["lr_corrected"], s["correction2_sqrt"])
-
-
-def _adam(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
-    """Adam; weight decay is a part of the gradient."""
-    if p.decay:
-        decay = step.scaled(old.parameter, step.scalars["weight_decay"])
-        total = step.emitter.op("Add", step.scaled(old.gradient, step.clip), decay)
-        m, v = _moments(step, total, old)
-    else:
-        m, v = _moments(step, old.gradient, old, step.clip)
-    return step.emitter.op("Sub", old.parameter, _change(step, m, v)), m, v
-
-
-def _adamw(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
-    """Adam on p (1 - lr wd); the gradient does not see the decay."""
-    m, v = _moments(step, old.gradient, old, step.clip)
-    kept = step.scaled(old.parameter, step.scalars["decay"]) if p.decay else old.parameter
-    return step.emitter.op("Sub", kept, _change(step, m, v)), m, v
 
 
 def _lamb(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
@@ -485,11 +468,16 @@ class _Update:
     emit: Callable[[_Step, ParameterInfo, _Tensors], tuple[ir.Value, ...]]
 
 
+# What takes the place of a hyperparameter for parameters without weight decay.
+_WITHOUT_DECAY = {"weight_decay": 0.0, "decay": 1.0}
+_HYPERPARAMETERS = {"first": "momentum_first"}
 _BOTH = (StateKind.MOMENT1, StateKind.MOMENT2)
 _UPDATES = {
-    OptimizerKind.SGD: _Update("sgd", (), _sgd),
-    OptimizerKind.MOMENTUM: _Update("momentum", (StateKind.MOMENT1,), _momentum),
-    OptimizerKind.ADAM: _Update("adam", _BOTH, _adam),
-    OptimizerKind.ADAMW: _Update("adamw", _BOTH, _adamw),
+    OptimizerKind.SGD: _Update("sgd", (), partial(_fused, SGD_STEP)),
+    OptimizerKind.MOMENTUM: _Update(
+        "momentum", (StateKind.MOMENT1,), partial(_fused, MOMENTUM_STEP)
+    ),
+    OptimizerKind.ADAM: _Update("adam", _BOTH, partial(_fused, ADAM_STEP)),
+    OptimizerKind.ADAMW: _Update("adamw", _BOTH, partial(_fused, ADAMW_STEP)),
     OptimizerKind.LAMB: _Update("lamb", _BOTH, _lamb),
 }

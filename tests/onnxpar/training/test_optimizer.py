@@ -25,6 +25,7 @@ from onnxpar.training.optimizer import (
     optimizer_model,
     state_name,
 )
+from onnxpar_runtime.library import custom_op_library
 
 Array = NDArray[Any]
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -83,12 +84,14 @@ def draw(kind: str, step: int, infos: Sequence[ParameterInfo]) -> dict[str, Arra
 class Machine:
     """Runs a program step by step on buffers that it updates in place, as the runtime does."""
 
-    def __init__(self, program: StateProgram) -> None:
+    def __init__(self, program: StateProgram, *, kernels: bool = False) -> None:
         proto = ir.serde.serialize_model(program.model)
         onnx.checker.check_model(proto, full_check=True)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+        if kernels:
+            options.register_custom_ops_library(str(custom_op_library()))
         self.session = onnxruntime.InferenceSession(
             proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
@@ -210,12 +213,15 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["functions", "kernels"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.name.lower())
 @pytest.mark.parametrize("kind", KINDS)
-def test_five_steps_are_the_textbook(kind: OptimizerKind, dtype: ir.DataType, variant: str) -> None:
+def test_five_steps_are_the_textbook(
+    kind: OptimizerKind, dtype: ir.DataType, variant: str, kernels: bool
+) -> None:
     (settings, clipped), infos = VARIANTS[variant], parameters(dtype)
-    machine = Machine(optimizer_model(kind, infos))
+    machine = Machine(optimizer_model(kind, infos), kernels=kernels)
     begin = draw("parameter", 0, infos)
     machine.put(StateKind.PARAMETER, begin)
     model = {p.name: Reference(kind, settings, begin[p.name], p.decay) for p in infos}
@@ -333,14 +339,14 @@ def test_gradients_are_read_through_the_value_that_is_reduced() -> None:
         assert [out.name for out in node.outputs] == [reduced]
 
 
-@pytest.mark.parametrize("opset", [12, 13, 17, 18, 22])
+@pytest.mark.parametrize("opset", [13, 18, 22])
 def test_every_opset_has_what_the_programs_use(opset: int) -> None:
     infos = parameters()
     for program in (
         *(optimizer_model(kind, infos, opset=opset) for kind in KINDS),
         accumulation_model(infos, opset=opset),
     ):
-        assert program.model.opset_imports[""] == (opset if opset >= 13 else 18)
+        assert program.model.opset_imports[""] == max(opset, 18)
         Machine(program)
 
 
