@@ -34,8 +34,10 @@ class Situation:
     """What the choice for one node may look at.
 
     Attributes:
-        operands: Sharding in which each operand lies; None for an operand whose sharding is still
-            free (a parameter, or a value made of parameters only) or absent.
+        operands: Sharding in which each operand was made; None for an operand whose sharding is
+            still free (a parameter, or a value made of parameters only) or absent.
+        versions: For each operand the shardings in which it is there, having been brought into
+            them for earlier nodes; the one in which it was made is the first.
         free: For each operand, whether its sharding is still free.
         parts: For each operand, the parts of its dims (see `analysis.structure`).
         wishes: For each output, the split that its later users want; None if unknown.
@@ -43,6 +45,7 @@ class Situation:
     """
 
     operands: tuple[Sharding | None, ...]
+    versions: tuple[tuple[Sharding, ...], ...]
     free: tuple[bool, ...]
     parts: tuple[tuple[Parts, ...] | None, ...]
     wishes: tuple[Sharding | None, ...]
@@ -95,15 +98,15 @@ class Chooser:
     ) -> Iterator[dict[str, DimSharding]]:
         sizes = factor_sizes(rule, view)
         proposals: list[dict[str, DimSharding]] = []
-        for index, sharding in enumerate(situation.operands):
-            if sharding is not None and index < len(rule.inputs):
+        for index, versions in enumerate(situation.versions[: len(rule.inputs)]):
+            for sharding in versions:
                 proposals.append(
                     project(rule.inputs[index], sharding, sizes, self.mesh, self.table)
                 )
         for index, wish in enumerate(situation.wishes):
             if wish is not None and index < len(rule.outputs):
                 proposals.append(project(rule.outputs[index], wish, sizes, self.mesh, self.table))
-        proposals = [p for p in proposals if p]
+        proposals = [p for i, p in enumerate(proposals) if p and p not in proposals[:i]]
         orders = [proposals] + [[p, *proposals] for p in proposals[1:]]
         for order in orders:
             merged = self._merge(rule, order)
@@ -276,13 +279,13 @@ class Chooser:
     ) -> tuple[int, int, int]:
         moved, moves, elements = 0, 0, 0
         for index, want in enumerate(plan.inputs):
-            have = situation.operands[index] if index < len(situation.operands) else None
+            have = situation.versions[index] if index < len(situation.versions) else ()
             if want is None or rule.inputs[index].mode == ANY:
                 continue
             elements += self._elements(want)
-            if have is None or have == want:
+            if not have or want in have:
                 continue
-            cost = self.cost(have, want, situation.itemsizes[index])
+            cost = min(self.cost(v, want, situation.itemsizes[index]) for v in have)
             moved += cost
             moves += cost > 0
         for index, made in enumerate(plan.outputs):

@@ -135,6 +135,7 @@ class _Walk:
     links: Mapping[str, str]
     decided: dict[object, NodePlan]
     values: dict[str, Sharding] = field(default_factory=dict)
+    versions: dict[str, tuple[Sharding, ...]] = field(default_factory=dict)
     plans: dict[str, NodePlan] = field(default_factory=dict)
     free: set[str] = field(default_factory=set)
     resharded: dict[str, Sharding] = field(default_factory=dict)
@@ -226,6 +227,7 @@ class _Walk:
         )
         situation = Situation(
             tuple(self.values.get(n) if n is not None else None for n in names),
+            tuple(self._versions(n) if n is not None else () for n in names),
             tuple(n is not None and n in self.free for n in names),
             tuple(self.parts.get(n) if n is not None else None for n in names),
             tuple(self._wish(n) for n in outs),
@@ -247,6 +249,10 @@ class _Walk:
             self.decided[key] = chooser.choose(rule, view, situation)
         return self.decided[key]
 
+    def _versions(self, name: str) -> tuple[Sharding, ...]:
+        made = self.values.get(name)
+        return () if made is None else (made, *self.versions.get(name, ()))
+
     def _wish(self, name: str) -> Sharding | None:
         """The split that a value's later users want; for a cotangent, that of its primal."""
         primal = self.values.get(self.links.get(name, ""))
@@ -263,6 +269,9 @@ class _Walk:
         for value, want in zip(node.inputs, plan.inputs, strict=False):
             if value is not None:
                 self._settle(value, want)
+                versions = self._versions(value.name or "")
+                if want is not None and want not in versions:
+                    self.versions[value.name or ""] = (*versions[1:], want)
         for value, made in zip(node.outputs, plan.outputs, strict=True):
             self.values[value.name or ""] = made
             self.free.discard(value.name or "")
