@@ -15,6 +15,10 @@ class ModelError(OnnxparError):
     """The ONNX model cannot be read or is not valid."""
 
 
+class NodeError(ModelError):
+    """A node that no runtime can run: an attribute or a constant operand that is not legal."""
+
+
 class StrategyError(OnnxparError):
     """A strategy file, preset, annotation or numeric tuple that does not fit model or mesh."""
 

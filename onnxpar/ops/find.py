@@ -4,7 +4,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
-from onnxpar.errors import ModelError, RuleError
+from onnxpar.errors import ModelError, NodeError, RuleError
 from onnxpar.ops.fallback import replicated_rule, settle
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule
@@ -17,6 +17,9 @@ def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]
     Args:
         model: The normalised model; it is not changed.
         env: Its shapes.
+
+    Raises:
+        NodeError: An attribute or a constant operand is not legal, so there is nothing to compute.
 
     Returns:
         The rules, and the operator definition of each node that has one, by node name.
@@ -39,6 +42,8 @@ def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]
                 rules[name] = settle(definition.rule(view), view)
                 ops[name] = definition
                 continue
+            except NodeError:
+                raise
             except ModelError as error:
                 reasons[name] = str(error)
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, NodeError
 from onnxpar.ops.local import LocalNode
 from onnxpar.passes.builder import INT64
 from onnxpar.passes.padding import block_start, fill_value, select, valid_count
@@ -22,24 +22,35 @@ _AXES_INPUT_SINCE = {"ReduceSum": 13}
 _AXES_INPUT_DEFAULT = 18
 
 
-def normal_axes(view: NodeView, axes: Sequence[int], rank: int) -> tuple[int, ...]:
+def normal_axes(
+    view: NodeView, axes: Sequence[int], rank: int, name: str = "axes"
+) -> tuple[int, ...]:
     """Returns axes counted from the front, ascending.
 
+    Args:
+        view: The node.
+        axes: The axes, of which negative ones count from the end.
+        rank: Rank of the tensor that they are of.
+        name: Name of the attribute or input that gives them.
+
     Raises:
-        ModelError: An axis is not of a tensor of that rank, or stands twice.
+        NodeError: An axis is not of a tensor of that rank.
+        ModelError: An axis stands twice, which some operators take.
     """
-    found = tuple(sorted(a + rank if a < 0 else a for a in axes))
-    if any(not 0 <= a < rank for a in found) or len(set(found)) != len(found):
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): axes must be different and of rank {rank}, "
-            f"got {list(axes)}"
+    what = f"node {view.name!r} ({view.node.op_type}): {name!r}"
+    if any(not -rank <= a < rank for a in axes):
+        raise NodeError(
+            f"{what}: expected {-rank} to {rank - 1} for a tensor of rank {rank}, got {list(axes)}"
         )
+    found = tuple(sorted(a + rank if a < 0 else a for a in axes))
+    if len(set(found)) != len(found):
+        raise ModelError(f"{what}: expected different axes, got {list(axes)}")
     return found
 
 
 def normal_axis(view: NodeView, axis: int, rank: int) -> int:
-    """Returns one axis counted from the front; ModelError where there is none such."""
-    return normal_axes(view, (axis,), rank)[0]
+    """Returns one axis counted from the front; NodeError where there is none such."""
+    return normal_axes(view, (axis,), rank, "axis")[0]
 
 
 def reduced_axes(view: NodeView) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import NodeError
 from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
@@ -29,6 +30,7 @@ from onnxpar.symbols import Dim
 
 CLASSES = "C"
 SCORES, LABELS, WEIGHTS, COTANGENT = range(4)
+REDUCTIONS = ("none", "mean", "sum")
 
 
 def _keeps_log_prob(view: NodeView) -> bool:
@@ -40,12 +42,21 @@ def loss_rule(view: NodeView) -> OpRule:
 
     Where the log-probabilities are an output too, the loss cannot be pending while they are not, so
     rows and positions communicate inside the node as the classes do.
+
+    Raises:
+        NodeError: There is no such reduction.
     """
+    reduction = view.attr("reduction", "mean")
+    if reduction not in REDUCTIONS:
+        raise NodeError(
+            f"node {view.name!r} ({view.node.op_type}): 'reduction': expected one of "
+            f"{', '.join(REDUCTIONS)}, got {reduction!r}"
+        )
     names = axis_names(len(view.shape(LABELS)))
     rows = " ".join(names)
     scores = " ".join([names[0], CLASSES, *names[1:]])
     weights = f", {CLASSES}" if view.has(WEIGHTS) else ", -" if view.arity > 2 else ""
-    plain = view.attr("reduction", "mean") == "none"
+    plain = reduction == "none"
     outputs = [rows if plain else ""]
     outputs += [scores if _keeps_log_prob(view) else "."] * (len(view.node.outputs) - 1)
     text = f"{scores}, {rows}{weights} -> {', '.join(outputs)}; special: {CLASSES}"

@@ -139,7 +139,7 @@ def cumsum_rule(view: NodeView) -> OpRule:
     """CumSum: the running axis is whole."""
     names = axis_names(len(view.shape(0)))
     axis = view.ints(1, "axis")
-    (running,) = normal_axes(view, axis or (0,), len(names))
+    (running,) = normal_axes(view, axis or (0,), len(names), "axis")
     text = " ".join(names)
     return parse_rule(f"{text}, . -> {text}; whole: {names[running]}; linear: sum 0")
 

@@ -13,10 +13,11 @@ import onnx_ir as ir
 import sympy
 
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import ModelError, SymbolError
+from onnxpar.errors import ModelError, NodeError, SymbolError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.fallback import readable, require_readable
 from onnxpar.ops.forms import normal_axes
+from onnxpar.ops.gradients.view import identity_gradient, reshape_gradient, transpose_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -180,10 +181,19 @@ def flatten_rule(view: NodeView) -> OpRule:
 
 
 def transpose_rule(view: NodeView) -> OpRule:
-    """Transpose: the same factors in another order."""
+    """Transpose: the same factors in another order.
+
+    Raises:
+        NodeError: The order does not have the rank of the tensor (inference looks at values only).
+    """
     rank = len(view.shape(0))
     names = axis_names(rank)
     order = view.attr("perm") or list(reversed(range(rank)))
+    if len(order) != rank:
+        raise NodeError(
+            f"node {view.name!r} (Transpose): 'perm': expected {rank} axes, one for each dim, got "
+            f"{list(order)}"
+        )
     result = " ".join(names[i] for i in order)
     return parse_rule(f"{' '.join(names)} -> {result}; linear: any 0")
 
@@ -250,10 +260,14 @@ def identity_rule(view: NodeView) -> OpRule:
 
 
 DEFS = (
-    OpDef("", "Reshape", 5, reshape_rule, reshape_local, keeps_zero=True),
-    OpDef("", "Flatten", 1, flatten_rule, keeps_zero=True),
-    OpDef("", "Transpose", 1, transpose_rule, keeps_zero=True),
-    OpDef("", "Unsqueeze", 1, unsqueeze_rule, keeps_zero=True),
-    OpDef("", "Squeeze", 1, squeeze_rule, squeeze_local, keeps_zero=True),
-    OpDef("", "Identity", 1, identity_rule, keeps_zero=True),
+    OpDef(
+        "", "Reshape", 5, reshape_rule, reshape_local, gradient=reshape_gradient, keeps_zero=True
+    ),
+    OpDef("", "Flatten", 1, flatten_rule, gradient=reshape_gradient, keeps_zero=True),
+    OpDef("", "Transpose", 1, transpose_rule, gradient=transpose_gradient, keeps_zero=True),
+    OpDef("", "Unsqueeze", 1, unsqueeze_rule, gradient=reshape_gradient, keeps_zero=True),
+    OpDef(
+        "", "Squeeze", 1, squeeze_rule, squeeze_local, gradient=reshape_gradient, keeps_zero=True
+    ),
+    OpDef("", "Identity", 1, identity_rule, gradient=identity_gradient, keeps_zero=True),
 )

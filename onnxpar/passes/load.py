@@ -17,6 +17,7 @@ from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbol
 
 from onnxpar.errors import ModelError
 from onnxpar.ops.inference import correct_inference
+from onnxpar.passes.nodes import check_inferred, check_operators
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 
 MIN_OPSET = 7
@@ -90,7 +91,8 @@ def normalise(model: ir.Model) -> ir.Model:
     """Returns the model in the form described in the module's text; the argument is used up.
 
     Raises:
-        ModelError: The graph is not valid: a cycle, an input nobody makes, an unknown version.
+        ModelError: The graph is not valid: a cycle, an input nobody makes, an unknown version, a
+            node that no runtime could run.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
     if opset is None or opset < MIN_OPSET:
@@ -98,7 +100,7 @@ def normalise(model: ir.Model) -> ir.Model:
     if opset > onnx.defs.onnx_opset_version():
         newest = onnx.defs.onnx_opset_version()
         raise ModelError(f"expected an opset version of at most {newest}, got {opset}")
-    _check_operators(model, opset)
+    check_operators(model, opset)
     _check_edges(model)
     try:
         model.graph.sort()
@@ -128,22 +130,15 @@ def normalise(model: ir.Model) -> ir.Model:
     correct_inference()
     try:
         infer_symbolic_shapes(model, warn_on_missing=False)
-        return model
     except (ShapeInferenceError, OpUsageError, ValueError) as error:
+        if "inference failed for" in str(error):
+            # That says no reason; ONNX's own inference does.
+            check_inferred(model, opset)
         raise ModelError(f"shape inference failed: {error}") from error
     finally:
         library.setLevel(level)
-
-
-def _check_operators(model: ir.Model, opset: int) -> None:
-    """Raises ModelError for an operator that the standard does not have at this version."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.domain not in ("", "ai.onnx") or node.op_identifier() in model.functions:
-            continue
-        if not onnx.defs.has(node.op_type, max_inclusive_version=opset):
-            raise ModelError(
-                f"node {node.name!r}: ONNX has no operator {node.op_type!r} in opset {opset}"
-            )
+    check_inferred(model, opset)
+    return model
 
 
 def _check_edges(model: ir.Model) -> None:

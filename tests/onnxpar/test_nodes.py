@@ -1,0 +1,91 @@
+"""Nodes that no runtime could run are refused: node, attribute, expected and got."""
+
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+
+from onnxpar.errors import ModelError, NodeError
+from onnxpar.pipeline import analyse
+
+INPUTS = "float[b, 6] x, int64[b] labels, float[b, 4] w"
+CONSTANTS = "int64[1] four = {4}, int64 scalar = {4}, int64[1] one = {1}, float[6] s"
+
+
+def model(body: str, opset: int) -> ir.Model:
+    text = (
+        f'<ir_version: 8, opset_import: ["": {opset}]> g ({INPUTS}) => (float[n] y) <{CONSTANTS}>'
+        f" {{ [bad] y = {body} }}"
+    )
+    proto = onnx.parser.parse_model(text.replace("float[6] s", "float[6] s = {1, 1, 1, 1, 1, 1}"))
+    return ir.from_proto(proto)
+
+
+@pytest.mark.parametrize(
+    ("body", "opset", "message"),
+    [
+        ('Softmax<axis = "a">(x)', 13, "'axis': expected the type INT, got STRING"),
+        ("Softmax<axis = 1.5>(x)", 13, "'axis': expected the type INT, got FLOAT"),
+        ("Softmax<axes = 1>(x)", 13, "attribute 'axes': expected one of axis"),
+        ("Relu<alpha = 1.0>(x)", 13, "attribute 'alpha': expected one of none"),
+        ("Concat(x, x)", 13, "attribute 'axis' is missing"),
+        ('Gemm<transA = "a">(x, w)', 13, "'transA': expected the type INT, got STRING"),
+        ("Softmax<axis = 7>(x)", 13, "'axis' must be in [-2 , 1]. Its actual value is: 7"),
+        ("Softmax<axis = 7>(x)", 11, "'axis' must be in [-2 , 1]. Its actual value is: 7"),
+        ("Softmax<axis = -3>(x)", 13, "Its actual value is: -3, got axis=-3, 'x' of shape [b,6]"),
+        ("Hardmax<axis = 9>(x)", 13, "'axis' must be in [-2 , 1]. Its actual value is: 9"),
+        ("Concat<axis = 5>(x, x)", 13, "axis=5 is out of range for rank 2"),
+        ("Gather<axis = 4>(x, one)", 13, "axis=4 is out of range [-2, 1]"),
+        ("Flatten<axis = 3>(x)", 13, "axis=3 is out of range [-2, 2]"),
+        ("Transpose<perm = [0, 0]>(x)", 13, "repeated value: 0, got perm=(0, 0)"),
+        ("Transpose<perm = [0, 2]>(x)", 13, "Invalid attribute perm {0, 2}"),
+        ("Transpose<perm = [0]>(x)", 13, "'perm': expected 2 axes, one for each dim, got [0]"),
+        ("ReduceSum<axes = [4]>(x)", 12, "input rank was 2, got axes=(4,)"),
+        ("ReduceSum(x, four)", 13, "got 'x' of shape [b,6], 'four' = [4]"),
+        ("Slice(x, four, four, four)", 13, "axis value: 4. Expected range [-2, 2)"),
+        ("CumSum(x, scalar)", 14, "'axis': expected -2 to 1 for a tensor of rank 2, got [4]"),
+        ("LayerNormalization<axis = 4>(x, s)", 17, "'axis': expected -2 to 1 for a tensor of"),
+        ("Cast<to = 999>(x)", 13, "does not specify a valid type"),
+        (
+            'SoftmaxCrossEntropyLoss<reduction = "all">(x, labels)',
+            13,
+            "'reduction': expected one of none, mean, sum, got 'all'",
+        ),
+    ],
+)
+def test_refused(body: str, opset: int, message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        analyse(model(body, opset), {})
+    assert "node 'bad'" in str(caught.value) and message in str(caught.value)
+
+
+def test_in_bodies_and_functions() -> None:
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 20, "own": 1]>
+        g (bool c, float[n] x) => (float[n] y) {
+            y = If (c) <then_branch = t () => (float[n] a) { [inner] a = Elu<beta = 1.0>(x) },
+                        else_branch = e () => (float[n] a) { a = Elu(x) }>
+        }""")
+    with pytest.raises(NodeError, match=r"node 'inner'.*'beta': expected one of alpha"):
+        analyse(ir.from_proto(proto), {})
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 20, "own": 1]>
+        g (float[n] x) => (float[n] y) { y = own.twice(x) }
+        <domain: "own", opset_import: ["": 20]>
+        twice (x) => (y) { [inner] y = Elu<beta = 1.0>(x) }""")
+    with pytest.raises(NodeError, match=r"node 'inner'.*'beta': expected one of alpha"):
+        analyse(ir.from_proto(proto), {})
+
+
+def test_an_attribute_that_refers_to_the_functions_own() -> None:
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 20, "own": 1]>
+        g (float[n] x) => (float[n] y) { y = own.elu<slope = 2.0>(x) }
+        <domain: "own", opset_import: ["": 20]>
+        elu <slope> (x) => (y) { y = Elu<alpha: float = @slope>(x) }""")
+    assert not analyse(ir.from_proto(proto), {}).rules.reasons
+
+
+def test_axes_that_some_runtimes_take_twice_are_computed_whole() -> None:
+    reasons = analyse(model("ReduceMax<axes = [0, 0]>(x)", 13), {}).rules.reasons
+    assert reasons == {"bad": "node 'bad' (ReduceMax): 'axes': expected different axes, got [0, 0]"}
