@@ -315,6 +315,7 @@ def one_weight(
     system_inputs: Sequence[Json] = (),
     loss: Json,
     symbols: Mapping[str, Json] | None = None,
+    weighed: bool = True,
 ) -> Path:
     """Writes a model with the weight w = [1.5] and SGD.
 
@@ -329,6 +330,7 @@ def one_weight(
         system_inputs: Entries of its system inputs but for the loss weight.
         loss: Entry of the loss.
         symbols: Constraints by name.
+        weighed: Whether the evaluation program takes the loss weight as well.
     """
     members = ", ".join(map(str, range(ranks)))
     reduce = f'onnxpar.AllReduce<reduction: string = "sum", group: ints = [{members}]>'
@@ -360,9 +362,22 @@ def one_weight(
         ["w"],
         {"onnxpar.grad.w": "onnxpar.grad.w"},
     )
+    evaluation = forwards
+    if not weighed:
+        one = "{ one = Constant<value_float = 1.0>()  lw = Cast<to: int = 11>(one)"
+        unweighed = text.replace(', float "onnxpar.loss_weight")', ")", 1)
+        unweighed = unweighed.replace('{ lw = Cast<to: int = 11>("onnxpar.loss_weight")', one)
+        evaluation = Program(
+            [unweighed] * ranks,
+            inputs,
+            [scalar],
+            system_inputs,
+            ["w"],
+            {"onnxpar.grad.w": "onnxpar.grad.w"},
+        )
     programs = {
         "training_model": forwards,
-        "eval_model": forwards,
+        "eval_model": evaluation,
         "optimizer_model": Program(
             [update] * ranks,
             outputs=[tensor("onnxpar.grad_norm", "float64", [], [])],

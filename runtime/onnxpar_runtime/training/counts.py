@@ -34,12 +34,14 @@ class Prepared:
         feeds: This rank's part.
         divisor: What the mean of this rank's graph is over: labels that count, or elements.
         count: What the micro-batch counts in its step, all ranks together.
+        alike: Whether the mean of every data rank's graph is over the same number.
         error: Why the batch cannot be used. It is raised where all ranks agree on going on.
     """
 
     feeds: Feeds
     divisor: int
     count: Fraction | int
+    alike: bool = True
     error: OnnxparRuntimeError | None = None
 
 
@@ -52,7 +54,7 @@ def prepare(executor: Executor, loss: Loss, batch: Batch) -> Prepared:
         count = _mean_over(loss, executor.program.inputs, batch, feeds.values)
         return Prepared(feeds, count, count)
     except OnnxparRuntimeError as error:
-        return Prepared(Feeds({}, {}), 0, 0, error)
+        return Prepared(Feeds({}, {}), 0, 0, error=error)
 
 
 def _mean_over(
@@ -129,7 +131,7 @@ def _of_data_ranks(executor: Executor, loss: Loss, parts: tuple[Arrays, ...]) ->
     if _ignores(loss):
         # The graph counts the labels of all ranks, since their number has no size of its own.
         return Prepared(feeds, int(count), count)
-    return Prepared(feeds, divisors[mine], count)
+    return Prepared(feeds, divisors[mine], count, alike=len(set(divisors)) == 1)
 
 
 def _ignores(loss: Loss) -> bool:

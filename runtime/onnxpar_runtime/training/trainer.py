@@ -286,13 +286,20 @@ class Trainer:
             outputs: Bring the model's outputs to rank 0 as well.
 
         Raises:
-            InputError: As `train_step`.
+            InputError: As `train_step`; or data ranks have different sizes, and the program has no
+                weights for them.
             SymbolValueError: As `train_step`.
             RankError: As `train_step`.
         """
         program: Executor = self._programs.load(EVALUATION)
         prepared = prepare(program, self.training.loss, batch)
-        self._agree([prepared], prepared.error)
+        error = prepared.error
+        if not prepared.alike and not any(s.loss_weight for s in program.program.system_inputs):
+            error = error or InputError(
+                "evaluation: the artifact's eval_model weighs all data ranks alike, so a batch "
+                "must have equal sizes on all of them"
+            )
+        self._agree([prepared], error)
         weight = float(prepared.divisor / prepared.count) if prepared.count else 1.0
         found = program.run(prepared.feeds, self.counters, {LOSS_WEIGHT: weight})
         whole: dict[str, Array] | None = None

@@ -327,14 +327,14 @@ def test_labels_that_do_not_count(tmp_path: Path) -> None:
         assert group.evaluate(nothing)["count"] == 0
 
 
-def test_sizes_of_each_data_rank(tmp_path: Path) -> None:
-    """Data ranks with different `seq` in one step equal one device that takes them in turn."""
-    directory = hand_trained.one_weight(
-        tmp_path / "a",
+def sequences(directory: Path, *, weighed: bool = True) -> Path:
+    """The loss is the mean of w x over a batch of sequences, whose length is each rank's own."""
+    return hand_trained.one_weight(
+        directory,
         " size = Mul(b, s)  n = Cast<to: int = 11>(size)  count = Squeeze(n)"
         " s1 = ReduceSum<keepdims: int = 0>(x)  s2 = Div(s1, count)"
         " s3 = Mul(s2, lw)  w0 = Squeeze(w)  mine = Mul(s3, w0)"
-        " one = Constant<value_ints = [1]>()  slope = Reshape(s3, one)",
+        " one_1 = Constant<value_ints = [1]>()  slope = Reshape(s3, one_1)",
         head="double[n, m] x, int64[1] b, int64[1] s",
         inputs=[
             hand_trained.tensor("x", "float64", ["batch", "seq"], [[("batch", [0])], [("seq", [])]])
@@ -345,7 +345,13 @@ def test_sizes_of_each_data_rank(tmp_path: Path) -> None:
         ],
         loss={"kind": "output", "labels": None, "ignore_index": None, "count": "batch*seq"},
         symbols={"batch": {}, "seq": {"per_rank": True, "max": 8}},
+        weighed=weighed,
     )
+
+
+def test_sizes_of_each_data_rank(tmp_path: Path) -> None:
+    """Data ranks with different `seq` in one step equal one device that takes them in turn."""
+    directory = sequences(tmp_path / "a")
     rng = np.random.default_rng(1)
     parts = [{"x": rng.standard_normal(shape)} for shape in ((2, 5), (2, 3), (1, 7), (1, 2))]
     with TrainerGroup(directory) as group:
@@ -369,6 +375,18 @@ def test_sizes_of_each_data_rank(tmp_path: Path) -> None:
             group.train_step([(parts[0], {"x": np.zeros((2, 9))})], {"lr": 0.1})
         with pytest.raises(InputError, match="a batch of 2 parts"):
             group.train_step([tuple(parts[:3])], {"lr": 0.1})
+
+
+def test_evaluation_that_cannot_weigh_data_ranks(tmp_path: Path) -> None:
+    ones, twos = {"x": np.ones((1, 3))}, {"x": np.full((1, 5), 2.0)}
+    with TrainerGroup(sequences(tmp_path / "a", weighed=False)) as group:
+        assert group.evaluate((ones, {"x": np.full((1, 3), 2.0)}))["loss"] == 1.5 * 1.5
+        with pytest.raises(InputError, match="weighs all data ranks alike") as caught:
+            group.evaluate((ones, twos))
+        assert caught.value.agreed
+    with TrainerGroup(sequences(tmp_path / "b")) as group:
+        found = group.evaluate((ones, twos))
+        np.testing.assert_allclose(found["loss"], 1.5 * 13 / 8, **WEIGHTED)
 
 
 def uneven(directory: Path) -> Path:
