@@ -18,6 +18,7 @@ from onnxpar.analysis.plan import (
     project,
     shardings,
 )
+from onnxpar.analysis.reshard import reachable
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.analysis.structure import Part, Parts
 from onnxpar.errors import ShardingError
@@ -285,7 +286,8 @@ class Chooser:
             elements += self._elements(want)
             if not have or want in have:
                 continue
-            cost = min(self.cost(v, want, situation.itemsizes[index]) for v in have)
+            itemsize = situation.itemsizes[index]
+            cost = min(self.cost(v, want, itemsize) for v in have if reachable(v, want))
             moved += cost
             moves += cost > 0
         for index, made in enumerate(plan.outputs):

@@ -51,6 +51,13 @@ class Step:
     bytes: Dim
 
 
+def reachable(source: Sharding, target: Sharding) -> bool:
+    """Whether a value can be brought from one sharding to another: no reduction becomes pending."""
+    if not target.partial:
+        return True
+    return set(target.partial) <= set(source.partial) and target.reduction == source.reduction
+
+
 def plan_reshard(
     source: Sharding,
     target: Sharding,
@@ -86,8 +93,7 @@ def _plan(
     itemsize: int,
     cost: LinkCost,
 ) -> tuple[Step, ...]:
-    extra = set(target.partial) - set(source.partial)
-    if extra or (target.partial and target.reduction != source.reduction):
+    if not reachable(source, target):
         raise ShardingError(
             f"cannot make a value partial {target.reduction} over "
             f"{mesh.describe(target.partial)}: it is {source.describe(mesh)}"

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxpar.analysis.equalities import assumed_equalities
 from onnxpar.analysis.plan import NodePlan, Plan
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.reshard import plan_reshard
+from onnxpar.analysis.reshard import plan_reshard, reachable
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import OnnxparError, ShardingError
 from onnxpar.ops.local import LocalNode, copy_node
@@ -193,6 +193,8 @@ class _Partition:
         itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
         best = None
         for sharding, local in versions.items():
+            if not reachable(sharding, want):
+                continue
             steps = plan_reshard(sharding, want, mesh, table, itemsize)
             price = (sum(table.typical(s.bytes) for s in steps), len(steps))
             if best is None or price < best[0]:
