@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import cast
+from onnxpar.ops.gradients.cast import cast_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -52,6 +53,14 @@ def cast_like_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 DEFS = (
-    OpDef("", "Cast", 6, cast_rule, keeps_zero=True),
-    OpDef("", "CastLike", 15, cast_like_rule, cast_like_local, keeps_zero=True),
+    OpDef("", "Cast", 6, cast_rule, gradient=cast_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "CastLike",
+        15,
+        cast_like_rule,
+        cast_like_local,
+        gradient=cast_gradient,
+        keeps_zero=True,
+    ),
 )

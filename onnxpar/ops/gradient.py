@@ -9,6 +9,7 @@ emits is divided later, as everything else is.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -91,7 +92,7 @@ class GradNode:
         shape: Sequence[Dim] | None = None,
         dtype: ir.DataType | None = None,
         domain: str = "",
-        **attributes: object,
+        **attributes: Any,
     ) -> ir.Value:
         """Emits an operator with one output; shape and dtype default to the first input's."""
         if shape is None:
@@ -121,7 +122,9 @@ class GradNode:
             whole = have[extra + position]
             if size == 1 and whole != 1:
                 axes.append(extra + position)
-            elif size != whole and not self.builder.table.equal(size, whole):
+            elif isinstance(size, int) or self.builder.table.equal(size, whole):
+                continue
+            else:
                 raise ModelError(
                     f"node {self.view.name!r} ({self.view.node.op_type}): dim {position} of input "
                     f"{index} is {dim_str(size)} and meets {dim_str(whole)}: whether it is "

@@ -23,6 +23,8 @@ from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.global_graph import GlobalBuilder
 
 GRADIENT_PREFIX = "onnxpar.grad."
+MIN_OPSET = 13
+"""Oldest opset in which every operator that gradients use takes and gives what it does today."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ def differentiate(
         variables: Names of the initializers or inputs to differentiate by.
 
     Raises:
-        ModelError: There is no such loss or variable, or a node between the two has no gradient;
-            the message names the path.
+        ModelError: There is no such loss or variable, the opset is too old, or a node between the
+            two has no gradient; the message names the path.
     """
     return _Autodiff(model, env, loss, variables).run()
 
@@ -75,6 +77,10 @@ class _Autodiff:
         graph = self.model.graph
         imports = self.model.opset_imports
         self.opset = imports.get("", imports.get("ai.onnx", 1))
+        if self.opset < MIN_OPSET:
+            raise ModelError(
+                f"gradients need opset {MIN_OPSET} at least, the model has {self.opset}"
+            )
         self.builder = GlobalBuilder.over(graph, self.opset, self.env)
         self.forward = list(graph)
         named = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}

@@ -91,6 +91,8 @@ class GradCase:
         by: Names to differentiate by; by default all operands of type double.
         flat: Names among `by` on which the loss does not depend: their gradient must be absent.
         opset: Version of the default domain.
+        reference: Whether onnx.reference runs the nodes, or onnxruntime, which has fewer of them in
+            float64 and some of them better.
         rtol: Tolerance against differences, relative to the greatest gradient and the loss.
         torch_rtol: The same against PyTorch.
     """
@@ -104,6 +106,7 @@ class GradCase:
     by: Sequence[str] | None = None
     flat: Sequence[str] = ()
     opset: int = 20
+    reference: bool = True
     rtol: float = RTOL
     torch_rtol: float = TORCH_RTOL
 
@@ -172,7 +175,12 @@ class GradCase:
         """Loss and gradients on a mesh, the first node split as `factors` says."""
         parted = self.program.partitioned(factors, mesh, clean=padding == 0)
         made = run_model(
-            parted, self.arrays, self.opset, self.sizes, reference=True, padding=padding
+            parted,
+            self.arrays,
+            self.opset,
+            self.sizes,
+            reference=self.reference,
+            padding=padding,
         )
         names = {LOSS: "", **{g: n for n, g in self.program.done.gradients.items()}}
         return {names[name]: array for name, array in made.items() if name in names}
@@ -256,7 +264,9 @@ class GradCase:
 
     def _loss(self, arrays: Mapping[str, Array]) -> float:
         if self._forward is None:
-            made = run_model(self._divided, arrays, self.opset, self.sizes, reference=True)
+            made = run_model(
+                self._divided, arrays, self.opset, self.sizes, reference=self.reference
+            )
             return float(made[LOSS])
         results = self._forward({n: a for n, a in arrays.items() if not n.startswith(WEIGHT)})
         names = (n.removeprefix(WEIGHT) for n in self.program.weights)
@@ -273,7 +283,7 @@ class GradCase:
         ours = [n for n in self._divided.builder.nodes if n.domain == DOMAIN]
         if any((n.name or "").split("/")[0] in forward for n in ours):
             return None
-        return evaluator(self.proto, True)
+        return evaluator(self.proto, self.reference)
 
 
 @dataclass(frozen=True)

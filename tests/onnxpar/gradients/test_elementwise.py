@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import Data, GradCase, between
+
+from onnxpar.errors import ModelError
 
 Torch = Callable[..., Any]
 
@@ -72,3 +75,156 @@ def test_unary(text: str) -> None:
     single = text.startswith(("Hard", "Selu"))
     rtol = {"rtol": 1e-6, "torch_rtol": 1e-6} if single else {}
     GradCase(f"y = {text}", {"x": "double[N,6]"}, function, data=given, **rtol).check()
+
+
+NX = {"x": "double[N,6]"}
+TIED = np.array([[1.0, -2, 3, 4], [2, 2, -3, 4]])
+
+
+def several(nodes: str, torch: Torch | None, *shapes: str, **more: Any) -> GradCase:
+    """A case whose operands a, b, … have these shapes."""
+    types = (f"double[{shape}]" if shape else "double" for shape in shapes)
+    inputs = dict(zip("abcdef", types, strict=False))
+    return GradCase(nodes, inputs, torch, **more)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        several("y = Add(a, b)", lambda torch, a, b: a + b, "N,6", "N,6"),
+        several("y = Add(a, b)", lambda torch, a, b: a + b, "N,S,6", "6"),
+        several("y = Add(a, b)", lambda torch, a, b: a + b, "N,1", "3,1,6"),
+        several("y = Add(a, b)", lambda torch, a, b: a + b, "N,6", ""),
+        several("y = Add(a, a)", lambda torch, a: a + a, "N,6"),
+        several("y = Sub(a, b)", lambda torch, a, b: a - b, "N,6", "6"),
+        several("y = Sub(a, b)", lambda torch, a, b: a - b, "1,6", "N,1"),
+        several("y = Mul(a, b)", lambda torch, a, b: a * b, "N,6", "N,6"),
+        several("y = Mul(a, b)", lambda torch, a, b: a * b, "6", "N,S,1"),
+        several("y = Mul(a, b)", lambda torch, a, b: a * b, "6", "N,6", by=["a"]),
+        several("y = Mul(a, a)", lambda torch, a: a * a, "N,6"),
+        several("y = Div(a, b)", lambda torch, a, b: a / b, "N,6", "N,6"),
+        several("y = Div(a, b)", lambda torch, a, b: a / b, "N,1", "6"),
+        several("y = Div(a, b)", lambda torch, a, b: a / b, "5,6", "N,6", by=["a"]),
+        several("y = Sum(a, b, c)", lambda torch, a, b, c: a + b + c, "N,6", "6", "N,1"),
+        several("y = Sum(a)", lambda torch, a: a + 0, "N,6"),
+        several("y = Max(a, b)", lambda torch, a, b: torch.maximum(a, b), "N,6", "N,6"),
+        several("y = Min(a, b)", lambda torch, a, b: torch.minimum(a, b), "N,6", "6"),
+        several(
+            "y = Max(a, b, c)",
+            lambda torch, a, b, c: torch.maximum(torch.maximum(a, b), c),
+            *("N,6", "6", "N,1"),
+        ),
+        several("y = Min(a)", lambda torch, a: a + 0, "N,6"),
+        several("y = Mod<fmod=1>(a, b)", lambda torch, a, b: a.fmod(b), "N,6", "6"),
+        several("y = PRelu(a, b)", lambda torch, a, b: a.where(a > 0, a * b), "N,6", "6"),
+        several("y = PRelu(a, b)", lambda torch, a, b: a.where(a > 0, a * b), "N,6", "N,1"),
+        several("y = PRelu(a, b)", lambda torch, a, b: a.where(a > 0, a * b), "N,S,4", "3,1"),
+    ],
+    ids=str,
+)
+def test_several_operands(case: GradCase) -> None:
+    case.check()
+
+
+def test_broadcast_that_may_be_one_is_refused() -> None:
+    case = several("y = Div(a, b)", None, "5,6", "N,6", by=["b"])
+    with pytest.raises(ModelError, match=r"'Div_y' .*: dim 0 of input 1 is N and meets 5: whether"):
+        case.check()
+
+
+def test_extremum_shares_dy_between_operands_that_are_equal() -> None:
+    data = {"a": TIED, "b": TIED[::-1].copy()}
+    case = several("y = Max(a, b)", None, "2,4", "2,4", data=data)
+    weights = case.arrays["onnxpar.weight.y"]
+    other = data["b"]
+    taken = np.where(other == TIED, 0.5, other < TIED)
+    np.testing.assert_array_equal(case.single["a"], taken * weights)
+    torch = lambda torch, a, b: torch.maximum(a, b)  # noqa: E731
+    case = several("y = Max(a, b)", torch, "2,4", "2,4", data=data)
+    case.check_torch()
+    case.check_meshes()
+
+
+@pytest.mark.parametrize("exponent", [-2.0, -0.5, 0.5, 1.0, 2.0, 3.0, 2.5])
+def test_power_to_a_constant(exponent: float) -> None:
+    case = GradCase(
+        "y = Pow(x, p)",
+        NX,
+        lambda torch, x, **_: x**exponent,
+        consts={"p": np.array(exponent)},
+        data={"x": between(0.3, 2)},
+    )
+    case.check()
+
+
+POSITIVE = between(0.3, 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        several("y = Pow(a, b)", lambda torch, a, b: a**b, "N,6", "N,6", data={"a": POSITIVE}),
+        several("y = Pow(a, b)", lambda torch, a, b: a**b, "6", "N,1", data={"a": POSITIVE}),
+        several("y = Pow(a, b)", lambda torch, a, b: a**b, "N,6", "", data={"a": POSITIVE}),
+        several(
+            "y = Pow(a, p)",
+            lambda torch, a: a ** torch.tensor([0, 1, 2, 3, -1, -2]),
+            "N,6",
+            consts={"p": np.array([0, 1, 2, 3, -1, -2])},
+        ),
+        GradCase(
+            "y = Where(c, a, b)",
+            {"c": "bool[N,6]", "a": "double[N,6]", "b": "double[6]"},
+            lambda torch, c, a, b: torch.where(c, a, b),
+        ),
+        GradCase(
+            "y = Where(c, a, b)",
+            {"c": "bool[N,1]", "a": "double[6]", "b": "double"},
+            lambda torch, c, a, b: torch.where(c, a, b),
+        ),
+        several(
+            "y = Clip(a, l, h)",
+            lambda torch, a: a.clamp(-0.5, 1),
+            "N,6",
+            consts={"l": np.array(-0.5), "h": np.array(1.0)},
+        ),
+        several("y = Clip(a)", lambda torch, a: a + 0, "N,6"),
+        several(
+            "y = Clip(a, b, c)",
+            lambda torch, a, b, c: torch.clamp(a, b, c),
+            *("N,6", "", ""),
+            data={"b": np.array(-0.5), "c": np.array(1.1)},
+        ),
+        several(
+            "y = Clip(a, b, c)",
+            lambda torch, a, b, c: torch.clamp(a, b, c),
+            *("N,6", "", ""),
+            data={"b": np.array(1.1), "c": np.array(-0.5)},
+        ),
+        several("y = Clip(a, , b)", lambda torch, a, b: torch.clamp(a, max=b), "N,6", ""),
+    ],
+    ids=str,
+)
+def test_powers_choices_and_bounds(case: GradCase) -> None:
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "torch", "data"),
+    [
+        ("y = Clip(a, l, h)", lambda torch, a: a.clamp(-2, 3), TIED),
+        ("y = Relu(a)", lambda torch, a: a.relu(), TIED - 2),
+        ("y = Abs(a)", lambda torch, a: a.abs(), TIED - 2),
+        ("y = LeakyRelu<alpha=0.5>(a)", lambda t, a: t.nn.functional.leaky_relu(a, 0.5), TIED - 2),
+        ("y = Elu<alpha=0.5>(a)", lambda torch, a: torch.nn.functional.elu(a, 0.5), TIED - 2),
+        ("y = Pow(a, z)", lambda torch, a: a ** torch.tensor([0.0, 2, 1, 0]), TIED - 2),
+        ("y = Pow(z, a)", lambda t, a: t.tensor([0.0, 2, 1, 0]) ** a, np.abs(TIED)),
+        ("y = ReduceMax(a)", lambda torch, a: a.amax(keepdim=True, dim=(0, 1)), TIED),
+    ],
+)
+def test_kinks_are_as_in_pytorch(nodes: str, torch: Torch, data: Any) -> None:
+    consts = {"l": -2.0, "h": 3.0, "z": [0.0, 2, 1, 0]}
+    arrays = {n: np.array(v) for n, v in consts.items() if n in nodes.split("(")[1]}
+    case = several(nodes, torch, "2,4", data={"a": data}, consts=arrays)
+    case.check_torch()
+    case.check_meshes()
