@@ -7,15 +7,18 @@ Shoeybi et al., 2019).
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ShardingError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import cast, locate, normal_axis, zero_unless
+from onnxpar.ops.gradients.gather import GATHER_GRAD, gather_gradient
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.passes.builder import INT64
+from onnxpar.passes.builder import DOMAIN, INT64
 from onnxpar.symbols import Dim
 
 _INDEXED = "V"
@@ -48,13 +51,7 @@ def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     if not node.atoms(_INDEXED):
         return node.copy([node.input(0), indices])
     indices = cast(node, indices, INT64, shape)
-    negative = node.op(
-        "Less", indices, node.builder.const([0]), dtype=ir.DataType.BOOL, shape=_with_one(shape)
-    )
-    wrapped = node.op(
-        "Add", indices, node.builder.size(node.size(_INDEXED)), shape=_with_one(shape)
-    )
-    indices = node.op("Where", negative, wrapped, indices, dtype=INT64, shape=_with_one(shape))
+    indices = _wrapped(node, indices, _with_one(shape))
     place, inside = locate(node, _INDEXED, indices, _with_one(shape))
     if not shape:
         place = node.builder.reshape(place, shape)
@@ -65,9 +62,62 @@ def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     return (zero_unless(node, inside, rows, node.out_shape()),)
 
 
+def _wrapped(node: LocalNode, indices: ir.Value, shape: Sequence[Dim]) -> ir.Value:
+    """Indices counted from the front, of local shape `shape`."""
+    zero = node.builder.const([0])
+    negative = node.op("Less", indices, zero, dtype=ir.DataType.BOOL, shape=shape)
+    wrapped = node.op("Add", indices, node.builder.size(node.size(_INDEXED)), shape=shape)
+    return node.op("Where", negative, wrapped, indices, dtype=INT64, shape=shape)
+
+
 def _with_one(shape: Sequence[Dim]) -> Sequence[Dim]:
     # Sizes are tensors of shape [1], so a scalar index becomes one too.
     return shape or (1,)
 
 
-DEFS = (OpDef("", "Gather", 1, gather_rule, gather_local),)
+def gather_grad_rule(view: NodeView) -> OpRule:
+    """GatherGrad: `i j b, i j -> V b; sum: i j`; every device fills its own part of V."""
+    names = axis_names(len(view.shape(0)))
+    places = names[: len(view.shape(1))]
+    rows = " ".join(names[len(places) :])
+    text = f"{' '.join(names)}, {' '.join(places)} -> {_INDEXED} {rows}; linear: sum 0"
+    return parse_rule(text + (f"; sum: {' '.join(places)}" if places else ""))
+
+
+def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Adds rows up at the indices that are in this rank's part of the indexed dim.
+
+    Raises:
+        ShardingError: The model's opset has no ScatterND that adds (16).
+    """
+    if node.builder.opset < 16:
+        raise ShardingError(
+            f"node {node.view.name!r}: the gradient of Gather adds up with ScatterND of opset 16, "
+            f"the model has {node.builder.opset}; convert it (onnx.version_converter)"
+        )
+    shape, rows = node.in_shape(1), node.in_shape(0)
+    wide = _with_one(shape)
+    place = _wrapped(node, cast(node, node.input(1), INT64, shape), wide)
+    updates = node.builder.reshape(node.input(0), [*wide, *rows[len(shape) :]])
+    if node.atoms(_INDEXED):
+        place, inside = locate(node, _INDEXED, place, wide)
+        inside = node.builder.reshape(inside, [*wide, *[1] * (len(rows) - len(shape))])
+        updates = zero_unless(node, inside, updates, [*wide, *rows[len(shape) :]])
+    place = node.builder.reshape(place, [*wide, 1])
+    zero = node.builder.const(np.array(0), updates.dtype)
+    out = node.out_shape()
+    start = node.op("Expand", zero, node.builder.shape(out), shape=out)
+    return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
+
+
+DEFS = (
+    OpDef("", "Gather", 1, gather_rule, gather_local, gradient=gather_gradient),
+    OpDef(
+        DOMAIN,
+        GATHER_GRAD,
+        1,
+        gather_grad_rule,
+        gather_grad_local,
+        gradient=Missing("it is a gradient itself"),
+    ),
+)

@@ -8,6 +8,11 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import aligned, axis_names
 from onnxpar.ops.forms import cast, copy_or, count_of, normal_axis, reduce, reduced, work_dtype
+from onnxpar.ops.gradients.norm import (
+    layer_norm_gradient,
+    log_softmax_gradient,
+    softmax_gradient,
+)
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -152,7 +157,28 @@ def layer_norm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 DEFS = (
-    OpDef("", "Softmax", 1, softmax_rule, copy_or(_softmax(log=False))),
-    OpDef("", "LogSoftmax", 1, softmax_rule, copy_or(_softmax(log=True))),
-    OpDef("", "LayerNormalization", 17, layer_norm_rule, copy_or(layer_norm_local)),
+    OpDef(
+        "",
+        "Softmax",
+        1,
+        softmax_rule,
+        copy_or(_softmax(log=False)),
+        gradient=softmax_gradient(softmax_axes),
+    ),
+    OpDef(
+        "",
+        "LogSoftmax",
+        1,
+        softmax_rule,
+        copy_or(_softmax(log=True)),
+        gradient=log_softmax_gradient(softmax_axes),
+    ),
+    OpDef(
+        "",
+        "LayerNormalization",
+        17,
+        layer_norm_rule,
+        copy_or(layer_norm_local),
+        gradient=layer_norm_gradient(_norm_axes),
+    ),
 )

@@ -18,6 +18,7 @@ from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.fallback import drops, require_readable
 from onnxpar.ops.forms import BOOL, FLOAT, cast, work_dtype, zero_unless
+from onnxpar.ops.gradients.random import dropout_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -163,7 +164,7 @@ _NORMAL = _noise("normal", "mean", "scale")
 _UNIFORM = _noise("uniform", "low", "high")
 
 DEFS = (
-    OpDef("", "Dropout", 7, dropout_rule, dropout_local, keeps_zero=True),
+    OpDef("", "Dropout", 7, dropout_rule, dropout_local, dropout_gradient, keeps_zero=True),
     OpDef("", "RandomNormal", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "RandomNormalLike", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "RandomUniform", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),

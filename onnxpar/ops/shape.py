@@ -6,6 +6,7 @@ be made in shards: their factors stand in the output alone.
 """
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -13,9 +14,12 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.fallback import replicated_rule, require_readable
 from onnxpar.ops.forms import cast, global_index, zero_unless
+from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
-from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.ops.rule import REPLICATED, Operand, OpRule, parse_rule
+from onnxpar.passes.builder import DOMAIN
+from onnxpar.passes.global_graph import SIZES
 from onnxpar.symbols import Dim
 
 
@@ -130,12 +134,31 @@ def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
     return (zero_unless(node, kept, x, shape),)
 
 
+def trilu_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Trilu of the cotangent: what was set to zero has no gradient."""
+    offset = [node.input(1)] if node.view.has(1) else []
+    upper = node.view.attr("upper", 1)
+    return [node.op("Trilu", node.cotangent(), *offset, upper=upper)]
+
+
+def sizes_rule(view: NodeView) -> OpRule:
+    """Sizes (domain onnxpar): no operand; the elements are expressions in the symbols."""
+    require_readable(view, "the sizes", view.env.contents[view.node.outputs[0].name or ""])
+    return OpRule((), (Operand(mode=REPLICATED),), MappingProxyType({}))
+
+
+def sizes_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The global sizes, from the symbols' inputs."""
+    return (node.builder.shape(node.view.env.contents[node.view.node.outputs[0].name or ""]),)
+
+
 DEFS = (
+    OpDef(DOMAIN, SIZES, 1, sizes_rule, sizes_local, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "Shape", 1, shape_rule, shape_local, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "Size", 1, size_rule, size_local, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "ConstantOfShape", 9, filled_rule, filled_local, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "Range", 11, range_rule, range_local, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "Constant", 1, constant_rule, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "EyeLike", 9, eye_rule, eye_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Trilu", 14, trilu_rule, trilu_local, keeps_zero=True),
+    OpDef("", "Trilu", 14, trilu_rule, trilu_local, trilu_gradient, keeps_zero=True),
 )

@@ -15,6 +15,10 @@ from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import aligned, axis_names, broadcast_rule
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.forms import normal_axis
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.gradients.elementwise import where_gradient
+from onnxpar.ops.gradients.slice import concat_gradient, slice_gradient, split_gradient
+from onnxpar.ops.gradients.view import expand_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -166,6 +170,35 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
     return node.copy(operands)
 
 
+def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Zeros where nothing was taken.
+
+    Raises:
+        ModelError: Where an axis is cut is not known before the model runs.
+    """
+    view = node.view
+    steps: dict[int, tuple[Dim, int]] = {}
+    for axis, position in _slices(view).items():
+        if _keeps_all(view, axis, position):
+            continue
+        start = _bounds(view, "starts", 1, position)
+        step = _bounds(view, "steps", 4, position)
+        size, taken = view.shape(0)[axis], view.out_shape()[axis]
+        if start is None or not isinstance(step, int):
+            raise ModelError(
+                f"node {view.name!r} (Slice): where axis {axis} is cut must be known for a gradient"
+            )
+        if isinstance(start, int):
+            if isinstance(size, int):
+                start = slice(start, None, step).indices(size)[0]
+            elif start < 0:
+                start = size + start
+        steps[axis] = (start, step)
+        if view.table.equal(taken, size) and step == 1:
+            del steps[axis]
+    return [slice_gradient(node, steps)]
+
+
 def expand_rule(view: NodeView) -> OpRule:
     """Expand: dims that come in are factors of the output alone, so they can be made in shards."""
     out = view.out_shape()
@@ -190,9 +223,9 @@ def where_rule(view: NodeView) -> OpRule:
 
 
 DEFS = (
-    OpDef("", "Split", 2, split_rule, split_local, keeps_zero=True),
-    OpDef("", "Concat", 4, concat_rule, keeps_zero=True),
-    OpDef("", "Slice", 1, slice_rule, slice_local, keeps_zero=True),
-    OpDef("", "Expand", 8, expand_rule, expand_local, keeps_zero=True),
-    OpDef("", "Where", 9, where_rule, keeps_zero=True),
+    OpDef("", "Split", 2, split_rule, split_local, gradient=split_gradient, keeps_zero=True),
+    OpDef("", "Concat", 4, concat_rule, gradient=concat_gradient, keeps_zero=True),
+    OpDef("", "Slice", 1, slice_rule, slice_local, gradient=sliced_gradient, keeps_zero=True),
+    OpDef("", "Expand", 8, expand_rule, expand_local, gradient=expand_gradient, keeps_zero=True),
+    OpDef("", "Where", 9, where_rule, gradient=where_gradient, keeps_zero=True),
 )

@@ -13,8 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.passes.builder import INT64, ir_shape
+from onnxpar.passes.builder import DOMAIN, INT64, ir_shape
 from onnxpar.symbols import Dim, SymbolTable
+
+SIZES = "Sizes"
+"""Operator of the global graph, without operands: sizes that are expressions in the symbols."""
 
 # Opset from which an operator takes its axes as an input; before, they are an attribute.
 _AXES_INPUT_SINCE = {"ReduceSum": 13, "Unsqueeze": 13, "Squeeze": 13}
@@ -77,7 +80,7 @@ class GlobalBuilder:
         value.name = new
         for known in (self.shapes, self.contents):
             if old in known:
-                known[new] = known.pop(old)  # type: ignore[assignment]
+                known[new] = known.pop(old)
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -133,7 +136,7 @@ class GlobalBuilder:
         dtype: ir.DataType | None = None,
         domain: str = "",
         name: str | None = None,
-        **attributes: object,
+        **attributes: Any,
     ) -> ir.Value:
         """Appends a node with one output of global `shape`; dtype defaults to the first input's."""
         if dtype is None:
@@ -172,6 +175,14 @@ class GlobalBuilder:
             self._shape_values[value] = made
         return self._shape_values[value]
 
+    def sizes(self, dims: Sequence[Dim]) -> ir.Value:
+        """Returns sizes as int64 [len(dims)], a constant or computed from the symbols."""
+        if all(isinstance(d, int) for d in dims):
+            return self.const(np.array([int(d) for d in dims], np.int64))
+        made = self.op(SIZES, dtype=INT64, shape=[len(dims)], domain=DOMAIN)
+        self.contents[made.name or ""] = tuple(dims)
+        return made
+
     # -- shared forms ----------------------------------------------------------------------------
 
     def reduce(
@@ -190,7 +201,7 @@ class GlobalBuilder:
         return self._with_axes("Unsqueeze", x, axes, shape)
 
     def _with_axes(
-        self, op_type: str, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim], **more: object
+        self, op_type: str, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim], **more: Any
     ) -> ir.Value:
         if self.opset >= _AXES_INPUT_SINCE.get(op_type, _AXES_INPUT_DEFAULT):
             every = self.const(np.array(axes, np.int64))
@@ -202,7 +213,7 @@ class GlobalBuilder:
         shape = self.shape_of(like)
         if self.shape_of(x) == shape:
             return x
-        zeros: dict[str, object] = {"allowzero": 1} if self.opset >= 14 else {}
+        zeros: dict[str, Any] = {"allowzero": 1} if self.opset >= 14 else {}
         return self.op("Reshape", x, self.shape_value(like), shape=shape, **zeros)
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:

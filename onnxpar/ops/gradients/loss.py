@@ -10,13 +10,13 @@ from onnxpar.passes.builder import DOMAIN
 LOSS_GRAD = "CrossEntropyGrad"
 """Operator of the global graph: log-probabilities, labels, weights, cotangent -> d scores.
 
-Attributes `reduction` and `ignore_index` as the loss has them; `softmax`: whether the loss is one of
+Attributes `reduction` and `ignore_index` as the loss has them; `softmax`: whether the loss is of
 scores (1) or of log-probabilities (0).
 """
 
 
 def softmax_cross_entropy_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """d scores = (softmax(scores) - onehot(label)) · weight · cotangent / total weight."""
+    """D scores = (softmax(scores) - onehot(label)) · weight · cotangent / total weight."""
     scores = node.input(0)
     assert scores.dtype is not None
     log_prob = node.further_output(1, scores.dtype, node.shape(scores))
@@ -35,7 +35,7 @@ def softmax_cross_entropy_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def log_likelihood_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """d log-probabilities = -onehot(label) · weight · cotangent / total weight."""
+    """D log-probabilities = -onehot(label) · weight · cotangent / total weight."""
     return [_grad(node, node.input(0), softmax=0)]
 
 

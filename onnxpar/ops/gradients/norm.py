@@ -1,0 +1,75 @@
+"""Gradients of Softmax, LogSoftmax and LayerNormalization, from what the forward pass computed."""
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
+from onnxpar.ops.gradient import GradNode
+
+Axes = Callable[[NodeView], tuple[int, ...]]
+
+
+def softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
+    """Returns the rule dx = y (dy - Σ dy y) over the axes that are normalised together."""
+
+    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
+        dy, y = node.cotangent(), node.output()
+        part = node.op("Mul", dy, y)
+        total = node.builder.reduce("ReduceSum", part, axes(node.view), keepdims=True)
+        return [node.op("Sub", part, node.op("Mul", y, total))]
+
+    gradient.__doc__ = softmax_gradient.__doc__
+    return gradient
+
+
+def log_softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
+    """Returns the rule dx = dy - exp(y) Σ dy over the axes that are normalised together."""
+
+    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
+        dy, y = node.cotangent(), node.output()
+        total = node.builder.reduce("ReduceSum", dy, axes(node.view), keepdims=True)
+        return [node.op("Sub", dy, node.op("Mul", node.op("Exp", y), total))]
+
+    gradient.__doc__ = log_softmax_gradient.__doc__
+    return gradient
+
+
+def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
+    """Returns the rule of LayerNormalization (Ba et al., 2016), by mean and inverse deviation.
+
+    With x̂ = (x - mean) · inverse and g = dy · scale: dx = inverse (g - mean(g) - x̂ mean(g x̂)),
+    dscale = Σ dy x̂ and dbias = Σ dy over the leading dims.
+    """
+
+    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
+        if any(c is not None for c in node.cotangents[1:]):
+            raise ModelError(
+                f"node {node.view.name!r} (LayerNormalization): the loss depends on its mean or "
+                "inverse deviation, for which there is no gradient"
+            )
+        x, scale, dy = node.input(0), node.input(1), node.cotangent()
+        over = axes(node.view)
+        stash = ir.DataType(node.view.attr("stash_type", 1))
+        kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
+        mean = node.builder.cast(node.further_output(1, stash, kept), x.dtype)
+        inverse = node.builder.cast(node.further_output(2, stash, kept), x.dtype)
+        normal = node.op("Mul", node.op("Sub", x, mean), inverse)
+        along = node.op("Mul", dy, normal)
+        result: list[ir.Value | None] = [None, None, None]
+        if node.wants(0):
+            g = node.op("Mul", dy, scale)
+            both = node.op("Mul", along, scale)
+            mean_g = node.builder.reduce("ReduceMean", g, over, keepdims=True)
+            mean_both = node.builder.reduce("ReduceMean", both, over, keepdims=True)
+            rest = node.op("Sub", node.op("Sub", g, mean_g), node.op("Mul", normal, mean_both))
+            result[0] = node.op("Mul", rest, inverse)
+        if node.wants(1):
+            result[1] = node.unbroadcast(along, 1)
+        if node.wants(2):
+            result[2] = node.unbroadcast(dy, 2)
+        return result
+
+    gradient.__doc__ = layer_norm_gradient.__doc__
+    return gradient
