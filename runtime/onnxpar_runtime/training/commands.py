@@ -15,6 +15,7 @@ from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.interrupts import told_when_terminated
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
@@ -199,7 +200,8 @@ def _interruptible(rank: Rank, body: Callable[[], int]) -> int:
 
     def quiet() -> int:
         try:
-            code = body()
+            with told_when_terminated(rank):
+                code = body()
         except KeyboardInterrupt:
             if rank.world.size > 1:
                 raise

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -88,13 +89,14 @@ class Reporter:
         self._every = every
         self._out = sys.stdout if out is None else out
         self._path = log
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._open = ExitStack()
         if first and log is not None:
             check_writable(log)
             try:
-                # Closed by the stack, with the run.
-                stream = open(log, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+                # Closed by the stack, with the run. Without a buffer nothing is left over for the
+                # end that a full disk would refuse again.
+                stream = open(log, "wb", buffering=0)  # noqa: SIM115
                 self._file = self._open.enter_context(stream)
             except OSError as error:
                 raise self._cannot_write(error) from None
@@ -135,7 +137,7 @@ class Reporter:
             )
         if self._file is not None:
             try:
-                self._file.write(record.json + "\n")
+                self._file.write(record.json.encode() + b"\n")
             except OSError as error:
                 raise self._cannot_write(error) from None
 
