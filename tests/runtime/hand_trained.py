@@ -12,7 +12,8 @@ import onnx
 from hand_made import FREE, HEADER, Dims, tensor
 from numpy.typing import NDArray
 from onnx import parser
-from safetensors.numpy import save_file
+
+from onnxpar_runtime.tensor_file import Entry, write_tensors
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -86,8 +87,12 @@ def write(
             "state_outputs": [{"name": n, "state": s} for n, s in program.state_outputs.items()],
         }
     for rank in range(ranks):
-        parts = {name: held[rank] for name, (_, held) in shards.items()}
-        save_file(parts, directory / f"weights.{rank:04d}.safetensors")
+        parts = [(n, s["dtype"], held[rank]) for n, (s, held) in shards.items()]
+        write_tensors(
+            directory / f"weights.{rank:04d}.safetensors",
+            [Entry(name, dtype, array.shape) for name, dtype, array in parts],
+            [array for _, _, array in parts],
+        )
     parameters = {
         name: {
             **spec,

@@ -14,6 +14,7 @@ from hand_trained import Reference, batch_of, regression
 from numpy.typing import NDArray
 
 from onnxpar_runtime import Trainer, TrainerGroup
+from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import (
     ArtifactError,
     InputError,
@@ -389,36 +390,59 @@ def test_evaluation_that_cannot_weigh_data_ranks(tmp_path: Path) -> None:
         np.testing.assert_allclose(found["loss"], 1.5 * 13 / 8, **WEIGHTED)
 
 
-def uneven(directory: Path) -> Path:
-    """A weight of 3 columns over 2 ranks: each holds 2, and rank 1's second is padding."""
-    w = np.arange(6, dtype=np.float32).reshape(2, 3)
-    spec = hand_trained.tensor("w", "float32", [2, 3], [[(2, [])], [(3, [0])]])
-    text = 'g (float[2, 2] w) => (float "onnxpar.grad_norm") { s = ReduceSum<keepdims = 0>(w)'
-    text += ' "onnxpar.grad_norm" = Identity(s) }'
+def uneven(directory: Path, dtype: str) -> Path:
+    """A weight of 3 columns over 2 ranks: each holds 2, and rank 1's second is padding.
+
+    The optimizer negates it.
+    """
+    element = DTYPES[dtype]
+    w = np.arange(6, dtype=element.dtype).reshape(2, 3)
+    spec = hand_trained.tensor("w", dtype, [2, 3], [[(2, [])], [(3, [0])]])
+    name = {"float32": "float", "float64": "double"}.get(dtype, dtype)
+    text = (
+        f'g ({name}[2, 2] w) => ({name}[2, 2] negative, float "onnxpar.grad_norm") {{'
+        # What reads the old value comes before what writes the new one into its memory.
+        ' f = Cast<to: int = 1>(w)  "onnxpar.grad_norm" = ReduceMax<keepdims = 0>(f)'
+        f"  m = Neg(f)  negative = Cast<to: int = {element.code}>(m) }}"
+    )
     program = hand_trained.Program(
         [text] * 2,
         outputs=[hand_trained.tensor("onnxpar.grad_norm", "float32", [], [])],
         state_inputs=["w"],
+        state_outputs={"negative": "w"},
     )
     names = ("training_model", "optimizer_model", "eval_model")
     return hand_trained.write(
         directory,
         dict.fromkeys(names, program),
         atoms=[2],
-        states=[hand_trained.state("w", "parameter", "w", spec)],
+        states=[
+            hand_trained.state("w", "parameter", "w", spec),
+            hand_trained.state("g", "gradient", "w", {**spec, "dims": spec["dims"][:1] * 2}, [0])
+            | {"shape": [2, 2]},
+        ],
         loss={"kind": "mse", "labels": None, "ignore_index": None, "count": None},
         shards={"w": (spec, [w[:, :2].copy(), np.pad(w[:, 2:], [(0, 0), (0, 1)])])},
     )
 
 
-def test_a_parameter_split_unevenly(tmp_path: Path) -> None:
-    with TrainerGroup(uneven(tmp_path / "a")) as group:
-        w = np.arange(6, dtype=np.float32).reshape(2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
+    with TrainerGroup(uneven(tmp_path / "a", dtype)) as group:
+        # Small integers, exact in every type.
+        w = np.arange(6, dtype=DTYPES[dtype].dtype).reshape(2, 3)
         np.testing.assert_array_equal(group.gather("w"), w)
-        group.load_parameters({"w": -w})
+        assert group.each(lambda r: group.members[r].step({})) == [4, 5]
         np.testing.assert_array_equal(group.gather("w"), -w)
+        group.load_parameters({"w": w * 2})
+        np.testing.assert_array_equal(group.gather("w"), w * 2)
         parts = group.each(lambda r: group.members[r].state("w"))
-        np.testing.assert_array_equal(parts[1], [[-2, 0], [-5, 0]])
+        assert parts[1].dtype == DTYPES[dtype].dtype
+        np.testing.assert_array_equal(parts[1], np.array([[4, 0], [10, 0]], parts[1].dtype))
+        # A sum over both ranks' parts.
+        for rank, trainer in enumerate(group.members):
+            trainer._programs.states.set("g", np.full((2, 2), rank + 1, DTYPES[dtype].dtype))
+        np.testing.assert_array_equal(group.gather("g"), np.full((2, 2), 3, DTYPES[dtype].dtype))
 
 
 @pytest.mark.parametrize(
