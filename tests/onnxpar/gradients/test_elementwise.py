@@ -228,3 +228,21 @@ def test_kinks_are_as_in_pytorch(nodes: str, torch: Torch, data: Any) -> None:
     case = several(nodes, torch, "2,4", data={"a": data}, consts=arrays)
     case.check_torch()
     case.check_meshes()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Softplus(x)", "Sigmoid(x)", "Gelu(x)", 'Gelu<approximate="tanh">(x)', "Erf(x)"),
+        *("Tanh(x)", "Mish(x)", "Softsign(x)", "Atan(x)", "Elu(x)", "HardSwish(x)"),
+    ],
+)
+def test_no_overflow_far_from_zero(text: str) -> None:
+    far = np.array([[-1e4, -750, -40, 0, 40, 750, 1e4]])
+    case = GradCase(f"y = {text}", {"x": "double[1,7]"}, UNARY[text][0], data={"x": far})
+    case.check_torch()
+    farther = GradCase(case.nodes, {"x": "double[1,2]"}, data={"x": np.array([[-1e200, 1e200]])})
+    slope = farther.single["x"] / farther.arrays["onnxpar.weight.y"]
+    # They become constant on the left, and constant or the identity on the right.
+    assert slope[0, 0] == 0
+    assert slope[0, 1] in (0, 1)

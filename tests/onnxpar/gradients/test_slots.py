@@ -1,0 +1,35 @@
+"""Every operator says how it is differentiated, or why not."""
+
+import json
+
+import pytest
+
+from onnxpar.cli import main
+from onnxpar.ops.registry import NEXT, Missing, NotDifferentiable
+from onnxpar.ops.table import REGISTRY
+
+
+def test_every_slot_is_filled() -> None:
+    open_slots = [d.op_type for d in REGISTRY.defs if d.gradient is NEXT]
+    assert not open_slots, f"no gradient, and no reason why: {open_slots}"
+    for definition in REGISTRY.defs:
+        if isinstance(definition.gradient, Missing):
+            assert definition.gradient.reason, definition.op_type
+
+
+def test_integers_and_steps_stop_gradients() -> None:
+    flat = {d.op_type for d in REGISTRY.defs if isinstance(d.gradient, NotDifferentiable)}
+    assert {"Floor", "Sign", "Shape", "Equal", "Range", "RandomNormal"} <= flat
+    assert not {"Relu", "Mul", "ReduceMax", "Cast", "Where"} & flat
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("Relu", "yes"), ("Floor", "constant between its steps"), ("Shape", "not differentiable")],
+)
+def test_the_command_line_shows_it(
+    name: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ops", "--json"]) == 0
+    (row,) = (r for r in json.loads(capsys.readouterr().out) if r["op_type"] == name)
+    assert row["gradient"] == shown
