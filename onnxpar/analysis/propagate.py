@@ -187,6 +187,8 @@ class _Walk:
         seed = self.seeds.nodes.get(name)
         if seed is not None:
             plan = shardings(rule, view, seed.factors, self.seeds.mesh, pinned=True)
+        elif name in self.seeds.plans and self.seeds.plans[name].rule == rule:
+            plan = self.seeds.plans[name]
         elif name in self.rules.reasons or (
             self.seeds.rest == "replicate" and not view.is_backward
         ):

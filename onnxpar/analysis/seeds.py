@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from onnxpar.analysis.plan import NodePlan
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.sharding import DimSharding, Sharding
 
@@ -37,6 +38,8 @@ class Seeds:
             parallelism), never the batch.
         outputs: Sharding in which graph outputs leave, by name; partial ones may be asked for. Those
             not named leave as they are made, reduced.
+        plans: Plans of nodes that another program of the same model was given, by node name; kept
+            where the node has the same rule here.
         rest: What happens to nodes without a strategy: "propagate" or "replicate".
     """
 
@@ -47,3 +50,4 @@ class Seeds:
     parameter_axes: tuple[Atoms, ...] = ()
     rest: str = "propagate"
     outputs: Mapping[str, Sharding] = field(default_factory=dict)
+    plans: Mapping[str, NodePlan] = field(default_factory=dict)

@@ -8,7 +8,7 @@ micro-batches so, and is reduced once a step at the beginning of the optimizer's
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -232,14 +232,8 @@ def _evaluation(
     env = shapes(model, symbol_table(model, symbols))
     rules, ops = find_rules(model, env)
     seeds = resolve(strategy, model, rules, env)
-    seeds = Seeds(
-        seeds.mesh,
-        seeds.nodes,
-        seeds.inputs,
-        {**seeds.parameters, **laid},
-        seeds.parameter_axes,
-        seeds.rest,
-    )
+    # What is right for forward and backward together is kept, parameters lying as they do.
+    seeds = replace(seeds, parameters={**seeds.parameters, **laid}, plans=dict(training.plan.nodes))
     if seeds.mesh != training.plan.mesh:
         raise RuleError("evaluation and training were given two meshes")
     plan = propagate(model, env, rules, seeds)
