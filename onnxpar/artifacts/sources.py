@@ -1,8 +1,9 @@
 """Reads the bytes of a model's weights in pieces, so that none of them need fit into memory."""
 
+import mmap
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -18,19 +19,18 @@ from onnxpar.passes.partitioned import Parameter
 
 Bytes = NDArray[np.uint8]
 
+MADV_POPULATE_READ = 22
+"""Advice of Linux 5.14 and later, from its mman-common.h: all pages are read, or it is an error."""
+
+WINDOW = 1 << 25
+"""Bytes of a file that are mapped at once, from a multiple of this on: large pages fit."""
+
 
 class Reader(Protocol):
     """Gives the bytes of one tensor, little-endian and packed as in ONNX's `raw_data`."""
 
-    def read(self, start: int, stop: int, into: Bytes) -> Bytes:
-        """Returns bytes `[start, stop)`, in `into` (at least as long) or in memory of its own."""
-        ...
-
-    def scatter(self, start: int, into: Sequence[Bytes]) -> bool:
-        """Fills several arrays, one after another, with the bytes from `start` on.
-
-        Returns False where that is not possible in one step; then nothing is known of the arrays.
-        """
+    def read(self, start: int, stop: int) -> Bytes:
+        """Returns bytes `[start, stop)`, not to be changed."""
         ...
 
 
@@ -103,50 +103,69 @@ def reader(parameter: Parameter) -> Iterator[Reader]:
 class _InMemory:
     data: Bytes
 
-    def read(self, start: int, stop: int, into: Bytes) -> Bytes:
-        del into
+    def read(self, start: int, stop: int) -> Bytes:
         return self.data[start:stop]
 
-    def scatter(self, start: int, into: Sequence[Bytes]) -> bool:
-        del start, into
-        return False
 
-
-@dataclass(frozen=True)
 class _InFile:
-    name: str
-    region: Region
-    stream: FileIO
+    def __init__(self, name: str, region: Region, stream: FileIO) -> None:
+        self._name = name
+        self._region = region
+        self._stream = stream
+        self._begin = 0
+        self._window: mmap.mmap | None = None
 
-    def read(self, start: int, stop: int, into: Bytes) -> Bytes:
-        piece = into[: stop - start]
+    def read(self, start: int, stop: int) -> Bytes:
+        mapped = self._mapped(start, stop)
+        return self._copied(start, stop) if mapped is None else mapped
+
+    def _mapped(self, start: int, stop: int) -> Bytes | None:
+        """Returns bytes in the system's own memory; None where that is not possible or not safe.
+
+        A process that touches a page which the system cannot read, as the file became shorter, is
+        ended. So pages are asked for before they are touched; where that fails, reading says why.
+        """
+        if sys.platform != "linux":
+            return None
+        region = self._region
+        first, last = region.offset + start, region.offset + stop
+        try:
+            window = self._window
+            if window is None or not self._begin <= first <= last <= self._begin + len(window):
+                self._begin = first - first % WINDOW
+                end = min(max(self._begin + WINDOW, last), region.offset + region.length)
+                window = self._window = mmap.mmap(
+                    self._stream.fileno(),
+                    end - self._begin,
+                    flags=mmap.MAP_PRIVATE,
+                    prot=mmap.PROT_READ,
+                    offset=self._begin,
+                )
+            at = first - self._begin
+            page = at - at % mmap.PAGESIZE
+            window.madvise(MADV_POPULATE_READ, page, at + stop - start - page)
+        except (OSError, ValueError):
+            return None
+        return np.frombuffer(window, np.uint8, stop - start, at)
+
+    def _copied(self, start: int, stop: int) -> Bytes:
+        piece = np.empty(stop - start, np.uint8)
         view = piece.data
         try:
-            self.stream.seek(self.region.offset + start)
+            self._stream.seek(self._region.offset + start)
             done = 0
             while done < len(view):
-                count = self.stream.readinto(view[done:])
+                count = self._stream.readinto(view[done:])
                 if not count:
                     raise ArtifactError(
-                        f"tensor {self.name!r}: its data file {self.region.path} became shorter "
-                        f"while it was read: expected {self.region.length} bytes from byte "
-                        f"{self.region.offset}, got {start + done}"
+                        f"tensor {self._name!r}: its data file {self._region.path} became shorter "
+                        f"while it was read: expected {self._region.length} bytes from byte "
+                        f"{self._region.offset}, got {start + done}"
                     )
                 done += count
         except OSError as error:
-            raise _unreadable(self.name, self.region.path, error) from error
+            raise _unreadable(self._name, self._region.path, error) from error
         return piece
-
-    def scatter(self, start: int, into: Sequence[Bytes]) -> bool:
-        if not hasattr(os, "preadv"):
-            return False
-        try:
-            done = os.preadv(
-                self.stream.fileno(), [i.data for i in into], self.region.offset + start
-            )
-        except OSError as error:
-            raise _unreadable(self.name, self.region.path, error) from error
-        return done == sum(part.size for part in into)
 
 
 def _tensor(parameter: Parameter) -> ir.TensorProtocol:

@@ -1,8 +1,13 @@
 """Artifact directories: weight shards, manifest, streaming."""
 
+import errno
 import hashlib
 import json
+import mmap
+import os
 import struct
+import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -18,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from onnxpar.artifacts import sources, weights, write
-from onnxpar.artifacts.weights import CHUNKS, write_weights
+from onnxpar.artifacts.weights import LANES, Written, write_weights
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.passes.builder import GraphBuilder
@@ -69,32 +74,38 @@ def cuts(draw: st.DrawFn) -> tuple[Mesh, Sharding, int]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(cuts(), st.sampled_from(["int8", "uint16", "float32", "int64", "complex128"]), st.booleans())
+@given(
+    cuts(),
+    st.sampled_from(["int8", "uint16", "float32", "int64", "complex128"]),
+    st.sampled_from(["memory", "mapped", "copied"]),
+)
 def test_shards_are_what_split_says(
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[Mesh, Sharding, int],
     dtype: str,
-    in_file: bool,
+    data: str,
 ) -> None:
     mesh, sharding, chunk = case
     shape = tuple(int(s) for s in sharding.shape)
     whole = np.arange(1, np.prod(shape, dtype=int) + 1).astype(dtype).reshape(shape)
     folder = tmp_path_factory.mktemp("weights")
-    if in_file and whole.size:
+    if data != "memory" and whole.size:
         tensor: ir.TensorProtocol = external(folder / "model.data", "w", whole, 5)
     else:
         tensor = ir.tensor(whole)
     p = parameter("w", tensor, sharding, mesh)
     places = layout([p], mesh)
     with pytest.MonkeyPatch.context() as patch:
-        # What is done with long runs is done here with those of a byte.
-        patch.setattr(weights, "MIN_RUN", 1)
+        patch.setattr(sources, "WINDOW", mmap.ALLOCATIONGRANULARITY)
+        if data == "copied":
+            # No advice that any system knows: as where the pages cannot be asked for.
+            patch.setattr(sources, "MADV_POPULATE_READ", -1)
         # Nothing smaller than an element can be read at a time.
         files = write_weights([p], places, folder, chunk=max(chunk, whole.itemsize))
     for name, written in files.items():
-        data = (folder / name).read_bytes()
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (written.size, written.sha256)
-        assert len(data) == places.files[name].size
+        content = (folder / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (written.size, written.sha256)
+        assert len(content) == places.files[name].size
     joined = np.zeros_like(whole)
     for rank in range(mesh.size):
         part = stored(folder, p, mesh, rank)
@@ -276,31 +287,82 @@ def test_weights_are_read_from_their_place_in_a_file(tmp_path: Path) -> None:
             np.testing.assert_array_equal(part, split(whole, p.sharding, MESH, rank))
 
 
-@pytest.mark.parametrize(("columns", "scattered"), [(4096, True), (4098, False), (512, False)])
-def test_long_runs_are_read_to_where_they_belong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, scattered: bool
+@pytest.mark.parametrize("ranks", [None, [3], [0, 5]])
+def test_files_are_shared_out_to_threads_whatever_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int] | None
 ) -> None:
-    # A quarter of 512 columns is less than MIN_RUN; 4098 columns are padded.
+    # More files than each thread may have open; one alone, which two threads hash and write.
+    monkeypatch.setattr(weights, "OPEN_FILES", LANES)
     rng = np.random.default_rng(3)
-    whole = rng.random((100, columns)).astype(np.float32)
-    data = external(tmp_path / "model.data", "w", whole, 77)
-    p = parameter("w", data, cut([(100, [0])], [(columns, [1, 2])]), MESH)
-    seen = []
-    original = sources._InFile.scatter
-    monkeypatch.setattr(
-        sources._InFile,
-        "scatter",
-        lambda *given: seen.append(original(*given)) or seen[-1],
-    )
-    write_weights([p], layout([p], MESH), tmp_path, chunk=1 << 16)
-    assert bool(seen) == scattered
-    assert all(seen)
-    for rank in range(MESH.size):
-        part = stored(tmp_path, p, MESH, rank)
-        np.testing.assert_array_equal(part, split(whole, p.sharding, MESH, rank))
+    arrays = [rng.random((64, 96)).astype(np.float32) for _ in range(3)]
+    cuts_of = ([(64, [])], [(96, [0, 1, 2])]), ([(64, [0, 1, 2])], [(96, [])])
+    ps = [
+        parameter(f"w{i}", external(tmp_path / "data", f"w{i}", a, 30_000 * i), cut(*c), MESH)
+        for i, (a, c) in enumerate(zip(arrays, (*cuts_of, cuts_of[0]), strict=True))
+    ]
+    places = layout(ps, MESH)
+    written = write_weights(ps, places, tmp_path, ranks=ranks, chunk=1000)
+    chosen = range(MESH.size) if ranks is None else ranks
+    assert list(written) == [f.name for f in places.files.values() if set(f.ranks) & set(chosen)]
+    assert {f.name for f in tmp_path.glob("*.safetensors")} == set(written)
+    for name, file in written.items():
+        content = (tmp_path / name).read_bytes()
+        assert file == Written(len(content), hashlib.sha256(content).hexdigest())
+    for p, array in zip(ps, arrays, strict=True):
+        for rank in chosen:
+            shard = places.shard(p.name, rank)
+            content = (tmp_path / shard.file).read_bytes()[shard.offset :][: shard.length]
+            part = np.frombuffer(content, np.float32).reshape(shard.shape)
+            np.testing.assert_array_equal(part, split(array, p.sharding, MESH, rank))
 
 
-def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
+def test_one_thread_that_fails_stops_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.zeros((2, 5000), np.float32)
+    p = parameter("w", array, cut([(2, [0])], [(5000, [])]), MESH)
+    first, second = layout([p], MESH).files
+    appended = []
+    original = weights._Files.append
+
+    def append(files: weights._Files, name: str, data: sources.Bytes) -> None:
+        appended.append(name)
+        if name == first and appended.count(name) > 1:
+            raise OSError(errno.EIO, "no more of this")
+        time.sleep(0.001)
+        original(files, name, data)
+
+    monkeypatch.setattr(weights._Files, "append", append)
+    with pytest.raises(OSError, match="no more of this"):
+        write_weights([p], layout([p], MESH), tmp_path, chunk=8)
+    # 2500 chunks would have been more than two seconds of sleep.
+    assert appended.count(second) < 2500
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSPC])
+def test_blocks_that_cannot_be_had_at_once_are_had_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse, raising=False)
+    p = parameter("w", np.arange(3, dtype=np.int8), Sharding.replicated((3,)), MESH)
+    if number == errno.ENOSPC:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            write_weights([p], layout([p], MESH), tmp_path)
+    else:
+        write_weights([p], layout([p], MESH), tmp_path)
+        np.testing.assert_array_equal(stored(tmp_path, p, MESH, 0), [0, 1, 2])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_memory_does_not_grow_with_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    if copied:
+        monkeypatch.setattr(sources, "MADV_POPULATE_READ", -1)
+    copied = copied or sys.platform != "linux"
     rows, columns, chunk = 64, 1 << 18, 1 << 20
     data = tmp_path / "model.data"
     with data.open("wb") as stream:
@@ -321,9 +383,10 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
     write_weights([p], layout([p], MESH), out, chunk=chunk)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # What is read and what is gathered of the chunks under way, of a tensor of 64; the rest is
-    # headers and paths.
-    assert peak < (2 * CHUNKS + 1) * chunk
+    # Of a row of 1 MiB a shard has a quarter, so that four rows make a chunk. Each thread gathers
+    # one chunk, and where it copies the source four, while it still has the last four; the tensor
+    # has 64. The rest is headers and paths.
+    assert peak < LANES * (1 + 8 * copied) * chunk + chunk
 
 
 @pytest.mark.parametrize(

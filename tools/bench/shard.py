@@ -12,7 +12,8 @@ than 10 s and 1 GiB, time linear in the layers.
 weights: a model with real weights cut for 4 ranks, and `cp` of the same bytes beside it in the same
 run: shard, cp, shard, cp and so on, so that what else the machine does slows both. Neither is
 followed by an fsync: a time ends when the bytes are with the operating system. Goal: less than
-1 GiB of memory, at least half the speed of `cp` in the median of the pairs.
+1 GiB of memory, at least half the speed of `cp` in the median of the pairs. Shard uses two
+processors or more and `cp` one, so that other work slows shard more: processor times tell both.
 
 Every measurement is a process of its own; memory is its peak resident set, the interpreter's too.
 Exit code 1 where a goal is missed.
@@ -149,22 +150,30 @@ def weights_task(model: str, strategy: str, folder: str, repeats: str) -> None:
         peak = peak_memory()
         shutil.rmtree(out)
         os.sync()
+        copied, copied_cpu = _copy(data, copy)
         result = {
+            "cp": copied,
+            "cp_cpu": copied_cpu,
             "shard": seconds,
             "write": summary.seconds["write"],
             "cpu": used,
-            "cp": _copy(data, copy),
             "peak": peak,
         }
         print(json.dumps(result), flush=True)
 
 
-def _copy(source: str, target: Path) -> float:
-    begun = perf_counter()
+def _copy(source: str, target: Path) -> tuple[float, float]:
+    """Returns the seconds that `cp` takes, and its processor time."""
+    begun, used = perf_counter(), _children_time()
     subprocess.run(["cp", source, target], check=True)
-    seconds = perf_counter() - begun
+    seconds, used = perf_counter() - begun, _children_time() - used
     target.unlink()
-    return seconds
+    return seconds, used
+
+
+def _children_time() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def graph(folder: Path, layers: list[int], strategy: str, profile: bool) -> bool:
@@ -212,8 +221,9 @@ def weights(folder: Path, gib: float, strategy: str, repeats: int) -> bool:
         turns.append(turn)
         print(
             f"  shard {turn['shard']:6.2f} s, of which writing {turn['write']:6.2f} s, processor "
-            f"time {turn['cpu']:6.2f} s   cp {turn['cp']:6.2f} s   shard at "
-            f"{turn['cp'] / turn['shard']:.2f} of the speed of cp",
+            f"time {turn['cpu']:6.2f} s   cp {turn['cp']:6.2f} s, processor time "
+            f"{turn['cp_cpu']:6.2f} s   shard at {turn['cp'] / turn['shard']:.2f} of the speed of "
+            f"cp",
             flush=True,
         )
     cut = statistics.median(turn["shard"] for turn in turns)
