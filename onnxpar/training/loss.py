@@ -5,26 +5,22 @@ program it is multiplied by `onnxpar.loss_weight`, the share of the micro-batch 
 losses and gradients of the micro-batches add up to those of the step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from onnxpar.analysis.shapes import shapes
 from onnxpar.errors import ModelError
+from onnxpar.ops.forms import work_dtype
+from onnxpar.passes.builder import INT64
+from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.strategy.names import nearest
-from onnxpar.symbols import Dim, as_dim, dim_str
-from onnxpar.training.emitter import (
-    FLOAT,
-    INT64,
-    Emitter,
-    names_of,
-    new_value,
-    opset_of,
-    work_dtype,
-)
+from onnxpar.symbols import NO_CONSTRAINTS, Dim, as_dim
 
 LOSS = "onnxpar.loss"
 LOSS_WEIGHT = "onnxpar.loss_weight"
@@ -34,6 +30,7 @@ MIN_OPSET = 13
 """Oldest opset in which every operator used here takes and gives the types that it has today."""
 
 _BOOL = ir.DataType.BOOL
+_FLOAT = ir.DataType.FLOAT
 _INT32 = ir.DataType.INT32
 
 
@@ -137,32 +134,30 @@ def append_loss(model: ir.Model, spec: LossSpec, *, weighted: bool = True) -> Lo
     """
     _check_spec(spec)
     graph = model.graph
-    opset = opset_of(model)
+    opset = _opset(model)
     if opset < MIN_OPSET:
         raise ModelError(
             f"loss {spec.kind}: expected a model of opset {MIN_OPSET} or newer, got {opset}; "
             "convert it first (onnx.version_converter)"
         )
     source = _find_output(graph, spec)
-    taken = names_of(graph)
+    builder = _builder(model, LOSS)
     for name in (LOSS, LOSS_WEIGHT) if weighted else (LOSS,):
-        if name in taken:
+        if builder.fresh(name) != name:
             raise ModelError(f"the name {name!r} is reserved, but the model uses it")
-    emitter = Emitter(graph, opset, LOSS)
     if spec.kind is LossKind.OUTPUT:
-        loss, labels, count = _own_loss(emitter, source), None, None
+        loss, labels, count = _own_loss(builder, source), None, None
     else:
-        append = _LOSSES[spec.kind]
-        labels_value = _labels(graph, spec, source, taken)
-        loss, count = append(emitter, spec, source, labels_value)
-        labels = labels_value.name
+        wanted = _labels(builder, spec, source)
+        loss, count = _LOSSES[spec.kind](builder, spec, source, wanted)
+        labels = wanted.name
     if weighted:
-        weight = new_value(LOSS_WEIGHT, FLOAT, [])
-        graph.inputs.append(weight)
+        weight = _new_input(builder, LOSS_WEIGHT, _FLOAT, ())
         assert loss.dtype is not None
-        loss = emitter.op("Mul", loss, emitter.cast(weight, loss.dtype), name=LOSS)
+        loss = builder.op("Mul", loss, builder.cast(weight, loss.dtype), shape=())
     else:
-        loss = emitter.rename(loss, LOSS)
+        loss = builder.op("Identity", loss, shape=())
+    loss.name = LOSS
     graph.outputs.append(loss)
     named = LossSpec(spec.kind, source.name, spec.label_input, spec.ignore_index)
     return LossInfo(model, named, labels, count)
@@ -180,38 +175,56 @@ def append_metrics(info: LossInfo) -> tuple[str, ...]:
     if info.spec.kind is not LossKind.SOFTMAX_CROSS_ENTROPY:
         return ()
     graph = info.model.graph
-    emitter = Emitter(graph, opset_of(info.model), CORRECT)
+    builder = _builder(info.model, CORRECT)
     logits = _find_output(graph, info.spec)
-    labels = next(v for v in graph.inputs if v.name == info.labels)
-    hit = emitter.op("Equal", _argmax(emitter, logits), emitter.cast(labels, INT64), dtype=_BOOL)
+    labels = builder.cast(next(v for v in graph.inputs if v.name == info.labels), INT64)
+    rows = builder.shape_of(labels)
+    hit = builder.op("Equal", _argmax(builder, logits), labels, shape=rows, dtype=_BOOL)
     if info.spec.ignore_index is not None:
-        ignored = emitter.constant(info.spec.ignore_index, INT64)
-        counts = emitter.op(
-            "Not", emitter.op("Equal", emitter.cast(labels, INT64), ignored, dtype=_BOOL)
-        )
-        hit = emitter.op("And", hit, counts)
-    total = emitter.reduce("ReduceSum", emitter.cast(hit, INT64))
-    correct = emitter.rename(total, CORRECT)
-    graph.outputs.append(correct)
+        ignored = builder.const(info.spec.ignore_index, INT64)
+        skipped = builder.op("Equal", labels, ignored, shape=rows, dtype=_BOOL)
+        hit = builder.op("And", hit, builder.op("Not", skipped, shape=rows), shape=rows)
+    total = builder.reduce("ReduceSum", builder.cast(hit, INT64), range(len(rows)))
+    total.name = CORRECT
+    graph.outputs.append(total)
     return (CORRECT,)
 
 
-def _argmax(emitter: Emitter, logits: ir.Value) -> ir.Value:
+def _argmax(builder: GlobalBuilder, logits: ir.Value) -> ir.Value:
     """The least class whose logit is the greatest, int64.
 
     Written as a maximum and a minimum, both of which a split of the classes leaves pending, so that
     logits are not gathered; an ArgMax would need all classes in one place.
     """
-    assert logits.shape is not None and logits.dtype is not None
     # onnxruntime compares no bfloat16.
-    x = emitter.cast(logits, work_dtype(logits.dtype))
-    classes, last = _classes(logits), len(logits.shape) - 1
-    top = emitter.reduce("ReduceMax", x, [last], keep=True)
-    number = emitter.constant(np.arange(classes), _INT32)
-    none = emitter.constant(classes, _INT32)
-    at_top = emitter.op("Equal", x, top, dtype=_BOOL)
-    place = emitter.op("Where", at_top, number, none, dtype=_INT32)
-    return emitter.cast(emitter.reduce("ReduceMin", place, [last]), INT64)
+    x = builder.cast(logits, work_dtype(logits.dtype))
+    shape, classes = builder.shape_of(x), _classes(logits)
+    last = [len(shape) - 1]
+    top = builder.reduce("ReduceMax", x, last, keepdims=True)
+    number = builder.const(np.arange(classes), _INT32)
+    none = builder.const(classes, _INT32)
+    at_top = builder.op("Equal", x, top, shape=shape, dtype=_BOOL)
+    place = builder.op("Where", at_top, number, none, shape=shape, dtype=_INT32)
+    return builder.cast(builder.reduce("ReduceMin", place, last), INT64)
+
+
+def _builder(model: ir.Model, scope: str) -> GlobalBuilder:
+    builder = GlobalBuilder.over(model.graph, _opset(model), shapes(model, NO_CONSTRAINTS))
+    builder.scope = scope
+    return builder
+
+
+def _opset(model: ir.Model) -> int:
+    return model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+
+
+def _new_input(
+    builder: GlobalBuilder, name: str, dtype: ir.DataType, shape: Sequence[Dim]
+) -> ir.Value:
+    value = ir.Value(name=name)
+    builder.declare(value, dtype, shape)
+    builder.graph.inputs.append(value)
+    return value
 
 
 # -- finding and checking operands ---------------------------------------------------------------
@@ -280,23 +293,22 @@ def _classes(logits: ir.Value) -> int:
     return size
 
 
-def _labels(graph: ir.Graph, spec: LossSpec, source: ir.Value, taken: set[str]) -> ir.Value:
+def _labels(builder: GlobalBuilder, spec: LossSpec, source: ir.Value) -> ir.Value:
     """The input that has the labels: the model's own that is named, or a new one."""
     assert source.shape is not None and source.dtype is not None
     classes = spec.kind is LossKind.SOFTMAX_CROSS_ENTROPY
     sizes = list(source.shape)[:-1] if classes else list(source.shape)
     dtype = INT64 if classes else source.dtype
-    inputs = {value.name or "": value for value in graph.inputs}
+    inputs = {value.name or "": value for value in builder.graph.inputs}
     if spec.label_input is None:
-        if LABELS in taken:
+        if builder.fresh(LABELS) != LABELS:
             hint = "name it with --label-input" if LABELS in inputs else "rename it in the model"
             raise ModelError(
                 f"loss {spec.kind}: the new input {LABELS!r} would have a name that the model "
                 f"uses already; {hint}"
             )
-        labels = new_value(LABELS, dtype, sizes)
-        graph.inputs.append(labels)
-        return labels
+        known = builder.shape_of(source)
+        return _new_input(builder, LABELS, dtype, known[:-1] if classes else known)
     if spec.label_input not in inputs:
         raise ModelError(
             f"loss {spec.kind}: expected an input of the model for the labels, got "
@@ -330,100 +342,105 @@ def _sizes_text(sizes: list[int | ir.SymbolicDim]) -> str:
     return f"[{', '.join(str(size) for size in sizes)}]"
 
 
-def _count(sizes: list[int | ir.SymbolicDim]) -> Dim:
-    return as_dim(prod(as_dim(d if isinstance(d, int) else d.value) for d in sizes))
+def _count(shape: Sequence[Dim]) -> Dim:
+    return as_dim(prod(shape))
 
 
 # -- the losses ----------------------------------------------------------------------------------
 
 
-def _own_loss(emitter: Emitter, source: ir.Value) -> ir.Value:
+def _own_loss(builder: GlobalBuilder, source: ir.Value) -> ir.Value:
     """The model's own scalar; one element of a higher rank becomes a scalar."""
-    assert source.shape is not None and source.dtype is not None
-    if any(size != 1 for size in source.shape):
+    shape = builder.shape_of(source)
+    if any(size != 1 for size in shape):
         raise ModelError(
             f"loss {LossKind.OUTPUT}:{source.name}: expected a scalar, got {_shape_text(source)}"
         )
-    loss = emitter.cast(source, work_dtype(source.dtype))
-    if not len(source.shape):
+    loss = builder.cast(source, work_dtype(source.dtype))
+    if not shape:
         return loss
-    return emitter.op("Reshape", loss, emitter.constant(np.empty(0), INT64), shape=[])
+    return builder.op("Reshape", loss, builder.const(np.empty(0, np.int64)), shape=())
 
 
 def _softmax_cross_entropy(
-    emitter: Emitter, spec: LossSpec, logits: ir.Value, labels: ir.Value
+    builder: GlobalBuilder, spec: LossSpec, logits: ir.Value, labels: ir.Value
 ) -> tuple[ir.Value, Dim]:
-    assert logits.shape is not None and logits.dtype is not None
-    rows = _count(list(logits.shape)[:-1])
-    classes = _classes(logits)
-    scores = emitter.cast(logits, work_dtype(logits.dtype))
-    wanted = emitter.cast(labels, INT64)
-    if len(logits.shape) > 2:
+    *leading, classes = builder.shape_of(logits)
+    rows = _count(leading)
+    scores = builder.cast(logits, work_dtype(logits.dtype))
+    wanted = builder.cast(labels, INT64)
+    if len(leading) > 1:
         # The operator wants the classes in dim 1: merging the others moves no data, a Transpose
         # would move all of it.
-        size = rows if isinstance(rows, int) else dim_str(rows)
-        target = emitter.constant(np.array([-1, classes]), INT64)
-        scores = emitter.op("Reshape", scores, target, shape=[size, classes])
-        flat = emitter.constant(np.array([-1]), INT64)
-        wanted = emitter.op("Reshape", wanted, flat, shape=[size])
-    options = {} if spec.ignore_index is None else {"ignore_index": spec.ignore_index}
-    loss = emitter.op(
-        "SoftmaxCrossEntropyLoss",
-        scores,
-        wanted,
-        shape=[],
-        attributes={"reduction": "mean", **options},
+        target = builder.const([-1, int(classes)])
+        scores = builder.op("Reshape", scores, target, shape=(rows, classes))
+        wanted = builder.op("Reshape", wanted, builder.const([-1]), shape=(rows,))
+    options: dict[str, Any] = {"reduction": "mean"}
+    if spec.ignore_index is not None:
+        options["ignore_index"] = spec.ignore_index
+    (loss,) = builder.ops(
+        "SoftmaxCrossEntropyLoss", [scores, wanted], [(scores.dtype, ())], options
     )
     return loss, rows
 
 
-def _operands(
-    emitter: Emitter, prediction: ir.Value, labels: ir.Value
-) -> tuple[ir.Value, ir.Value, Dim]:
-    """Prediction and labels in the working type, and how many elements they have."""
-    assert prediction.shape is not None and prediction.dtype is not None
-    wide = work_dtype(prediction.dtype)
-    count = _count(list(prediction.shape))
-    return emitter.cast(prediction, wide), emitter.cast(labels, wide), count
+@dataclass(frozen=True)
+class _Pair:
+    """Prediction and labels of an elementwise loss, in the type that it is computed in."""
+
+    builder: GlobalBuilder
+    x: ir.Value
+    y: ir.Value
+
+    @property
+    def shape(self) -> Sequence[Dim]:
+        return self.builder.shape_of(self.x)
+
+    def op(self, op_type: str, *operands: ir.Value) -> ir.Value:
+        return self.builder.op(op_type, *operands, shape=self.shape)
 
 
-def _mse(
-    emitter: Emitter, spec: LossSpec, prediction: ir.Value, labels: ir.Value
-) -> tuple[ir.Value, Dim]:
-    x, y, count = _operands(emitter, prediction, labels)
-    difference = emitter.op("Sub", x, y)
-    return emitter.reduce("ReduceMean", emitter.op("Mul", difference, difference)), count
+def _mse(pair: _Pair) -> ir.Value:
+    difference = pair.op("Sub", pair.x, pair.y)
+    return pair.op("Mul", difference, difference)
 
 
-def _mae(
-    emitter: Emitter, spec: LossSpec, prediction: ir.Value, labels: ir.Value
-) -> tuple[ir.Value, Dim]:
-    x, y, count = _operands(emitter, prediction, labels)
-    return emitter.reduce("ReduceMean", emitter.op("Abs", emitter.op("Sub", x, y))), count
+def _mae(pair: _Pair) -> ir.Value:
+    return pair.op("Abs", pair.op("Sub", pair.x, pair.y))
 
 
-def _bce(
-    emitter: Emitter, spec: LossSpec, prediction: ir.Value, labels: ir.Value
-) -> tuple[ir.Value, Dim]:
-    """Mean of y softplus(-x) + (1 - y) softplus(x).
+def _bce(pair: _Pair) -> ir.Value:
+    """Returns y softplus(-x) + (1 - y) softplus(x).
 
     No power overflows; nothing cancels where a sure prediction is right, as it does in
     softplus(x) - xy; and the derivative at x = 0, where a head of zeros begins, is 1/2 - y, which
     the customary max(x, 0) - xy + log(1 + exp(-abs(x))) has not operator by operator.
     """
-    x, y, count = _operands(emitter, prediction, labels)
-    assert x.dtype is not None
-    absent = emitter.op("Sub", emitter.constant(1, x.dtype), y, shape=y.shape)
-    if_true = emitter.op("Mul", y, emitter.op("Softplus", emitter.op("Neg", x)))
-    if_false = emitter.op("Mul", absent, emitter.op("Softplus", x))
-    return emitter.reduce("ReduceMean", emitter.op("Add", if_true, if_false)), count
+    absent = pair.op("Sub", pair.builder.const(1, pair.x.dtype), pair.y)
+    if_true = pair.op("Mul", pair.y, pair.op("Softplus", pair.op("Neg", pair.x)))
+    return pair.op("Add", if_true, pair.op("Mul", absent, pair.op("Softplus", pair.x)))
 
 
-_LossFn = Callable[[Emitter, LossSpec, ir.Value, ir.Value], tuple[ir.Value, Dim]]
+_LossFn = Callable[[GlobalBuilder, LossSpec, ir.Value, ir.Value], tuple[ir.Value, Dim]]
+
+
+def _mean(terms: Callable[[_Pair], ir.Value]) -> _LossFn:
+    """The mean of a loss of each element, and of how many."""
+
+    def append(
+        builder: GlobalBuilder, spec: LossSpec, prediction: ir.Value, labels: ir.Value
+    ) -> tuple[ir.Value, Dim]:
+        wide = work_dtype(prediction.dtype)
+        pair = _Pair(builder, builder.cast(prediction, wide), builder.cast(labels, wide))
+        shape = pair.shape
+        return builder.reduce("ReduceMean", terms(pair), range(len(shape))), _count(shape)
+
+    return append
+
 
 _LOSSES: Mapping[LossKind, _LossFn] = {
     LossKind.SOFTMAX_CROSS_ENTROPY: _softmax_cross_entropy,
-    LossKind.MSE: _mse,
-    LossKind.MAE: _mae,
-    LossKind.BCE: _bce,
+    LossKind.MSE: _mean(_mse),
+    LossKind.MAE: _mean(_mae),
+    LossKind.BCE: _mean(_bce),
 }

@@ -19,6 +19,7 @@ from functools import partial
 import onnx_ir as ir
 
 from onnxpar.errors import ModelError
+from onnxpar.ops.forms import DOUBLE, FLOAT, work_dtype
 from onnxpar.ops.functions import (
     ADAM_STEP,
     ADAMW_STEP,
@@ -30,7 +31,8 @@ from onnxpar.ops.functions import (
     attach_functions,
 )
 from onnxpar.passes.builder import DOMAIN
-from onnxpar.training.emitter import DOUBLE, FLOAT, Emitter, new_value, work_dtype
+from onnxpar.passes.global_graph import GlobalBuilder
+from onnxpar.symbols import NO_CONSTRAINTS
 
 GRAD_NORM = "onnxpar.grad_norm"
 HYPER = "onnxpar.hyper."
@@ -185,32 +187,30 @@ def optimizer_model(
     update = _UPDATES[kind]
     opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.PARAMETER, StateKind.GRADIENT, *update.moments))
-    emitter, inputs = _open(parameters, states, opset, "optimizer")
-    reduced = {
-        name: emitter.op("Identity", inputs[name], name=f"onnxpar.reduced.{p.name}")
-        for p in parameters
-        for name in (state_name(StateKind.GRADIENT, p.name),)
-    }
-    scalars = _Scalars(emitter)
-    norm = _norm(emitter, parameters, reduced)
-    step = _Step(emitter, scalars, _clip(emitter, scalars, norm))
-    updated: dict[str, str] = {}
+    builder, inputs = _open(parameters, states, opset, "optimizer")
+    reduced: dict[str, ir.Value] = {}
+    gradients: list[ir.Value] = []
     for p in parameters:
-        emitter.scope = f"{update.scope}/{p.name}"
-        wide = work_dtype(p.dtype)
-        old = _Tensors(
-            emitter.cast(inputs[p.name], wide),
-            emitter.cast(reduced[state_name(StateKind.GRADIENT, p.name)], wide),
-            tuple(inputs[state_name(moment, p.name)] for moment in update.moments),
-        )
-        values = update.emit(step, p, old)
+        name = state_name(StateKind.GRADIENT, p.name)
+        reduced[name] = builder.op("Identity", inputs[name], shape=p.shape)
+        builder.rename(reduced[name], f"onnxpar.reduced.{p.name}")
+        gradients.append(builder.cast(reduced[name], work_dtype(p.dtype)))
+    scalars = _Scalars(builder)
+    norm = _norm(builder, parameters, gradients)
+    step = _Step(builder, scalars, _clip(scalars, norm))
+    updated: dict[str, str] = {}
+    for p, gradient in zip(parameters, gradients, strict=True):
+        builder.scope = f"{update.scope}/{p.name}"
+        moments = tuple(inputs[state_name(moment, p.name)] for moment in update.moments)
+        parameter = builder.cast(inputs[p.name], work_dtype(p.dtype))
+        values = update.emit(step, p, _Tensors(parameter, gradient, moments))
         for moment, value in zip((StateKind.PARAMETER, *update.moments), values, strict=True):
             name = state_name(moment, p.name)
-            _put_out(emitter, value, _state_dtype(moment, p.dtype), NEW + name)
+            _put_out(builder, value, _state_dtype(moment, p.dtype), NEW + name)
             updated[NEW + name] = name
-    emitter.graph.outputs.append(norm)
+    builder.graph.outputs.append(norm)
     return StateProgram(
-        _close(emitter),
+        _close(builder),
         states,
         updated,
         tuple(scalars.inputs),
@@ -231,16 +231,17 @@ def accumulation_model(
     """
     opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.GRADIENT, StateKind.MICRO_GRADIENT))
-    emitter, inputs = _open(parameters, states, opset, "accumulation")
+    builder, inputs = _open(parameters, states, opset, "accumulation")
     updated = {}
     for p in parameters:
         name = state_name(StateKind.GRADIENT, p.name)
         micro = inputs[state_name(StateKind.MICRO_GRADIENT, p.name)]
         wide = work_dtype(p.dtype)
-        total = emitter.op("Add", emitter.cast(inputs[name], wide), emitter.cast(micro, wide))
-        _put_out(emitter, total, p.dtype, NEW + name)
+        operands = builder.cast(inputs[name], wide), builder.cast(micro, wide)
+        total = builder.op("Add", *operands, shape=p.shape)
+        _put_out(builder, total, p.dtype, NEW + name)
         updated[NEW + name] = name
-    return StateProgram(_close(emitter), states, updated, (), {})
+    return StateProgram(_close(builder), states, updated, (), {})
 
 
 # -- building ------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def parse_optimizer(kind: OptimizerKind | str) -> OptimizerKind:
 
 def _open(
     parameters: Sequence[ParameterInfo], states: Sequence[State], opset: int, what: str
-) -> tuple[Emitter, dict[str, ir.Value]]:
+) -> tuple[GlobalBuilder, dict[str, ir.Value]]:
     """An empty graph with the states as its inputs, and these by name."""
     if not parameters:
         raise ModelError(f"{what}: expected at least one parameter to train, got none")
@@ -270,86 +271,101 @@ def _open(
                 f"{what}: parameter {p.name!r}: expected a floating type, got "
                 f"{p.dtype.name.lower()}"
             )
-    inputs = [new_value(state.name, state.dtype, state.shape) for state in states]
-    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": opset}, name=f"onnxpar.{what}")
-    emitter = Emitter(graph, opset, what)
-    return emitter, {value.name or "": value for value in inputs}
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=f"onnxpar.{what}")
+    builder = GlobalBuilder(graph, opset, NO_CONSTRAINTS, {}, {}, what)
+    inputs = {s.name: _new_input(builder, s.name, s.dtype, s.shape) for s in states}
+    return builder, inputs
 
 
-def _close(emitter: Emitter) -> ir.Model:
-    model = ir.Model(emitter.graph, ir_version=_IR_VERSION)
+def _new_input(
+    builder: GlobalBuilder, name: str, dtype: ir.DataType, shape: tuple[int, ...]
+) -> ir.Value:
+    value = ir.Value(name=builder.fresh(name))
+    builder.declare(value, dtype, shape)
+    builder.graph.inputs.append(value)
+    return value
+
+
+def _close(builder: GlobalBuilder) -> ir.Model:
+    model = ir.Model(builder.graph, ir_version=_IR_VERSION)
     attach_functions(model)
     return model
 
 
-def _put_out(emitter: Emitter, value: ir.Value, dtype: ir.DataType, name: str) -> None:
-    """Makes a value a graph output of this type and name."""
-    if value.dtype != dtype:
-        value = emitter.op("Cast", value, dtype=dtype, name=name, attributes={"to": dtype.value})
-    # Its maker writes the output itself: an Identity would be one more pass.
-    value.name = name
-    emitter.graph.outputs.append(value)
+def _put_out(builder: GlobalBuilder, value: ir.Value, dtype: ir.DataType, name: str) -> None:
+    """Makes a value a graph output of this type and name, written by the node that makes it."""
+    value = builder.cast(value, dtype)
+    builder.rename(value, name)
+    builder.graph.outputs.append(value)
 
 
 def _norm(
-    emitter: Emitter, parameters: Sequence[ParameterInfo], reduced: Mapping[str, ir.Value]
+    builder: GlobalBuilder, parameters: Sequence[ParameterInfo], gradients: Sequence[ir.Value]
 ) -> ir.Value:
     """The 2-norm of all gradients: squares summed in each group, then over the groups."""
-    emitter.scope = "optimizer/grad_norm"
+    builder.scope = "optimizer/grad_norm"
     wide = DOUBLE if any(p.dtype == DOUBLE for p in parameters) else FLOAT
     groups: dict[str, list[ir.Value]] = {}
-    for p in parameters:
-        gradient = reduced[state_name(StateKind.GRADIENT, p.name)]
-        square = _square_sum(emitter, emitter.cast(gradient, work_dtype(p.dtype)))
-        groups.setdefault(p.norm_group, []).append(emitter.cast(square, wide))
-    total = _sum(emitter, [_sum(emitter, squares) for squares in groups.values()])
-    return emitter.op("Sqrt", total, name=GRAD_NORM)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        square = builder.cast(_square_sum(builder, gradient), wide)
+        groups.setdefault(p.norm_group, []).append(square)
+    total = _sum(builder, [_sum(builder, squares) for squares in groups.values()])
+    norm = builder.op("Sqrt", total, shape=())
+    builder.rename(norm, GRAD_NORM)
+    return norm
 
 
-def _square_sum(emitter: Emitter, x: ir.Value) -> ir.Value:
+def _square_sum(builder: GlobalBuilder, x: ir.Value) -> ir.Value:
     """The sum of squares of a tensor in the working type."""
-    if not len(x.shape or ()):
-        return emitter.op("Mul", x, x)
-    return emitter.node(SQUARE_SUM.name, (x,), [(x.dtype, ())], domain=DOMAIN)[0]
+    if not builder.shape_of(x):
+        return builder.op("Mul", x, x, shape=())
+    return builder.op(SQUARE_SUM.name, x, shape=(), domain=DOMAIN)
 
 
-def _sum(emitter: Emitter, values: Sequence[ir.Value]) -> ir.Value:
-    return values[0] if len(values) == 1 else emitter.op("Sum", *values)
+def _sum(builder: GlobalBuilder, values: Sequence[ir.Value]) -> ir.Value:
+    return values[0] if len(values) == 1 else builder.op("Sum", *values, shape=())
 
 
 @dataclass
 class _Scalars:
     """Hyperparameters, made inputs when they are first read, and arithmetic on them in float64."""
 
-    emitter: Emitter
+    builder: GlobalBuilder
     inputs: dict[str, ir.Value] = field(default_factory=dict)
-    _known: dict[tuple[str, ...], ir.Value] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> ir.Value:
         if name not in self.inputs:
-            self.inputs[name] = new_value(HYPER + name, DOUBLE, [])
-            self.emitter.graph.inputs.append(self.inputs[name])
+            self.inputs[name] = _new_input(self.builder, HYPER + name, DOUBLE, ())
         return self.inputs[name]
 
-    def op(self, op_type: str, *operands: ir.Value) -> ir.Value:
+    def op(self, op_type: str, *operands: ir.Value, dtype: ir.DataType = DOUBLE) -> ir.Value:
         """The result of an operator on scalars, which is computed once for all parameters."""
-        key = (op_type, *(v.name or "" for v in operands))
+        key = (op_type, *operands)
         if key not in self._known:
-            self._known[key] = self.emitter.op(op_type, *operands)
+            self._known[key] = self.builder.op(op_type, *operands, shape=(), dtype=dtype)
         return self._known[key]
 
-    def one(self) -> ir.Value:
-        return self.emitter.constant(1.0, DOUBLE)
+    def cast(self, scalar: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+        """A scalar in another type, which is computed once for all parameters."""
+        assert dtype is not None
+        key = ("cast", scalar, dtype)
+        if key not in self._known:
+            self._known[key] = self.builder.cast(scalar, dtype)
+        return self._known[key]
+
+    def const(self, number: float) -> ir.Value:
+        return self.builder.const(number, DOUBLE)
 
 
-def _clip(emitter: Emitter, scalars: _Scalars, norm: ir.Value) -> ir.Value:
+def _clip(scalars: _Scalars, norm: ir.Value) -> ir.Value:
     """The factor of all gradients, min(1, clip_norm / (norm + 1e-6)); 1 where it is infinite."""
-    limit = scalars["clip_norm"]
-    above = scalars.op("Add", emitter.cast(norm, DOUBLE), emitter.constant(CLIP_EPSILON, DOUBLE))
-    factor = scalars.op("Min", scalars.one(), scalars.op("Div", limit, above))
+    limit, one = scalars["clip_norm"], scalars.const(1)
+    above = scalars.op("Add", scalars.cast(norm, DOUBLE), scalars.const(CLIP_EPSILON))
+    factor = scalars.op("Min", one, scalars.op("Div", limit, above))
     # Without a limit a norm that overflows must not become inf / inf, which would spoil all.
-    unlimited = emitter.op("IsInf", limit, dtype=_BOOL)
-    return emitter.op("Where", unlimited, scalars.one(), factor, dtype=DOUBLE)
+    unlimited = scalars.op("IsInf", limit, dtype=_BOOL)
+    return scalars.op("Where", unlimited, one, factor)
 
 
 @dataclass(frozen=True)
@@ -366,26 +382,25 @@ class _Step:
     """What the updates of all parameters share.
 
     Attributes:
-        emitter: Where nodes are written.
+        builder: Where nodes are written.
         scalars: The hyperparameters.
         clip: The factor of all gradients, float64 [].
     """
 
-    emitter: Emitter
+    builder: GlobalBuilder
     scalars: _Scalars
     clip: ir.Value
+
+    def op(self, op_type: str, *operands: ir.Value) -> ir.Value:
+        """The result of an elementwise operator, shaped as its first operand."""
+        return self.builder.op(op_type, *operands, shape=self.builder.shape_of(operands[0]))
 
     def scaled(self, x: ir.Value, *factors: ir.Value) -> ir.Value:
         """A tensor times scalars, which are multiplied first."""
         factor = factors[0]
         for other in factors[1:]:
             factor = self.scalars.op("Mul", factor, other)
-        return self.emitter.op("Mul", x, self.cast(factor, x))
-
-    def cast(self, scalar: ir.Value, like: ir.Value) -> ir.Value:
-        """A float64 scalar in the type of a tensor."""
-        assert like.dtype is not None
-        return self.emitter.cast(scalar, like.dtype)
+        return self.op("Mul", x, self.scalars.cast(factor, x.dtype))
 
 
 # -- the updates ---------------------------------------------------------------------------------
@@ -396,46 +411,18 @@ def _fused(
     function: Function, step: _Step, p: ParameterInfo, old: _Tensors
 ) -> tuple[ir.Value, ...]:
     """One node, whose scalars are the hyperparameters that the function names."""
-    tensors = (old.parameter, old.gradient, *old.moments)
-    scalars = []
+    scalars = step.scalars
+    tensors = [old.parameter, old.gradient, *old.moments]
+    operands = list(tensors)
     for name in function.inputs[len(tensors) :]:
         if name == "scale":
-            scalars.append(step.clip)
+            operands.append(step.clip)
         elif name in _WITHOUT_DECAY and not p.decay:
-            scalars.append(step.emitter.constant(_WITHOUT_DECAY[name], DOUBLE))
+            operands.append(scalars.const(_WITHOUT_DECAY[name]))
         else:
-            scalars.append(step.scalars[_HYPERPARAMETERS.get(name, name)])
-    return step.emitter.node(
-        function.name,
-        (*tensors, *scalars),
-        [(tensor.dtype, tensor.shape) for tensor in (old.parameter, *old.moments)],
-        domain=DOMAIN,
-    )
-
-
-def _moments(
-    step: _Step, g: ir.Value, old: _Tensors, *factors: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    """New m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², g times the factors.
-
-    The square is taken of (1 - beta1) g, which is there, and the constant made up for.
-    """
-    s, op = step.scalars, step.emitter.op
-    m, v = old.moments
-    share = s["beta1_complement"]
-    part = step.scaled(g, share, *factors)
-    weight = s.op("Div", s["beta2_complement"], s.op("Mul", share, share))
-    new_m = op("Add", step.scaled(m, s["beta1"]), part)
-    new_v = op("Add", step.scaled(v, s["beta2"]), step.scaled(op("Mul", part, part), weight))
-    return new_m, new_v
-
-
-def _change(step: _Step, m: ir.Value, v: ir.Value) -> ir.Value:
-    """lr_corrected m / (sqrt(v) / correction2_sqrt + eps), both sides times correction2_sqrt."""
-    s, op = step.scalars, step.emitter.op
-    epsilon = step.cast(s.op("Mul", s["eps"], s["correction2_sqrt"]), v)
-    quotient = op("Div", m, op("Add", op("Sqrt", v), epsilon))
-    return step.scaled(quotient, s["lr_corrected"], s["correction2_sqrt"])
+            operands.append(scalars[_HYPERPARAMETERS.get(name, name)])
+    new = [(old.parameter.dtype, p.shape)] * (1 + len(old.moments))
+    return step.builder.ops(function.name, operands, new, domain=DOMAIN)
 
 
 def _lamb(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
@@ -444,19 +431,41 @@ def _lamb(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
     It is computed from u = lr r, in which the corrected learning rate is contained: the change is
     (lr |p| / |u|) u, or u itself.
     """
-    s, op = step.scalars, step.emitter.op
-    m, v = _moments(step, old.gradient, old, step.clip)
+    s, op, builder = step.scalars, step.op, step.builder
+    m, v = _moments(step, old)
     u = _change(step, m, v)
     if p.decay:
         u = op("Add", u, step.scaled(old.parameter, s["lr"], s["weight_decay"]))
-    size, length = (op("Sqrt", _square_sum(step.emitter, x)) for x in (old.parameter, u))
-    zero = step.emitter.constant(0, u.dtype or FLOAT)
-    both = op(
-        "And", op("Greater", size, zero, dtype=_BOOL), op("Greater", length, zero, dtype=_BOOL)
-    )
-    ratio = op("Div", op("Mul", size, step.cast(s["lr"], u)), length)
-    ratio = op("Where", both, ratio, step.cast(s.one(), u), dtype=u.dtype)
+    size, length = (op("Sqrt", _square_sum(builder, x)) for x in (old.parameter, u))
+    zero = builder.const(0, u.dtype)
+    positive = [builder.op("Greater", n, zero, shape=(), dtype=_BOOL) for n in (size, length)]
+    ratio = op("Div", op("Mul", size, s.cast(s["lr"], u.dtype)), length)
+    both, one = op("And", *positive), builder.const(1, u.dtype)
+    ratio = builder.op("Where", both, ratio, one, shape=(), dtype=u.dtype)
     return op("Sub", old.parameter, op("Mul", u, ratio)), m, v
+
+
+def _moments(step: _Step, old: _Tensors) -> tuple[ir.Value, ir.Value]:
+    """New m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², g clipped.
+
+    The square is taken of (1 - beta1) g, which is there, and the constant made up for.
+    """
+    s, op = step.scalars, step.op
+    m, v = old.moments
+    share = s["beta1_complement"]
+    part = step.scaled(old.gradient, share, step.clip)
+    weight = s.op("Div", s["beta2_complement"], s.op("Mul", share, share))
+    new_m = op("Add", step.scaled(m, s["beta1"]), part)
+    new_v = op("Add", step.scaled(v, s["beta2"]), step.scaled(op("Mul", part, part), weight))
+    return new_m, new_v
+
+
+def _change(step: _Step, m: ir.Value, v: ir.Value) -> ir.Value:
+    """lr_corrected m / (sqrt(v) / correction2_sqrt + eps), both sides times correction2_sqrt."""
+    s, op = step.scalars, step.op
+    epsilon = s.cast(s.op("Mul", s["eps"], s["correction2_sqrt"]), v.dtype)
+    quotient = op("Div", m, op("Add", op("Sqrt", v), epsilon))
+    return step.scaled(quotient, s["lr_corrected"], s["correction2_sqrt"])
 
 
 @dataclass(frozen=True)

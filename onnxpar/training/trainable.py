@@ -17,7 +17,6 @@ import onnx_ir as ir
 from onnxpar.errors import ModelError
 from onnxpar.ops.roles import is_layer_bias, is_scale_or_bias, is_statistic
 from onnxpar.strategy.names import SHOWN, nearest
-from onnxpar.training.emitter import names_of
 from onnxpar.training.optimizer import ParameterInfo
 
 FROZEN = "frozen"
@@ -183,7 +182,7 @@ def untie(model: ir.Model) -> tuple[str, ...]:
     """
     graph = model.graph
     order = {id(node): i for i, node in enumerate(ir.traversal.RecursiveGraphIterator(graph))}
-    taken = names_of(graph)
+    taken = _names(graph)
     notices = []
     for name, value in list(graph.initializers.items()):
         uses = sorted(value.uses(), key=lambda use: (order[id(use[0])], use[1]))
@@ -259,6 +258,14 @@ def _decays(
 
 
 # -- untying -------------------------------------------------------------------------------------
+
+
+def _names(graph: ir.Graph) -> set[str]:
+    """The names of a graph's values, those of subgraphs included."""
+    names = {v.name or "" for v in (*graph.inputs, *graph.initializers.values())}
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        names |= {v.name or "" for v in (*node.inputs, *node.outputs) if v is not None}
+    return names
 
 
 def _is_constant(value: ir.Value) -> bool:
