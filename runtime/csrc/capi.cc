@@ -133,17 +133,6 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
   });
 }
 
-int onnxpar_all_gather(const World* world, int rank, const int* group, int members,
-                       const void* in, void* out, size_t bytes) {
-  return guarded([&] {
-    Transport& transport = world->rank(rank).transport();
-    Group& g = transport.group(group_of(group, members), Lane::kMain);
-    const Call call = host_call(transport, g, "all_gather of the program",
-                                "all_gather " + std::to_string(bytes) + " bytes");
-    transport.all_gather(g, call, in, out, bytes, nullptr);
-  });
-}
-
 // Called by onnxruntime. The rank is the one that onnxpar_bind set on this thread.
 ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                               const ort::ApiBase* base) {

@@ -29,9 +29,7 @@ ONNXPAR_EXPORT const char* onnxpar_op_name(int op);
 ONNXPAR_EXPORT int onnxpar_counter(const onnxpar::World* world, int rank, int op, int64_t* calls,
                                    int64_t* bytes);
 ONNXPAR_EXPORT int onnxpar_reset_counters(const onnxpar::World* world, int rank);
-// Collectives on host memory outside a session. They are not counted.
+// A reduction of host memory outside a session. It is not counted.
 ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, const int* group,
                                       int members, const void* in, void* out, size_t count,
                                       int onnx_type, int reduction);
-ONNXPAR_EXPORT int onnxpar_all_gather(const onnxpar::World* world, int rank, const int* group,
-                                      int members, const void* in, void* out, size_t bytes);

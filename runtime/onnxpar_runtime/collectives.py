@@ -265,34 +265,6 @@ class Rank:
         )
         return result.reshape(np.shape(array))
 
-    def gather_bytes(self, data: bytes, group: Sequence[int] | None = None) -> list[bytes]:
-        """Returns what every rank of `group` passes, in the group's order; lengths may differ.
-
-        Raises:
-            ValueError: The group cannot be used.
-            RankError: As `all_reduce`.
-        """
-        members = self._members(group)
-        lengths = np.zeros(len(members), np.int64)
-        lengths[list(members).index(self.index)] = len(data)
-        lengths = self.all_reduce(lengths, group)
-        width = int(lengths.max())
-        source = np.zeros(width, np.uint8)
-        source[: len(data)] = np.frombuffer(data, np.uint8)
-        result = np.empty((len(members), width), np.uint8)
-        self._call(
-            self.world._library.onnxpar_all_gather(
-                self.world._handle,
-                self.index,
-                members,
-                len(members),
-                source.ctypes.data,
-                result.ctypes.data,
-                width,
-            )
-        )
-        return [row[:n].tobytes() for row, n in zip(result, lengths.tolist(), strict=True)]
-
     def _members(self, group: Sequence[int] | None) -> Any:
         members = list(range(self.world.size) if group is None else group)
         if self.index not in members or len(set(members)) != len(members):

@@ -64,10 +64,6 @@ def load_library() -> ctypes.CDLL:
             integer,
             [pointer, integer, group, integer, pointer, pointer, size, integer, integer],
         ),
-        "onnxpar_all_gather": (
-            integer,
-            [pointer, integer, group, integer, pointer, pointer, size],
-        ),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -32,15 +32,3 @@ def open_log(directory: str | Path, rank: int) -> Path:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return path
-
-
-def close_log(path: Path) -> None:
-    """Ends the logging to a file that `open_log` opened."""
-    logger = logging.getLogger(PACKAGE)
-    for handler in list(logger.handlers):
-        if (
-            isinstance(handler, logging.FileHandler)
-            and Path(handler.baseFilename) == path.resolve()
-        ):
-            logger.removeHandler(handler)
-            handler.close()

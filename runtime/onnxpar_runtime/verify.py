@@ -199,11 +199,12 @@ def verify(
         settings: What to compare and how strictly.
 
     Raises:
-        OnnxparRuntimeError: Artifacts or model cannot be loaded, a case names an unknown symbol or
-            violates a constraint, or a rank fails.
+        OnnxparRuntimeError: Artifacts or model cannot be loaded or were changed, a case names an
+            unknown symbol or violates a constraint, or a rank fails.
     """
     settings = settings or Settings()
     manifest = Manifest.load(directory)
+    manifest.verify_files()
     program = manifest.program(settings.program)
     model = Path(model)
     if not model.exists():

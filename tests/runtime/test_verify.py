@@ -44,6 +44,16 @@ def test_holds(tmp_path: Path) -> None:
     assert all(c.ok and c.max_abs == 0 and c.bytes_counted == c.bytes_expected == 0 for c in cases)
 
 
+def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
+    model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
+    directory = hand_made.data_parallel(tmp_path / "a")
+    path = directory / "rank0001.model.onnx"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"Add", b"Sub", 1))
+    with pytest.raises(ArtifactError, match=r"rank0001\.model\.onnx: changed, expected SHA-256"):
+        verify(directory, model)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_are_those_counted(tmp_path: Path, ranks: int) -> None:
     model = hand_made.undivided(tmp_path / "m.onnx", SUM)

@@ -120,3 +120,10 @@ def groups_of(size: int) -> list[list[list[int]]]:
 def group_of(groups: Sequence[Sequence[int]], rank: Rank) -> list[int]:
     """The group that the rank is in."""
     return next(list(group) for group in groups if rank.index in group)
+
+
+def same_everywhere(rank: Rank, data: bytes) -> bool:
+    """Whether all ranks have the same bytes; every rank must call it, with as many."""
+    mine = np.frombuffer(data, np.uint8)
+    most, least = (rank.all_reduce(mine, op=op) for op in ("max", "min"))
+    return np.array_equal(most, least)

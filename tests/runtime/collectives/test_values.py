@@ -10,7 +10,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from teams import Team, feed, group_of, groups_of, run_text, session
+from teams import Team, feed, group_of, groups_of, run_text, same_everywhere, session
 
 from onnxpar_runtime.collectives import Rank
 
@@ -208,7 +208,7 @@ def test_16_bit_floats_are_rounded_once(
     attributes = f'reduction="{reduction}"' + (", axis=0" if op == "ReduceScatter" else "")
     text = f"g ({kind}[n] x) => ({kind}[m] y) {{ y, t = onnxpar.{op} <{attributes}> (x) }}"
 
-    def act(rank: Rank) -> list[bytes]:
+    def act(rank: Rank) -> None:
         share = 4096 // team.size
         mine = slice(rank.index * share, (rank.index + 1) * share)
         mine = mine if op == "ReduceScatter" else slice(None)
@@ -216,10 +216,9 @@ def test_16_bit_floats_are_rounded_once(
         if team.size <= 2:
             assert y.tobytes() == single[mine].astype(dtype).tobytes()
         assert np.all(np.abs(y.astype(np.float64) - exact[mine]) <= bound[mine])
-        return rank.gather_bytes(y.tobytes())
+        assert op == "ReduceScatter" or same_everywhere(rank, y.tobytes()), "ranks differ"
 
-    for everyone in team.run(act):
-        assert op == "ReduceScatter" or len(set(everyone)) == 1, "ranks differ"
+    team.run(act)
 
 
 def test_16_bit_floats_in_several_pieces(team: Team) -> None:
@@ -266,15 +265,14 @@ def test_nan_and_signed_zero_are_the_same_on_every_rank(team: Team, kind: str) -
         a, t = onnxpar.AllReduce <reduction="max"> (x)
         b, u = onnxpar.AllReduce <reduction="min"> (x, t) }}"""
 
-    def act(rank: Rank) -> list[bytes]:
+    def act(rank: Rank) -> None:
         top, bottom = run_text(rank, text, x=columns[rank.index % 2])
         used = columns[: min(team.size, 2)].astype(np.float32)
         np.testing.assert_array_equal(top.astype(np.float32), used.max(axis=0))
         np.testing.assert_array_equal(bottom.astype(np.float32), used.min(axis=0))
-        return rank.gather_bytes(top.tobytes() + bottom.tobytes())
+        assert same_everywhere(rank, top.tobytes() + bottom.tobytes()), "ranks differ"
 
-    for everyone in team.run(act):
-        assert len(set(everyone)) == 1, "ranks differ"
+    team.run(act)
 
 
 def test_float_sums_are_equal_on_all_ranks_and_from_run_to_run(team: Team) -> None:
@@ -286,7 +284,7 @@ def test_float_sums_are_equal_on_all_ranks_and_from_run_to_run(team: Team) -> No
             x = np.random.default_rng(rank.index).standard_normal(count).astype(np.float32)
             first = feed(sess, {"x": x})[0].tobytes()
             assert feed(sess, {"x": x})[0].tobytes() == first
-            assert set(rank.gather_bytes(first)) == {first}
+            assert same_everywhere(rank, first)
 
     team.run(act)
 

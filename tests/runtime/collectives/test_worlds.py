@@ -91,14 +91,6 @@ def test_all_reduce_of_a_group(team: Team) -> None:
     team.run(act)
 
 
-def test_gather_bytes_of_different_lengths(team: Team) -> None:
-    def act(rank: Rank) -> None:
-        want = [bytes([r]) * (3 * r) for r in range(team.size)]
-        assert rank.gather_bytes(bytes([rank.index]) * (3 * rank.index)) == want
-
-    team.run(act)
-
-
 def test_what_the_program_may_not_reduce(team: Team) -> None:
     def act(rank: Rank) -> None:
         with pytest.raises(ValueError, match="complex128"):
