@@ -6,7 +6,7 @@ sees the same batches on any mesh.
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,7 @@ from onnxpar_runtime.expressions import Size, bare_name
 from onnxpar_runtime.manifest import Manifest, Symbol, TensorSpec
 from onnxpar_runtime.training.sources import (
     Arrays,
+    Place,
     Request,
     Samples,
     Source,
@@ -199,13 +200,25 @@ class Step:
     samples: int
 
 
-def steps_of(samples: Samples, plan: Plan, indices: NDArray[np.int64]) -> Iterator[Step]:
-    """Returns the steps of an epoch over the samples in the order of `indices`."""
+def steps_of(
+    samples: Samples,
+    plan: Plan,
+    indices: NDArray[np.int64],
+    own: Mapping[str, Place] | None = None,
+) -> Iterator[Step]:
+    """Returns the steps of an epoch over the samples in the order of `indices`.
+
+    Args:
+        samples: The samples.
+        plan: How they are put together.
+        indices: Their order.
+        own: As of `Samples.take`.
+    """
     start = 0
     for sizes in plan.sizes():
         micro_batches = []
         for size in sizes:
-            micro_batches.append(samples.take(indices[start : start + size]))
+            micro_batches.append(samples.take(indices[start : start + size], own))
             start += size
         yield Step(tuple(micro_batches), sum(sizes))
 
@@ -350,6 +363,7 @@ class TrainingData:
         accumulate: Micro-batches in a step.
         seed: What the order of samples depends on.
         plan: How an epoch is put together; None for a stream.
+        own: Inputs of which the rank needs its own rows only; all of them if None.
     """
 
     source: Source
@@ -359,6 +373,7 @@ class TrainingData:
     accumulate: int
     seed: int
     plan: Plan | None
+    own: Mapping[str, Place] | None = None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -369,7 +384,7 @@ class TrainingData:
         """Returns the steps of an epoch, numbered from 1."""
         if isinstance(self.source, Samples) and self.plan is not None:
             indices = order(self.source.count, self.seed, number)
-            return steps_of(self.source, self.plan, indices)
+            return steps_of(self.source, self.plan, indices, self.own)
         if isinstance(self.source, Stream):
             request = Request(number, self.seed, self.batch, train=True)
             return steps_from(self.source, request, self.specs, self.accumulate, self.dim)
@@ -384,8 +399,9 @@ def training_data(
     batch: int | None,
     accumulate: int = 1,
     seed: int = 0,
+    own: Mapping[str, Place] | None = None,
 ) -> TrainingData:
-    """Returns the data of a run.
+    """Returns the data of a run; the arguments are the attributes of `TrainingData`.
 
     Raises:
         LaunchError: Samples without a batch size, or one that cannot be; see `plan_training`.
@@ -397,7 +413,7 @@ def training_data(
     if batch is None:
         raise LaunchError(f"--batch-size: expected with --data {source.name}")
     plan = plan_training(source.count, batch, accumulate, dim)
-    return TrainingData(source, specs, dim, batch, accumulate, seed, plan)
+    return TrainingData(source, specs, dim, batch, accumulate, seed, plan, own)
 
 
 @dataclass(frozen=True)
@@ -411,6 +427,7 @@ class EvaluationData:
         batch: Samples in a batch; None for the plan's choice or the stream's.
         seed: Seed that a stream is told.
         plan: How the samples are put together; None for a stream.
+        own: Inputs of which the rank needs its own rows only; all of them if None.
     """
 
     source: Source
@@ -419,11 +436,12 @@ class EvaluationData:
     batch: int | None
     seed: int
     plan: Plan | None
+    own: Mapping[str, Place] | None = None
 
     def steps(self) -> Iterator[Step]:
         """Returns the batches, in the order of the source."""
         if isinstance(self.source, Samples) and self.plan is not None:
-            return steps_of(self.source, self.plan, np.arange(self.source.count))
+            return steps_of(self.source, self.plan, np.arange(self.source.count), self.own)
         if isinstance(self.source, Stream):
             request = Request(1, self.seed, self.batch, train=False)
             return steps_from(self.source, request, self.specs, 1, self.dim)
@@ -437,11 +455,12 @@ def evaluation_data(
     *,
     batch: int | None = None,
     seed: int = 0,
+    own: Mapping[str, Place] | None = None,
 ) -> EvaluationData:
-    """Returns the data of an evaluation.
+    """Returns the data of an evaluation; the arguments are the attributes of `EvaluationData`.
 
     Raises:
         LaunchError: A batch size that cannot be; see `plan_evaluation`.
     """
     plan = plan_evaluation(source.count, batch, dim) if isinstance(source, Samples) else None
-    return EvaluationData(source, specs, dim, batch, seed, plan)
+    return EvaluationData(source, specs, dim, batch, seed, plan, own)

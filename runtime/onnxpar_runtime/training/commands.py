@@ -31,7 +31,7 @@ from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import Evaluation, evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.schedule import Schedule
-from onnxpar_runtime.training.sources import open_source
+from onnxpar_runtime.training.sources import open_source, places
 from onnxpar_runtime.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
 
     def body() -> int:
         manifest = begin(rank, "train", directory, how.log_dir, wanted.save)
-        prepared = together(rank, lambda: _prepare(manifest, wanted))
+        prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluate else ()))
         trainer = _trainer(rank, manifest, how, first, wanted.seed, wanted.parameters)
         with together(rank, lambda: _reporter(rank, wanted)) as reporter:
@@ -183,7 +183,7 @@ def evaluation(
 
     def body() -> int:
         manifest = begin(rank, "eval", directory, how.log_dir)
-        chosen = together(rank, lambda: _evaluation_data(manifest, data, batch_size, 0))
+        chosen = together(rank, lambda: _evaluation_data(manifest, rank.index, data, batch_size, 0))
         trainer = _trainer(rank, manifest, how, (EVALUATION,), 0, parameters)
         result = evaluate(trainer, chosen)
         together(rank, lambda: _check_metric(metric, result))
@@ -240,7 +240,7 @@ def _trainer(
 # -- training -------------------------------------------------------------------------------------
 
 
-def _prepare(manifest: Manifest, wanted: TrainingRun) -> _Prepared:
+def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     training = manifest.trained()
     specs = manifest.program(TRAINING).inputs
     source = open_source(wanted.data, specs, training.loss.labels)
@@ -251,6 +251,7 @@ def _prepare(manifest: Manifest, wanted: TrainingRun) -> _Prepared:
         batch=wanted.batch_size,
         accumulate=wanted.accumulate,
         seed=wanted.seed,
+        own=places(specs, manifest.atoms, rank, training.loss.labels),
     )
     reads = manifest.program(OPTIMIZER).system_inputs
     hyper = hyperparameters(
@@ -261,7 +262,7 @@ def _prepare(manifest: Manifest, wanted: TrainingRun) -> _Prepared:
     total = total_steps(data, wanted.epochs, wanted.steps)
     held_out = None
     if wanted.evaluate:
-        held_out = _evaluation_data(manifest, wanted.data, None, wanted.seed)
+        held_out = _evaluation_data(manifest, rank, wanted.data, None, wanted.seed)
     schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
     return _Prepared(data, held_out, hyper, schedule)
 
@@ -293,11 +294,19 @@ def _save(trainer: Trainer, path: str | Path) -> None:
 # -- evaluation -----------------------------------------------------------------------------------
 
 
-def _evaluation_data(manifest: Manifest, data: str, batch: int | None, seed: int) -> EvaluationData:
-    training = manifest.trained()
+def _evaluation_data(
+    manifest: Manifest, rank: int, data: str, batch: int | None, seed: int
+) -> EvaluationData:
+    labels = manifest.trained().loss.labels
     specs = manifest.program(EVALUATION).inputs
-    source = open_source(data, specs, training.loss.labels, "test")
-    return evaluation_data(source, specs, BatchDim.of(manifest, specs), batch=batch, seed=seed)
+    return evaluation_data(
+        open_source(data, specs, labels, "test"),
+        specs,
+        BatchDim.of(manifest, specs),
+        batch=batch,
+        seed=seed,
+        own=places(specs, manifest.atoms, rank, labels),
+    )
 
 
 def _check_metric(metric: str | None, result: Evaluation) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_runtime.boxes import block, coordinates
 from onnxpar_runtime.data import convert, read_npz
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError
@@ -34,6 +35,41 @@ FORMS = "digits[:train|:test], npz:FILE, idx:DIR or module:function"
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank stands along the atoms that split a dim.
+
+    Attributes:
+        parts: Sizes of the atoms.
+        position: The rank's coordinates along them.
+    """
+
+    parts: tuple[int, ...]
+    position: tuple[int, ...]
+
+    def rows(self, size: int) -> slice:
+        """Returns which of so many rows the rank has."""
+        mine = block(size, self.parts, self.position)
+        return slice(mine.start, mine.start + mine.valid)
+
+
+def places(
+    specs: Sequence[TensorSpec], atoms: Sequence[int], rank: int, labels: str | None
+) -> dict[str, Place]:
+    """Returns the rank's place in dim 0 of each input that is split there by rows.
+
+    Labels are left out: each rank counts those of the whole batch.
+    """
+    here = coordinates(rank, atoms)
+    return {
+        spec.name: Place(tuple(atoms[a] for a in by), tuple(here[a] for a in by))
+        for spec in specs
+        if spec.name != labels and spec.dims and len(spec.dims[0]) == 1
+        for by in [spec.dims[0][0][1]]
+        if by
+    }
+
+
+@dataclass(frozen=True)
 class Samples:
     """Samples in memory.
 
@@ -49,9 +85,23 @@ class Samples:
     whole: Arrays
     count: int
 
-    def take(self, indices: NDArray[np.int64]) -> Arrays:
-        """Returns the batch of these samples."""
-        return {**{name: array[indices] for name, array in self.rows.items()}, **self.whole}
+    def take(self, indices: NDArray[np.int64], own: Mapping[str, Place] | None = None) -> Arrays:
+        """Returns the batch of these samples.
+
+        Args:
+            indices: Which samples.
+            own: Inputs of which the rank needs its own rows only; their other rows are left unset,
+                so that memory of theirs is never touched.
+        """
+        batch: dict[str, Array] = {}
+        for name, array in self.rows.items():
+            if own is None or name not in own:
+                batch[name] = array[indices]
+                continue
+            rows = own[name].rows(len(indices))
+            batch[name] = np.empty((len(indices), *array.shape[1:]), array.dtype)
+            batch[name][rows] = array[indices[rows]]
+        return {**batch, **self.whole}
 
 
 @dataclass(frozen=True)

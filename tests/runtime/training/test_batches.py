@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from onnxpar_runtime.training.batches import (
     plan_training,
     training_data,
 )
-from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream
+from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, places
+from onnxpar_runtime.training.sources import samples as samples_of
 
 X = TensorSpec("x", "float32", ("batch", 2), ((("batch", (0,)),), ((2, ()),)))
 MASK = TensorSpec("mask", "float32", (2,), (((2, ()),),))
@@ -173,6 +175,30 @@ def test_evaluation_keeps_the_order_of_the_source() -> None:
     data = evaluation_data(samples(5), [X, MASK], dim(), batch=2)
     rows = np.concatenate([step.micro_batches[0]["x"] for step in data.steps()])  # type: ignore[call-overload]
     np.testing.assert_array_equal(rows, samples(5).rows["x"])
+
+
+@pytest.mark.parametrize("atoms", [(2,), (3,), (2, 2)])
+def test_a_rank_gets_its_own_rows(atoms: tuple[int, ...]) -> None:
+    by = tuple(range(len(atoms)))
+    split = TensorSpec("x", "float32", ("batch", 2), ((("batch", by),), ((2, ()),)))
+    whole = TensorSpec("labels", "int64", ("batch",), ((("batch", by),),))
+    arrays = {
+        "x": np.arange(22, dtype=np.float32).reshape(11, 2),
+        "labels": np.arange(11),
+        "mask": np.ones(2, np.float32),
+    }
+    source = samples_of("made", arrays, [split, whole, MASK])
+    ranks = [places([split, whole, MASK], atoms, r, "labels") for r in range(prod(atoms))]
+    assert all(set(own) == {"x"} for own in ranks)
+    for count in (1, 4, 5):
+        indices = order(11, 0, 1)[:count]
+        cut = split.cut(atoms, {"batch": count})
+        expected = arrays["x"][indices]
+        for rank, own in enumerate(ranks):
+            batch = source.take(indices, own)
+            assert batch["x"].shape == (count, 2)
+            np.testing.assert_array_equal(cut.take(batch["x"], rank), cut.take(expected, rank))
+            np.testing.assert_array_equal(batch["labels"], indices)
 
 
 def test_samples_need_a_batch_size() -> None:
