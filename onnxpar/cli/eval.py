@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from onnxpar.cli.options import AsJson, CustomOps, Device, LogDir, Ort, TrainingArtifacts, Transport
+
 
 def command(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What `onnxpar shard --train` wrote.")
-    ],
+    directory: TrainingArtifacts,
     data: Annotated[
         str,
         typer.Option(
@@ -30,23 +30,12 @@ def command(
     metric: Annotated[
         str | None, typer.Option(metavar="NAME", help="accuracy: fail if there is none.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
-    transport: Annotated[
-        str, typer.Option(metavar="TRANSPORT", help="auto, mpi or threads.")
-    ] = "auto",
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write rank0000.log, rank0001.log, … to this folder."),
-    ] = None,
-    ort: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of onnxruntime; may be repeated."),
-    ] = None,
-    custom_ops: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
-    ] = None,
+    as_json: AsJson = False,
+    device: Device = "auto",
+    transport: Transport = "auto",
+    log_dir: LogDir = None,
+    ort: Ort = None,
+    custom_ops: CustomOps = None,
 ) -> None:
     """Evaluate on a source of data: `mpirun -n N onnxpar eval DIR …`."""
     from onnxpar import execute  # loads onnxruntime and MPI, which the other commands do without

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from onnxpar.analysis.report import model_data
 from onnxpar.artifacts.directory import MANIFEST
+from onnxpar.cli.options import AsJson
 from onnxpar.cli.shard import count, describe_nodes
 from onnxpar.errors import ArtifactError
 from onnxpar.passes.load import load
@@ -30,7 +31,7 @@ def command(
     rank: Annotated[
         int | None, typer.Option(min=0, help="Of collectives, show the groups of this rank only.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how a model was divided, or what of a model can be."""
     if target.is_dir():

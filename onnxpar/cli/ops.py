@@ -3,13 +3,13 @@
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onnxpar.cli.options import AsJson
 from onnxpar.ops.report import operator_table
 
 WIDTH = 200
@@ -17,7 +17,7 @@ WIDTH = 200
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the operators that can be divided, and how."""
     rows = operator_table()

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from onnxpar.cli.options import CustomOps, Device, LogDir, Ort, TrainingArtifacts, Transport
+
 
 def command(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What `onnxpar shard --train` wrote.")
-    ],
+    directory: TrainingArtifacts,
     data: Annotated[
         str,
         typer.Option(
@@ -75,22 +75,11 @@ def command(
     print_every: Annotated[
         int, typer.Option(metavar="K", min=0, help="Print each K-th step of an epoch; 0: none.")
     ] = 1,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
-    transport: Annotated[
-        str, typer.Option(metavar="TRANSPORT", help="auto, mpi or threads.")
-    ] = "auto",
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write rank0000.log, rank0001.log, … to this folder."),
-    ] = None,
-    ort: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of onnxruntime; may be repeated."),
-    ] = None,
-    custom_ops: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
-    ] = None,
+    device: Device = "auto",
+    transport: Transport = "auto",
+    log_dir: LogDir = None,
+    ort: Ort = None,
+    custom_ops: CustomOps = None,
 ) -> None:
     """Train on a source of data: `mpirun -n N onnxpar train DIR …`."""
     from onnxpar import execute  # loads onnxruntime and MPI, which the other commands do without

@@ -8,12 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onnxpar.cli.options import Artifacts, AsJson, CustomOps, Ort
+
 if TYPE_CHECKING:
     from onnxpar.execute import Case
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar shard` wrote.")],
+    directory: Artifacts,
     model: Annotated[
         Path,
         typer.Option(
@@ -41,15 +43,9 @@ def command(
         ),
     ] = None,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance, added.")] = 0.0,
-    ort: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of onnxruntime; may be repeated."),
-    ] = None,
-    custom_ops: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ort: Ort = None,
+    custom_ops: CustomOps = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run every rank in this process and compare with the undivided model."""
     from onnxpar import execute  # loads onnxruntime, which the other commands do without

@@ -8,11 +8,12 @@ from typing import Annotated
 import netron
 import typer
 
+from onnxpar.cli.options import Artifacts
 from onnxpar.errors import ArtifactError
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar shard` wrote.")],
+    directory: Artifacts,
     rank: Annotated[int, typer.Option(min=0, help="Whose graph.")] = 0,
     program: Annotated[str, typer.Option(help="Which program.")] = "model",
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "localhost",

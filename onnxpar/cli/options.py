@@ -1,0 +1,26 @@
+"""Options that several commands have, each defined once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Artifacts = Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar shard` wrote.")]
+TrainingArtifacts = Annotated[
+    Path, typer.Argument(metavar="DIR", help="What `onnxpar shard --train` wrote.")
+]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")]
+Transport = Annotated[str, typer.Option(metavar="TRANSPORT", help="auto, mpi or threads.")]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Write rank0000.log, rank0001.log, … to this folder."),
+]
+Ort = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="An option of onnxruntime; may be repeated."),
+]
+CustomOps = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
