@@ -51,3 +51,8 @@ def is_layer_bias(node: ir.Node, index: int) -> bool:
 def is_statistic(node: ir.Node, index: int) -> bool:
     """Tells whether an operand is a running mean or variance, which no gradient changes."""
     return node.domain in ("", "ai.onnx") and index in _STATISTICS.get(node.op_type, ())
+
+
+def is_identity(node: ir.Node) -> bool:
+    """Tells whether a node hands its operand on as it is."""
+    return node.domain in ("", "ai.onnx") and node.op_type == "Identity"

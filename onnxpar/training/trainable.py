@@ -5,7 +5,7 @@ LayerNormalization. Trained so, the layers would share what they do not share in
 exported; `untie` gives each its own again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.errors import ModelError
-from onnxpar.ops.roles import is_layer_bias, is_scale_or_bias, is_statistic
+from onnxpar.ops.roles import is_identity, is_layer_bias, is_scale_or_bias, is_statistic
 from onnxpar.strategy.names import SHOWN, nearest
 from onnxpar.training.optimizer import ParameterInfo
 
@@ -174,8 +174,9 @@ def untie(model: ir.Model) -> tuple[str, ...]:
     """Gives every scale and bias its own initializer where exporters merged equal ones.
 
     Only tensors whose elements are all the same number, as fresh scales and biases are, are taken
-    to have been merged. The first use keeps the name `x`, the others read the copies `x.1`, `x.2`…
-    The model given is changed.
+    to have been merged. Where the exporter left an Identity in the place of a tensor, its name
+    comes back; otherwise the first use keeps the name `x` and the others read the copies `x.1`,
+    `x.2`…. The model given is changed.
 
     Returns:
         A notice for each tensor that was untied.
@@ -186,18 +187,36 @@ def untie(model: ir.Model) -> tuple[str, ...]:
     notices = []
     for name, value in list(graph.initializers.items()):
         uses = sorted(value.uses(), key=lambda use: (order[id(use[0])], use[1]))
-        places = [(node, index) for node, index in uses if is_scale_or_bias(node, index)]
-        if len(uses) < 2 or not places or not _is_floating(value) or not _is_constant(value):
+        if len(uses) < 2 or not _is_floating(value) or not _is_constant(value):
             continue
+        copies = [copy for node, _ in uses for copy in _in_place_of(node, value, graph)]
+        uses = [use for use in uses if use[0].graph is not None]
+        places = [(node, index) for node, index in uses if is_scale_or_bias(node, index)]
         # A use that is no scale or bias, such as an initial state, must not be trained with one.
-        own = [(name, places.pop(0)[0])] if len(places) == len(uses) else []
+        if places and len(places) == len(uses):
+            places.pop(0)
         for node, index in places:
             copy = _copy(value, _free(name, taken))
             graph.register_initializer(copy)
             node.replace_input_with(index, copy)
-            own.append((copy.name or "", node))
-        notices.append(_notice(value, own))
+            copies.append(copy)
+        if copies:
+            notices.append(_notice(value, copies))
     return tuple(notices)
+
+
+def _in_place_of(node: ir.Node, value: ir.Value, graph: ir.Graph) -> Iterator[ir.Value]:
+    """Puts a copy of an initializer in the place of an Identity of it that is a scale or bias."""
+    made = node.outputs[0]
+    if not is_identity(node) or made.is_graph_output() or node.graph is not graph:
+        return
+    if not any(is_scale_or_bias(user, index) for user, index in made.uses()):
+        return
+    copy = _copy(value, made.name or "")
+    made.replace_all_uses_with(copy)
+    graph.remove(node, safe=True)
+    graph.register_initializer(copy)
+    yield copy
 
 
 def _is_floating(value: ir.Value) -> bool:
@@ -293,13 +312,17 @@ def _copy(value: ir.Value, name: str) -> ir.Value:
     return copy
 
 
-def _notice(value: ir.Value, own: Sequence[tuple[str, ir.Node]]) -> str:
+def _notice(value: ir.Value, copies: Sequence[ir.Value]) -> str:
     assert value.const_value is not None
     number = float(value.const_value.numpy().flat[0])
-    places = [f"{name!r} at {node.name!r}" for name, node in own]
+    places = [
+        f"{v.name!r} at {', '.join(repr(node.name) for node in v.consumers())}"
+        for v in (value, *copies)
+        if v.uses()
+    ]
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     return (
-        f"initializer {value.name!r} (all elements {number:g}) was read by several nodes as scale "
-        f"or bias, as exporters write tensors that are equal by chance; each is trained by itself "
-        f"now: {', '.join(places[:SHOWN])}{more}"
+        f"initializer {value.name!r} (all elements {number:g}) stood for several scales or biases, "
+        f"since exporters merge equal tensors; each is trained by itself now: "
+        f"{', '.join(places[:SHOWN])}{more}"
     )

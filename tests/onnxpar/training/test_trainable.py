@@ -1,5 +1,8 @@
 """What is trained and why the rest is not; exporters' merged tensors are untied."""
 
+import warnings
+from pathlib import Path
+
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
@@ -8,7 +11,7 @@ import pytest
 from numpy.typing import ArrayLike
 
 from onnxpar.errors import ModelError
-from onnxpar.passes.load import normalise
+from onnxpar.passes.load import load, normalise
 from onnxpar.training.trainable import Counts, select, untie
 
 HEAD = '<ir_version: 10, opset_import: ["": 18]>\n'
@@ -222,6 +225,35 @@ def test_a_state_that_equals_a_bias_keeps_its_tensor() -> None:
     assert "'zeros.1' at 'bias'" in notice
 
 
+def test_an_identity_in_the_place_of_a_tensor_gives_its_name_back() -> None:
+    # The exporter that traces writes merged tensors so.
+    model, originals = read(
+        """g (float[n, 4] x) => (float[n, 4] y, float[4] kept)
+        <float[4] "ln1.bias", float[4] w>
+        {
+          "ln2.bias" = Identity("ln1.bias")
+          "tied.w" = Identity(w)
+          kept = Identity("ln1.bias")
+          [a] a = Add(x, "ln1.bias")
+          [b] b = Add(a, "ln2.bias")
+          [c] c = Add(b, "tied.w")
+          [d] y = Add(c, w)
+        }""",
+        **{"ln1.bias": [0.0] * 4},
+    )
+    (notice,) = untie(model)
+    assert [list(inputs_of(model)[node]) for node in "abcd"] == [
+        ["x", "ln1.bias.1"],
+        ["a", "ln2.bias"],
+        ["b", "tied.w"],
+        ["c", "w"],
+    ]
+    # What is told to be an output stays; a tensor of different elements is tied on purpose.
+    assert set(model.graph.initializers) == {"ln1.bias", "ln1.bias.1", "ln2.bias", "w"}
+    assert "'ln2.bias' at 'b'" in notice
+    assert {p.name for p in select(model, originals).trained} == set(model.graph.initializers)
+
+
 def test_copies_take_no_name_that_is_there() -> None:
     model, _ = read(
         """g (float[n, 4] x) => (float[n, 4] "z.2") <float[4] z>
@@ -239,3 +271,30 @@ def test_a_long_notice_is_cut() -> None:
     )
     (notice,) = untie(model)
     assert notice.endswith("'z.7' at 'n7' and 4 more")
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_pytorchs_exports_train_as_much_as_pytorch(traced: bool, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    nn = torch.nn
+    module = nn.Sequential(
+        nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+    )
+    nn.init.zeros_(module[2].bias)
+    path = tmp_path / "model.onnx"
+    example = torch.zeros(2, 3, dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, (example,), path, dynamo=not traced, verbose=False)
+    model = load(path)
+    originals = frozenset(model.graph.initializers)
+    model = normalise(model)
+    assert len(untie(model)) == 2
+    selection = select(model, originals)
+    parameters = list(module.parameters())
+    counts = selection.counts({})
+    assert counts.trained == sum(p.numel() for p in parameters)
+    assert counts.trained_tensors == len(parameters)
+    assert not selection.shared({})
+    assert sum(not p.decay for p in selection.trained) == sum(p.ndim < 2 for p in parameters)
