@@ -52,13 +52,24 @@ ort::Status* compute(void* kernel, ort::KernelContext* context) {
 ort::Status* infer_shape(const ort::CustomOp* op, ort::ShapeContext* context) {
   const KernelSpec& s = spec(op);
   try {
-    if (s.like.empty()) {
-      const bool wide = inferred_input(context, 0).type == kDouble;
-      infer_output(context, 0, {wide ? kDouble : static_cast<int>(DType::kFloat32), {}, {}});
-    }
     for (size_t i = 0; i < s.like.size(); ++i) {
-      const SymbolicTensor like = inferred_input(context, s.like[i]);
-      if (like.shape.empty()) continue;
+      SymbolicTensor like = inferred_input(context, s.like[i].input);
+      if (s.like[i].wide && like.type != kDouble) like.type = static_cast<int>(DType::kFloat32);
+      bool scalar = s.like[i].shape == Like::Shape::kScalar;
+      if (s.like[i].shape == Like::Shape::kLoss) {
+        // One for each label, which are the second input, or all of them in one.
+        const ShapeAttributes attributes(context);
+        scalar = attributes.text("reduction").value_or("mean") != "none";
+        const SymbolicTensor labels = inferred_input(context, 1);
+        like.shape = labels.shape;
+        like.names = labels.names;
+      }
+      if (scalar) {
+        like.shape.clear();
+        like.names.clear();
+      } else if (like.shape.empty()) {
+        continue;
+      }
       try {
         infer_output(context, i, like);
       } catch (const std::runtime_error&) {
@@ -90,9 +101,7 @@ TrainingOp make_op(const KernelSpec& of) {
   };
   op.output_type = [](const ort::CustomOp*, size_t) { return kAny; };
   op.input_type_count = [](const ort::CustomOp* o) { return spec(o).inputs.size(); };
-  op.output_type_count = [](const ort::CustomOp* o) {
-    return spec(o).like.empty() ? size_t{1} : spec(o).like.size();
-  };
+  op.output_type_count = [](const ort::CustomOp* o) { return spec(o).like.size(); };
   op.destroy = [](void* kernel) { delete static_cast<TrainingKernel*>(kernel); };
   op.input_characteristic = [](const ort::CustomOp* o, size_t i) {
     const KernelSpec& s = spec(o);
@@ -123,7 +132,8 @@ TrainingOp make_op(const KernelSpec& of) {
 std::deque<TrainingOp>& all_ops() {
   static auto* ops = [] {
     auto* made = new std::deque<TrainingOp>();
-    for (const auto* specs : {&pointwise_kernels(), &row_kernels(), &update_kernels()}) {
+    for (const auto* specs : {&pointwise_kernels(), &row_kernels(), &loss_kernels(), &gather_kernels(),
+                              &update_kernels()}) {
       for (const KernelSpec& one : *specs) made->push_back(make_op(one));
     }
     return made;

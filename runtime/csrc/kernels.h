@@ -22,11 +22,17 @@
 //       -> (dx T, dscale T?, dbias T?)
 //     scale has the shape of x from `axis` on, mean and inv_std one element for each row before it;
 //     U is T or float32, as ONNX's stash_type has it.
+//   SoftmaxCrossEntropyLoss(scores T [N, C, ...], labels int64 [N, ...], weights T? [C];
+//                           reduction = "mean" | "sum" | "none", ignore_index?)
+//       -> (loss T [] or that of labels, log_prob T?)
+//     As ONNX's; a label that is none of the C classes is an error.
 //   SoftmaxCrossEntropyLossGrad(dloss T, log_prob T [N, C, ...], labels int64 [N, ...],
 //                               weights T? [C]; reduction = "mean" | "sum" | "none", ignore_index?)
 //       -> dx T [N, C, ...]
 //     dloss has the shape of labels where reduction is "none", else one element. A mean over no
 //     label has gradient 0.
+//   GatherGrad(dy T, indices int64, data T; axis = 0) -> dx T with the shape of data
+//     Of Gather(data, indices); the elements of data are not read.
 //   SquareSum(x T, ...) -> sum [], float64 where the first x is, else float32
 //     The sum of the squares of all elements of all inputs, whose shapes may differ.
 //   SgdStep(p T, g T, scale D, lr D, weight_decay D?) -> p' T

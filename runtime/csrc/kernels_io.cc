@@ -61,6 +61,28 @@ void expect_like(const Tensor& tensor, const char* name, const Tensor& other,
   }
 }
 
+void expect_count(const Tensor& tensor, const char* name, size_t count, const char* what) {
+  if (tensor.count() != count) {
+    throw std::invalid_argument(std::string(name) + " has shape " + to_text(tensor.shape) +
+                                ", expected " + std::to_string(count) + " elements, " + what);
+  }
+}
+
+size_t product(const Shape& shape, size_t begin, size_t end) {
+  size_t n = 1;
+  for (size_t i = begin; i < end; ++i) n *= static_cast<size_t>(shape[i]);
+  return n;
+}
+
+size_t axis_of(const Shape& shape, int64_t axis) {
+  const int64_t rank = static_cast<int64_t>(shape.size());
+  if (axis < -rank || axis >= rank) {
+    throw std::invalid_argument("axis is " + std::to_string(axis) + " for a tensor of shape " +
+                                to_text(shape));
+  }
+  return static_cast<size_t>(axis < 0 ? axis + rank : axis);
+}
+
 const Simd& simd() {
 #if defined(ONNXPAR_AVX2)
   static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

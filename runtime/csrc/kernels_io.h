@@ -18,6 +18,14 @@ inline constexpr int kAny = 0;
 inline constexpr int kDouble = static_cast<int>(DType::kFloat64);
 inline constexpr int kInt64 = static_cast<int>(DType::kInt64);
 
+// Shape and type of an output: those of an input, and for some another shape.
+struct Like {
+  enum class Shape { kSame, kScalar, kLoss };
+  size_t input;
+  Shape shape = Shape::kSame;
+  bool wide = false;  // 16-bit types become float32
+};
+
 struct KernelSpec {
   const char* name;
   // The types of the inputs. Where onnxruntime does not know the shape of the input that output i
@@ -27,8 +35,8 @@ struct KernelSpec {
   size_t optional;  // how many of the last inputs may be left out
   bool variadic;    // the last input stands for one or more
   // The input that output i has its type and shape from; all outputs but the first may be left out
-  // where `optional_outputs`. Empty: a scalar, float32 or that of the first input if float64.
-  std::vector<size_t> like;
+  // where `optional_outputs`.
+  std::vector<Like> like;
   bool optional_outputs;
   // Pairs of input and output that may share memory.
   size_t (*in_place)(int** inputs, int** outputs);
@@ -37,6 +45,8 @@ struct KernelSpec {
 
 const std::vector<KernelSpec>& pointwise_kernels();
 const std::vector<KernelSpec>& row_kernels();
+const std::vector<KernelSpec>& loss_kernels();
+const std::vector<KernelSpec>& gather_kernels();
 const std::vector<KernelSpec>& update_kernels();
 
 template <int... kInputs>
@@ -120,6 +130,15 @@ double scalar(const Tensor& tensor, const char* name);
 void expect_like(const Tensor& tensor, const char* name, const Tensor& other,
                  const char* other_name);
 void expect_type(const Tensor& tensor, const char* name, DType type);
+void expect_count(const Tensor& tensor, const char* name, size_t count, const char* what);
+
+// The number of elements that the dims from begin to before end have together.
+size_t product(const Shape& shape, size_t begin, size_t end);
+// The axis counted from 0. Throws std::invalid_argument where the shape has not that many dims.
+size_t axis_of(const Shape& shape, int64_t axis);
+
+// Columns of a reduction over a dim that is not the last, taken together.
+inline constexpr size_t kColumns = 256;
 
 // Elements in one piece of work: some microseconds, against 0.1 for handing it out.
 inline constexpr size_t kPiece = 16384;

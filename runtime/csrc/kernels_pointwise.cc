@@ -84,11 +84,11 @@ Compute square_sum(const Attributes&, size_t) {
 
 const std::vector<KernelSpec>& pointwise_kernels() {
   static const std::vector<KernelSpec> all = {
-      {"ReluGrad", {kAny, kAny}, 0, false, {0}, false, in_place<0>, relu_grad},
-      {"TanhGrad", {kAny, kAny}, 0, false, {0}, false, in_place<0>, tanh_grad},
-      {"SigmoidGrad", {kAny, kAny}, 0, false, {0}, false, in_place<0>, sigmoid_grad},
-      {"GeluGrad", {kAny, kAny}, 0, false, {0}, false, in_place<0>, gelu_grad},
-      {"SquareSum", {kAny}, 0, true, {}, false, never_in_place, square_sum},
+      {"ReluGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, relu_grad},
+      {"TanhGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, tanh_grad},
+      {"SigmoidGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, sigmoid_grad},
+      {"GeluGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, gelu_grad},
+      {"SquareSum", {kAny}, 0, true, {{0, Like::Shape::kScalar, true}}, false, never_in_place, square_sum},
   };
   return all;
 }

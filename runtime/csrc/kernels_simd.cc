@@ -74,6 +74,18 @@ inline __attribute__((always_inline)) T exponential(T x) {
   return x < R::kLowest ? T(0) : p * scale;
 }
 
+template <class T>
+inline __attribute__((always_inline)) T root(T x) {
+  if constexpr (sizeof(T) == 4) return sqrtf(x);
+  else return sqrt(x);
+}
+
+template <class T>
+T logarithm(T x) {
+  if constexpr (sizeof(T) == 4) return logf(x);
+  else return log(x);
+}
+
 // exp(z^2) erfc(z) for z >= 0: a polynomial in (z - 3) / (z + 3), fitted for least relative error,
 // 3.2e-8 for z <= 10, beyond which what it is multiplied with is 0 in float32.
 inline __attribute__((always_inline)) float scaled_erfc(float z) {
@@ -205,6 +217,48 @@ void log_softmax_grad_columns(T* dx, const T* dy, const T* y, size_t n, size_t s
 }
 
 template <class T>
+void log_sum_exp(T* most_out, T* log_sum, const T* x, size_t n) {
+  T most = x[0];
+#pragma omp simd reduction(max : most)
+  for (size_t i = 1; i < n; ++i) most = x[i] > most ? x[i] : most;
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (size_t i = 0; i < n; ++i) sum += exponential(x[i] - most);
+  *most_out = most;
+  *log_sum = logarithm(sum);
+}
+
+template <class T>
+void log_sum_exp_columns(T* __restrict most, T* __restrict log_sum, const T* x, size_t n,
+                         size_t stride, size_t columns) {
+  for (size_t j = 0; j < columns; ++j) most[j] = x[j];
+  for (size_t i = 1; i < n; ++i) {
+    const T* row = x + i * stride;
+#pragma omp simd
+    for (size_t j = 0; j < columns; ++j) most[j] = row[j] > most[j] ? row[j] : most[j];
+  }
+  for (size_t j = 0; j < columns; ++j) log_sum[j] = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const T* row = x + i * stride;
+#pragma omp simd
+    for (size_t j = 0; j < columns; ++j) log_sum[j] += exponential(row[j] - most[j]);
+  }
+  for (size_t j = 0; j < columns; ++j) log_sum[j] = logarithm(log_sum[j]);
+}
+
+template <class T>
+void log_softmax(T* y, const T* x, T most, T log_sum, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) y[i] = (x[i] - most) - log_sum;
+}
+
+template <class T>
+void log_softmax_each(T* y, const T* x, const T* most, const T* log_sum, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) y[i] = (x[i] - most[i]) - log_sum[i];
+}
+
+template <class T>
 void scaled_exp(T* dx, const T* y, T factor, size_t n) {
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) dx[i] = factor * exponential(y[i]);
@@ -275,12 +329,6 @@ void momentum(T* p_out, T* m_out, const T* p, const T* g, const T* m,
 }
 
 template <class T>
-inline __attribute__((always_inline)) T root(T x) {
-  if constexpr (sizeof(T) == 4) return sqrtf(x);
-  else return sqrt(x);
-}
-
-template <class T>
 void adam(T* p_out, T* m_out, T* v_out, const T* p, const T* g, const T* m, const T* v,
           const StepScalars<T>& scalars, size_t n) {
   const StepScalars<T> s = scalars;
@@ -306,6 +354,10 @@ constexpr Loops<T> loops() {
           log_softmax_grad<T>,
           softmax_grad_columns<T>,
           log_softmax_grad_columns<T>,
+          log_sum_exp<T>,
+          log_sum_exp_columns<T>,
+          log_softmax<T>,
+          log_softmax_each<T>,
           scaled_exp<T>,
           scaled_exp_each<T>,
           layer_norm_grad<T>,

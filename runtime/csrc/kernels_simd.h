@@ -43,6 +43,14 @@ struct Loops {
                                size_t columns, T* sums);
   void (*log_softmax_grad_columns)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
                                    size_t columns, T* sums);
+  // The greatest of n elements and log(sum(exp(x - most))), apart since their sum would round; the
+  // same for `columns` columns, whose element i is at i * stride.
+  void (*log_sum_exp)(T* most, T* log_sum, const T* x, size_t n);
+  void (*log_sum_exp_columns)(T* most, T* log_sum, const T* x, size_t n, size_t stride,
+                              size_t columns);
+  // y[i] = (x[i] - most) - log_sum, and the same with one of either for each element.
+  void (*log_softmax)(T* y, const T* x, T most, T log_sum, size_t n);
+  void (*log_softmax_each)(T* y, const T* x, const T* most, const T* log_sum, size_t n);
   // dx[i] = factor * exp(y[i]), and the same with a factor for each element.
   void (*scaled_exp)(T* dx, const T* y, T factor, size_t n);
   void (*scaled_exp_each)(T* dx, const T* y, const T* factors, size_t n);

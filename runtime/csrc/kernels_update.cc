@@ -128,10 +128,10 @@ const std::vector<KernelSpec>& update_kernels() {
     return types;
   };
   static const std::vector<KernelSpec> all = {
-      {"SgdStep", inputs(2, 3), 1, false, {0}, false, in_place<0>, sgd_step},
-      {"MomentumStep", inputs(3, 6), 1, false, {0, 2}, false, in_place<0, 2>, momentum_step},
-      {"AdamStep", inputs(4, 9), 1, false, {0, 2, 3}, false, in_place<0, 2, 3>, adam_step},
-      {"AdamWStep", inputs(4, 9), 1, false, {0, 2, 3}, false, in_place<0, 2, 3>, adamw_step},
+      {"SgdStep", inputs(2, 3), 1, false, {{0}}, false, in_place<0>, sgd_step},
+      {"MomentumStep", inputs(3, 6), 1, false, {{0}, {2}}, false, in_place<0, 2>, momentum_step},
+      {"AdamStep", inputs(4, 9), 1, false, {{0}, {2}, {3}}, false, in_place<0, 2, 3>, adam_step},
+      {"AdamWStep", inputs(4, 9), 1, false, {{0}, {2}, {3}}, false, in_place<0, 2, 3>, adamw_step},
   };
   return all;
 }

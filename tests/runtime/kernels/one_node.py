@@ -1,6 +1,6 @@
 """Runs one operator of the domain `onnxpar` alone, with or without its registered kernel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from onnx import helper
 from onnxpar_runtime.library import custom_op_library
 
 Array = np.ndarray
-Names = dict[str, str | int | float]
+Attribute = str | int | float
 
 
 def session(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
@@ -29,7 +29,7 @@ def model_of(
     op: str,
     inputs: Sequence[Array | None],
     outputs: Sequence[bool],
-    attributes: Names,
+    attributes: Mapping[str, Attribute],
     narrow: int | None = None,
 ) -> onnx.ModelProto:
     """Returns a model of one node; float inputs are cast to `narrow` and outputs back to float32.
@@ -74,7 +74,13 @@ class Run(Protocol):
         *inputs: Array | None,
         outputs: Sequence[bool] = (True,),
         narrow: int | None = None,
-        **attributes: str | int | float,
+        **attributes: Attribute,
     ) -> list[Array]:
         """`outputs[o]` tells whether the node has output o."""
         ...
+
+
+def log_softmax(x: Array, axis: int) -> Array:
+    """Returns the logarithm of the softmax of `x` over `axis`."""
+    shifted = x - x.max(axis=axis, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True))

@@ -3,7 +3,7 @@
 import numpy as np
 import onnxruntime
 import pytest
-from one_node import Run, model_of, session
+from one_node import Attribute, Run, model_of, session
 from onnx import parser
 
 from onnxpar_runtime.collectives import World
@@ -48,11 +48,16 @@ def test_registered_with_a_rank() -> None:
 def test_inferred_shapes() -> None:
     text = """
     g (float[a, 4, 5] x, float[5] scale, float[a, 4, 1] mean, float[a, 4, 1] inv, double[] one,
-       float[] x0)
-      => (float total, float dx, float y, float db, float p, float q) {
+       float[] x0, int64[a, 5] labels, float[9, 4, 5] scale2)
+      => (float loss, float lp, float each, float dl, float table, float total, float dx, float y,
+          float db, float p, float q) {
       dx, ds, db = onnxpar.LayerNormalizationGrad (x, x, scale, mean, inv)
       y = onnxpar.GeluGrad (dx, x)
       p = onnxpar.SgdStep (scale, db, one, one)
+      loss, lp = onnxpar.SoftmaxCrossEntropyLoss (x, labels)
+      each = onnxpar.SoftmaxCrossEntropyLoss <reduction = "none"> (x, labels)
+      dl = onnxpar.SoftmaxCrossEntropyLossGrad (loss, lp, labels)
+      table = onnxpar.GatherGrad (y, labels, scale2)
       q = onnxpar.SgdStep (x0, x0, one, one)
       total = onnxpar.SquareSum (dx, ds, db)
     }"""
@@ -61,6 +66,11 @@ def test_inferred_shapes() -> None:
         output.ClearField("type")
     found = {y.name: (y.type, y.shape) for y in session(model).get_outputs()}
     assert found == {
+        "loss": ("tensor(float)", []),
+        "lp": ("tensor(float)", ["a", 4, 5]),
+        "each": ("tensor(float)", ["a", 5]),
+        "dl": ("tensor(float)", ["a", 4, 5]),
+        "table": ("tensor(float)", [9, 4, 5]),
         "total": ("tensor(float)", []),
         "dx": ("tensor(float)", ["a", 4, 5]),
         "y": ("tensor(float)", ["a", 4, 5]),
@@ -91,7 +101,7 @@ X = np.zeros((2, 3), F)
 LABELS = np.zeros(2, np.int64)
 ONE = np.ones((), F)
 D = np.ones(())
-MISTAKES = {
+MISTAKES: dict[str, tuple[str, list[np.ndarray], dict[str, Attribute], str]] = {
     "shape": ("ReluGrad", [X, X[:1]], {}, r"y has shape \[1, 3\], expected \[2, 3\] as dy"),
     "types": ("ReluGrad", [X, X.astype(np.float64)], {}, "y is float64, expected float32"),
     "integers": ("TanhGrad", [LABELS, LABELS], {}, "dy is int64, expected float32, float64"),
@@ -136,6 +146,15 @@ MISTAKES = {
         {},
         r"weights has shape \[2\], expected 3 elements",
     ),
+    "scores": (
+        "SoftmaxCrossEntropyLoss",
+        [X[0], LABELS],
+        {},
+        r"scores has shape \[3\], expected \[N, C, ...\]",
+    ),
+    "scores' label": ("SoftmaxCrossEntropyLoss", [X, LABELS + 3], {}, "label 0 is 3"),
+    "index": ("GatherGrad", [X, LABELS - 5, X], {}, "index 0 is -5, expected one of 2 rows"),
+    "rows": ("GatherGrad", [X, LABELS, X.T], {}, r"dy has shape \[2, 3\], expected \[2, 2\]"),
     "squares": ("SquareSum", [X, X.astype(np.float64)], {}, "an input is float64"),
     "lr": (
         "SgdStep",

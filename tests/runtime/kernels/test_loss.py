@@ -1,0 +1,194 @@
+"""Softmax cross-entropy and its gradient, and the gradient of Gather, against float64 numpy."""
+
+import numpy as np
+import onnxruntime
+import pytest
+from one_node import Attribute, Run, log_softmax, model_of
+
+TYPES = [np.float32, np.float64]
+UNIT = {np.float32: 2.0**-24, np.float64: 2.0**-53}
+WEIGHTS = [(weighted, ignore) for weighted in (False, True) for ignore in (None, -100, 1)]
+SHAPES = [(6, 5), (4, 8193), (3, 4, 7), (2, 3, 2, 200), (0, 4)]
+
+
+def sample(
+    shape: tuple[int, ...], ignore: int | None, weighted: bool, dtype: type[np.floating]
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], dict[str, Attribute]]:
+    """Returns scores, labels, the weights if any, and attributes."""
+    rng = np.random.default_rng(6)
+    places = (shape[0], *shape[2:])
+    labels = rng.integers(0, shape[1], places)
+    if ignore is not None:
+        labels[rng.random(places) < 0.3] = ignore
+    weights = [rng.random(shape[1]).astype(dtype)] if weighted else []
+    attributes: dict[str, Attribute] = {} if ignore is None else {"ignore_index": ignore}
+    return (4 * rng.standard_normal(shape)).astype(dtype), labels, weights, attributes
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("weighted", "ignore"), WEIGHTS)
+def test_forward(
+    run: Run,
+    shape: tuple[int, ...],
+    reduction: str,
+    weighted: bool,
+    ignore: int | None,
+    dtype: type[np.floating],
+) -> None:
+    scores, labels, weights, attributes = sample(shape, ignore, weighted, dtype)
+    name = "SoftmaxCrossEntropyLoss"
+    inputs = [scores, labels, *weights]
+    loss, log_prob = run(name, *inputs, outputs=[True, True], reduction=reduction, **attributes)
+    assert loss.dtype == log_prob.dtype == dtype
+    wanted = log_softmax(scores.astype(np.float64), 1)
+    # Scores are below 32; the sum of exponentials errs by less than 64 units, as does its
+    # logarithm, absolutely.
+    bound = UNIT[dtype] * (32 + 64)
+    np.testing.assert_allclose(log_prob, wanted, rtol=0, atol=bound)
+    counted = labels != ignore
+    safe = np.where(counted, labels, 0)
+    weight = counted * (weights[0].astype(np.float64)[safe] if weights else 1.0)
+    each = -np.take_along_axis(wanted, np.expand_dims(safe, 1), 1).squeeze(1) * weight
+    total = {"none": each, "sum": each.sum(), "mean": each.sum() / weight.sum()}[reduction]
+    atol = bound * (labels.size if reduction == "sum" else 1)
+    # Losses and weights are added one after the other, in float64.
+    rtol = 2 * UNIT[dtype] + 2 * labels.size * 2.0**-53
+    np.testing.assert_allclose(loss, total, rtol=rtol, atol=atol)
+    (alone,) = run(name, *inputs, reduction=reduction, **attributes)
+    np.testing.assert_array_equal(alone, loss)
+    if dtype == np.float32:
+        # What the function of the same name says, onnxruntime's own operator.
+        model = model_of(name, inputs, [True, True], {"reduction": reduction, **attributes})
+        model.graph.node[0].domain = ""
+        own = onnxruntime.InferenceSession(
+            model.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        theirs = own.run(None, {f"i{i}": x for i, x in enumerate(inputs)})
+        np.testing.assert_allclose(loss, theirs[0], rtol=1e-5, atol=2 * atol)
+        np.testing.assert_allclose(log_prob, theirs[1], rtol=0, atol=2 * bound)
+
+
+def test_mean_over_nothing_is_no_number(run: Run) -> None:
+    scores, labels = np.ones((2, 3), np.float32), np.full(2, -1)
+    (loss,) = run("SoftmaxCrossEntropyLoss", scores, labels, ignore_index=-1)
+    assert np.isnan(loss)
+    (loss,) = run("SoftmaxCrossEntropyLoss", scores, labels, ignore_index=-1, reduction="sum")
+    assert loss == 0
+
+
+def test_no_samples(run: Run) -> None:
+    loss, log_prob = run(
+        "SoftmaxCrossEntropyLoss",
+        np.ones((0, 3), np.float32),
+        np.ones(0, np.int64),
+        outputs=[True, True],
+        reduction="none",
+    )
+    assert loss.shape == (0,)
+    assert log_prob.shape == (0, 3)
+
+
+def test_large_scores(run: Run) -> None:
+    scores = np.array([[1e4, 0, -1e4], [-1e30, -1e30, -1e30]], np.float32)
+    (loss,) = run("SoftmaxCrossEntropyLoss", scores, np.array([1, 2]), reduction="none")
+    np.testing.assert_allclose(loss, [1e4, np.log(3)], rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(6, 5), (4, 8193), (3, 4, 7), (2, 3, 2, 5), (0, 4)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("weighted", "ignore"), WEIGHTS)
+def test_loss(
+    run: Run,
+    shape: tuple[int, ...],
+    reduction: str,
+    weighted: bool,
+    ignore: int | None,
+    dtype: type[np.floating],
+) -> None:
+    rng = np.random.default_rng(6)
+    places = (shape[0], *shape[2:])
+    labels = rng.integers(0, shape[1], places)
+    if ignore is not None:
+        labels[rng.random(places) < 0.3] = ignore
+    y = rng.standard_normal(shape)
+    y = (log_softmax(y, 1) if y.size else y).astype(dtype)
+    weights = rng.random(shape[1]).astype(dtype) if weighted else None
+    dloss = rng.standard_normal(places if reduction == "none" else ()).astype(dtype)
+    attributes = {} if ignore is None else {"ignore_index": ignore}
+    (dx,) = run(
+        "SoftmaxCrossEntropyLossGrad",
+        dloss,
+        y,
+        labels,
+        *([weights] if weighted else []),
+        reduction=reduction,
+        **attributes,
+    )
+    counted = labels != ignore
+    safe = np.where(counted, labels, 0)
+    factor = counted * (1.0 if weights is None else weights.astype(np.float64)[safe])
+    if reduction == "mean":
+        factor = factor / max(factor.sum(), 1e-300)
+    factor = factor * dloss.astype(np.float64)
+    hot = np.zeros(shape)
+    np.put_along_axis(hot, np.expand_dims(safe, 1), 1, 1)
+    want = (np.exp(y.astype(np.float64)) - hot) * np.expand_dims(factor, 1)
+    # exp errs by 2 units of at most 1, and the factor, the difference and the product by 4 more.
+    np.testing.assert_allclose(
+        dx, want, rtol=0, atol=UNIT[dtype] * 8 * max(1, np.abs(factor).max(initial=0))
+    )
+
+
+def test_loss_where_nothing_counts(run: Run) -> None:
+    y = np.full((2, 3), np.log(1 / 3), np.float32)
+    labels = np.full(2, -1)
+    (dx,) = run(
+        "SoftmaxCrossEntropyLossGrad", np.float32(1).reshape(()), y, labels, ignore_index=-1
+    )
+    np.testing.assert_array_equal(dx, np.zeros((2, 3)))
+
+
+def test_loss_of_impossible_classes(run: Run) -> None:
+    y = np.array([[0.0, -np.inf, -200.0]], np.float32)
+    (dx,) = run("SoftmaxCrossEntropyLossGrad", np.ones((), np.float32), y, np.array([0]))
+    np.testing.assert_array_equal(dx, [[0, 0, 0]])
+
+
+GATHERS = [
+    ((5, 3), (4,), 0),
+    ((1000, 65), (7, 50), 0),
+    ((2, 40000, 3), (11,), 1),
+    ((3, 4, 5), (2, 2), -1),
+    ((6,), (), 0),
+    ((0, 3), (0,), 0),
+    ((4, 0), (2,), 0),
+    ((4, 2), (0,), 0),
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("shape", "places", "axis"), GATHERS, ids=str)
+def test_gather(
+    run: Run,
+    shape: tuple[int, ...],
+    places: tuple[int, ...],
+    axis: int,
+    dtype: type[np.floating],
+) -> None:
+    rng = np.random.default_rng(10)
+    rows = shape[axis]
+    # Few different ones, so that many meet, and of both signs.
+    few = rng.integers(-rows, max(rows, 1), 5)
+    indices = np.asarray(rng.choice(few, places) if rows else np.zeros(places), np.int64)
+    at = axis % len(shape)
+    # Multiples of 1/8 below 4 add up exactly.
+    dy = (rng.integers(-31, 32, (*shape[:at], *places, *shape[at + 1 :])) / 8).astype(dtype)
+    (dx,) = run("GatherGrad", dy, indices, np.full(shape, np.nan, dtype), axis=axis)
+    want = np.zeros(shape, dtype)
+    rest = tuple(range(at, at + len(places)))
+    np.add.at(np.moveaxis(want, at, 0), indices, np.moveaxis(dy, rest, tuple(range(len(places)))))
+    assert dx.dtype == dtype
+    np.testing.assert_array_equal(dx, want)
