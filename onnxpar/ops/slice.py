@@ -218,8 +218,14 @@ def expand_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def where_rule(view: NodeView) -> OpRule:
-    """Where: both branches may be pending together, the condition may not."""
-    return broadcast_rule(view, "any 1+2, max 1, max 2, min 1, min 2")
+    """Where: both branches may be pending together, one alone where the other is zero."""
+    linear = "any 1+2, max 1, max 2, min 1, min 2"
+    for pending, other in ((1, 2), (2, 1)):
+        value = view.node.inputs[other]
+        constant = None if value is None else value.const_value
+        if constant is not None and constant.size == 1 and not constant.numpy().any():
+            linear += f", sum {pending}, prod {pending}"
+    return broadcast_rule(view, linear)
 
 
 DEFS = (

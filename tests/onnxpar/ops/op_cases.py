@@ -66,6 +66,12 @@ ELEMENTWISE = (
         {"lo": scalar(-1, np.float32), "hi": scalar(1, np.float32)},
     ),
     Case("y = Where(c, a, b)", {"c": "bool[N,1]", "a": "float[N,6]", "b": "float[6]"}, N5),
+    Case(
+        "y = Where(c, a, z)",
+        {"c": "bool[N,6]", "a": "float[N,6]"},
+        N5,
+        {"z": np.zeros((), np.float32)},
+    ),
     Case("y = Cast<to=11>(x)", {"x": "float[N,6]"}, N5),
     Case("y = Cast<to=10>(x)", {"x": "float[N,6]"}, N5),
     Case("y = Cast<to=7>(x)", {"x": "float[N,6]"}, N5),
