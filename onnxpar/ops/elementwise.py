@@ -9,7 +9,7 @@ from onnxpar.ops.broadcast import broadcast_rule
 from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.gradients.elementwise import SEVERAL, UNARY
 from onnxpar.ops.local import LocalNode, copy_node
-from onnxpar.ops.registry import NOT_DIFFERENTIABLE, LocalFn, NotDifferentiable, OpDef, RuleFn
+from onnxpar.ops.registry import LocalFn, NotDifferentiable, OpDef, RuleFn
 from onnxpar.ops.rule import OpRule
 
 
@@ -112,6 +112,7 @@ _BITS = (("BitwiseAnd", 18), ("BitwiseOr", 18), ("BitwiseXor", 18), ("BitShift",
 _DISCRETE = (*_TESTS, *_LOGIC, *_COMPARE, *_BITS)
 
 _STEPS = NotDifferentiable("constant between its steps")
+_TRUTH = NotDifferentiable("its result is true or false, or a row of bits")
 
 
 def _gradient(name: str) -> Gradient | NotDifferentiable:
@@ -128,7 +129,7 @@ def _op(
 DEFS = (
     *(_op(n, v, _rule(_MONOTONE), zero=z) for n, v, z in _MONOTONE_UP),
     *(_op(n, v, _rule(), zero=z) for n, v, z in _PLAIN_UNARY),
-    *(OpDef("", n, v, _rule(), gradient=NOT_DIFFERENTIABLE) for n, v in _DISCRETE),
+    *(OpDef("", n, v, _rule(), gradient=_TRUTH) for n, v in _DISCRETE),
     _op("HardSigmoid", 1, _hard_sigmoid_rule),
     # |xy| = |x||y|. The sign and the reciprocal of a product are not left pending so: the product
     # may vanish or overflow in its type where the parts do not.

@@ -15,8 +15,8 @@ from onnxpar.passes.builder import INT64
 
 _BOOL = ir.DataType.BOOL
 Cotangents = Sequence[ir.Value | None]
-# From the node, its axes, and cotangent and result with the reduced dims kept, to that of x.
-Spread = Callable[[GradNode, tuple[int, ...], ir.Value, ir.Value], ir.Value]
+# From the node, its axes and the cotangent of its result to that of x.
+Spread = Callable[[GradNode, tuple[int, ...], ir.Value], ir.Value]
 
 
 def reduction(spread: Spread) -> Gradient:
@@ -24,7 +24,7 @@ def reduction(spread: Spread) -> Gradient:
 
     def gradient(node: GradNode) -> Cotangents:
         axes = reduced_axes(node.view) or ()
-        return [spread(node, axes, _kept(node, node.cotangent(), axes), node.output())]
+        return [spread(node, axes, node.cotangent())]
 
     gradient.__doc__ = spread.__doc__
     return gradient
@@ -41,11 +41,14 @@ def _sum(node: GradNode, x: ir.Value, axes: Sequence[int]) -> ir.Value:
     return node.builder.reduce("ReduceSum", x, axes, keepdims=True) if axes else x
 
 
-def _expand(node: GradNode, value: ir.Value) -> ir.Value:
-    """A value of the kept shape in the shape of x."""
+def _expand(node: GradNode, value: ir.Value, axes: Sequence[int]) -> ir.Value:
+    """A value of the result's shape in the shape of x."""
     x = node.input(0)
     if node.shape(value) == node.shape(x):
         return value
+    # Leading dims that are not there are broadcast as they are.
+    if tuple(axes) != tuple(range(len(axes))):
+        value = _kept(node, value, axes)
     return node.op("Expand", value, node.builder.shape_value(x), shape=node.shape(x))
 
 
@@ -54,12 +57,12 @@ def _over_x(node: GradNode, op_type: str, a: ir.Value, b: ir.Value) -> ir.Value:
     return node.op(op_type, a, b, shape=node.shape(node.input(0)))
 
 
-def _spread_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value, _y: ir.Value) -> ir.Value:
+def _spread_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy to every element."""
-    return _expand(node, dy)
+    return _expand(node, dy, axes)
 
 
-def _spread_mean(node: GradNode, axes: tuple[int, ...], dy: ir.Value, _y: ir.Value) -> ir.Value:
+def _spread_mean(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy / count to every element."""
     sizes = [node.shape(node.input(0))[axis] for axis in axes]
     # 16-bit floats end before many counts do.
@@ -73,19 +76,20 @@ def _spread_mean(node: GradNode, axes: tuple[int, ...], dy: ir.Value, _y: ir.Val
         ]
         count = node.builder.cast(node.op("Div", *parts), work_dtype(dy.dtype))
     share = node.op("Div", wide, count)
-    return _expand(node, node.builder.cast(share, dy.dtype or work_dtype(None)))
+    return _expand(node, node.builder.cast(share, dy.dtype or work_dtype(None)), axes)
 
 
-def _spread_extremum(node: GradNode, axes: tuple[int, ...], dy: ir.Value, y: ir.Value) -> ir.Value:
+def _spread_extremum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy to the greatest (least) element, in even shares where several are."""
     x = node.input(0)
     assert x.dtype is not None
-    taken = node.op("Equal", x, _kept(node, y, axes), dtype=_BOOL)
+    taken = node.op("Equal", x, _kept(node, node.output(), axes), dtype=_BOOL)
     hits = node.builder.cast(taken, x.dtype)
-    return _over_x(node, "Mul", hits, node.op("Div", dy, _sum(node, hits, axes)))
+    share = node.op("Div", _kept(node, dy, axes), _sum(node, hits, axes))
+    return _over_x(node, "Mul", hits, share)
 
 
-def _spread_product(node: GradNode, axes: tuple[int, ...], dy: ir.Value, _y: ir.Value) -> ir.Value:
+def _spread_product(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy times the product of the others, which is not y / x where one is zero."""
     x = node.input(0)
     assert x.dtype is not None
@@ -93,48 +97,45 @@ def _spread_product(node: GradNode, axes: tuple[int, ...], dy: ir.Value, _y: ir.
     zeros = node.builder.cast(zero, x.dtype)
     safe = node.op("Where", zero, node.number(1, x), x, dtype=x.dtype)
     whole = node.builder.reduce("ReduceProd", safe, axes, keepdims=True) if axes else safe
-    others = _over_x(node, "Div", node.op("Mul", dy, whole), safe)
+    others = _over_x(node, "Div", node.op("Mul", _kept(node, dy, axes), whole), safe)
     # How many of the others are zero.
     left = _over_x(node, "Sub", _sum(node, zeros, axes), zeros)
     none_is = node.op("Equal", left, node.number(0, left), dtype=_BOOL)
     return node.op("Where", none_is, others, node.number(0, x), dtype=x.dtype)
 
 
-def _spread_l1(node: GradNode, axes: tuple[int, ...], dy: ir.Value, _y: ir.Value) -> ir.Value:
+def _spread_l1(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """dy·sign x."""
-    return _over_x(node, "Mul", node.op("Sign", node.input(0)), dy)
+    return _over_x(node, "Mul", node.op("Sign", node.input(0)), _kept(node, dy, axes))
 
 
-def _spread_l2(node: GradNode, axes: tuple[int, ...], dy: ir.Value, y: ir.Value) -> ir.Value:
+def _spread_l2(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """x·dy / y, zero where y is."""
-    norm = _kept(node, y, axes)
+    norm = node.output()
     flat = node.op("Equal", norm, node.number(0, norm), dtype=_BOOL)
     ratio = node.op("Div", dy, norm)
     ratio = node.op("Where", flat, node.number(0, ratio), ratio, dtype=ratio.dtype)
-    return _over_x(node, "Mul", node.input(0), ratio)
+    return _over_x(node, "Mul", node.input(0), _kept(node, ratio, axes))
 
 
-def _spread_sum_square(
-    node: GradNode, axes: tuple[int, ...], dy: ir.Value, _y: ir.Value
-) -> ir.Value:
+def _spread_sum_square(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """2x·dy."""
-    return _over_x(node, "Mul", node.input(0), node.op("Mul", dy, node.number(2, dy)))
+    twice = node.op("Mul", dy, node.number(2, dy))
+    return _over_x(node, "Mul", node.input(0), _kept(node, twice, axes))
 
 
-def _spread_log_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value, y: ir.Value) -> ir.Value:
+def _spread_log_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy / Σx, the sum read off y."""
-    return _expand(node, node.op("Div", dy, node.op("Exp", _kept(node, y, axes))))
+    return _expand(node, node.op("Div", dy, node.op("Exp", node.output())), axes)
 
 
-def _spread_log_sum_exp(
-    node: GradNode, axes: tuple[int, ...], dy: ir.Value, y: ir.Value
-) -> ir.Value:
+def _spread_log_sum_exp(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """dy·exp(x - y); of an infinite y, as of a row that is masked whole, nothing is taken off."""
-    top = _kept(node, y, axes)
-    size = node.op("Abs", top)
-    infinite = node.op("Equal", size, node.number(inf, size), dtype=_BOOL)
-    top = node.op("Where", infinite, node.number(0, top), top, dtype=top.dtype)
-    return _over_x(node, "Mul", node.op("Exp", _over_x(node, "Sub", node.input(0), top)), dy)
+    y = node.output()
+    infinite = node.op("Equal", node.op("Abs", y), node.number(inf, y), dtype=_BOOL)
+    top = node.op("Where", infinite, node.number(0, y), y, dtype=y.dtype)
+    powers = node.op("Exp", _over_x(node, "Sub", node.input(0), _kept(node, top, axes)))
+    return _over_x(node, "Mul", powers, _kept(node, dy, axes))
 
 
 REDUCTIONS: Mapping[str, Gradient] = MappingProxyType(
