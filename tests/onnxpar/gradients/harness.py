@@ -79,7 +79,7 @@ class GradCase:
     """A small forward program and its operands.
 
     Attributes:
-        nodes: The nodes in ONNX's text form; the factors of the first are split.
+        nodes: The nodes in ONNX's text form; the factors of one are split.
         inputs: Type of each operand in ONNX's text form, such as "double[N,6]". One whose shape is
             all numbers becomes a parameter (its gradient may leave partial), others are inputs.
         torch: The same function in PyTorch: from the module `torch` and tensors by keyword to a
@@ -93,6 +93,7 @@ class GradCase:
         opset: Version of the default domain.
         reference: Whether onnx.reference runs the nodes, or onnxruntime, which has fewer of them in
             float64 and some of them better.
+        split: Which node is split; the others follow.
         rtol: Tolerance against differences, relative to the greatest gradient and the loss.
         torch_rtol: The same against PyTorch.
     """
@@ -107,6 +108,7 @@ class GradCase:
     flat: Sequence[str] = ()
     opset: int = 20
     reference: bool = True
+    split: int = 0
     rtol: float = RTOL
     torch_rtol: float = TORCH_RTOL
 
@@ -172,7 +174,7 @@ class GradCase:
         return self.results({}, Mesh.of())
 
     def results(self, factors: Factors, mesh: Mesh, padding: float = 0) -> dict[str, Array]:
-        """Loss and gradients on a mesh, the first node split as `factors` says."""
+        """Loss and gradients on a mesh, one node split as `factors` says."""
         parted = self.program.partitioned(factors, mesh, clean=padding == 0)
         made = run_model(
             parted,
@@ -292,6 +294,7 @@ class Program:
 
     model: ir.Model
     done: Differentiated
+    split: ir.Node
     forward: Sequence[ir.Node]
     backward: Sequence[ir.Node]
     parameters: Sequence[str]
@@ -310,6 +313,7 @@ class Program:
         env = shapes(model, symbol_table(model, {}))
         graph = model.graph
         forward = list(graph)
+        split = forward[case.split]
         builder = GlobalBuilder.over(graph, case.opset, env)
         parameters = _hold(graph, case.variables)
         weights = _append_loss(builder)
@@ -318,11 +322,11 @@ class Program:
         backward = [node for node in graph if node not in before]
         rules, ops = find_rules(model, done.env)
         assert not rules.reasons, f"{case}: replicated {dict(rules.reasons)}"
-        return Program(model, done, forward, backward, parameters, weights, rules, ops)
+        return Program(model, done, split, forward, backward, parameters, weights, rules, ops)
 
     def assignments(self, mesh: Mesh) -> Iterator[Factors]:
-        """Every way to give the atoms of a mesh to factors of the first node, in every order."""
-        name = self.forward[0].name or ""
+        """Every way to give the atoms of a mesh to factors of the split node, in every order."""
+        name = self.split.name or ""
         rule = self.rules.rules[name]
         sizes = factor_sizes(rule, self.rules.views[name])
         for places in product((None, *rule.splittable), repeat=len(mesh.atoms)):
@@ -337,11 +341,11 @@ class Program:
         """Plans and divides the program.
 
         Args:
-            factors: Components of the split factors of the first node; what enters it lies so.
+            factors: Components of the split factors of the node; what enters it lies so.
             mesh: The mesh.
             clean: Whether padding that enters is 0; else the partitioner takes none to be.
         """
-        node = self.forward[0]
+        node = self.split
         name = node.name or ""
         plan = shardings(self.rules.rules[name], self.rules.views[name], factors, mesh, pinned=True)
         given = {v.name: s for v, s in zip(node.inputs, plan.inputs, strict=False) if v is not None}

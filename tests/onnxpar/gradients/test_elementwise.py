@@ -259,3 +259,33 @@ def test_no_overflow_far_from_zero(text: str) -> None:
     # They become constant on the left, and constant or the identity on the right.
     assert slope[0, 0] == 0
     assert slope[0, 1] in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        *("Relu(x)", "Tanh(x)", "Gelu(x)", "Abs(x)", "Neg(x)", "Softplus(x)", "Elu(x)"),
+        *("Add(x, b)", "Sub(b, x)", "Mul(x, b)", "Div(x, b)", "Max(x, b)", "Pow(b, x)"),
+        *("PRelu(x, b)", "Where(c, x, b)", "Where(c, b, x)", "Clip(x, l)", "Sum(x, x, b)"),
+        *("ReduceSum(x, a)", "ReduceMean(x, a)", "ReduceMax(x, a)", "ReduceLogSumExp(x, a)"),
+        *("CumSum(x, i)", "Identity(x)"),
+    ],
+)
+def test_pending_cotangent(first: str) -> None:
+    # Where w is split by columns, the cotangent of h is a pending sum, as in Megatron's MLP.
+    constants = {
+        "c": np.array([True, False, True, True]),
+        "l": np.array(0.3),
+        "a": np.array([0], np.int64),
+        "i": np.array(1, np.int64),
+    }
+    read = first.split("(")[1]
+    inputs = {"x": "double[N,4]", "w": "double[4,6]"}
+    given = {"b": POSITIVE}
+    if "b" in read:
+        inputs["b"] = "double[4]"
+    consts = {n: v for n, v in constants.items() if n in read}
+    case = GradCase(f"h = {first}\n y = MatMul(h, w)", inputs, data=given, consts=consts, split=1)
+    case.check_program()
+    case.check_differences()
+    case.check_meshes()
