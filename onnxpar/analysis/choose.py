@@ -7,7 +7,7 @@ axis that could split a matrix and is left idle counts before all of these. It d
 else, so that it is the same on every machine.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnxpar.analysis.plan import (
@@ -18,7 +18,6 @@ from onnxpar.analysis.plan import (
     project,
     shardings,
 )
-from onnxpar.analysis.reshard import reachable
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.analysis.structure import Part, Parts
 from onnxpar.errors import ShardingError
@@ -27,7 +26,7 @@ from onnxpar.ops.rule import ANY, PARALLEL, SPECIAL, WHOLE, OpRule
 from onnxpar.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.symbols import SymbolTable
 
-ReshardCost = Callable[[Sharding, Sharding, int], int]
+ReshardCost = Callable[[Sequence[Sharding], Sharding, int], int]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ class Chooser:
         mesh: The mesh.
         table: What is known of symbols.
         parameter_axes: Runs of atoms that split parameters.
-        cost: Bytes that one device sends in a reshard: (from, to, itemsize) -> bytes.
+        cost: Bytes that one device sends to bring a value into a sharding: (where it is, to,
+            itemsize) -> bytes.
     """
 
     mesh: Mesh
@@ -287,7 +287,7 @@ class Chooser:
             if not have or want in have:
                 continue
             itemsize = situation.itemsizes[index]
-            cost = min(self.cost(v, want, itemsize) for v in have if reachable(v, want))
+            cost = self.cost(have, want, itemsize)
             moved += cost
             moves += cost > 0
         for index, made in enumerate(plan.outputs):

@@ -20,7 +20,7 @@ from onnxpar.analysis.plan import (
     project,
     shardings,
 )
-from onnxpar.analysis.reshard import plan_reshard
+from onnxpar.analysis.reshard import cheapest_way
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, structure
@@ -262,9 +262,8 @@ class _Walk:
             return primal.with_partial(())
         return self.wishes.get(name)
 
-    def _cost(self, source: Sharding, target: Sharding, itemsize: int) -> int:
-        steps = plan_reshard(source, target, self.seeds.mesh, self.env.table, itemsize)
-        return sum(self.env.table.typical(step.bytes) for step in steps)
+    def _cost(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> int:
+        return cheapest_way(versions, target, self.seeds.mesh, self.env.table, itemsize).bytes
 
     def _adopt(self, node: ir.Node, plan: NodePlan) -> None:
         self.plans[node.name or ""] = plan

@@ -6,6 +6,7 @@ even); then `onnxpar.analysis.reshard_search` finds the cheapest path. Byte coun
 ring algorithms, the same that the runtime counts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -82,6 +83,53 @@ def plan_reshard(
     if source == target:
         return ()
     return _plan(source, target, mesh, table, itemsize, cost)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a value comes into a sharding.
+
+    Attributes:
+        source: The sharding that it is brought from.
+        steps: The steps; none where it is there already.
+        bytes: Bytes that one rank sends, at the symbols' typical sizes.
+    """
+
+    source: Sharding
+    steps: tuple[Step, ...]
+    bytes: int
+
+
+def cheapest_way(
+    versions: Iterable[Sharding],
+    target: Sharding,
+    mesh: Mesh,
+    table: SymbolTable,
+    itemsize: int,
+) -> Way:
+    """Returns the way to a sharding from the nearest of those in which a value is there.
+
+    Propagation prices a node's operands by it and partitioning carries it out, so what was planned
+    is what is emitted. Of equally cheap ways the one of fewest steps is taken, then the first.
+
+    Args:
+        versions: The shardings in which the value is there, at least one, the first made first.
+        target: The sharding wanted.
+        mesh: The mesh.
+        table: What is known of the symbols.
+        itemsize: Bytes per element.
+
+    Raises:
+        ShardingError: From none of them can it be reached.
+    """
+    there = tuple(versions)
+    if target in there:
+        return Way(target, (), 0)
+    ways = []
+    for source in [v for v in there if reachable(v, target)] or there[:1]:
+        steps = plan_reshard(source, target, mesh, table, itemsize)
+        ways.append(Way(source, steps, sum(table.typical(step.bytes) for step in steps)))
+    return min(ways, key=lambda way: (way.bytes, len(way.steps)))
 
 
 @lru_cache(maxsize=65536)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxpar.analysis.equalities import assumed_equalities
 from onnxpar.analysis.plan import NodePlan, Plan
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.reshard import plan_reshard, reachable
+from onnxpar.analysis.reshard import cheapest_way
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import OnnxparError, ShardingError
 from onnxpar.ops.local import LocalNode, copy_node
@@ -184,28 +184,24 @@ class _Partition:
                 self.builder.bind(str(size), local, axis)
 
     def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
-        """Returns a value in a sharding, by the cheapest way from a version that is there."""
+        """Returns a value in a sharding, brought there the way that propagation priced."""
         name = value.name or ""
         versions = self.versions.get(name, {})
         if want in versions:
             return versions[want]
-        mesh, table = self.plan.mesh, self.env.table
-        itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
-        best = None
-        for sharding, local in versions.items():
-            if not reachable(sharding, want):
-                continue
-            steps = plan_reshard(sharding, want, mesh, table, itemsize)
-            price = (sum(table.typical(s.bytes) for s in steps), len(steps))
-            if best is None or price < best[0]:
-                best = (price, sharding, local, steps)
-        if best is None or value.dtype is None:
+        if not versions or value.dtype is None:
             raise ShardingError(f"{reason}: the value {name!r} is not there")
-        _, sharding, local, steps = best
+        itemsize = int(value.dtype.itemsize)
+        way = cheapest_way(versions, want, self.plan.mesh, self.env.table, itemsize)
         moved = emit_reshard(
-            self.builder, local, steps, dtype=value.dtype, name=name, reason=reason
+            self.builder,
+            versions[way.source],
+            way.steps,
+            dtype=value.dtype,
+            name=name,
+            reason=reason,
         )
-        self._define(name, want, moved, zero=self.zero[name, sharding])
+        self._define(name, want, moved, zero=self.zero[name, way.source])
         return moved
 
     def _node(self, node: ir.Node) -> None:

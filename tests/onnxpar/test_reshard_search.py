@@ -10,7 +10,7 @@ from math import prod
 import pytest
 import sympy
 
-from onnxpar.analysis.reshard import LinkCost, moved_bytes, plan_reshard
+from onnxpar.analysis.reshard import LinkCost, Way, cheapest_way, moved_bytes, plan_reshard
 from onnxpar.analysis.reshard_search import Move, Search, State, cheapest
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
@@ -230,6 +230,27 @@ def test_components_that_do_not_line_up_are_gathered_run_by_run() -> None:
         ("slice", (1, 2)),
         ("slice", (0,)),
     ]
+
+
+def test_a_value_is_brought_from_where_it_costs_least() -> None:
+    mesh = Mesh.of(a=2, b=2)
+    rows, columns = (Sharding.of((64, 64), dims) for dims in ([(0, 1), ()], [(), (0, 1)]))
+    pending = Sharding.of((64, 64), [(), ()], (0, 1))
+    whole = Sharding.replicated((64, 64))
+    there = (pending, columns, rows)
+    assert cheapest_way(there, columns, mesh, NONE, 4) == Way(columns, (), 0)
+    way = cheapest_way(there, Sharding.of((64, 64), [(0,), ()]), mesh, NONE, 4)
+    assert way.source == rows and [s.kind for s in way.steps] == ["all_gather"]
+    # What two shardings give as cheaply comes from the first; what is whole is cut for nothing.
+    assert cheapest_way(there, whole, mesh, NONE, 4).source == columns
+    assert (
+        cheapest_way((*there, whole), Sharding.of((64, 64), [(1,), ()]), mesh, NONE, 4).bytes == 0
+    )
+    # Only what is pending can stay pending.
+    half = Sharding.of((64, 64), [(), ()], (0,))
+    assert cheapest_way(there[::-1], half, mesh, NONE, 4).source == pending
+    with pytest.raises(ShardingError, match="cannot make a value partial sum"):
+        cheapest_way((rows, columns), half, mesh, NONE, 4)
 
 
 def test_padding_is_sent_too_and_counted() -> None:
