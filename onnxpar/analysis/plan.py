@@ -148,16 +148,13 @@ def shardings(
         sharding = operand_sharding(operand, view.shape(index), factors, sizes)
         held, reduction = carried.get(index, ((), "sum"))
         inputs.append(sharding.with_partial(held, reduction).canonical(mesh, table))
-    pending: list[int] = []
-    reductions: set[str] = set()
-    for name, parts in factors.items():
-        mine = [a for c in parts for a in c.atoms]
-        if mine and rule.kinds[name] in REDUCTIONS:
-            pending += mine
-            reductions.add(rule.kinds[name])
-    for held, kind in carried.values():
-        pending += [a for a in held if a not in pending]
-        reductions.add(kind)
+    reduced = {
+        name: tuple(a for c in parts for a in c.atoms)
+        for name, parts in factors.items()
+        if rule.kinds[name] in REDUCTIONS
+    }
+    reductions = {rule.kinds[name] for name, atoms in reduced.items() if atoms}
+    reductions |= {kind for _, kind in carried.values()}
     if len(reductions) > 1:
         raise ShardingError(
             f"node {view.name!r}: its outputs would wait for two reductions, "
@@ -168,6 +165,9 @@ def shardings(
     for index, operand in enumerate(rule.outputs):
         shape = view.env.shapes.get(view.node.outputs[index].name or "", ())
         sharding = operand_sharding(operand, shape, factors, sizes)
+        has = {name for names in operand.dims for name in names}
+        pending = {a for name, atoms in reduced.items() if name not in has for a in atoms}
+        pending |= {a for held, _ in carried.values() for a in held}
         partial = () if operand.mode else pending
         outputs.append(sharding.with_partial(partial, reduction).canonical(mesh, table))
     kept = {f: parts for f, parts in factors.items() if any(c.atoms for c in parts)}

@@ -36,8 +36,8 @@ class Seeds:
         parameters: Sharding of initializers, by name; those not named follow their users.
         parameter_axes: Runs of atoms that split parameters and what follows from them (tensor
             parallelism), never the batch.
-        outputs: Sharding in which graph outputs leave, by name; partial ones may be asked for. Those
-            not named leave as they are made, reduced.
+        outputs: Sharding in which graph outputs leave, by name, which may be partial. Those not
+            named leave as they are made, reduced.
         plans: Plans of nodes that another program of the same model was given, by node name; kept
             where the node has the same rule here.
         rest: What happens to nodes without a strategy: "propagate" or "replicate".

@@ -40,8 +40,8 @@ def _keeps_log_prob(view: NodeView) -> bool:
 def loss_rule(view: NodeView) -> OpRule:
     """`a C b, a b, C -> ; sum: a b; special: C`: rows and positions b, classes C.
 
-    Where the log-probabilities are an output too, the loss cannot be pending while they are not, so
-    rows and positions communicate inside the node as the classes do.
+    The log-probabilities, where they are an output too, are split by rows and positions while the
+    loss is pending.
 
     Raises:
         NodeError: There is no such reduction.
@@ -60,9 +60,7 @@ def loss_rule(view: NodeView) -> OpRule:
     outputs = [rows if plain else ""]
     outputs += [scores if _keeps_log_prob(view) else "."] * (len(view.node.outputs) - 1)
     text = f"{scores}, {rows}{weights} -> {', '.join(outputs)}; special: {CLASSES}"
-    if not plain and _keeps_log_prob(view):
-        text += f" {rows}"
-    elif not plain:
+    if not plain:
         text += f"; sum: {rows}"
     if view.node.op_type == "NegativeLogLikelihoodLoss":
         text += "; linear: sum 0"
@@ -132,8 +130,6 @@ class _Loss:
             loss = self._total(loss)
             if reduction == "mean":
                 loss = node.op("Div", loss, self._denominator(weight), shape=[])
-            if _keeps_log_prob(view):
-                loss = node.all_reduce(loss, self._row_atoms(), [])
         outputs = [cast(node, loss, node.out_dtype(), node.out_shape())]
         if _keeps_log_prob(view):
             outputs.append(cast(node, log_prob, node.out_dtype(1), node.out_shape(1)))

@@ -71,6 +71,23 @@ def _masked(node: LocalNode, kept: ir.Value) -> ir.Value:
     return kept
 
 
+def stop_dropping(graph: ir.Graph) -> None:
+    """Puts every Dropout of a graph, and of its bodies, in inference mode."""
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        if _is_dropout(node) and drops(node):
+            node.replace_input_with(_TRAINING, None)
+
+
+def idle_dropouts(graph: ir.Graph) -> list[str]:
+    """Returns the names of the Dropout nodes that are in inference mode, and drop nothing."""
+    nodes = ir.traversal.RecursiveGraphIterator(graph)
+    return [node.name or "" for node in nodes if _is_dropout(node) and not drops(node)]
+
+
+def _is_dropout(node: ir.Node) -> bool:
+    return node.domain in ("", "ai.onnx") and node.op_type == "Dropout"
+
+
 def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
     """Emits float32 numbers for output 0, of local shape `shape`.
 

@@ -12,7 +12,8 @@ does not read its elements), `-` is an optional operand that is absent.
 
 Clauses after `;`:
 
-    sum: k  (max:, min:, prod:)   the factor is reduced away; a split makes the outputs partial
+    sum: k  (max:, min:, prod:)   the factor is reduced away; a split makes those outputs partial
+                                  that do not have it, and splits those that do
     whole: c                      the factor must not be split
     special: v                    a split needs the operator's own local algorithm
     linear: sum 0+1, max 0        operands 0 and 1 together, or 0 alone, may stay partial
@@ -56,7 +57,7 @@ class OpRule:
         inputs: One operand for each input of the node.
         outputs: One operand for each output.
         kinds: Kind of each factor, in order of first appearance: parallel, whole, special, or the
-            reduction (sum, max, min, prod) that a split leaves pending in the outputs.
+            reduction (sum, max, min, prod) that a split leaves pending in the outputs without it.
         linear: `(reduction, operands)`: those operands may be partial together, all others being
             whole over the partial atoms; the outputs are then partial in the same way.
         sizes: Sizes of the factors that stand only in merged dims.
@@ -127,12 +128,13 @@ def _parse(text: str) -> OpRule:
             if kinds[factor] != PARALLEL:
                 raise RuleError(f"rule {text!r}: factor {factor!r} has two kinds")
             kinds[factor] = head
-    produced = {f for operand in outputs for dim in operand.dims for f in dim}
+    produced = [{f for dim in o.dims for f in dim} for o in outputs if not o.mode]
     for factor, kind in kinds.items():
-        if kind == PARALLEL and factor not in produced:
+        held = [factor in names for names in produced]
+        if kind == PARALLEL and not any(held):
             raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and in no clause")
-        if kind in REDUCTIONS and factor in produced:
-            raise RuleError(f"rule {text!r}: reduced factor {factor!r} stands in an output")
+        if kind in REDUCTIONS and held and all(held):
+            raise RuleError(f"rule {text!r}: reduced factor {factor!r} stands in every output")
     return OpRule(inputs, outputs, MappingProxyType(kinds), tuple(linear))
 
 

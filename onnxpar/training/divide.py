@@ -21,6 +21,7 @@ from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.artifacts.manifest import state_entry
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.find import find_rules
+from onnxpar.ops.random import idle_dropouts, stop_dropping
 from onnxpar.passes.autodiff import Differentiated, differentiate
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.partition import partition
@@ -123,6 +124,12 @@ def divide_training(
     before = set(model.graph.initializers)
     notices = list(untie(model))
     originals |= set(model.graph.initializers) - before
+    idle = idle_dropouts(model.graph)
+    if idle:
+        notices.append(
+            f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and drop "
+            "nothing; export the model in training mode to train with them"
+        )
     selection = select(model, originals, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
     if not selection.trained:
         raise ModelError("nothing to train: no floating-point parameter is left")
@@ -226,7 +233,8 @@ def _evaluation(
     """Forward and loss, with what is told of a batch; parameters lie as in training."""
     # Constants of the loss may have names that training gave to others.
     laid = {n: s for n, s in training.plan.parameters.items() if n in model.graph.initializers}
-    info = append_loss(model, spec.loss, weighted=False)
+    stop_dropping(model.graph)
+    info = append_loss(model, spec.loss)
     append_metrics(info)
     model = info.model
     env = shapes(model, symbol_table(model, symbols))
@@ -269,7 +277,8 @@ class _States:
         held = {s.name: self.sharding(s.kind, s.parameter) for s in program.states}
         nodes = {}
         for node in model.graph:
-            source = node.inputs[0].name if node.inputs and node.inputs[0] is not None else None
+            first = node.inputs[0] if node.inputs else None
+            source = first.name or "" if first is not None else ""
             if source in program.reduced and node.outputs[0].name == program.reduced[source]:
                 title = node.name or ""
                 rule, view = rules.rules[title], rules.views[title]

@@ -116,7 +116,7 @@ class LossInfo:
     count: Dim | None
 
 
-def append_loss(model: ir.Model, spec: LossSpec, *, weighted: bool = True) -> LossInfo:
+def append_loss(model: ir.Model, spec: LossSpec) -> LossInfo:
     """Appends the scalar `onnxpar.loss` to the model's outputs. The model given is changed.
 
     Softmax cross-entropy takes logits [N, C], or [batch, positions, C] which it flattens, and int64
@@ -126,7 +126,6 @@ def append_loss(model: ir.Model, spec: LossSpec, *, weighted: bool = True) -> Lo
     Args:
         model: A normalised model (`onnxpar.passes.load.normalise`).
         spec: The loss.
-        weighted: Multiply by the new input `onnxpar.loss_weight` (float32 []), for training.
 
     Raises:
         ModelError: No such output or input, a rank, type or size that does not fit, or a name that
@@ -142,7 +141,7 @@ def append_loss(model: ir.Model, spec: LossSpec, *, weighted: bool = True) -> Lo
         )
     source = _find_output(graph, spec)
     builder = _builder(model, LOSS)
-    for name in (LOSS, LOSS_WEIGHT) if weighted else (LOSS,):
+    for name in (LOSS, LOSS_WEIGHT):
         if builder.fresh(name) != name:
             raise ModelError(f"the name {name!r} is reserved, but the model uses it")
     if spec.kind is LossKind.OUTPUT:
@@ -151,12 +150,9 @@ def append_loss(model: ir.Model, spec: LossSpec, *, weighted: bool = True) -> Lo
         wanted = _labels(builder, spec, source)
         loss, count = _LOSSES[spec.kind](builder, spec, source, wanted)
         labels = wanted.name
-    if weighted:
-        weight = _new_input(builder, LOSS_WEIGHT, _FLOAT, ())
-        assert loss.dtype is not None
-        loss = builder.op("Mul", loss, builder.cast(weight, loss.dtype), shape=())
-    else:
-        loss = builder.op("Identity", loss, shape=())
+    weight = _new_input(builder, LOSS_WEIGHT, _FLOAT, ())
+    assert loss.dtype is not None
+    loss = builder.op("Mul", loss, builder.cast(weight, loss.dtype), shape=())
     loss.name = LOSS
     graph.outputs.append(loss)
     named = LossSpec(spec.kind, source.name, spec.label_input, spec.ignore_index)

@@ -36,7 +36,7 @@ def test_kinds_and_linearity() -> None:
 BAD = (
     ("m k", "'->'"),
     ("m k -> m", "no output"),
-    ("m k -> m k; sum: k", "stands in an output"),
+    ("m k -> m k; sum: k", "stands in every output"),
     ("m k -> m; sum: z", "names no factor"),
     ("m m -> m", "twice"),
     ("m k -> m; sum: k; max: k", "two kinds"),
