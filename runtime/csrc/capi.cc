@@ -47,10 +47,12 @@ MpiEntry mpi_entry(const char* library) {
 
 std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
 
-Call host_call(const Transport& transport, const Group& group, const char* op,
-               const std::string& detail) {
-  return {op, transport.compares(group) ? detail : std::string(), hash(detail)};
-}
+// A collective that the program calls outside a session.
+struct HostCall : Call {
+  HostCall(const char* op, std::string text) : Call(op, hash(text)), what(std::move(text)) {}
+  std::string detail() const override { return what; }
+  const std::string what;
+};
 
 }  // namespace
 
@@ -124,10 +126,10 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
     Transport& transport = world->rank(rank).transport();
     const DType type = dtype_from_onnx(onnx_type);
     Group& g = transport.group(group_of(group, members), Lane::kMain);
-    const Call call = host_call(transport, g, "all_reduce of the program",
-                                std::string("all_reduce ") + dtype_name(type) + " x " +
-                                    std::to_string(count) + " " +
-                                    reduction_name(static_cast<Reduction>(reduction)));
+    const HostCall call("all_reduce of the program",
+                        std::string("all_reduce ") + dtype_name(type) + " x " +
+                            std::to_string(count) + " " +
+                            reduction_name(static_cast<Reduction>(reduction)));
     transport.all_reduce(g, call, in, out, count, type, static_cast<Reduction>(reduction),
                          nullptr);
   });

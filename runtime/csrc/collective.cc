@@ -74,6 +74,23 @@ void interleave(std::byte* to, const std::byte* from, size_t outer, size_t parts
   }
 }
 
+struct CollectiveCall : Call {
+  CollectiveCall(const Collective& c, DType t, const Shape& shape)
+      : Call(c.where, hash(static_cast<uint64_t>(t), c.signature)),
+        collective(c),
+        type(t),
+        input(shape) {
+    for (int64_t dim : input) signature = hash(static_cast<uint64_t>(dim), signature);
+  }
+  std::string detail() const override {
+    return std::string(op_name(collective.op)) + " " + dtype_name(type) + " " + to_text(input) +
+           " " + collective.attributes;
+  }
+  const Collective& collective;
+  const DType type;
+  const Shape& input;
+};
+
 }  // namespace
 
 const char* op_name(Op op) { return kNames[static_cast<int>(op)]; }
@@ -226,12 +243,7 @@ void execute(Transport& transport, Group& group, const Collective& c, const void
     if (!zeros && in != out && bytes != 0) std::memcpy(out, in, bytes);
     return;
   }
-  Call call{c.where, {}, hash(static_cast<uint64_t>(type), c.signature)};
-  for (int64_t dim : input) call.signature = hash(static_cast<uint64_t>(dim), call.signature);
-  if (transport.compares(group)) {
-    call.detail = std::string(op_name(c.op)) + " " + dtype_name(type) + " " + to_text(input) +
-                  " " + c.attributes;
-  }
+  const CollectiveCall call(c, type, input);
   const std::byte* source = static_cast<const std::byte*>(in);
   std::byte* target = static_cast<std::byte*>(out);
   switch (c.op) {

@@ -126,6 +126,7 @@ struct Functions {
     for (size_t i = 0; i < count; ++i) d[i] = K::store(K::apply(K::load(d[i]), K::load(s[i])));
   }
   static void many(void* dst, const void* const* srcs, size_t sources, size_t count) {
+    if (sources == 2) return both(dst, srcs[0], srcs[1], count);
     // The accumulators live on the stack: dst may be one of the sources, and a block that stays in
     // the first-level cache is read and written once per source at that cache's speed.
     constexpr size_t kBlock = 1024;
@@ -141,6 +142,16 @@ struct Functions {
       T* d = static_cast<T*>(dst) + begin;
       for (size_t i = 0; i < n; ++i) d[i] = K::store(acc[i]);
     }
+  }
+  static void both(void* dst, const void* a, const void* b, size_t count) {
+    T* d = static_cast<T*>(dst);
+    const T* x = static_cast<const T*>(a);
+    const T* y = static_cast<const T*>(b);
+    // dst is one of the sources or apart from both; an element depends on its own place only.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC ivdep
+#endif
+    for (size_t i = 0; i < count; ++i) d[i] = K::store(K::apply(K::load(x[i]), K::load(y[i])));
   }
 };
 

@@ -1,12 +1,14 @@
 // The transport for ranks that are processes of an MPI job.
 //
 // Every group has communicators of its own, one per lane, made by its members alone
-// (MPI_Comm_create_group) at the first use. Reductions of float32 and float64 sums use MPI's own
-// operation; all others ours (dtype.h), which Open MPI either lacks (16-bit floats) or does not
-// define for NaN and signed zero. All are commutative, so that the algorithms of Open MPI, which
-// give every rank the same tree or a copy of one result, agree to the bit. Sums and products of
-// 16-bit floats go over the wire as float32 and are rounded once, at the end: an operation on the
-// 16-bit type would round at every step of the tree.
+// (MPI_Comm_create_group) at the first use. Where all members are on one node they share memory, and
+// collectives go through that (shared.h). The rest is about groups on several nodes.
+//
+// Sums of float32 and float64 use MPI's own operation; all others ours (dtype.h), which Open MPI
+// either lacks (16-bit floats) or does not define for NaN and signed zero. All are commutative, so
+// that the algorithms of Open MPI, which give every rank the same tree or a copy of one result, agree
+// to the bit. Sums and products of 16-bit floats go over the wire as float32 and are rounded once, at
+// the end: an operation on the 16-bit type would round at every step of the tree.
 //
 // An error that MPI reports ends the job, since nobody can know what the other ranks have received.
 //
@@ -21,7 +23,9 @@
 #include <memory>
 
 #include "mpi_entry.h"
+#include "mpi_memory.h"
 #include "mpi_support.h"
+#include "shared.h"
 
 namespace onnxpar {
 namespace {
@@ -46,6 +50,9 @@ struct Past {
 
 struct MpiGroup : Group {
   MPI_Comm comm = MPI_COMM_NULL;
+  // Where all members are on one node; then the rest is not used.
+  std::unique_ptr<SharedMemory> memory;
+  std::unique_ptr<SharedGroup> shared;
   uint64_t calls = 0;
   uint64_t history = 0;
   Past past[kPeriod];  // by the call's number modulo kPeriod
@@ -77,21 +84,19 @@ class MpiTransport : public Transport {
     int level = MPI_THREAD_SINGLE;
     check(MPI_Query_thread(&level), "MPI_Query_thread");
     concurrent_ = level == MPI_THREAD_MULTIPLE;
+    // Where ranks share cores, one that waits must not keep another from working.
+    if (processes_on_node(world_) > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
     watchdog_ = std::make_unique<Watchdog>(rank_, options_.timeout_s, world_);
   }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  bool compares(const Group& group) const override {
-    const uint64_t calls = static_cast<const MpiGroup&>(group).calls;
-    return options_.debug || calls < kFirstCalls || calls % kPeriod == 0;
-  }
   bool concurrent() const override { return concurrent_; }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {
     auto& group = groups_[{lane, ranks}];
     if (group) return *group;
-    const Call call{"making the communicator", {}};
+    const Call call("making the communicator");
     const Watchdog::Guard guard(*watchdog_, Lane::kMain, call, ranks);
     named(describe(rank_, call, ranks), [&] {
       auto made = std::make_unique<MpiGroup>();
@@ -111,6 +116,7 @@ class MpiTransport : public Transport {
       MPI_Group_free(&all);
       check(MPI_Comm_set_errhandler(made->comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
       check(MPI_Comm_rank(made->comm, &made->index), "MPI_Comm_rank");
+      share(*made);
       group = std::move(made);
     });
     return *group;
@@ -118,7 +124,10 @@ class MpiTransport : public Transport {
 
   void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
                   DType type, Reduction reduction, Stream) override {
-    run(group, call, [&](MPI_Comm comm) {
+    const auto near = [&](SharedGroup& shared) {
+      shared.all_reduce(call, in, out, count, type, reduction);
+    };
+    run(group, call, near, [&](MPI_Comm comm) {
       const bool wide = accumulates_wide(type, reduction);
       const Operation operation = operations_.get(wide ? DType::kFloat32 : type, reduction);
       const size_t item = dtype_size(type);
@@ -141,7 +150,8 @@ class MpiTransport : public Transport {
 
   void all_gather(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                   Stream) override {
-    run(group, call, [&](MPI_Comm comm) {
+    const auto near = [&](SharedGroup& shared) { shared.all_gather(call, in, out, bytes); };
+    run(group, call, near, [&](MPI_Comm comm) {
       const Bytes block(bytes);
       check(MPI_Allgather(in, block.count(), block.type(), out, block.count(), block.type(),
                           comm),
@@ -151,7 +161,10 @@ class MpiTransport : public Transport {
 
   void reduce_scatter(Group& group, const Call& call, const void* in, void* out, size_t count,
                       DType type, Reduction reduction, Stream) override {
-    run(group, call, [&](MPI_Comm comm) {
+    const auto near = [&](SharedGroup& shared) {
+      shared.reduce_scatter(call, in, out, count, type, reduction);
+    };
+    run(group, call, near, [&](MPI_Comm comm) {
       const bool wide = accumulates_wide(type, reduction);
       const Operation operation = operations_.get(wide ? DType::kFloat32 : type, reduction);
       const size_t item = dtype_size(type);
@@ -189,7 +202,8 @@ class MpiTransport : public Transport {
 
   void all_to_all(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                   Stream) override {
-    run(group, call, [&](MPI_Comm comm) {
+    const auto near = [&](SharedGroup& shared) { shared.all_to_all(call, in, out, bytes); };
+    run(group, call, near, [&](MPI_Comm comm) {
       const Bytes block(bytes);
       check(MPI_Alltoall(in, block.count(), block.type(), out, block.count(), block.type(), comm),
             "MPI_Alltoall");
@@ -198,7 +212,8 @@ class MpiTransport : public Transport {
 
   void broadcast(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                  int root, Stream) override {
-    run(group, call, [&](MPI_Comm comm) {
+    const auto near = [&](SharedGroup& shared) { shared.broadcast(call, in, out, bytes, root); };
+    run(group, call, near, [&](MPI_Comm comm) {
       if (group.index == root && in != out && bytes != 0) std::memcpy(out, in, bytes);
       const Bytes block(bytes);
       check(MPI_Bcast(out, block.count(), block.type(), root, comm), "MPI_Bcast");
@@ -207,7 +222,8 @@ class MpiTransport : public Transport {
 
   void permute(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                const std::vector<Pair>& pairs, Stream) override {
-    run(group, call, [&](MPI_Comm comm) {
+    const auto near = [&](SharedGroup& shared) { shared.permute(call, in, out, bytes, pairs); };
+    run(group, call, near, [&](MPI_Comm comm) {
       const Bytes block(bytes);
       std::vector<MPI_Request> requests;
       bool received = false;
@@ -283,6 +299,7 @@ class MpiTransport : public Transport {
     const Clock::time_point end = Clock::now() + kPatience;
     for (reap(); !outgoing_.empty() && Clock::now() < end; reap()) std::this_thread::yield();
     for (auto& entry : groups_) MPI_Comm_free(&entry.second->comm);
+    groups_.clear();
     operations_.free();
     MPI_Comm_free(&world_);
   }
@@ -306,19 +323,31 @@ class MpiTransport : public Transport {
     }
   }
 
-  template <class F>
-  void run(Group& base, const Call& call, F&& f) {
+  // Gives the group shared memory where it can be had.
+  void share(MpiGroup& group) {
+    if (group.size() == 1) return;
+    group.memory = share_memory(group.comm, SharedGroup::bytes(group.size()));
+    if (!group.memory) return;
+    // Messages under way may need this rank's help, and another may wait for them before it comes.
+    const auto progress = [comm = world_] {
+      int found = 0;
+      MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm, &found, MPI_STATUS_IGNORE);
+    };
+    group.shared = std::make_unique<SharedGroup>(group.memory->data(), group.index, group.size(),
+                                                 looks_, progress);
+  }
+
+  // Calls near(SharedGroup&) or far(MPI_Comm), by where the group's members are.
+  template <class Near, class Far>
+  void run(Group& base, const Call& call, Near&& near, Far&& far) {
     MpiGroup& group = static_cast<MpiGroup&>(base);
     const Watchdog::Guard guard(*watchdog_, group.lane, call, group.ranks);
     try {
-      const bool compare = compares(group);
-      Past& now = group.past[group.calls++ % kPeriod];
-      now.history = group.history = hash(call.signature, group.history);
-      now.text = call.where;
-      if (!call.detail.empty()) now.text += " with " + call.detail;
-      const std::string conflict = compare ? disagreement(group) : std::string();
-      if (conflict.empty()) return f(group.comm);
-      throw Disagreement(conflict);
+      if (group.shared) return near(*group.shared);
+      compare(group, call);
+      far(group.comm);
+    } catch (const Conflict& e) {
+      throw std::runtime_error(conflict(group, call.where, call.text(), e.member, e.what(), 0));
     } catch (const Disagreement&) {
       throw;
     } catch (const MpiError& e) {
@@ -326,6 +355,26 @@ class MpiTransport : public Transport {
     } catch (const std::exception& e) {
       throw std::runtime_error(describe(rank_, call, group.ranks) + ": " + e.what());
     }
+  }
+
+  std::string conflict(const Group& group, std::string_view where, const std::string& own,
+                       int other, const std::string& theirs, uint64_t ago) const {
+    const std::string rank = std::to_string(group.ranks[static_cast<size_t>(other)]);
+    return describe(rank_, Call(where), group.ranks) + ": disagrees with rank " + rank +
+           (ago == 0 ? "" : " on the call " + std::to_string(ago) + " before, found only now") +
+           ": got " + own + ", where rank " + rank + " calls " + theirs;
+  }
+
+  // Throws Disagreement where the members differ on the calls on the group up to this one, and this
+  // is a call at which they look.
+  void compare(MpiGroup& group, const Call& call) {
+    const uint64_t number = group.calls++;
+    const bool looks = options_.debug || number < kFirstCalls || number % kPeriod == 0;
+    Past& now = group.past[number % kPeriod];
+    now.history = group.history = hash(call.signature, group.history);
+    now.text = looks ? call.text() : std::string(call.where);
+    const std::string conflict = looks ? disagreement(group) : std::string();
+    if (!conflict.empty()) throw Disagreement(conflict);
   }
 
   // What is wrong with the calls on the group up to the present one, before its data moves; empty
@@ -366,12 +415,8 @@ class MpiTransport : public Transport {
           "MPI_Allgather");
     size_t other = 0;
     while (!differs(other, first)) ++other;
-    const std::string rank = std::to_string(group.ranks[other]);
-    const uint64_t ago = kPeriod - 1 - first;
-    return describe(rank_, {past.text.substr(0, past.text.find(" with ")), {}}, group.ranks) +
-           ": disagrees with rank " + rank +
-           (ago == 0 ? "" : " on the call " + std::to_string(ago) + " before, found only now") + ": got " +
-           past.text + ", where rank " + rank + " calls " + &texts[other * kTextBytes];
+    return conflict(group, past.text.substr(0, past.text.find(" with ")), past.text,
+                    static_cast<int>(other), &texts[other * kTextBytes], kPeriod - 1 - first);
   }
 
   // Forgets the messages that MPI has taken.
@@ -390,6 +435,7 @@ class MpiTransport : public Transport {
   int rank_ = 0;
   int size_ = 0;
   bool concurrent_ = false;
+  int looks_ = 2000;  // about 30 microseconds
   Operations operations_;
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;

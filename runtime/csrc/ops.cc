@@ -217,7 +217,7 @@ class SendKernel : public PeerKernel {
   void compute(const Io& io) override {
     const Tensor x = io.input(0);
     Transport& transport = rank_.transport();
-    transport.send({where_, {}}, peer_, tag_, x.data, x.bytes(), stream(transport, io));
+    transport.send(Call(where_), peer_, tag_, x.data, x.bytes(), stream(transport, io));
     rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
     token(io, 0);
   }
@@ -238,7 +238,7 @@ class RecvKernel : public PeerKernel {
     }
     void* out = io.output(0, shape);
     Transport& transport = rank_.transport();
-    transport.recv({where_, {}}, peer_, tag_, out, bytes, stream(transport, io));
+    transport.recv(Call(where_), peer_, tag_, out, bytes, stream(transport, io));
     rank_.count(Op::kRecv, 0);
     token(io, 1);
   }

@@ -1,12 +1,16 @@
-// A stress test of the threads transport and of background collectives, without onnxruntime, for
-// the sanitizers (tools/sanitize). Ranks run a random but common sequence of collectives on random
-// groups, some in the background, and check every result; then one rank fails while the others
-// wait, over and over.
+// A stress test of the threads transport, of collectives in shared memory and of background
+// collectives, without onnxruntime, for the sanitizers (tools/sanitize). Ranks, all of them threads,
+// run a random but common sequence of collectives on random groups, some in the background, and
+// check every result; in shared memory they disagree now and then; then one rank fails while the
+// others wait, over and over.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -14,6 +18,7 @@
 #include <vector>
 
 #include "philox.h"
+#include "shared.h"
 #include "world.h"
 
 using namespace onnxpar;
@@ -40,9 +45,92 @@ void expect(bool holds, const char* what) {
   std::exit(1);
 }
 
-std::vector<RankContext*> make_world(int size) {
+// The memory of every group, as ranks on one node have it.
+struct Node {
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::byte* memory(const std::vector<int>& ranks, Lane lane) {
+    std::lock_guard lock(mutex);
+    std::vector<Line>& made = groups[{lane, ranks}];
+    if (made.empty()) made.resize(SharedGroup::bytes(static_cast<int>(ranks.size())) / sizeof(Line));
+    return made.front().bytes;
+  }
+  std::mutex mutex;
+  std::map<std::pair<Lane, std::vector<int>>, std::vector<Line>> groups;
+};
+
+struct NodeGroup : Group {
+  std::unique_ptr<SharedGroup> shared;
+};
+
+// Collectives in shared memory; messages are those of the threads transport.
+class NodeTransport : public Transport {
+ public:
+  NodeTransport(std::shared_ptr<Node> node, std::unique_ptr<Transport> base)
+      : node_(std::move(node)), base_(std::move(base)) {}
+  int rank() const override { return base_->rank(); }
+  int size() const override { return base_->size(); }
+  bool concurrent() const override { return true; }
+  Group& group(const std::vector<int>& ranks, Lane lane) override {
+    std::unique_ptr<NodeGroup>& group = groups_[{lane, ranks}];
+    if (!group) {
+      group = std::make_unique<NodeGroup>();
+      group->ranks = ranks;
+      group->lane = lane;
+      group->index = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin());
+      group->shared = std::make_unique<SharedGroup>(node_->memory(ranks, lane), group->index,
+                                                    group->size(), 10, [] {});
+    }
+    return *group;
+  }
+  void all_reduce(Group& g, const Call& call, const void* in, void* out, size_t count, DType type,
+                  Reduction reduction, Stream) override {
+    of(g).all_reduce(call, in, out, count, type, reduction);
+  }
+  void all_gather(Group& g, const Call& call, const void* in, void* out, size_t bytes,
+                  Stream) override {
+    of(g).all_gather(call, in, out, bytes);
+  }
+  void reduce_scatter(Group& g, const Call& call, const void* in, void* out, size_t count,
+                      DType type, Reduction reduction, Stream) override {
+    of(g).reduce_scatter(call, in, out, count, type, reduction);
+  }
+  void all_to_all(Group& g, const Call& call, const void* in, void* out, size_t bytes,
+                  Stream) override {
+    of(g).all_to_all(call, in, out, bytes);
+  }
+  void broadcast(Group& g, const Call& call, const void* in, void* out, size_t bytes, int root,
+                 Stream) override {
+    of(g).broadcast(call, in, out, bytes, root);
+  }
+  void permute(Group& g, const Call& call, const void* in, void* out, size_t bytes,
+               const std::vector<Pair>& pairs, Stream) override {
+    of(g).permute(call, in, out, bytes, pairs);
+  }
+  void send(const Call& call, int peer, int tag, const void* in, size_t bytes, Stream s) override {
+    base_->send(call, peer, tag, in, bytes, s);
+  }
+  void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Stream s) override {
+    base_->recv(call, peer, tag, out, bytes, s);
+  }
+  void abort(const std::string& message) override { base_->abort(message); }
+  void stop() override { base_->stop(); }
+  void close() override { base_->close(); }
+
+ private:
+  static SharedGroup& of(Group& group) { return *static_cast<NodeGroup&>(group).shared; }
+
+  const std::shared_ptr<Node> node_;
+  const std::unique_ptr<Transport> base_;
+  std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<NodeGroup>> groups_;
+};
+
+std::vector<RankContext*> make_world(int size, bool shared) {
+  const auto node = std::make_shared<Node>();
   std::vector<RankContext*> ranks;
   for (auto& transport : make_threads_transport(size, {true, 60})) {
+    if (shared) transport = std::make_unique<NodeTransport>(node, std::move(transport));
     ranks.push_back(new RankContext(std::move(transport)));
   }
   return ranks;
@@ -106,8 +194,9 @@ void run_rank(RankContext& context, int size, int steps) {
     }
     const Op op = static_cast<Op>(random() % 6);
     const int64_t rows = 1 + static_cast<int64_t>(random() % 5);
-    const int64_t columns =
-        static_cast<int64_t>(options.group.size()) * (random() % 8 == 0 ? 2000 : 3);
+    // Now and then more than what ranks move at once.
+    const int64_t width = random() % 8 != 0 ? 3 : random() % 8 != 0 ? 2000 : 50000;
+    const int64_t columns = static_cast<int64_t>(options.group.size()) * width;
     const bool background = random() % 3 == 0;
     const Collective c = parse_collective(op, "stress", options, size);
     const Shape shape{rows, columns};
@@ -148,15 +237,15 @@ void run_rank(RankContext& context, int size, int steps) {
       const int before = (rank + size - 1) % size;
       const int32_t sent = rank;
       int32_t got = -1;
-      context.transport().send({"Send", {}}, after, 0, &sent, sizeof(sent), nullptr);
-      context.transport().recv({"Recv", {}}, before, 0, &got, sizeof(got), nullptr);
+      context.transport().send(Call("Send"), after, 0, &sent, sizeof(sent), nullptr);
+      context.transport().recv(Call("Recv"), before, 0, &got, sizeof(got), nullptr);
       expect(got == before, "Recv");
     }
   }
 }
 
-void traffic(int size, int steps) {
-  std::vector<RankContext*> ranks = make_world(size);
+void traffic(int size, int steps, bool shared) {
+  std::vector<RankContext*> ranks = make_world(size, shared);
   std::vector<std::thread> threads;
   for (RankContext* rank : ranks) {
     threads.emplace_back([=] { run_rank(*rank, size, steps); });
@@ -165,10 +254,45 @@ void traffic(int size, int steps) {
   free_world(ranks);
 }
 
+struct Named : Call {
+  explicit Named(std::string text) : Call("Named", hash(text)), name(std::move(text)) {}
+  std::string detail() const override { return name; }
+  const std::string name;
+};
+
+// In shared memory: one rank calls something else, every rank is told, and all go on.
+void disagreements(int size, int rounds) {
+  const size_t memory = SharedGroup::bytes(size) / sizeof(Node::Line);
+  std::vector<Node::Line> lines(memory);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&lines, rank, size, rounds] {
+      SharedGroup group(lines.front().bytes, rank, size, 10, [] {});
+      for (int round = 0; round < rounds; ++round) {
+        const int odd = round % size;
+        const std::string own = rank == odd ? "odd" : "even";
+        const std::vector<float> x(100, 1.0f);
+        std::vector<float> y(100);
+        std::string told;
+        try {
+          group.broadcast(Named(own), x.data(), y.data(), 400, 0);
+        } catch (const Conflict& e) {
+          told = e.what();
+          expect((e.member == odd) != (rank == odd), "the other rank of a conflict");
+        }
+        expect(told == (rank == odd ? "Named with even" : "Named with odd"), "the text of a conflict");
+        group.all_reduce(Named("sum"), x.data(), y.data(), 100, DType::kFloat32, Reduction::kSum);
+        for (float value : y) expect(value == static_cast<float>(size), "after a conflict");
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 // One rank fails at a random moment; every other must come back with an error.
 void failures(int size, int rounds) {
   for (int round = 0; round < rounds; ++round) {
-    std::vector<RankContext*> ranks = make_world(size);
+    std::vector<RankContext*> ranks = make_world(size, false);
     std::atomic<int> failed{0};
     std::vector<std::thread> threads;
     for (RankContext* rank : ranks) {
@@ -224,7 +348,10 @@ void types() {
 int main(int argc, char** argv) {
   const int steps = argc > 1 ? std::atoi(argv[1]) : 300;
   types();
-  for (int size : {1, 2, 3, 5, 8}) traffic(size, steps);
+  for (int size : {1, 2, 3, 5, 8}) traffic(size, steps, false);
+  // Ranks that wait there keep looking, which is slow where cores are few.
+  for (int size : {1, 2, 3, 5, 8}) traffic(size, steps / 3, true);
+  for (int size : {2, 5}) disagreements(size, steps);
   failures(4, steps / 10);
   std::puts("ok");
   return 0;

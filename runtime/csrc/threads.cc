@@ -59,7 +59,6 @@ class ThreadWorld {
       : size_(size), options_(options), waiting_(static_cast<size_t>(size)) {}
 
   int size() const { return size_; }
-  const TransportOptions& options() const { return options_; }
 
   Meeting& meeting(const std::vector<int>& ranks, Lane lane) {
     std::lock_guard lock(mutex_);
@@ -186,7 +185,7 @@ class ThreadWorld {
     for (size_t i = 0; i < meeting.members.size(); ++i) {
       const Announcement& a = i == last ? own : meeting.members[i];
       if (a.kind == first.kind && a.bytes == first.bytes &&
-          a.call->detail == first.call->detail) {
+          (!options_.debug || a.call->signature == first.call->signature)) {
         continue;
       }
       // Which of the two is wrong cannot be known; both are named.
@@ -199,8 +198,8 @@ class ThreadWorld {
     return {};
   }
 
-  static std::string text(const Announcement& a) {
-    return a.call->detail.empty() ? std::to_string(a.bytes) + " bytes" : a.call->detail;
+  std::string text(const Announcement& a) const {
+    return options_.debug ? a.call->detail() : std::to_string(a.bytes) + " bytes";
   }
 
   void abort_locked(const std::string& message) {
@@ -236,7 +235,6 @@ class ThreadTransport : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return world_->size(); }
-  bool compares(const Group&) const override { return world_->options().debug; }
   bool concurrent() const override { return true; }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {

@@ -18,6 +18,11 @@ std::string join(const std::vector<T>& values) {
 std::string to_text(const std::vector<int>& values) { return join(values); }
 std::string to_text(const std::vector<int64_t>& values) { return join(values); }
 
+std::string Call::text() const {
+  const std::string more = detail();
+  return std::string(where) + (more.empty() ? "" : " with " + more);
+}
+
 std::string describe(int rank, const Call& call, const std::vector<int>& group) {
   return "rank " + std::to_string(rank) + ": " + std::string(call.where) + " on group " + to_text(group);
 }

@@ -43,9 +43,15 @@ struct Group {
 
 // Which call this is: for messages, and for the agreement check.
 struct Call {
+  explicit Call(std::string_view name, uint64_t hash = 0) : where(name), signature(hash) {}
+  virtual ~Call() = default;
+  // What must agree between the ranks; made only where a message or a comparison needs it.
+  virtual std::string detail() const { return {}; }
+  // "AllReduce '/fc1/all_reduce' with AllReduce float32 [3] reduction=sum"
+  std::string text() const;
+
   std::string_view where;  // "AllReduce '/fc1/all_reduce'"; outlives the call
-  std::string detail;      // what must agree between the ranks; filled where Transport::compares()
-  uint64_t signature = 0;  // hash of the same; always filled for collectives
+  uint64_t signature;      // hash of what must agree; 0 where it is not a collective
 };
 
 struct Pair {
@@ -70,9 +76,6 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Whether the next call on the group is compared between its members before data moves, and so
-  // carries `detail`. The members' answers are equal.
-  virtual bool compares(const Group&) const = 0;
   // Whether buffers are device memory and calls are enqueued on the stream.
   virtual bool on_device() const { return false; }
   // Whether two threads of this rank may communicate at once, on different lanes.

@@ -104,8 +104,10 @@ class World:
         Args:
             comm: An mpi4py intra-communicator; `MPI.COMM_WORLD` if None.
             debug: As for `threads`; by default what the environment variable ONNXPAR_DEBUG says
-                (off if unset), since it costs a small message per call. Without it the first 1024
-                calls on each group are compared, then every 64th together with those before it.
+                (off if unset). Groups on one node share memory and compare every call anyway;
+                others send messages, where it costs a small one per call. There, without it, the
+                first 1024 calls on each group are compared, then every 64th together with those
+                before it. ONNXPAR_SHARED_MEMORY=0 in the environment makes all groups send messages.
 
         Raises:
             LaunchError: MPI cannot be loaded, or it is not the one that the library was built for.

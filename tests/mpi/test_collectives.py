@@ -38,11 +38,21 @@ def program(body: str, debug: bool = True) -> list[str]:
     return ["-c", f"import sys; sys.path.insert(0, {str(SUITE)!r})\n" + head + body]
 
 
+# How the data of ranks on one node moves, and of ranks on several nodes.
+MEMORY = {"ONNXPAR_SHARED_MEMORY": "1"}
+MESSAGES = {"ONNXPAR_SHARED_MEMORY": "0"}
+both_ways = pytest.mark.parametrize("way", [MEMORY, MESSAGES], ids=["memory", "messages"])
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_suite_at(job: Start, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [(1, MEMORY), (2, MEMORY), (4, MEMORY), (2, MESSAGES), (4, MESSAGES)],
+    ids=["1", "2-memory", "4-memory", "2-messages", "4-messages"],
+)
+def test_the_suite_at(job: Start, ranks: int, way: dict[str, str]) -> None:
     arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", str(SUITE)]
-    result = job(ranks, arguments, 180, {"ONNXPAR_TEST_TRANSPORT": "mpi"})
+    result = job(ranks, arguments, 180, {"ONNXPAR_TEST_TRANSPORT": "mpi"} | way)
     assert result.code == 0, result.text
     passed = [int(n) for n in re.findall(r"(\d+) passed", result.text)]
     assert len(passed) == ranks and min(passed) == max(passed) > 80, result.text
@@ -56,14 +66,17 @@ def test_the_suite_at(job: Start, ranks: int) -> None:
     ],
 )
 @pytest.mark.parametrize("debug", [True, False])
-def test_ranks_that_disagree(job: Start, text: str, size: int, told: str, debug: bool) -> None:
+@both_ways
+def test_ranks_that_disagree(
+    job: Start, way: dict[str, str], text: str, size: int, told: str, debug: bool
+) -> None:
     body = f"""
 if rank.index == 1:
     act(lambda: run_text(rank, {text}, x=np.ones({size}, np.float32)))
 else:
     act(lambda: run_text(rank, AR, x=x))
 """
-    result = job(2, program(body, debug), 60)
+    result = job(2, program(body, debug), 60, way)
     assert result.code != 0 and result.seconds < SECONDS
     line = next(line for line in result.text.splitlines() if line.startswith(("r0 |", "r1 |")))
     assert "'here' on group [0, 1]: disagrees with rank" in line
@@ -81,6 +94,31 @@ def disagree(**arguments):
 """
 
 
+@pytest.mark.parametrize("late", ['op="max", array=x', "array=np.ones(3000, np.float32)"])
+def test_late_calls_in_shared_memory_are_compared_at_once(job: Start, late: str) -> None:
+    """Sum against maximum, and another size: every call is compared, on all ranks."""
+    body = (
+        LATE
+        + f"""
+try:
+    disagree({late})
+except Exception as error:
+    print("told", rank.index, error)
+print("then", rank.all_reduce(x).tolist())
+"""
+    )
+    result = job(2, program(body, debug=False), 60, MEMORY)
+    assert result.code == 0, result.text
+    for own, other in ((0, 1), (1, 0)):
+        assert re.search(
+            rf"told {own} .*rank {own}: all_reduce of the program on group \[0, 1\]: disagrees "
+            rf"with rank {other}: got .*, where rank {other} calls ",
+            result.text,
+        ), result.text
+    # Nothing of the refused call is left behind.
+    assert result.text.count("then [2.0, 2.0, 2.0]") == 2, result.text
+
+
 def test_late_calls_of_equal_size_are_compared_afterwards(job: Start) -> None:
     """Sum against maximum: MPI cannot know; it comes out before 64 more calls on the group."""
     body = (
@@ -92,7 +130,7 @@ for i in range(64):
 print("nothing said")
 """
     )
-    result = job(2, program(body, debug=False), 60)
+    result = job(2, program(body, debug=False), 60, MESSAGES)
     assert result.code != 0 and result.seconds < SECONDS
     # Calls are numbered from 0: the wrong one is 1030, and 1088 the next multiple of 64.
     assert re.search(
@@ -115,7 +153,7 @@ except Exception as error:
     print("caught", error)
 """
     )
-    result = job(2, program(body, debug=False), 60)
+    result = job(2, program(body, debug=False), 60, MESSAGES)
     assert result.code != 0 and result.seconds < SECONDS
     assert re.search(
         r"r[01] \| rank [01]: all_reduce of the program on group \[0, 1\]: MPI_Allreduce: .*TRUNC",
@@ -131,7 +169,8 @@ big = np.ones(1 << 22, np.float32)
 """
 
 
-def test_closing_waits_for_what_was_started(job: Start) -> None:
+@both_ways
+def test_closing_waits_for_what_was_started(job: Start, way: dict[str, str]) -> None:
     """Rank 1 starts late; both close at once, with the collective still under way."""
     body = (
         START
@@ -145,7 +184,7 @@ world.close()
 print("closed")
 """
     )
-    result = job(2, program(body, debug=False), 60)
+    result = job(2, program(body, debug=False), 60, way)
     assert result.code == 0 and result.text.count("closed") == 2, result.text
 
 
@@ -201,18 +240,73 @@ act(body)
     assert "r2 | no more data" in result.text
 
 
-def test_waiting_too_long(job: Start) -> None:
-    """A rank that never comes: the watchdog ends the job, naming who waits where."""
-    body = """
+@pytest.mark.parametrize(
+    ("before", "waits"),
+    [("pass", "making the communicator"), ("run_text(rank, AR, x=x)", "AllReduce 'here'")],
+    ids=["first", "later"],
+)
+@both_ways
+def test_waiting_too_long(job: Start, way: dict[str, str], before: str, waits: str) -> None:
+    """A rank that never comes: the watchdog ends the job, naming who waits where.
+
+    Making the communicator is the first thing that needs the other rank.
+    """
+    body = f"""
 import time
+{before}
 if rank.index == 1:
     time.sleep(60)
 act(lambda: run_text(rank, AR, x=x))
 """
-    result = job(2, program(body, debug=False), 60, {"ONNXPAR_TIMEOUT": "2"})
+    result = job(2, program(body, debug=False), 60, {"ONNXPAR_TIMEOUT": "2"} | way)
     assert result.code != 0 and result.seconds < SECONDS + 2
-    # Making the communicator is the first thing that needs the other rank.
-    assert re.search(r"r0 \| rank 0: .* on group \[0, 1\]: waited 2 s", result.text), result.text
+    told = rf"r0 \| rank 0: {waits} on group \[0, 1\]: waited 2 s"
+    assert re.search(told, result.text), result.text
+
+
+def test_messages_go_on_while_a_rank_waits_in_shared_memory(job: Start) -> None:
+    """Rank 0 sends, without waiting, and waits for rank 1, which first receives.
+
+    Copying by one process out of another's memory is turned off, so that a large message needs its
+    sender's help until it is through.
+    """
+    body = """
+run_text(rank, AR, x=x)  # makes the group, which takes messages too
+if rank.index == 0:
+    text = "g (float[n] x) => (uint8[1] t) { t = onnxpar.Send <peer=1> (x) }"
+    run_text(rank, text, x=np.arange(1 << 20, dtype=np.float32))
+else:
+    text = "g (int64[1] n) => (float[m] y) { y, t = onnxpar.Recv <peer=0, dtype=1> (n) }"
+    y = run_text(rank, text, n=np.array([1 << 20]))[0]
+    assert (y == np.arange(1 << 20)).all()
+print("sum", run_text(rank, AR, x=x)[0].tolist())
+"""
+    plain = {"OMPI_MCA_smsc": "^cma,xpmem,knem", "ONNXPAR_TIMEOUT": "10"}
+    result = job(2, program(body, debug=False), 60, MEMORY | plain)
+    assert result.code == 0 and result.text.count("sum [2.0, 2.0, 2.0]") == 2, result.text
+
+
+def test_ranks_that_cannot_share_memory_send_messages(job: Start) -> None:
+    """One rank does not want to: all members of its groups agree on messages, the others share."""
+    body = """
+from pathlib import Path
+rank.all_reduce(x, group=[0, 1] if rank.index < 2 else [2, 3])
+print("sum", rank.index, rank.all_reduce(np.array(rank.index)))
+shares = "memfd:onnxpar" in Path("/proc/self/maps").read_text()
+print("shares" if shares else "sends", rank.index)
+"""
+    body = (
+        """
+if os.environ["OMPI_COMM_WORLD_RANK"] == "3":
+    os.environ["ONNXPAR_SHARED_MEMORY"] = "0"
+"""
+        + body
+    )
+    result = job(4, program(body, debug=False), 60, MEMORY)
+    assert result.code == 0, result.text
+    for r in range(4):
+        assert f"sum {r} 6" in result.text
+        assert f"{'shares' if r < 2 else 'sends'} {r}" in result.text, result.text
 
 
 def test_ranks_that_are_not_members_need_not_come(job: Start) -> None:
