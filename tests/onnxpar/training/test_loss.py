@@ -43,6 +43,10 @@ def identity(form: str, dtype: str = "float", opset: int = 18, more: str = "") -
     return read(f"g ({dtype}[{dims}] x{more}) => ({dtype}[{dims}] y) {{ y = Identity(x) }}", opset)
 
 
+WHOLE = {LOSS_WEIGHT: np.array(1, np.float32)}
+"""One micro-batch is all of its step."""
+
+
 def run(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
     """Runs a model, checked against ONNX's own inference first."""
     proto = ir.serde.serialize_model(model)
@@ -51,12 +55,14 @@ def run(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
         proto.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     names = [output.name for output in session.get_outputs()]
+    feed = {**WHOLE, **feed} if LOSS in names else feed
     return dict(zip(names, session.run(names, dict(feed)), strict=True))
 
 
 def reference(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
     """Runs a model in ONNX's own evaluator."""
     evaluator = onnx.reference.ReferenceEvaluator(ir.serde.serialize_model(model))
+    feed = {**WHOLE, **feed} if LOSS in evaluator.output_names else feed
     return dict(zip(evaluator.output_names, evaluator.run(None, dict(feed)), strict=True))
 
 
@@ -168,7 +174,7 @@ def test_losses_are_pytorchs(form: str) -> None:
     for kind, value in theirs.items():
         classes = kind is LossKind.SOFTMAX_CROSS_ENTROPY
         spec = LossSpec(kind, ignore_index=-100 if classes else None)
-        info = append_loss(identity(form), spec, weighted=False)
+        info = append_loss(identity(form), spec)
         got = run(info.model, {"x": x, "labels": labels if classes else y})[LOSS]
         # Both sides round.
         assert float(got) == pytest.approx(float(value), rel=2 * TOLERANCE["float"])
@@ -178,7 +184,6 @@ def test_binary_cross_entropy_of_sure_predictions_is_exact() -> None:
     info = append_loss(
         read("g (float[n] x) => (float[n] y) { y = Identity(x) }"),
         LossSpec(LossKind.BCE),
-        weighted=False,
     )
     for x, label in ((-80.0, 0.0), (80.0, 1.0), (-20.0, 0.0), (20.0, 1.0), (200.0, 0.0)):
         feed = {"x": np.full(3, x, np.float32), "labels": np.full(3, label, np.float32)}
@@ -208,7 +213,7 @@ def test_opsets(kind: LossKind, opset: int) -> None:
 @pytest.mark.parametrize("form", SHAPES)
 def test_correct_counts_what_argmax_hits(form: str, ignored: int | None, dtype: str) -> None:
     spec = LossSpec(LossKind.SOFTMAX_CROSS_ENTROPY, ignore_index=ignored)
-    info = append_loss(identity(form, dtype), spec, weighted=False)
+    info = append_loss(identity(form, dtype), spec)
     assert append_metrics(info) == (CORRECT,)
     shapes_are_inferred(info.model)
     # Few different numbers, so that there are ties, of which the first counts.
@@ -263,10 +268,10 @@ def test_labels_have_the_dims_of_the_output(
 def test_labels_may_be_an_input_of_the_model(dtype: str) -> None:
     model = identity("positions", more=f", {dtype}[b, s] wanted")
     spec = LossSpec(LossKind.SOFTMAX_CROSS_ENTROPY, label_input="wanted")
-    info = append_loss(model, spec, weighted=False)
+    info = append_loss(model, spec)
     append_metrics(info)
     assert info.labels == "wanted"
-    assert [v.name for v in info.model.graph.inputs] == ["x", "wanted"]
+    assert [v.name for v in info.model.graph.inputs] == ["x", "wanted", LOSS_WEIGHT]
     x, labels = draw("positions").astype(np.float32), labels_of("positions", None)
     got = run(info.model, {"x": x, "wanted": labels.astype(dtype)})
     assert float(got[LOSS]) == pytest.approx(cross_entropy(x, labels, None), rel=1e-6)
@@ -274,21 +279,20 @@ def test_labels_may_be_an_input_of_the_model(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dims", ["", "[1]", "[1, 1]"])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_a_scalar_of_the_model(dims: str, weighted: bool) -> None:
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_a_scalar_of_the_model(dims: str, weight: float) -> None:
     model = read(
         f"g (float[n] x, float{dims} scale) => (float[n] y, float{dims} total)"
         "{ y = Relu(x) s = ReduceSum<keepdims=0>(y) total = Mul(s, scale) }"
     )
-    info = append_loss(model, LossSpec(LossKind.OUTPUT, output="total"), weighted=weighted)
+    info = append_loss(model, LossSpec(LossKind.OUTPUT, output="total"))
     shapes_are_inferred(info.model)
     assert info.labels is None and info.count is None
     scale = np.full([1] * dims.count("1"), 2, np.float32)
     feed = {"x": np.array([1, -2, 3], np.float32), "scale": scale}
-    if weighted:
-        feed[LOSS_WEIGHT] = np.array(0.5, np.float32)
+    feed[LOSS_WEIGHT] = np.array(weight, np.float32)
     got = run(info.model, feed)
-    assert got[LOSS].shape == () and float(got[LOSS]) == (4 if weighted else 8)
+    assert got[LOSS].shape == () and float(got[LOSS]) == 8 * weight
     assert got["total"].shape == scale.shape
 
 
@@ -296,7 +300,7 @@ def test_the_output_is_the_one_that_is_named() -> None:
     model = read(
         "g (float[n, 3] x) => (float[n, 3] y, float[n, 3] z) { y = Neg(x) z = Identity(x) }"
     )
-    info = append_loss(model, LossSpec(LossKind.MSE, output="z"), weighted=False)
+    info = append_loss(model, LossSpec(LossKind.MSE, output="z"))
     x = np.ones((2, 3), np.float32)
     assert float(run(info.model, {"x": x, "labels": x})[LOSS]) == 0
 
