@@ -38,7 +38,7 @@ from onnxpar.sharding import Component, DimSharding, Sharding
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_SEED", "1"))
-SAMPLES = 4
+SAMPLES = 3
 LOSS = "onnxpar.loss"
 WEIGHT = "onnxpar.weight."
 MESHES = (Mesh.of(x=2), Mesh.of(x=2, y=2))
