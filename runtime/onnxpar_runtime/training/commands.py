@@ -32,11 +32,12 @@ from onnxpar_runtime.training.loop import Evaluation, evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
-from onnxpar_runtime.training.trainer import Trainer
+from onnxpar_runtime.training.trainer import CORRECT, Trainer
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
 INTERRUPTED = 130
+ACCURACY = "accuracy"
 _DEFAULTS = Settings()
 
 
@@ -183,10 +184,10 @@ def evaluation(
 
     def body() -> int:
         manifest = begin(rank, "eval", directory, how.log_dir)
+        together(rank, lambda: _check_metric(metric, manifest))
         chosen = together(rank, lambda: _evaluation_data(manifest, rank.index, data, batch_size, 0))
         trainer = _trainer(rank, manifest, how, (EVALUATION,), 0, parameters)
         result = evaluate(trainer, chosen)
-        together(rank, lambda: _check_metric(metric, result))
         if rank.index == 0:
             _print_evaluation(data, chosen, result, as_json)
         trainer.close()
@@ -309,11 +310,14 @@ def _evaluation_data(
     )
 
 
-def _check_metric(metric: str | None, result: Evaluation) -> None:
-    if metric not in (None, "accuracy"):
-        raise LaunchError(f"--metric: expected accuracy, got {metric!r}")
-    if metric is not None and result.accuracy is None:
-        raise LaunchError("--metric accuracy: the artifact's loss has no classes, only a loss")
+def _check_metric(metric: str | None, manifest: Manifest) -> None:
+    if metric not in (None, ACCURACY):
+        raise LaunchError(f"--metric: expected {ACCURACY}, got {metric!r}")
+    outputs = manifest.program(EVALUATION).outputs
+    if metric is not None and all(spec.name != CORRECT for spec in outputs):
+        raise LaunchError(
+            f"--metric {ACCURACY}: the artifact's loss {manifest.trained().loss.kind} has none"
+        )
 
 
 def _print_evaluation(data: str, chosen: EvaluationData, result: Evaluation, as_json: bool) -> None:

@@ -1,0 +1,212 @@
+"""`onnxpar train` and `onnxpar eval` on one device, and the mistakes that can be made."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import linear
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from onnxpar.cli import main
+
+RUN = ["--data", "digits", "--batch-size", "100", "--lr", "0.5", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def outside_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def sgd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return linear.cut(tmp_path_factory.mktemp("sgd"), 1)
+
+
+def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log, saved = tmp_path / "log.jsonl", tmp_path / "w.safetensors"
+    arguments = [*RUN, "--epochs", "3", "--seed", "7", "--log", str(log), "--save", str(saved)]
+    assert main(["train", str(sgd), *arguments]) == 0
+    printed = capfd.readouterr()
+    losses, w = linear.trained(0.5, 100, 3, 7)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    keys = ["epoch", "step", "loss", "lr", "samples_per_s", "grad_norm"]
+    assert all(list(line) == keys for line in lines)
+    # float32 against float64: some 1e-7 a step, which 45 steps do not make worse than tenfold.
+    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=2e-6)
+    np.testing.assert_allclose(load_file(saved)["w"], w, rtol=0, atol=2e-6)
+    # 1437 samples: 14 whole batches and one of 37.
+    assert [(line["epoch"], line["step"]) for line in lines] == [
+        (epoch, step) for epoch in (1, 2, 3) for step in range(1, 16)
+    ]
+    out = printed.out.splitlines()
+    assert out[0] == (
+        "training 640 of 640 parameters, 1 of 1 tensors, with sgd on softmax_cross_entropy"
+    )
+    assert all(re.fullmatch(r"epoch: \d+ step: \d+, loss is [\d.]+", line) for line in out[1:-1])
+    assert len(out) == 1 + 45 + 1 and out[-1] == f"wrote {saved}"
+    assert printed.err == ""
+
+
+def test_evaluates_as_numpy_does(
+    sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, w = linear.trained(0.5, 100, 3, 7)
+    save_file({"w": w.astype(np.float32)}, tmp_path / "w.safetensors")
+    arguments = ["eval", str(sgd), "--data", "digits", "--device", "cpu", "--json"]
+    assert main([*arguments, "--parameters", str(tmp_path / "w.safetensors")]) == 0
+    report = json.loads(capfd.readouterr().out)
+    loss, _, accuracy = linear.loss_of(w, *linear.digits(test=True))
+    assert report["loss"] == pytest.approx(loss, rel=2e-6)
+    assert (report["samples"], report["labels"], report["notice"]) == (360, 360, "")
+    assert report["accuracy"] == pytest.approx(accuracy) and accuracy > 0.85
+    assert report["correct"] == round(accuracy * 360)
+    # Without the file the weights of the directory are evaluated.
+    assert main(arguments[:-1]) == 0
+    loss, _, accuracy = linear.loss_of(linear.start().astype(float), *linear.digits(test=True))
+    text = capfd.readouterr().out
+    assert text.startswith("digits: 360 samples: loss is ")
+    assert float(text.split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
+    assert f"accuracy is {accuracy:.2%} ({round(accuracy * 360)} of 360)" in text
+
+
+def test_begins_with_what_was_saved(
+    sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved, log = tmp_path / "w.safetensors", tmp_path / "log.jsonl"
+    arguments = ["train", str(sgd), *RUN, "--print-every", "0", "--eval"]
+    assert main([*arguments, "--steps", "5", "--save", str(saved)]) == 0
+    told = capfd.readouterr().out.splitlines()
+    assert len(told) == 3 and told[1].startswith("epoch: 1 evaluated on 360 samples: loss is ")
+    again = [*arguments, "--steps", "1", "--parameters", str(saved), "--log", str(log)]
+    assert main(again) == 0
+    x, classes = linear.digits(test=False)
+    rows = np.random.default_rng([0, 1]).permutation(len(x))[:100]
+    loss, _, _ = linear.loss_of(load_file(saved)["w"].astype(float), x[rows], classes[rows])
+    assert json.loads(log.read_text())["loss"] == pytest.approx(loss, rel=2e-6)
+
+
+def test_accumulation_and_schedule(sgd: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    more = ["--accumulate", "3", "--schedule", "linear", "--warmup", "2", "--steps", "6"]
+    assert main(["train", str(sgd), *RUN, *more, "--log", str(log)]) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    # Quarters of 0.5: exact.
+    assert [line["lr"] for line in lines] == [0, 0.25, 0.5, 0.375, 0.25, 0.125]
+    x, classes = linear.digits(test=False)
+    rows = np.random.default_rng([0, 1]).permutation(len(x))[:100]
+    loss, gradient, _ = linear.loss_of(linear.start().astype(float), x[rows], classes[rows])
+    # Micro-batches of 34, 33 and 33 whose weights are float32.
+    assert lines[0]["loss"] == pytest.approx(loss, rel=2e-6)
+    assert lines[0]["grad_norm"] == pytest.approx(np.sqrt((gradient**2).sum()), rel=2e-6)
+
+
+def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = linear.cut(tmp_path, 1, "--symbol", "batch:divisor=8")
+    capfd.readouterr()
+    arguments = ["--data", "digits", "--batch-size", "256", "--lr", "0.1", "--log", "log"]
+    arguments[-1] = str(tmp_path / "log")
+    assert main(["train", str(directory), *arguments]) == 0
+    told = capfd.readouterr().out.splitlines()
+    # 1437 = 5 * 256 + 157
+    assert told[1] == (
+        "notice: the last 157 samples of an epoch are left out: symbol 'batch' must be 8*N, N >= 1"
+    )
+    assert len((tmp_path / "log").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "words"], "--data words: expected digits[:train|:test], npz:FILE, idx:DIR"),
+        (["--data", "npz:nowhere.npz"], "nowhere.npz: no such file"),
+        (["--data", "idx:nowhere"], "nowhere: none of the files train-images-idx3-ubyte"),
+        (["--batch-size", "0"], "--batch-size and --accumulate: expected numbers >= 1"),
+        (["--epochs", "0"], "--epochs: expected a number >= 1, got 0"),
+        (["--lr", "-1"], "--lr: expected a number >= 0, got -1"),
+        (["--momentum", "0.9"], "--momentum: the artifact's optimizer sgd has no such setting"),
+        (["--betas", "0.9"], "--betas: expected two numbers A,B, got '0.9'"),
+        (["--clip-norm", "0"], "--clip-norm: expected a number > 0, got 0"),
+        (["--schedule", "step"], "--schedule: expected one of constant, linear, cosine"),
+        (["--warmup", "99"], "--warmup: expected fewer steps than the run has (15), got 99"),
+        (["--device", "tpu"], "device: expected one of auto, cpu, cuda, got 'tpu'"),
+        (["--transport", "tcp"], "transport: expected one of auto, mpi, threads, got 'tcp'"),
+        (["--log", "/nowhere/log"], "/nowhere/log: the folder does not exist"),
+        (["--save", "/nowhere/w"], "/nowhere/w: the folder does not exist"),
+        (["--parameters", "nowhere.st"], "nowhere.st: cannot be read: No such file"),
+    ],
+)
+def test_users_mistakes(
+    sgd: Path, capfd: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["train", str(sgd), *RUN, *options]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("onnxpar: error: ") and message in error
+    assert error.count("\n") == 1 and "Traceback" not in error
+
+
+def test_parameters_that_do_not_fit(
+    sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for arrays, message in (
+        ({"v": linear.start()}, "no trained parameters ['v']"),
+        (
+            {"w": linear.start().T.copy()},
+            "parameter 'w': expected float32 (64, 10), got float32 (1",
+        ),
+    ):
+        save_file(arrays, tmp_path / "w")
+        assert main(["train", str(sgd), *RUN, "--parameters", str(tmp_path / "w")]) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_an_artifact_without_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    linear.cut(tmp_path, 1)
+    arguments = [str(tmp_path / "linear.onnx"), "--strategy", "dp", "--devices", "1"]
+    assert main(["shard", *arguments, "-o", str(tmp_path / "forward")]) == 0
+    assert main(["train", str(tmp_path / "forward"), *RUN]) == 2
+    assert "forward" in capfd.readouterr().err
+
+
+def test_more_devices_than_ranks_says_what_to_type(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = linear.cut(tmp_path, 2)
+    for command, options in (("train", RUN), ("eval", ["--data", "digits"])):
+        assert main([command, str(directory), *options]) == 2
+        assert f"mpirun -n 2 onnxpar {command} {directory}" in capfd.readouterr().err
+
+
+def test_an_interrupt_is_told_once_and_has_its_own_code(
+    sgd: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("onnxpar_runtime.training.trainer.Trainer.train_step", interrupted)
+    assert main(["train", str(sgd), *RUN]) == 130
+    assert capfd.readouterr().err == "onnxpar: error: interrupted\n"
+
+
+def test_accuracy_of_what_has_no_classes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    linear.cut(tmp_path, 1)
+    arguments = ["shard", str(tmp_path / "linear.onnx"), "--strategy", "dp", "--devices", "1"]
+    out = tmp_path / "mse"
+    assert main([*arguments, "-o", str(out), "--train", "--loss", "mse", "--optimizer", "sgd"]) == 0
+    x = np.ones((4, 64), np.float32)
+    np.savez(tmp_path / "a.npz", x=x, labels=np.zeros((4, 10), np.float32))
+    evaluation = ["eval", str(out), "--data", f"npz:{tmp_path / 'a.npz'}"]
+    capfd.readouterr()
+    assert main(evaluation) == 0
+    expected = float(((x.astype(float) @ linear.start()) ** 2).mean())
+    told = capfd.readouterr().out
+    assert "accuracy is" not in told
+    # float32 sums of 64 terms: printed with 7 digits.
+    assert float(told.split("loss is ")[1]) == pytest.approx(expected, rel=5e-6)
+    assert main([*evaluation, "--metric", "accuracy"]) == 2
+    assert "--metric accuracy: the artifact's loss mse has none" in capfd.readouterr().err
+    assert main([*evaluation, "--metric", "recall"]) == 2
+    assert "--metric: expected accuracy, got 'recall'" in capfd.readouterr().err

@@ -1,0 +1,161 @@
+"""`mpirun -n N onnxpar train`: the losses of one device, and an end within seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import linear
+import numpy as np
+import pytest
+from hand_trained import regression
+from launching import LIMIT, Outcome, mpirun
+from safetensors.numpy import load_file
+
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
+DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.5", "--device", "cpu"]
+
+
+def train(ranks: int, directory: Path, *more: str) -> Outcome:
+    return mpirun(ranks, ["-m", "onnxpar.cli", "train", str(directory), *more])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_one_device(tmp_path: Path, ranks: int) -> None:
+    directory = linear.cut(tmp_path, ranks)
+    log, saved = tmp_path / "log", tmp_path / "w"
+    more = ["--epochs", "2", "--seed", "3", "--log", str(log), "--save", str(saved)]
+    outcome = train(ranks, directory, *DIGITS, *more, "--accumulate", "2", "--eval")
+    assert outcome.code == 0, outcome.err
+    losses, w = linear.trained(0.5, 100, 2, 3)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    # float32 against float64, as on one device.
+    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=2e-6)
+    np.testing.assert_allclose(load_file(saved)["w"], w, rtol=0, atol=2e-6)
+    loss, _, accuracy = linear.loss_of(w, *linear.digits(test=True))
+    told = [line for line in outcome.out.splitlines() if "evaluated" in line]
+    assert len(told) == 2 and f"accuracy is {accuracy:.2%}" in told[1]
+    assert float(told[1].split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
+    # One rank speaks.
+    assert outcome.out.count("epoch: 1 step: 3,") == 1
+
+
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    directory = regression(tmp_path / "a")
+    outcome = train(2, directory, *DIGITS)
+    assert outcome.code == 2
+    (message,) = outcome.messages
+    assert "labels are classes: expected an integer input [batch], got 'labels' float64" in message
+    assert "Traceback" not in outcome.err
+
+
+def module(folder: Path, body: str) -> dict[str, str]:
+    """Writes a module of data beside the artifacts, and returns where Python finds it."""
+    (folder / "stream_of_mine.py").write_text(
+        "import numpy as np\nimport os, time\n"
+        "GOOD = {'x': np.ones((4, 3)), 'labels': np.ones((4, 2))}\n" + body
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        (
+            "def f():\n    yield GOOD\n    yield {**GOOD, 'labels': np.full((4, 2), np.nan)}\n",
+            1,
+            "onnxpar: error: epoch 1, step 2: the loss is nan",
+        ),
+        (
+            "def f():\n    rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+            "    yield from [GOOD] * (2 + rank)\n",
+            2,
+            "onnxpar: error: --data: the batches of some ranks have ended before those of others",
+        ),
+        (
+            "def f():\n    yield GOOD\n"
+            "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+            "        raise ValueError('a mistake of mine')\n"
+            "    yield GOOD\n",
+            1,
+            "r1 | ValueError: a mistake of mine",
+        ),
+    ],
+)
+def test_a_run_that_cannot_go_on_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, code: int, message: str
+) -> None:
+    for name, value in module(tmp_path, body).items():
+        monkeypatch.setenv(name, value)
+    outcome = train(2, regression(tmp_path / "a"), "--data", "stream_of_mine:f", "--lr", "0.1")
+    assert outcome.code == code, outcome.err
+    (told,) = outcome.messages
+    assert told.startswith(message)
+    assert "Traceback" not in outcome.err and outcome.seconds < LIMIT / 2
+
+
+STUCK = "def f():\n    yield GOOD\n    yield GOOD\n    time.sleep(1000)\n"
+SLOW = "def f():\n    while True:\n        time.sleep(0.2)\n        yield GOOD\n"
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def memory(pid: int) -> set[Path]:
+    """The files of shared memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split()[5]) for line in lines if "/dev/shm/" in line}
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, be it a zombie."""
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("body", "whom"), [(SLOW, "mpirun"), (STUCK, "mpirun"), (SLOW, "rank")])
+def test_an_interrupt_ends_all_ranks(tmp_path: Path, body: str, whom: str) -> None:
+    directory = regression(tmp_path / "a")
+    command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, "-m", "onnxpar.cli"]
+    command += ["train", str(directory), "--data", "stream_of_mine:f", "--lr", "0.1"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**mpirun_environment(kept), **module(tmp_path, body)},
+        start_new_session=True,
+    )
+    ranks: list[int] = []
+    shared: set[Path] = set()
+    try:
+        assert process.stdout is not None
+        while "step: 2," not in (line := process.stdout.readline()):
+            assert line, process.communicate()[1]
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        shared = {path for rank in ranks for path in memory(rank)}
+        start = time.monotonic()
+        os.kill(process.pid if whom == "mpirun" else ranks[1], signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT)
+        seconds = time.monotonic() - start
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert seconds < 5
+    assert process.returncode != 0
+    lines = [line.strip(" \0") for line in errors.splitlines() if "interrupted" in line]
+    assert lines == ["onnxpar: error: interrupted" if whom == "mpirun" else "r1 | interrupted"]
+    # mpirun is gone; whoever inherits its ranks takes a moment to take note of their end.
+    while any(alive(rank) for rank in ranks) and time.monotonic() < start + 5:
+        time.sleep(0.05)
+    assert not any(alive(rank) for rank in ranks)
+    assert not [path for path in shared if path.exists()]
