@@ -1,0 +1,45 @@
+"""The comparison of losses that the quickstart's verdict rests on."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "compare_logs.py"
+WANT = [2.0, 1.0, 0.5]
+
+
+def compare(folder: Path, got: Sequence[float], want: Sequence[float], *options: str) -> int:
+    for name, losses in (("got", got), ("want", want)):
+        lines = [json.dumps({"epoch": 1, "step": i + 1, "loss": x}) for i, x in enumerate(losses)]
+        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
+    command = [sys.executable, SCRIPT, folder / "got.jsonl", folder / "want.jsonl", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    return done.returncode
+
+
+@pytest.mark.parametrize(
+    ("got", "options", "code"),
+    [
+        (WANT, (), 0),
+        ([2.0, 1.000009, 0.5], (), 0),
+        ([2.0, 1.00002, 0.5], (), 1),
+        ([2.0, 1.00002, 0.5], ("--rtol", "1e-4"), 0),
+        ([2.0, 1.0, 0.7], ("--steps", "2"), 0),
+        ([2.0, float("nan"), 0.5], (), 1),
+        ([2.0, 1.0], (), 1),
+        ([], (), 1),
+    ],
+)
+def test_code_tells_whether_the_losses_agree(
+    tmp_path: Path, got: Sequence[float], options: Sequence[str], code: int
+) -> None:
+    assert compare(tmp_path, got, WANT, *options) == code
+
+
+def test_two_empty_logs_show_nothing(tmp_path: Path) -> None:
+    assert compare(tmp_path, [], []) == 1

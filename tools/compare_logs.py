@@ -1,0 +1,47 @@
+"""Compares the losses of two logs of `onnxpar train`; exits with 1 where they differ.
+
+    python tools/compare_logs.py GOT.jsonl WANT.jsonl [--rtol 1e-5] [--steps 50]
+
+The tolerance is relative to the wanted loss of the same step. Rounding grows with training, so a
+long run may be compared over its first steps only.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def read(path: Path) -> list[tuple[int, int, float]]:
+    """Returns `(epoch, step, loss)` of each line."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(line["epoch"], line["step"], float(line["loss"])) for line in lines]
+
+
+def main() -> int:
+    """Print how far the losses are apart and return the exit code."""
+    parser = argparse.ArgumentParser(description="Compare the losses of two training logs.")
+    parser.add_argument("got", type=Path)
+    parser.add_argument("want", type=Path)
+    parser.add_argument("--rtol", type=float, default=1e-5, help="default 1e-5")
+    parser.add_argument("--steps", type=int, help="compare so many steps; default: all")
+    options = parser.parse_args()
+    got, want = read(options.got), read(options.want)
+    if [line[:2] for line in got] != [line[:2] for line in want] or not want:
+        print(f"steps differ: got {len(got)}, expected {len(want)}")
+        return 1
+    pairs = list(zip(got, want, strict=True))[: options.steps]
+    far = [abs(a[2] - b[2]) / abs(b[2]) if b[2] else abs(a[2] - b[2]) for a, b in pairs]
+    worst = max(range(len(far)), key=far.__getitem__)
+    # Not `<=` of the largest: a loss that is not a number is within no tolerance.
+    holds = all(difference <= options.rtol for difference in far)
+    epoch, step, _ = pairs[worst][0]
+    print(
+        f"losses of {len(pairs)} steps: {'equal' if holds else 'DIFFERENT'}, largest relative "
+        f"difference {far[worst]:.1e} (epoch {epoch} step {step})"
+    )
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
