@@ -5,7 +5,7 @@ range. What is wrong is told by node and attribute, before anything is divided.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import onnx
 import onnx_ir as ir
@@ -13,6 +13,10 @@ import onnx_ir as ir
 from onnxpar.errors import ModelError, NodeError
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
+# ONNX has one enumeration for the attributes of nodes and one for those of schemas.
+_KINDS = onnx.defs.OpSchema.AttrType
+_TYPES = {getattr(_KINDS, t.name): t for t in ir.AttributeType if hasattr(_KINDS, t.name)}
 
 
 def check_operators(model: ir.Model, opset: int) -> None:
@@ -42,10 +46,11 @@ def _check_nodes(nodes: Iterable[ir.Node], opset: int, model: ir.Model) -> None:
             if name not in schema.attributes:
                 known = ", ".join(sorted(schema.attributes)) or "none"
                 raise NodeError(f"{what}: attribute {name!r}: expected one of {known}")
-            expected, got = schema.attributes[name].type.name, attribute.type.name
-            if got != expected:
+            expected = _TYPES[schema.attributes[name].type]
+            if attribute.type != expected:
                 raise NodeError(
-                    f"{what}: attribute {name!r}: expected the type {expected}, got {got}"
+                    f"{what}: attribute {name!r}: expected the type {expected.name}, got "
+                    f"{attribute.type.name}"
                 )
         for name, known_attribute in schema.attributes.items():
             if known_attribute.required and name not in node.attributes:
@@ -61,38 +66,58 @@ def check_inferred(model: ir.Model, opset: int) -> None:
         NodeError: ONNX's inference refuses the node; the message has its reason.
     """
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
+    # Repeated layers ask the same again, which costs most of the time.
+    asked: set[object] = set()
     for node in model.graph:
-        if node.domain not in DEFAULT_DOMAINS:
+        if node.domain not in DEFAULT_DOMAINS or _bodies(node):
             continue
+        operands = [value for value in node.inputs if value is not None and value.name]
+        if any(value.type is None for value in operands):
+            continue
+        known = {
+            value.name or "": data for value in operands if (data := _small(value)) is not None
+        }
+        question = (
+            node.op_type,
+            tuple((a.name, repr(a.value)) for a in node.attributes.values()),
+            tuple(_described(value, known) for value in node.inputs),
+            len(node.outputs),
+        )
+        if question in asked:
+            continue
+        asked.add(question)
         schema = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
-        if not schema.has_type_and_shape_inference_function or _bodies(node):
+        if not schema.has_type_and_shape_inference_function:
             continue
-        types: dict[str, onnx.TypeProto] = {}
-        data: dict[str, onnx.TensorProto] = {}
-        for value in node.inputs:
-            if value is None or not value.name:
-                continue
-            if value.type is None:
-                break
-            types[value.name] = ir.serde.serialize_value(value).type
-            tensor = value.const_value
-            if tensor is not None and tensor.size <= 64 and len(tensor.shape) <= 1:
-                data[value.name] = ir.serde.serialize_tensor(tensor)
-        else:
-            try:
-                onnx.shape_inference.infer_node_outputs(
-                    schema,
-                    ir.serde.serialize_node(node),
-                    types,
-                    data,
-                    opset_imports=imports,
-                    ir_version=model.ir_version,
-                )
-            except onnx.shape_inference.InferenceError as error:
-                reason = " ".join(re.sub(r"\[\w*InferenceError\]", "", str(error)).split())
-                raise NodeError(
-                    f"node {node.name!r} ({node.op_type}): {reason.rstrip('.')}, got {_given(node)}"
-                ) from None
+        try:
+            onnx.shape_inference.infer_node_outputs(
+                schema,
+                ir.serde.serialize_node(node),
+                {value.name or "": ir.serde.serialize_value(value).type for value in operands},
+                {name: ir.serde.serialize_tensor(tensor) for name, tensor in known.items()},
+                opset_imports=imports,
+                ir_version=model.ir_version,
+            )
+        except onnx.shape_inference.InferenceError as error:
+            reason = " ".join(re.sub(r"\[\w*InferenceError\]", "", str(error)).split())
+            raise NodeError(
+                f"node {node.name!r} ({node.op_type}): {reason.rstrip('.')}, got {_given(node)}"
+            ) from None
+
+
+def _small(value: ir.Value) -> ir.TensorProtocol | None:
+    """The content of a small constant of integers, such as axes and shapes; no weight is read."""
+    tensor = value.const_value
+    if tensor is None or tensor.dtype not in _INTEGERS:
+        return None
+    return tensor if tensor.size <= 64 and len(tensor.shape) <= 1 else None
+
+
+def _described(value: ir.Value | None, known: Mapping[str, ir.TensorProtocol]) -> object:
+    if value is None:
+        return None
+    data = known.get(value.name or "")
+    return str(value.type), str(value.shape), None if data is None else data.tobytes()
 
 
 def _bodies(node: ir.Node) -> bool:
