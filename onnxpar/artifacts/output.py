@@ -37,8 +37,8 @@ def write(
 ) -> None:
     """Writes programs of one mesh as an artifact directory, whole or not at all.
 
-    Memory stays bounded by a few chunks of a weight (by the largest weight where the model holds
-    its weights itself), not by the model.
+    Memory stays bounded by a few chunks of a weight (where the model holds its weights itself, by
+    a copy of the largest for each thread), not by the model.
 
     Args:
         models: The programs; one parameter in several of them must be cut alike.
