@@ -148,7 +148,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
             )
             log.info("%d steps in %.3f s", done.steps, time.perf_counter() - start)
             if wanted.save is not None:
-                _save(trainer, wanted.save)
+                save(trainer, wanted.save)
                 reporter.tell(f"wrote {wanted.save}")
         trainer.close()
         return 0
@@ -272,7 +272,7 @@ def _reporter(rank: Rank, wanted: TrainingRun) -> Reporter:
     return Reporter(rank.index == 0, log=wanted.log, every=wanted.print_every)
 
 
-def _save(trainer: Trainer, path: str | Path) -> None:
+def save(trainer: Trainer, path: str | Path) -> None:
     """Writes the trained parameters, whole, one after another. Every rank must call it."""
     states = [s for s in trainer.training.states.values() if s.kind == "parameter"]
     entries = [
@@ -280,7 +280,7 @@ def _save(trainer: Trainer, path: str | Path) -> None:
     ]
     gathered = (trainer.gather(s.spec.name) for s in states)
 
-    def save() -> None:
+    def write() -> None:
         try:
             if trainer.rank.index == 0:
                 write_tensors(path, entries, cast(Iterator[Array], gathered))
@@ -289,7 +289,7 @@ def _save(trainer: Trainer, path: str | Path) -> None:
             for _ in gathered:
                 pass
 
-    together(trainer.rank, save)
+    together(trainer.rank, write)
 
 
 # -- evaluation -----------------------------------------------------------------------------------

@@ -180,6 +180,21 @@ def test_a_stream(tmp_path: Path) -> None:
     assert (result.epochs, result.steps) == (2, 4)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stream_of_a_part_for_each_data_rank(tmp_path: Path, accumulate: int) -> None:
+    reference = Reference()
+    parts = batch_of(4, 1), batch_of(4, 2)
+    with TrainerGroup(regression(tmp_path / "a")) as group:
+        data = data_of(group, stream(parts), batch=None, accumulate=accumulate)
+        result = fitted(group, data, Schedule(0.1))
+        weight = group.gather("w")
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    loss, _ = reference.step(joined, HYPER.at(1, 0.1))
+    # Micro-batches of equal size: weights of a half are exact.
+    np.testing.assert_allclose(result.loss, loss, **EXACT)
+    np.testing.assert_allclose(weight, reference.w, **EXACT)
+
+
 def test_a_stream_of_nothing(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
         data = data_of(group, stream(), batch=None)
