@@ -203,7 +203,8 @@ class GlobalBuilder:
     def _with_axes(
         self, op_type: str, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim], **more: Any
     ) -> ir.Value:
-        if self.opset >= _AXES_INPUT_SINCE.get(op_type, _AXES_INPUT_DEFAULT):
+        since = _AXES_INPUT_SINCE.get(op_type, _AXES_INPUT_DEFAULT)
+        if self.opset >= since:
             every = self.const(np.array(axes, np.int64))
             return self.op(op_type, x, every, shape=shape, **more)
         return self.op(op_type, x, shape=shape, axes=list(axes), **more)
