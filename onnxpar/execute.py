@@ -5,20 +5,36 @@ they are called, and nothing else of `onnxpar` does.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from onnxpar.errors import SymbolError
+from onnxpar.errors import ModelError, SymbolError
+from onnxpar.pipeline import shard
+from onnxpar.symbols import Symbol
+from onnxpar.training.divide import TrainingSpec
 from onnxpar_runtime import commands
 from onnxpar_runtime import verify as checks
 from onnxpar_runtime.data import read_npz
+from onnxpar_runtime.manifest import FILE_NAME, Manifest
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training import commands as training
 from onnxpar_runtime.training.hyper import Settings, parse_betas
+from onnxpar_runtime.training.verify import TrainingCase, TrainingSettings, verify_training
 from onnxpar_runtime.verify import Case
 
-__all__ = ["Case", "evaluate", "parse_case", "report_json", "run", "train", "verify"]
+__all__ = [
+    "Case",
+    "TrainingCase",
+    "evaluate",
+    "parse_case",
+    "report_json",
+    "run",
+    "train",
+    "verify",
+]
 
 
 def run(
@@ -200,10 +216,14 @@ def verify(
     seed: int = 0,
     rtol: float | None = None,
     atol: float = 0.0,
+    steps: int | None = None,
+    lr: float | None = None,
     ort: Sequence[str] = (),
     custom_ops: Sequence[Path] = (),
-) -> list[Case]:
+) -> list[Case] | list[TrainingCase]:
     """Compares the divided program with the undivided one, all ranks in this process.
+
+    Artifacts for training are compared by training: losses, gradients and parameters.
 
     Args:
         directory: The artifact directory.
@@ -213,23 +233,73 @@ def verify(
         seed: Seed of the random inputs.
         rtol: Tolerance relative to an output's largest magnitude, by dtype if None.
         atol: Absolute tolerance, added.
+        steps: Steps of training, for artifacts for training; one if None.
+        lr: Learning rate of these; None for one that suits the optimizer.
         ort: `key=value` options of onnxruntime for the ranks.
         custom_ops: Further custom-op libraries.
 
     Raises:
         SymbolError: A case is malformed.
-        OnnxparRuntimeError: As `onnxpar_runtime.verify.verify`.
+        ModelError: Steps or a learning rate for artifacts that do not train.
+        OnnxparError: The model cannot be cut for one device as the artifacts say.
+        OnnxparRuntimeError: As `onnxpar_runtime.verify.verify` and
+            `onnxpar_runtime.training.verify.verify_training`.
     """
-    settings = checks.Settings(
-        seed=seed,
-        rtol=rtol,
-        atol=atol,
-        custom_ops=tuple(str(path) for path in custom_ops),
-        ort_options=parse_pairs(ort),
-    )
+    libraries = tuple(str(path) for path in custom_ops)
     parsed = [parse_case(text) for text in cases]
     feeds = None if inputs is None else read_npz(inputs)
+    manifest = Manifest.load(directory)
+    if manifest.training is not None:
+        how = TrainingSettings(
+            steps=1 if steps is None else steps,
+            lr=lr,
+            seed=seed,
+            rtol=rtol,
+            atol=atol,
+            custom_ops=libraries,
+            ort_options=parse_pairs(ort),
+        )
+        with _undivided(manifest, model) as whole:
+            return verify_training(directory, whole, parsed, feeds, how)
+    for option, number in (("--steps", steps), ("--lr", lr)):
+        if number is not None:
+            raise ModelError(f"{option}: expected artifacts for training, got {directory}")
+    settings = checks.Settings(
+        seed=seed, rtol=rtol, atol=atol, custom_ops=libraries, ort_options=parse_pairs(ort)
+    )
     return checks.verify(directory, model, parsed, feeds, settings)
+
+
+@contextmanager
+def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
+    """Gives a directory with the same training for one device: the one given, or one made of it."""
+    if (model / FILE_NAME).is_file():
+        yield model
+        return
+    spec = TrainingSpec.of(manifest.trained().spec)
+    with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
+        whole = Path(folder, "whole")
+        shard(model, "replicate", whole, devices=1, symbols=_symbols(manifest), training=spec)
+        yield whole
+
+
+def _symbols(manifest: Manifest) -> dict[str, Symbol]:
+    """The constraints of the artifacts; names that are one size share their symbol."""
+    found: dict[str, Symbol] = {}
+    for name, symbol in manifest.symbols.items():
+        found[name] = (
+            found[symbol.same_as]
+            if symbol.same_as in found
+            else Symbol(
+                max=symbol.max,
+                min=symbol.min,
+                divisor=symbol.divisor,
+                remainder=symbol.remainder,
+                unique=symbol.unique,
+                per_rank=symbol.per_rank,
+            )
+        )
+    return found
 
 
 def parse_case(text: str) -> Mapping[str, int]:
@@ -249,7 +319,10 @@ def parse_case(text: str) -> Mapping[str, int]:
     return values
 
 
-def report_json(cases: Sequence[Case]) -> str:
-    """Returns the comparison as JSON: `{"ok", "cases": [{"symbols", "max_abs", …}]}`."""
+def report_json(cases: Sequence[Case] | Sequence[TrainingCase]) -> str:
+    """Returns the comparison as JSON: `{"ok", "cases": [{"symbols", "max_abs", …}]}`.
+
+    Cases of training have `steps` as well, a list of what was found in each.
+    """
     report = {"ok": all(case.ok for case in cases), "cases": [asdict(case) for case in cases]}
     return json.dumps(report, indent=2)

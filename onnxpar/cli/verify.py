@@ -1,5 +1,6 @@
 """`onnxpar verify`: the divided program against the undivided one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from onnxpar.cli.options import Artifacts, AsJson, CustomOps, Ort
 
 if TYPE_CHECKING:
-    from onnxpar.execute import Case
+    from onnxpar.execute import Case, TrainingCase
 
 
 def command(
@@ -43,6 +44,17 @@ def command(
         ),
     ] = None,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance, added.")] = 0.0,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Artifacts for training: steps of each case. Default: 1.",
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0, help="Their learning rate. Default: one that suits the optimizer."),
+    ] = None,
     ort: Ort = None,
     custom_ops: CustomOps = None,
     as_json: AsJson = False,
@@ -58,6 +70,8 @@ def command(
         seed=seed,
         rtol=rtol,
         atol=atol,
+        steps=steps,
+        lr=lr,
         ort=ort or (),
         custom_ops=custom_ops or (),
     )
@@ -68,22 +82,53 @@ def command(
     raise typer.Exit(0 if all(case.ok for case in cases) else 1)
 
 
-def _print(cases: "list[Case]") -> None:
+def _print(cases: "Sequence[Case] | Sequence[TrainingCase]") -> None:
+    from onnxpar.execute import TrainingCase
+
     console = Console()
-    table = Table("symbols", "max abs", "max rel", "worst", "bytes sent by a rank", "holds")
+    trained = [case for case in cases if isinstance(case, TrainingCase)]
+    shown = "bytes sent by a rank"
+    if trained:
+        table = Table("symbols", "loss", "gradient", "state", shown, "holds")
+    else:
+        table = Table("symbols", "max abs", "max rel", "worst", shown, "holds")
     for case in cases:
-        expected = "depends on data" if case.bytes_expected is None else str(case.bytes_expected)
-        equal = str(case.bytes_counted) == expected
-        sent = f"{expected}, as counted" if equal else f"{expected}, counted {case.bytes_counted}"
-        table.add_row(
-            escape(", ".join(f"{k}={v}" for k, v in case.symbols.items()) or "none"),
-            f"{case.max_abs:.2e}",
-            f"{case.max_rel:.2e}",
-            escape(case.worst or "none"),
-            sent,
-            "yes" if case.ok else "no",
-        )
+        found = _steps(case) if isinstance(case, TrainingCase) else _outputs(case)
+        table.add_row(escape(_symbols(case)), *found, _bytes(case), "yes" if case.ok else "no")
     console.print(table)
+    if trained:
+        console.print("loss, gradient: largest relative difference; state: largest part of a limit")
+    for one in trained:
+        console.print(_worst(one), markup=False, soft_wrap=True)
     for case in cases:
         for problem in case.problems:
             console.print(f"does not hold: {problem}", markup=False, soft_wrap=True)
+
+
+def _symbols(case: "Case | TrainingCase") -> str:
+    return ", ".join(f"{k}={v}" for k, v in case.symbols.items()) or "none"
+
+
+def _bytes(case: "Case | TrainingCase") -> str:
+    expected = "depends on data" if case.bytes_expected is None else str(case.bytes_expected)
+    equal = str(case.bytes_counted) == expected
+    return f"{expected}, as counted" if equal else f"{expected}, counted {case.bytes_counted}"
+
+
+def _outputs(case: "Case") -> list[str]:
+    return [f"{case.max_abs:.2e}", f"{case.max_rel:.2e}", escape(case.worst or "none")]
+
+
+def _steps(case: "TrainingCase") -> list[str]:
+    """The largest difference of each kind in any step."""
+    return [
+        f"{max((getattr(step, name) for step in case.steps), default=0.0):.1e}"
+        for name in ("loss_rel", "gradient_rel", "state_share")
+    ]
+
+
+def _worst(case: "TrainingCase") -> str:
+    gradient = max(case.steps, key=lambda step: step.gradient_rel, default=None)
+    state = max(case.steps, key=lambda step: step.state_share, default=None)
+    names = [gradient.gradient_worst if gradient else "", state.state_worst if state else ""]
+    return f"worst at {_symbols(case)}: {' and '.join(filter(None, names)) or 'none'}"

@@ -22,8 +22,15 @@ from onnxpar_runtime.data import convert
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
 from onnxpar_runtime.expressions import ExpressionError, bare_name, evaluate, evaluate_exact
-from onnxpar_runtime.group import ThreadsGroup
-from onnxpar_runtime.manifest import FILE_NAME, Manifest, Program, Symbol, TensorSpec
+from onnxpar_runtime.group import Ranks, ThreadsGroup
+from onnxpar_runtime.manifest import (
+    FILE_NAME,
+    Collective,
+    Manifest,
+    Program,
+    Symbol,
+    TensorSpec,
+)
 from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
 from onnxpar_runtime.tensors import to_host, to_ort
 
@@ -143,8 +150,7 @@ class Case:
         max_rel: Largest difference relative to its output's largest magnitude.
         worst: The output that `max_rel` is of; empty where nothing differs.
         bytes_expected: Bytes that one rank sends by the manifest's formulas, None where a formula
-        has
-            a size that depends on data.
+            has a size that depends on data.
         bytes_counted: The most bytes that any rank counted.
         problems: What does not hold, for people.
     """
@@ -193,8 +199,7 @@ def verify(
         directory: The artifact directory.
         model: The undivided ONNX model, or a directory of artifacts for one device.
         cases: Values of symbols; those that a case leaves out take a default. None at all means
-        three
-            cases: an even one, an uneven one and the smallest, where the constraints allow.
+            three cases: an even one, an uneven one and the smallest, as the constraints allow.
         feeds: The inputs, instead of random ones; then there is one case and `cases` must be empty.
         settings: What to compare and how strictly.
 
@@ -223,7 +228,7 @@ def verify(
         else:
             chosen = [complete_case(manifest, program, c) for c in cases]
             chosen = chosen or default_cases(manifest, program)
-            bounds = index_bounds(reference, program, _smallest(manifest, program))
+            bounds = index_bounds(reference, program, smallest_case(manifest, program))
             rng = np.random.default_rng(settings.seed)
             runs = [(c, random_feeds(program, c, bounds, rng)) for c in chosen]
         with ThreadsGroup(
@@ -281,7 +286,7 @@ def _compare(
                 f"output {spec.name!r}: expected a difference of at most {limit:.3g}, got "
                 f"{difference:.3g}"
             )
-    total, counted, wrong = compare_bytes(program, group, values)
+    total, counted, wrong = compare_bytes(program.collectives, group, values)
     problems += wrong
     return Case(values, not problems, max_abs, max_rel, worst, total, counted, tuple(problems))
 
@@ -321,7 +326,7 @@ def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
 
 
 def compare_bytes(
-    program: Program, group: ThreadsGroup, values: Mapping[str, int]
+    collectives: Sequence[Collective], group: Ranks[Any], values: Mapping[str, int]
 ) -> tuple[int | None, int, list[str]]:
     """Returns bytes expected and counted, and the operators for which they differ.
 
@@ -330,7 +335,7 @@ def compare_bytes(
     """
     expected: dict[str, int] = {}
     try:
-        for c in program.collectives:
+        for c in collectives:
             expected[c.op] = expected.get(c.op, 0) + floor(evaluate_exact(c.bytes, values))
     except ExpressionError:
         expected = {}
@@ -430,7 +435,8 @@ def _picks(symbol: Symbol, devices: int) -> list[int]:
     return list(dict.fromkeys(picks))[:3]
 
 
-def _smallest(manifest: Manifest, program: Program) -> dict[str, int]:
+def smallest_case(manifest: Manifest, program: Program) -> dict[str, int]:
+    """Returns the smallest value of each symbol that its constraint allows."""
     offers = _offers(manifest, program, lambda symbol: symbol.admissible(1, 64))
     return {name: min(values) for name, values in offers.items()}
 

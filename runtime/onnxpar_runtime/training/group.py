@@ -85,3 +85,11 @@ class TrainerGroup(Ranks[Trainer]):
     def load_parameters(self, arrays: Mapping[str, Array]) -> None:
         """As `Trainer.load_parameters` on every rank."""
         self.each(lambda rank: self.members[rank].load_parameters(arrays))
+
+    def load_states(self, arrays: Mapping[str, Array]) -> None:
+        """As `Trainer.load_states` on every rank."""
+        self.each(lambda rank: self.members[rank].load_states(arrays))
+
+    def reset(self) -> None:
+        """As `Trainer.reset` on every rank."""
+        self.each(lambda rank: self.members[rank].reset())

@@ -69,18 +69,16 @@ class States:
         if name not in self._values:
             state = self[name]
             dtype, shape = DTYPES[state.spec.dtype], self.cut(name).local_shape
-            initial = self._weights(state, shape) if state.kind == "parameter" else None
+            initial = self._initial(state, shape)
             if self._loader.device is Device.CPU:
                 memory = aligned_zeros(shape, dtype.dtype)
                 self._host[name] = memory
                 self._values[name] = to_ort(memory)
-                if initial is not None:
-                    memory[...] = initial
             else:
                 self._values[name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
                     shape, dtype.code, self._loader.device.value, self._loader.index
                 )
-                self._write(name, np.zeros(shape, dtype.dtype) if initial is None else initial)
+            self._write(name, initial)
         return self._values[name]
 
     def get(self, name: str) -> Array:
@@ -93,12 +91,24 @@ class States:
         self.value(name)
         self._write(name, part)
 
+    def reset(self) -> None:
+        """Makes every state what it was in the beginning."""
+        for name in self._values:
+            state = self[name]
+            self._write(name, self._initial(state, self.cut(name).local_shape))
+
     def _write(self, name: str, part: Array) -> None:
         if name in self._host:
             self._host[name][...] = part
         else:
             source = to_ort(np.ascontiguousarray(part).reshape(part.shape))
             onnxruntime.copy_tensors([source], [self._values[name]])
+
+    def _initial(self, state: State, shape: tuple[int, ...]) -> Array:
+        """Returns what a state begins with: a parameter's shard, or zeros that take no memory."""
+        if state.kind == "parameter":
+            return self._weights(state, shape)
+        return np.broadcast_to(np.zeros((), DTYPES[state.spec.dtype].dtype), shape)
 
     def _weights(self, state: State, shape: tuple[int, ...]) -> Array:
         """Returns this rank's shard of a parameter, which lies in a file."""

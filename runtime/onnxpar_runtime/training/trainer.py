@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.agree import agree, together
+from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.dtypes import DTYPES, lossless
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, TrainingError
@@ -329,6 +330,14 @@ class Trainer:
         """
         return self._programs.states.get(name)
 
+    def cut(self, name: str) -> Cut:
+        """Returns how a state is cut over the ranks.
+
+        Raises:
+            InputError: There is no such state.
+        """
+        return self._programs.states.cut(name)
+
     def gather(self, name: str) -> Array | None:
         """Returns the global array of a state on rank 0 and None elsewhere. All ranks must call it.
 
@@ -355,17 +364,36 @@ class Trainer:
                 nothing has been overwritten then.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        states = self._programs.states
-        names = states.of_kind("parameter")
+        self._load(self._programs.states.of_kind("parameter"), arrays, "trained parameters")
+
+    def load_states(self, arrays: Mapping[str, Array]) -> None:
+        """Overwrites states, as `load_parameters` does parameters. Every rank must call it.
+
+        Args:
+            arrays: Global arrays by state; those that are left out stay as they are.
+
+        Raises:
+            InputError: As `load_parameters`.
+            RankError: As `load_parameters`.
+        """
+        self._load({name: name for name in self.training.states}, arrays, "states")
+
+    def _load(self, names: Mapping[str, str], arrays: Mapping[str, Array], what: str) -> None:
+        """Overwrites the states that `names` has by the names in `arrays`, on all ranks or none."""
 
         def parts() -> dict[str, Array]:
             unknown = sorted(set(arrays) - set(names))
             if unknown:
-                raise InputError(f"no trained parameters {unknown}; there are {sorted(names)}")
+                raise InputError(f"no {what} {unknown}; there are {sorted(names)}")
             return {names[n]: self._part(names[n], np.asarray(a)) for n, a in arrays.items()}
 
         for name, part in together(self.rank, parts).items():
-            states.set(name, part)
+            self._programs.states.set(name, part)
+
+    def reset(self) -> None:
+        """Makes parameters, gradients, moments and counters of steps what they were at first."""
+        self._programs.states.reset()
+        self.counters |= {"step": 0, "micro_batch": 0}
 
     def _part(self, name: str, array: Array) -> Array:
         states = self._programs.states
@@ -373,7 +401,8 @@ class Trainer:
         converted = lossless(array, dtype)
         if converted is None or array.shape != cut.shape:
             raise InputError(
-                f"parameter {name!r}: expected {dtype} {cut.shape}, got {array.dtype} {array.shape}"
+                f"{states[name].kind} {name!r}: expected {dtype} {cut.shape}, got {array.dtype} "
+                f"{array.shape}"
             )
         return cut.take(converted, self.rank.index)
 

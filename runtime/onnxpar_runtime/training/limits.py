@@ -1,0 +1,142 @@
+"""How far two runs of the same step of an optimizer may be apart by rounding alone.
+
+Both begin with the same states. The gradient of one differs from the other's, since sums are formed
+in another order. What the optimizer makes of that difference is worked out here for each element of
+a parameter: where an update is m / sqrt(v), noise in g is divided by sqrt(v), so one number for a
+whole tensor would be either too small for elements whose gradients are noise or blind to mistakes
+in the others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+NOISE_ULPS = 16
+"""Units of rounding of the largest gradient of all that every gradient may be apart.
+
+A gradient that is zero by mathematics (that of attention's key bias, which shifts all scores of a
+row alike) is what is left of a sum whose terms cancel: its error is as large as rounding in the
+terms, and says nothing relative to what is left. Terms are taken to be as large as the largest
+gradient of any parameter, through which the same cotangents went.
+"""
+_STATE_ULPS = 4
+_CERTAIN = 0.5
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter of the reference around one step, float64, with its moments after the step.
+
+    Attributes:
+        before: Its value before the step.
+        after: Its value after the step.
+        moment1: The velocity or the mean of gradients; None where the optimizer has none.
+        moment2: The mean of squared gradients, or None.
+    """
+
+    before: Array
+    after: Array
+    moment1: Array | None = None
+    moment2: Array | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far apart a parameter and its moments may be: a number, or one for each element."""
+
+    parameter: Array
+    moment1: Array | float = 0.0
+    moment2: Array | float = 0.0
+
+
+def after_step(
+    kind: str, noise: float, tensor: Tensor, hyper: Mapping[str, float], step: int, unit: float
+) -> Limits:
+    """Returns how far apart a parameter and its moments may be after a step.
+
+    For SGD the update is linear in the gradient; for Adam and AdamW (Kingma & Ba, 2015) see
+    `_adam`, for LAMB (You et al., 2020) `_lamb`.
+
+    Args:
+        kind: The optimizer.
+        noise: How far apart any element of the gradient may be that the optimizer reads, clipped.
+        tensor: The reference's values.
+        hyper: The scalars of the step.
+        step: Its number, from 1.
+        unit: Unit of rounding of the parameter's type.
+    """
+    moved = np.abs(tensor.after - tensor.before)
+    rounding = _STATE_ULPS * unit * (np.abs(tensor.before) + moved)
+    m, v = tensor.moment1, tensor.moment2
+    if m is None:
+        return Limits(hyper["lr"] * noise + rounding)
+    small = _STATE_ULPS * unit * float(np.abs(m).max(initial=0.0))
+    if v is None:
+        first = (1.0 if hyper["momentum_first"] else 1.0 - hyper["dampening"]) * noise + small
+        return Limits(hyper["lr"] * first + rounding, first)
+    share1, share2 = hyper["beta1_complement"], hyper["beta2_complement"]
+    update, direction = _adam(m, v, noise, hyper, step)
+    if kind == "lamb":
+        update = _lamb(update, direction, tensor, hyper)
+    # The share of g^2 is at most v, so a difference n of g makes share2 (2 |g| n + n^2) at most:
+    second = 2 * np.sqrt(share2 * v) * noise + share2 * noise**2 + _STATE_ULPS * unit * v
+    return Limits(update + rounding, share1 * noise + small, second)
+
+
+def _adam(
+    m: Array, v: Array, noise: float, hyper: Mapping[str, float], step: int
+) -> tuple[Array, Array]:
+    """Returns the limit of an update of Adam for each element, and the direction r = m^ / s.
+
+    With m^ and v^ the corrected averages and s = sqrt(v^) + eps, the update is lr m^ / s. Noise n
+    in this step's gradient moves m^ by at most a = n (1 - beta1) / (1 - beta1^t). sqrt(v^) is a
+    weighted 2-norm of the gradients, which by Minkowski's inequality moves by at most
+    b = n sqrt((1 - beta2) / (1 - beta2^t)). So where b < s
+
+        |(m^ + a) / (s - b) - m^ / s| = (a + |r| b) / (s - b)
+
+    is the most that the direction moves: about n / sqrt(v^). It is never more than both directions
+    together, and any direction is bounded: by Cauchy-Schwarz |m_t| = |sum a_k g_k| is at most
+    sqrt(sum a_k^2 / b_k) sqrt(v_t), with a_k and b_k the weights of the two averages; that is 1 in
+    the first step.
+    """
+    share1, share2 = hyper["beta1_complement"], hyper["beta2_complement"]
+    correction1, root2 = 1.0 - (1.0 - share1) ** step, hyper["correction2_sqrt"]
+    scale = np.sqrt(v) / root2 + hyper["eps"]
+    direction = (m / correction1) / scale
+    size = np.abs(direction)
+    a, b = noise * share1 / correction1, noise * sqrt(share2) / root2
+    left = scale - b
+    certain = left > 0
+    apart = np.where(certain, (a + size * b) / np.where(certain, left, 1), inf)
+    powers = np.arange(step)
+    weights = (share1 * (1 - share1) ** powers) ** 2 / (share2 * (1 - share2) ** powers)
+    most = sqrt(float(weights.sum())) * root2 / correction1
+    return hyper["lr"] * np.minimum(apart, size + most), direction
+
+
+def _lamb(update: Array, direction: Array, tensor: Tensor, hyper: Mapping[str, float]) -> Array:
+    """Returns the limit of an update of LAMB, lr |p| d / |d|, d = Adam's direction + decay p.
+
+    Where d may be a large part of its own length apart, the limit is two whole updates. Whether a
+    parameter decays is not known here, so the larger of both limits is taken.
+    """
+    lr, p = hyper["lr"], tensor.before
+    length, moved = float(np.linalg.norm(p)), np.abs(tensor.after - p)
+    apart = update / lr
+    off = float(np.linalg.norm(apart))
+    limits: list[Array] = []
+    for decay in (0.0, hyper["weight_decay"]):
+        norm = float(np.linalg.norm(direction + decay * p))
+        if not length or off > _CERTAIN * norm:
+            limits.append(np.full(p.shape, 2 * lr * max(length, 1.0)))
+        else:
+            # The quotient's denominator moves too, which at half its length doubles the limit.
+            limits.append(2 * (lr * length / norm * apart + moved * off / norm))
+    return np.asarray(np.maximum(limits[0], limits[1]))
