@@ -1,7 +1,7 @@
 """Images for image classifiers: scikit-learn's handwritten digits, IDX files, and their resize."""
 
 import gzip
-import importlib
+import importlib.util
 import zlib
 from math import prod
 from pathlib import Path
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from onnxpar_runtime.errors import InputError
 
 Array = NDArray[Any]
+SIDE = 8
+"""Height and width of scikit-learn's digits."""
 LEVELS = 16
 """scikit-learn's digits count up to 16 dots of ink for each pixel."""
 
@@ -54,17 +56,22 @@ def handwritten_digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     set); nothing is downloaded.
 
     Raises:
-        InputError: scikit-learn is not installed.
+        InputError: scikit-learn is not installed, or does not have them where it always had.
     """
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-    except ImportError:
+    # Importing the package takes a second, which many ranks on one machine would all spend.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
         raise InputError(
             "the handwritten digits come with scikit-learn, which is not installed "
             "(pip install 'onnxpar[examples]')"
-        ) from None
-    data = datasets.load_digits()
-    return data.images.astype(np.float32) / np.float32(LEVELS), data.target.astype(np.int64)
+        )
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    try:
+        rows = np.loadtxt(path, np.float32, delimiter=",")
+    except (OSError, ValueError) as error:
+        raise InputError(f"the handwritten digits of scikit-learn: {error}") from None
+    images = rows[:, :-1].reshape(-1, SIDE, SIDE) / np.float32(LEVELS)
+    return images, rows[:, -1].astype(np.int64)
 
 
 def mnist_files(folder: str | Path, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

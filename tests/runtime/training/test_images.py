@@ -1,12 +1,14 @@
 """IDX files, plain and packed, and what is wrong with them."""
 
 import gzip
-import importlib
+import importlib.machinery
+import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 from mnist import CODES, idx, mnist
+from sklearn.datasets import load_digits
 
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, read_idx, resize
@@ -68,10 +70,20 @@ def test_resize_to_other_sides() -> None:
     np.testing.assert_array_equal(resize(images, 3, 4), images)
 
 
-def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
+def test_digits_are_those_of_scikit_learn() -> None:
+    images, classes = handwritten_digits()
+    data = load_digits()
+    assert (images.dtype, classes.dtype) == (np.float32, np.int64)
+    # Sixteenths are exact.
+    np.testing.assert_array_equal(images * 16, data.images)
+    np.testing.assert_array_equal(classes, data.target)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
+
+def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"scikit-learn, which is not installed \(pip install"):
+        handwritten_digits()
+    moved = importlib.machinery.ModuleSpec("sklearn", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: moved)
+    with pytest.raises(InputError, match=r"digits of scikit-learn: .*digits\.csv\.gz not found"):
         handwritten_digits()
