@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from onnxpar.errors import ModelError, SymbolError
-from onnxpar.pipeline import shard
-from onnxpar.symbols import Symbol
-from onnxpar.training.divide import TrainingSpec
 from onnxpar_runtime import commands
 from onnxpar_runtime import verify as checks
 from onnxpar_runtime.data import read_npz
@@ -24,6 +22,9 @@ from onnxpar_runtime.training import commands as training
 from onnxpar_runtime.training.hyper import Settings, parse_betas
 from onnxpar_runtime.training.verify import TrainingCase, TrainingSettings, verify_training
 from onnxpar_runtime.verify import Case
+
+if TYPE_CHECKING:
+    from onnxpar.symbols import Symbol
 
 __all__ = [
     "Case",
@@ -276,6 +277,10 @@ def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
     if (model / FILE_NAME).is_file():
         yield model
         return
+    # The transformer takes a second to load, which the ranks of `run` and `train` do without.
+    from onnxpar.pipeline import shard
+    from onnxpar.training.divide import TrainingSpec
+
     spec = TrainingSpec.of(manifest.trained().spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
         whole = Path(folder, "whole")
@@ -283,8 +288,10 @@ def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
         yield whole
 
 
-def _symbols(manifest: Manifest) -> dict[str, Symbol]:
+def _symbols(manifest: Manifest) -> "dict[str, Symbol]":
     """The constraints of the artifacts; names that are one size share their symbol."""
+    from onnxpar.symbols import Symbol
+
     found: dict[str, Symbol] = {}
     for name, symbol in manifest.symbols.items():
         found[name] = (
