@@ -107,7 +107,8 @@ class World:
                 (off if unset). Groups on one node share memory and compare every call anyway;
                 others send messages, where it costs a small one per call. There, without it, the
                 first 1024 calls on each group are compared, then every 64th together with those
-                before it. ONNXPAR_SHARED_MEMORY=0 in the environment makes all groups send messages.
+                before it. ONNXPAR_SHARED_MEMORY=0 in the environment makes every group send
+                messages.
 
         Raises:
             LaunchError: MPI cannot be loaded, or it is not the one that the library was built for.
