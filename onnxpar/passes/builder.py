@@ -18,7 +18,7 @@ import sympy
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.sharding import Sharding
-from onnxpar.symbols import Dim, SymbolTable, dim_str
+from onnxpar.symbols import Dim, SymbolTable, dim_str, symbols_of
 
 DOMAIN = "onnxpar"
 SYMBOL_PREFIX = "onnxpar.symbol."
@@ -67,11 +67,13 @@ class GraphBuilder:
         mesh: The device mesh.
         table: What is known of the symbols.
         opset: Version of the default domain of the graph being built.
+        varying: Of each symbol whose value differs between ranks, the atoms along which it does.
     """
 
     mesh: Mesh
     table: SymbolTable
     opset: int
+    varying: Mapping[str, frozenset[int]] = field(default_factory=dict)
     nodes: list[ir.Node] = field(default_factory=list)
     initializers: list[ir.Value] = field(default_factory=list)
     system_inputs: dict[str, ir.Value] = field(default_factory=dict)
@@ -307,7 +309,11 @@ class GraphBuilder:
             after: Layout of the value after.
             pairs: For Permute: (source, destination) positions in the group.
             attributes: Further attributes of the operator.
+
+        Raises:
+            ShardingError: The ranks of a group would move tensors of different sizes.
         """
+        self._check_sizes(op_type, atoms, moved, value, reason)
         texts = (
             before.describe(self.mesh) if before else "",
             after.describe(self.mesh) if after else "",
@@ -338,6 +344,17 @@ class GraphBuilder:
             Collective(op_type, node_name, value, tuple(atoms), moved, reason, *texts)
         )
         return out
+
+    def _check_sizes(self, op_type: str, atoms: Atoms, moved: Dim, value: str, reason: str) -> None:
+        for symbol in sorted(symbols_of(moved)) if self.varying else ():
+            over = self.varying.get(symbol, frozenset()) & set(atoms)
+            if over:
+                raise ShardingError(
+                    f"{reason}: {value!r} would be moved by {op_type} over "
+                    f"{self.mesh.describe(tuple(atoms))}, and its size has the symbol {symbol!r}, "
+                    f"which is per-rank along {self.mesh.describe(tuple(sorted(over)))}: choose a "
+                    "strategy that leaves it where it is, or give all ranks one size"
+                )
 
 
 def _fresh(taken: dict[str, int], hint: str) -> str:

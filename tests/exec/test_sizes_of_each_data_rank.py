@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import parser
 
+from onnxpar.errors import ShardingError
 from onnxpar.pipeline import shard
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import TrainingSpec
@@ -20,7 +21,7 @@ Array = NDArray[Any]
 WIDTH, HIDDEN, CLASSES = 6, 5, 3
 TEXT = f"""<ir_version: 10, opset_import: ["" : 21]>
 g (float[batch, seq, {WIDTH}] x) => (float[batch, seq, {CLASSES}] y)
-{{ a = MatMul(x, w1)  c = Relu(a)  y = MatMul(c, w2) }}"""
+{{ a = MatMul(x, w1)  c = Relu(a)  [second] y = MatMul(c, w2) }}"""
 HYPER = {"lr": 0.1, "clip_norm": 1.0, "weight_decay": 0.0}
 
 
@@ -34,16 +35,25 @@ def model(path: Path) -> Path:
     return path
 
 
-def part(rng: np.random.Generator, rows: int, length: int, *, classes: bool) -> dict[str, Array]:
+def part(
+    rng: np.random.Generator, rows: int, length: int, loss: str, ignored: int | None
+) -> dict[str, Array]:
     x = rng.standard_normal((rows, length, WIDTH), np.float32)
-    if classes:
-        # About a quarter do not count.
-        return {"x": x, "labels": rng.integers(-1, CLASSES, (rows, length))}
+    if loss == "softmax_cross_entropy":
+        # About a quarter do not count, where one label is ignored.
+        least = 0 if ignored is None else ignored
+        return {"x": x, "labels": rng.integers(least, CLASSES, (rows, length))}
     return {"x": x, "labels": rng.standard_normal((rows, length, CLASSES), np.float32)}
 
 
 @pytest.mark.parametrize(
-    ("loss", "ignored"), [("mse", None), ("mae", None), ("softmax_cross_entropy", -1)]
+    ("loss", "ignored"),
+    [
+        ("mse", None),
+        ("mae", None),
+        ("softmax_cross_entropy", None),
+        ("softmax_cross_entropy", -1),
+    ],
 )
 def test_two_lengths_in_one_step(tmp_path: Path, loss: str, ignored: int | None) -> None:
     spec = TrainingSpec(parse_loss(loss, ignore_index=ignored), parse_optimizer("sgd"))
@@ -60,7 +70,7 @@ def test_two_lengths_in_one_step(tmp_path: Path, loss: str, ignored: int | None)
     rng = np.random.default_rng(0)
     with TrainerGroup(tmp_path / "1") as one, TrainerGroup(tmp_path / "2") as two:
         for rows, first, second in ((1, 3, 7), (2, 4, 5), (2, 5, 5), (3, 6, 2)):
-            pair = tuple(part(rng, rows, n, classes=ignored is not None) for n in (first, second))
+            pair = tuple(part(rng, rows, n, loss, ignored) for n in (first, second))
             expected = one.train_step(pair, HYPER)
             got = two.train_step([pair], HYPER)
             # float32 sums of up to 100 terms in another order, and rounded weights: some 2^-24.
@@ -71,3 +81,14 @@ def test_two_lengths_in_one_step(tmp_path: Path, loss: str, ignored: int | None)
                 np.testing.assert_allclose(
                     two.gather(name), whole, rtol=0, atol=1e-5 * np.abs(whole).max()
                 )
+
+
+def test_what_would_move_between_ranks_of_two_lengths_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path / "m.onnx")
+    strategy = tmp_path / "s.yaml"
+    strategy.write_text("mesh: {dp: 2}\nnodes: {second: {in: [[~, ~, dp], [dp, ~]]}}\n")
+    with pytest.raises(ShardingError, match=r"second operand 0: 'c' .* AllToAll .* 'seq'.* dp"):
+        shard(path, strategy, tmp_path / "2", symbols={"seq": Symbol(per_rank=True)})
+    assert not (tmp_path / "2").exists()
+    # Ranks that are given one size may move it.
+    shard(path, strategy, tmp_path / "2")
