@@ -28,7 +28,7 @@ from onnxpar_runtime.training.batches import (
 )
 from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
 from onnxpar_runtime.training.log import Reporter, what_is_trained
-from onnxpar_runtime.training.loop import Evaluation, evaluate, fit, total_steps
+from onnxpar_runtime.training.loop import Evaluation, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
@@ -129,31 +129,31 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluate else ()))
         trainer = _trainer(rank, manifest, how, first, wanted.seed, wanted.parameters)
-        with together(rank, lambda: _reporter(rank, wanted)) as reporter:
-            for line in what_is_trained(trainer.training):
-                reporter.tell(line)
-            for plan in (prepared.data.plan, prepared.evaluation and prepared.evaluation.plan):
-                if plan and plan.notice:
-                    reporter.tell(f"notice: {plan.notice}")
-            start = time.perf_counter()
-            done = fit(
-                trainer,
-                prepared.data,
-                prepared.hyper,
-                prepared.schedule,
-                reporter,
-                epochs=wanted.epochs,
-                steps=wanted.steps,
-                evaluation=prepared.evaluation,
-            )
-            log.info("%d steps in %.3f s", done.steps, time.perf_counter() - start)
-            if wanted.save is not None:
-                save(trainer, wanted.save)
-                reporter.tell(f"wrote {wanted.save}")
+        _train(trainer, wanted, prepared)
         trainer.close()
         return 0
 
     return _interruptible(rank, body)
+
+
+def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
+    """Trains as `train` does, with a trainer that is there and stays. Every rank must call it.
+
+    The seed of the model's random numbers is the trainer's own.
+
+    Args:
+        trainer: This rank's trainer.
+        wanted: What to do.
+
+    Raises:
+        OnnxparRuntimeError: Something that is wanted cannot be, on all ranks; or as
+            `Trainer.train_step`.
+    """
+    prepared = together(
+        trainer.rank, lambda: _prepare(trainer.manifest, wanted, trainer.rank.index)
+    )
+    _load(trainer, wanted.parameters)
+    return _train(trainer, wanted, prepared)
 
 
 def evaluation(
@@ -233,9 +233,13 @@ def _trainer(
             manifest=manifest,
         ),
     )
-    if parameters is not None:
-        trainer.load_parameters(together(rank, lambda: read_tensors(parameters)))
+    _load(trainer, parameters)
     return trainer
+
+
+def _load(trainer: Trainer, parameters: str | Path | None) -> None:
+    if parameters is not None:
+        trainer.load_parameters(together(trainer.rank, lambda: read_tensors(parameters)))
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -266,6 +270,32 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
         held_out = _evaluation_data(manifest, rank, wanted.data, None, wanted.seed)
     schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
     return _Prepared(data, held_out, hyper, schedule)
+
+
+def _train(trainer: Trainer, wanted: TrainingRun, prepared: _Prepared) -> Fitted:
+    rank = trainer.rank
+    with together(rank, lambda: _reporter(rank, wanted)) as reporter:
+        for line in what_is_trained(trainer.training):
+            reporter.tell(line)
+        for plan in (prepared.data.plan, prepared.evaluation and prepared.evaluation.plan):
+            if plan and plan.notice:
+                reporter.tell(f"notice: {plan.notice}")
+        start = time.perf_counter()
+        done = fit(
+            trainer,
+            prepared.data,
+            prepared.hyper,
+            prepared.schedule,
+            reporter,
+            epochs=wanted.epochs,
+            steps=wanted.steps,
+            evaluation=prepared.evaluation,
+        )
+        log.info("%d steps in %.3f s", done.steps, time.perf_counter() - start)
+        if wanted.save is not None:
+            save(trainer, wanted.save)
+            reporter.tell(f"wrote {wanted.save}")
+    return done
 
 
 def _reporter(rank: Rank, wanted: TrainingRun) -> Reporter:

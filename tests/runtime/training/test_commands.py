@@ -1,24 +1,55 @@
 """What `train` and `eval` share, where it is about several ranks; the rest is in tests/cli."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hand_trained import regression, start
+from hand_trained import Reference, batch_of, regression, start
 from safetensors.numpy import load_file
 
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.tensor_file import Entry
 from onnxpar_runtime.training import commands
+from onnxpar_runtime.training.batches import order
+from onnxpar_runtime.training.hyper import Settings, hyperparameters
 
 
 def test_parameters_are_saved_whole(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
         group.each(lambda rank: commands.save(group.members[rank], tmp_path / "w"))
     np.testing.assert_array_equal(load_file(tmp_path / "w")["w"], start())
+
+
+def test_a_trainer_that_is_there(tmp_path: Path) -> None:
+    reference, everything = Reference(), batch_of(9, 1)
+    np.savez(tmp_path / "a.npz", **everything)
+    settings = Settings(momentum=0.5, clip_norm=1.0)
+    wanted = commands.TrainingRun(
+        f"npz:{tmp_path / 'a.npz'}", lr=0.1, batch_size=4, epochs=2, seed=3, settings=settings,
+        save=tmp_path / "w", print_every=0,
+    )  # fmt: skip
+    with TrainerGroup(regression(tmp_path / "a")) as group:
+        done = group.each(lambda rank: commands.train_with(group.members[rank], wanted))[0]
+        # And on from there, from what was saved, with the momentum that has gathered.
+        more = replace(wanted, steps=1, parameters=tmp_path / "w", save=None)
+        again = group.each(lambda rank: commands.train_with(group.members[rank], more))[0]
+    hyper = hyperparameters("momentum", settings)
+    for step in range(1, 7):
+        epoch, begin = (step + 2) // 3, 4 * ((step - 1) % 3)
+        rows = order(9, 3, epoch)[begin : begin + 4]
+        batch = {name: array[rows] for name, array in everything.items()}
+        loss, _ = reference.step(batch, hyper.at(step, 0.1))
+    assert done.steps == 6
+    # float64 sums in another order.
+    np.testing.assert_allclose(done.loss, loss, rtol=1e-11)
+    np.testing.assert_allclose(load_file(tmp_path / "w")["w"], reference.w, rtol=1e-11)
+    rows = order(9, 3, 1)[:4]
+    loss, _ = reference.gradient({name: array[rows] for name, array in everything.items()})
+    np.testing.assert_allclose(again.loss, loss, rtol=1e-11)
 
 
 def test_all_ranks_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
