@@ -11,7 +11,9 @@ struct TrainingOp : ort::CustomOp {
   const KernelSpec* spec;
 };
 
-const KernelSpec& spec(const ort::CustomOp* op) { return *static_cast<const TrainingOp*>(op)->spec; }
+const KernelSpec& spec(const ort::CustomOp* op) {
+  return *static_cast<const TrainingOp*>(op)->spec;
+}
 
 struct TrainingKernel {
   std::string where;
@@ -132,8 +134,8 @@ TrainingOp make_op(const KernelSpec& of) {
 std::deque<TrainingOp>& all_ops() {
   static auto* ops = [] {
     auto* made = new std::deque<TrainingOp>();
-    for (const auto* specs : {&pointwise_kernels(), &row_kernels(), &loss_kernels(), &gather_kernels(),
-                              &update_kernels()}) {
+    for (const auto* specs : {&pointwise_kernels(), &row_kernels(), &loss_kernels(),
+                              &gather_kernels(), &update_kernels()}) {
       for (const KernelSpec& one : *specs) made->push_back(make_op(one));
     }
     return made;

@@ -59,7 +59,7 @@ size_t in_place(int** inputs, int** outputs) {
 }
 size_t never_in_place(int** inputs, int** outputs);
 
-// Calls f with a zero of the type to compute in. Throws std::invalid_argument for other than floats.
+// Calls f with a zero of the type to compute in. Throws std::invalid_argument for no float type.
 template <class F>
 void with_real(const Tensor& tensor, const char* name, F&& f) {
   switch (tensor.type) {
@@ -136,9 +136,6 @@ void expect_count(const Tensor& tensor, const char* name, size_t count, const ch
 size_t product(const Shape& shape, size_t begin, size_t end);
 // The axis counted from 0. Throws std::invalid_argument where the shape has not that many dims.
 size_t axis_of(const Shape& shape, int64_t axis);
-
-// Columns of a reduction over a dim that is not the last, taken together.
-inline constexpr size_t kColumns = 256;
 
 // Elements in one piece of work: some microseconds, against 0.1 for handing it out.
 inline constexpr size_t kPiece = 16384;

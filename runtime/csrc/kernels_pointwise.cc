@@ -88,7 +88,14 @@ const std::vector<KernelSpec>& pointwise_kernels() {
       {"TanhGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, tanh_grad},
       {"SigmoidGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, sigmoid_grad},
       {"GeluGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, gelu_grad},
-      {"SquareSum", {kAny}, 0, true, {{0, Like::Shape::kScalar, true}}, false, never_in_place, square_sum},
+      {"SquareSum",
+       {kAny},
+       0,
+       true,
+       {{0, Like::Shape::kScalar, true}},
+       false,
+       never_in_place,
+       square_sum},
   };
   return all;
 }

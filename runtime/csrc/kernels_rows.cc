@@ -35,9 +35,8 @@ Compute softmax(int64_t axis, SelectRow select_row, SelectColumns select_columns
         pieces(io, outer * blocks, 1, [&](size_t index, size_t) {
           const size_t column = index % blocks * kColumns;
           const size_t start = index / blocks * n * inner + column;
-          T sums[kColumns];
           loop(dx.data() + start, from.data() + start, result.data() + start, n, inner,
-               std::min(kColumns, inner - column), sums);
+               std::min(kColumns, inner - column));
         });
       }
       dx.finish();

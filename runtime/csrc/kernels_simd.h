@@ -10,6 +10,9 @@
 
 namespace onnxpar {
 
+// The most columns of a reduction over a dim that is not the last that a loop takes together.
+inline constexpr size_t kColumns = 256;
+
 // What an optimizer step needs besides tensors; see the operators in kernels.h.
 template <class T>
 struct StepScalars {
@@ -37,14 +40,13 @@ struct Loops {
   // One row of a softmax or its logarithm.
   void (*softmax_grad)(T* dx, const T* dy, const T* y, size_t n);
   void (*log_softmax_grad)(T* dx, const T* dy, const T* y, size_t n);
-  // `columns` softmaxes side by side: element i of each is at i * stride; `sums` has room for one
-  // value a column.
+  // Up to kColumns softmaxes side by side: element i of each is at i * stride.
   void (*softmax_grad_columns)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
-                               size_t columns, T* sums);
+                               size_t columns);
   void (*log_softmax_grad_columns)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
-                                   size_t columns, T* sums);
+                                   size_t columns);
   // The greatest of n elements and log(sum(exp(x - most))), apart since their sum would round; the
-  // same for `columns` columns, whose element i is at i * stride.
+  // same for up to kColumns columns, whose element i is at i * stride.
   void (*log_sum_exp)(T* most, T* log_sum, const T* x, size_t n);
   void (*log_sum_exp_columns)(T* most, T* log_sum, const T* x, size_t n, size_t stride,
                               size_t columns);

@@ -90,6 +90,20 @@ def test_no_samples(run: Run) -> None:
     assert log_prob.shape == (0, 3)
 
 
+def test_long_rows(run: Run) -> None:
+    # Equal terms round the same way each time: one running sum in each of 8 lanes is off by 519
+    # units here, and a single one by 3590.
+    scores = np.full((3, 50257), -1.1, np.float32)
+    scores[:, 0] = 0
+    _, log_prob = run(
+        "SoftmaxCrossEntropyLoss", scores, np.zeros(3, np.int64), outputs=[True, True]
+    )
+    # Half of the last digit of numbers between 8 and 16, for the logarithm and for the result, is 8
+    # units each; the sum is one of blocks of 256 and has a few times less than their number, 197.
+    bound = 2.0**-24 * (8 + 8 + 197 / 3)
+    np.testing.assert_allclose(log_prob, log_softmax(scores.astype(float), 1), rtol=0, atol=bound)
+
+
 def test_large_scores(run: Run) -> None:
     scores = np.array([[1e4, 0, -1e4], [-1e30, -1e30, -1e30]], np.float32)
     (loss,) = run("SoftmaxCrossEntropyLoss", scores, np.array([1, 2]), reduction="none")
