@@ -12,7 +12,7 @@ from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import ANY, WHOLE, Operand, OpRule
 from onnxpar.sharding import REDUCTIONS, Component, DimSharding, Sharding, canonical_dim
-from onnxpar.symbols import Dim, SymbolTable, exact_div
+from onnxpar.symbols import Dim, SymbolTable, exact_div, symbols_of
 
 Factors = Mapping[str, DimSharding]
 
@@ -57,6 +57,24 @@ class Plan:
     parameters: Mapping[str, Sharding]
     outputs: Mapping[str, Sharding]
     resharded: Mapping[str, Sharding] = field(default_factory=dict)
+
+
+def varying(inputs: Mapping[str, Sharding], table: SymbolTable) -> dict[str, frozenset[int]]:
+    """Returns along which atoms each per-rank symbol has different values.
+
+    Ranks that hold different parts of a graph input may be given different sizes of it; ranks that
+    hold the same part are given the same.
+
+    Args:
+        inputs: Sharding of each graph input.
+        table: What is known of the symbols.
+    """
+    found: dict[str, frozenset[int]] = {}
+    for sharding in inputs.values():
+        for symbol in {name for size in sharding.shape for name in symbols_of(size)}:
+            if table[symbol].per_rank:
+                found[symbol] = found.get(symbol, frozenset()) | set(sharding.split_atoms)
+    return found
 
 
 def factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:

@@ -8,6 +8,7 @@ them, and take the sharding that it wants: laying out a weight costs nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -19,6 +20,7 @@ from onnxpar.analysis.plan import (
     operand_sharding,
     project,
     shardings,
+    varying,
 )
 from onnxpar.analysis.reshard import cheapest_way
 from onnxpar.analysis.seeds import Seeds
@@ -26,8 +28,11 @@ from onnxpar.analysis.shapes import NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, structure
 from onnxpar.ops.rule import OpRule
 from onnxpar.sharding import Sharding
+from onnxpar.symbols import symbols_of
 
 ROUNDS = 2
+FORBIDDEN = 1 << 60
+"""Bytes; the price of moving a tensor between ranks that have different sizes of it."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,17 @@ class _Walk:
         return self.wishes.get(name)
 
     def _cost(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> int:
-        return cheapest_way(versions, target, self.seeds.mesh, self.env.table, itemsize).bytes
+        way = cheapest_way(versions, target, self.seeds.mesh, self.env.table, itemsize)
+        for step in way.steps if self.varying else ():
+            for symbol in symbols_of(step.bytes):
+                if self.varying.get(symbol, frozenset()) & set(step.atoms):
+                    return FORBIDDEN
+        return way.bytes
+
+    @cached_property
+    def varying(self) -> Mapping[str, frozenset[int]]:
+        """Along which atoms the value of a per-rank symbol differs."""
+        return varying(self.seeds.inputs, self.env.table)
 
     def _adopt(self, node: ir.Node, plan: NodePlan) -> None:
         self.plans[node.name or ""] = plan

@@ -12,7 +12,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from onnxpar.analysis.equalities import assumed_equalities
-from onnxpar.analysis.plan import NodePlan, Plan
+from onnxpar.analysis.plan import NodePlan, Plan, varying
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.reshard import cheapest_way
 from onnxpar.analysis.shapes import ShapeEnv
@@ -26,7 +26,6 @@ from onnxpar.passes.padding import mask_padding
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel, States
 from onnxpar.passes.reshard import emit_reshard
 from onnxpar.sharding import Sharding
-from onnxpar.symbols import symbols_of
 
 IDENTITY: dict[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
 INLINE_ELEMENTS = 1024
@@ -58,22 +57,8 @@ def partition(
         ShardingError: A node cannot be written for the sharding the plan gives it.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    builder = GraphBuilder(plan.mesh, env.table, opset, _varying(plan, env))
+    builder = GraphBuilder(plan.mesh, env.table, opset, varying(plan.inputs, env.table))
     return _Partition(model, env, rules, ops, plan, builder, program, states).run()
-
-
-def _varying(plan: Plan, env: ShapeEnv) -> dict[str, frozenset[int]]:
-    """Returns along which atoms each per-rank symbol has different values.
-
-    Ranks that hold different parts of an input may be given different sizes of it; ranks that hold
-    the same part are given the same.
-    """
-    found: dict[str, frozenset[int]] = {}
-    for sharding in plan.inputs.values():
-        for symbol in {name for size in sharding.shape for name in symbols_of(size)}:
-            if env.table[symbol].per_rank:
-                found[symbol] = found.get(symbol, frozenset()) | set(sharding.split_atoms)
-    return found
 
 
 @dataclass
