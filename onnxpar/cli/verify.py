@@ -100,6 +100,10 @@ def _print(cases: "Sequence[Case] | Sequence[TrainingCase]") -> None:
         console.print("loss, gradient: largest relative difference; state: largest part of a limit")
     for one in trained:
         console.print(_worst(one), markup=False, soft_wrap=True)
+        jumps = sorted({name for step in one.steps for name in step.jumps})
+        if jumps:
+            told = f"compared less strictly, since gradients jump there: {', '.join(jumps)}"
+            console.print(told, markup=False, soft_wrap=True)
     for case in cases:
         for problem in case.problems:
             console.print(f"does not hold: {problem}", markup=False, soft_wrap=True)

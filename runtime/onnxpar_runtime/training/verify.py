@@ -7,133 +7,47 @@ step a second time, beginning with the states that the ranks have: of this step 
 moments and parameters must be equal but for rounding. A mistake of any step is seen in that step,
 and what adds up over steps in the losses.
 
+A gradient that jumps (ReLU's at 0) may jump on one side alone, where its operand is rounding noise.
+So where a gradient differs, the undivided program is asked how far its own gradients move when its
+parameters move by rounding; that far they may be apart.
+
 Before the first step both evaluate. Steps of even number have two micro-batches and clip the
 gradients to half of the last step's norm. The bytes that the ranks count are compared with the
 formulas of the manifest.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.data import convert
-from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.errors import ArtifactError, InputError, TrainingError
-from onnxpar_runtime.manifest import Collective, Manifest, Program, State
+from onnxpar_runtime.errors import ArtifactError, InputError
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
-from onnxpar_runtime.training import limits
-from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
-from onnxpar_runtime.training.programs import ACCUMULATION, EVALUATION, OPTIMIZER, TRAINING
-from onnxpar_runtime.training.random_data import Draws, Given, Random
-from onnxpar_runtime.training.trainer import Evaluation, StepResult
-from onnxpar_runtime.verify import (
-    TOLERANCE,
-    compare_bytes,
-    complete_case,
-    default_cases,
-    difference_of,
+from onnxpar_runtime.training.comparison import (
+    Comparison,
+    Rates,
+    StepCase,
+    TrainingCase,
+    TrainingSettings,
+    trained_parameters,
 )
+from onnxpar_runtime.training.group import TrainerGroup
+from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.programs import EVALUATION
+from onnxpar_runtime.training.random_data import Draws, Given, Random
+from onnxpar_runtime.verify import complete_case, default_cases
+
+__all__ = ["RATES", "StepCase", "TrainingCase", "TrainingSettings", "verify_training"]
 
 Array = NDArray[Any]
 RATES: Mapping[str, float] = {"sgd": 1e-2, "momentum": 1e-2, "adam": 1e-3, "adamw": 1e-3,
                               "lamb": 1e-3}  # fmt: skip
 """Learning rate of each optimizer, unless one is given: steps as in practice."""
 _DECAY = 1e-2
-LATER = 10
-"""How much further apart the losses of two runs may be after the first step than in it.
-
-From then on the parameters differ, and with them all that is computed.
-"""
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """What to compare and how strictly.
-
-    Attributes:
-        steps: Steps of each case.
-        lr: Learning rate; None takes `RATES`.
-        seed: Seed of the data, and of the random numbers that the model draws.
-        rtol: Tolerance of losses and of gradients, relative to a tensor's largest magnitude; None
-            takes that of the type.
-        atol: Absolute tolerance, added.
-        custom_ops: Further custom-op libraries, for both sides.
-        ort_options: Options of onnxruntime for the ranks.
-    """
-
-    steps: int = 1
-    lr: float | None = None
-    seed: int = 0
-    rtol: float | None = None
-    atol: float = 0.0
-    custom_ops: tuple[str, ...] = ()
-    ort_options: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """What was found in one step.
-
-    Attributes:
-        step: Its number, from 1.
-        micro_batches: How many it had.
-        loss: Loss of the ranks, of the one that is furthest off.
-        loss_expected: Loss of the undivided run.
-        loss_rel: Their difference, relative.
-        gradient_rel: Largest difference of a gradient, relative to its tensor's largest magnitude
-            and what rounding leaves of the largest of all (`limits.NOISE_ULPS`).
-        gradient_worst: The parameter whose gradient that is.
-        parameter_abs: Largest difference of a parameter.
-        state_share: Largest difference of an element of a parameter or of a moment, as a part of
-            its limit (`onnxpar_runtime.training.limits`).
-        state_worst: The state that has it.
-    """
-
-    step: int
-    micro_batches: int
-    loss: float
-    loss_expected: float
-    loss_rel: float
-    gradient_rel: float
-    gradient_worst: str
-    parameter_abs: float
-    state_share: float
-    state_worst: str
-
-
-@dataclass(frozen=True)
-class TrainingCase:
-    """The outcome at one choice of the symbols.
-
-    Attributes:
-        symbols: Values of the symbols.
-        ok: Whether everything is within its limit and the bytes are as promised.
-        max_abs: Largest absolute difference of any output, gradient or parameter.
-        max_rel: Largest relative difference of any output, loss or gradient.
-        worst: What `max_rel` is of; empty where nothing differs.
-        bytes_expected: Bytes that one rank sends in the evaluation and all steps, by the manifest's
-            formulas; None where a formula has a size that depends on data.
-        bytes_counted: The most bytes that any rank counted.
-        problems: What does not hold, for people.
-        steps: The steps.
-    """
-
-    symbols: Mapping[str, int]
-    ok: bool
-    max_abs: float
-    max_rel: float
-    worst: str
-    bytes_expected: int | None
-    bytes_counted: int
-    problems: tuple[str, ...]
-    steps: tuple[StepCase, ...]
 
 
 def verify_training(
@@ -178,12 +92,12 @@ def verify_training(
     start = partial(TrainerGroup, custom_ops=settings.custom_ops, seed=settings.seed)
     draw: Draws = Given(feeds) if feeds else Random(whole, settings.seed, settings.custom_ops)
     rate = RATES[kind] if settings.lr is None else settings.lr
-    hyper = _Hyper(hyperparameters(kind, _settings(kind)), rate)
+    hyper = Rates(hyperparameters(kind, _settings(kind)), rate)
     with (
         start(directory, ort_options=settings.ort_options) as ranks,
         start(reference) as one,
     ):
-        return [_Comparison(ranks, one, hyper, settings, v).run(draw) for v in chosen]
+        return [Comparison(ranks, one, hyper, settings, v).run(draw) for v in chosen]
 
 
 def _settings(kind: str) -> Settings:
@@ -203,325 +117,7 @@ def _check_same(manifest: Manifest, whole: Manifest) -> None:
     for what, got, expected in (
         ("optimizer", its.optimizer, mine.optimizer),
         ("loss", its.loss.kind, mine.loss.kind),
-        ("trained parameters", _parameters(its.states), _parameters(mine.states)),
+        ("trained parameters", trained_parameters(its.states), trained_parameters(mine.states)),
     ):
         if got != expected:
             raise ArtifactError(f"{whole.directory}: {what}: expected {expected}, got {got}")
-
-
-def _parameters(states: Mapping[str, State]) -> dict[str, str]:
-    return {
-        s.parameter: f"{s.spec.dtype}{list(s.spec.shape)}"
-        for s in states.values()
-        if s.kind == "parameter"
-    }
-
-
-@dataclass(frozen=True)
-class _Hyper:
-    """The optimizer's scalars at a step."""
-
-    parameters: Hyperparameters
-    rate: float
-
-    def at(self, step: int, clip_norm: float) -> dict[str, float]:
-        return self.parameters.at(step, self.rate) | {"clip_norm": clip_norm}
-
-
-# -- comparing -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A step, and the loss that it has in a run of the undivided program alone."""
-
-    step: int
-    batches: Sequence[Mapping[str, Array]]
-    hyper: Mapping[str, float]
-    loss: float
-
-
-class _Comparison:
-    """One case: what was found so far."""
-
-    def __init__(
-        self,
-        ranks: TrainerGroup,
-        one: TrainerGroup,
-        hyper: _Hyper,
-        settings: TrainingSettings,
-        values: Mapping[str, int],
-    ) -> None:
-        self.ranks, self.one, self.hyper = ranks, one, hyper
-        self.settings, self.values = settings, values
-        self.states = ranks.manifest.trained().states
-        self.problems: list[str] = []
-        self.worst, self.max_abs, self.max_rel = "", 0.0, 0.0
-        self.sent: int | None = 0
-        self.counted = 0
-
-    def run(self, draw: Draws) -> TrainingCase:
-        """Evaluates and trains on both sides, from the beginning."""
-        for group in (self.ranks, self.one):
-            group.reset()
-        self._evaluate(draw.batch(self.values))
-        plan = self._alone([self._batches(draw, n) for n in range(1, self.settings.steps + 1)])
-        steps: list[StepCase] = []
-        for work in plan:
-            found = self._step(work)
-            if found is None:
-                break
-            steps.append(found)
-        return TrainingCase(
-            dict(self.values),
-            not self.problems,
-            self.max_abs,
-            self.max_rel,
-            self.worst,
-            self.sent,
-            self.counted,
-            tuple(self.problems),
-            tuple(steps),
-        )
-
-    def _rtol(self, dtype: str) -> float:
-        given = self.settings.rtol
-        return TOLERANCE.get(dtype, 0.0) if given is None else given
-
-    def _note(self, name: str, difference: float, relative: float) -> None:
-        self.max_abs = max(self.max_abs, difference)
-        if relative > self.max_rel:
-            self.max_rel, self.worst = relative, name
-
-    def _bytes(self, times: Mapping[str, int]) -> None:
-        """Compares what the ranks have counted since the last reset with so many runs."""
-        collectives: list[Collective] = []
-        for name, count in times.items():
-            collectives += list(self.ranks.manifest.program(name).collectives) * count
-        sent, counted, wrong = compare_bytes(collectives, self.ranks, self.values)
-        self.problems += [f"{', '.join(times)}: {problem}" for problem in wrong]
-        self.sent = None if sent is None or self.sent is None else self.sent + sent
-        self.counted += counted
-
-    # -- evaluation
-
-    def _evaluate(self, batch: Mapping[str, Array]) -> None:
-        program = self.ranks.manifest.program(EVALUATION)
-        expected = self.one.evaluate(batch, outputs=True)
-        self.ranks.reset_counters()
-        members = self.ranks.members
-        found = self.ranks.each(lambda rank: members[rank].evaluate(batch, outputs=True))
-        self._bytes({EVALUATION: 1})
-        for rank, got in enumerate(found):
-            if got["correct"] != expected["correct"] or got["count"] != expected["count"]:
-                self.problems.append(
-                    f"evaluation on rank {rank}: expected {expected['correct']} right of "
-                    f"{expected['count']}, got {got['correct']} of {got['count']}"
-                )
-                break
-        losses = [got["loss"] for got in found]
-        self._loss("evaluation", losses, expected["loss"], 1)
-        self._outputs(program, expected, found[0])
-
-    def _outputs(self, program: Program, expected: Evaluation, got: Evaluation) -> None:
-        wanted, have = expected["outputs"] or {}, got["outputs"] or {}
-        for spec in program.outputs:
-            if spec.name not in wanted:
-                continue
-            difference, scale, same = difference_of(wanted[spec.name], have[spec.name])
-            limit = self.settings.atol + self._rtol(spec.dtype) * scale
-            self._note(spec.name, difference, difference / scale if scale else difference)
-            if not same or difference > limit:
-                self.problems.append(
-                    f"evaluation: output {spec.name!r}: expected a difference of at most "
-                    f"{limit:.3g}, got {difference:.3g}"
-                )
-
-    def _loss(
-        self, where: str, losses: Sequence[float], expected: float, more: int
-    ) -> tuple[float, float]:
-        """Compares every rank's loss; returns the furthest and how far off it is, relative."""
-        dtype = next(s.dtype for s in self.ranks.manifest.program(TRAINING).outputs if not s.shape)
-        got = max(losses, key=lambda loss: _apart(loss, expected))
-        relative = _apart(got, expected) / abs(expected) if expected else _apart(got, expected)
-        limit = self._rtol(dtype) * more * abs(expected) + self.settings.atol
-        # A loss that is all but zero is what is left of terms of size one.
-        limit += limits.NOISE_ULPS * float(np.finfo(DTYPES[dtype].dtype).eps)
-        self._note("loss", _apart(got, expected), relative)
-        if not _apart(got, expected) <= limit:
-            self.problems.append(f"{where}: expected loss {expected:.9g}, got {got:.9g}")
-        return got, relative
-
-    # -- steps
-
-    def _batches(self, draw: Draws, step: int) -> list[dict[str, Array]]:
-        names = {s.name for s in self.ranks.manifest.program(TRAINING).inputs}
-        batches = [draw.batch(self.values) for _ in range(1 if step % 2 else 2)]
-        return [{n: a for n, a in batch.items() if n in names} for batch in batches]
-
-    def _alone(self, steps: Sequence[Sequence[Mapping[str, Array]]]) -> list["_Work"]:
-        """Trains the undivided program from its own beginning; returns the steps to compare."""
-        plan: list[_Work] = []
-        norm = inf
-        for number, batches in enumerate(steps, 1):
-            hyper = self.hyper.at(number, inf if number % 2 else norm / 2)
-            result = self._one_step(batches, hyper)
-            norm = result.grad_norm
-            plan.append(_Work(number, batches, hyper, result.loss))
-        self.one.reset()
-        return plan
-
-    def _one_step(
-        self, batches: Sequence[Mapping[str, Array]], hyper: Mapping[str, float]
-    ) -> StepResult:
-        try:
-            return self.one.train_step(batches, hyper)
-        except TrainingError as error:
-            shown = ", ".join(f"{k}={v}" for k, v in self.values.items()) or "these inputs"
-            raise InputError(f"the undivided program fails at {shown}: {error}") from None
-
-    def _step(self, work: "_Work") -> StepCase | None:
-        """Runs a step on both sides from the ranks' states; None where the ranks could not."""
-        where, batches = f"step {work.step}", work.batches
-        if work.step > 1:
-            kept = [n for n, s in self.states.items() if "gradient" not in s.kind]
-            self.one.load_states({name: self.ranks.gather(name) for name in kept})
-        before = {name: self._of_one(name) for name in self._kind("parameter").values()}
-        expected = self._one_step(batches, work.hyper)
-        self.ranks.reset_counters()
-        members = self.ranks.members
-        try:
-            results = self.ranks.each(lambda rank: members[rank].train_step(batches, work.hyper))
-        except TrainingError as error:
-            self.problems.append(f"{where}: expected loss {expected.loss:.9g}, got: {error}")
-            return None
-        runs = {TRAINING: len(batches), OPTIMIZER: 1, ACCUMULATION: len(batches) - 1}
-        self._bytes({name: count for name, count in runs.items() if count})
-        losses = [result.loss for result in results]
-        self._loss(where, losses, expected.loss, 1)
-        further = 1 if work.step == 1 else LATER
-        loss, loss_rel = self._loss(f"{where} of a run", losses, work.loss, further)
-        self._norm(where, results, expected)
-        noise, gradient_rel, gradient_worst = self._gradients(where)
-        parameter_abs, share, worst = 0.0, 0.0, ""
-        for parameter, name in self._kind("parameter").items():
-            # The factor that clips is as far apart, relative, as the largest gradient.
-            allowed = noise[parameter] * (2 if isfinite(work.hyper["clip_norm"]) else 1)
-            tensor, unit = self._tensor(parameter, before[name]), _unit(self.states[name])
-            kind = self.hyper.parameters.kind
-            limit = limits.after_step(kind, allowed, tensor, work.hyper, work.step, unit)
-            for state, difference, part in self._apart(where, parameter, tensor, limit):
-                if state == name:
-                    parameter_abs = max(parameter_abs, difference)
-                if part > share:
-                    share, worst = part, state
-        self.max_abs = max(self.max_abs, parameter_abs)
-        return StepCase(
-            step=work.step,
-            micro_batches=len(batches),
-            loss=loss,
-            loss_expected=work.loss,
-            loss_rel=loss_rel,
-            gradient_rel=gradient_rel,
-            gradient_worst=gradient_worst,
-            parameter_abs=parameter_abs,
-            state_share=share,
-            state_worst=worst,
-        )
-
-    def _kind(self, kind: str) -> dict[str, str]:
-        return {s.parameter: n for n, s in self.states.items() if s.kind == kind}
-
-    def _of_one(self, name: str) -> Array:
-        return self.one.members[0].state(name).astype(np.float64)
-
-    def _tensor(self, parameter: str, before: Array) -> limits.Tensor:
-        names = {s.kind: n for n, s in self.states.items() if s.parameter == parameter}
-        moments = [self._of_one(names[k]) if k in names else None for k in ("moment1", "moment2")]
-        return limits.Tensor(before, self._of_one(names["parameter"]), *moments)
-
-    def _norm(self, where: str, results: Sequence[StepResult], expected: StepResult) -> None:
-        dtype = next(s.dtype for s in self.ranks.manifest.program(OPTIMIZER).outputs)
-        limit = self._rtol(dtype) * expected.grad_norm + self.settings.atol
-        got = max((r.grad_norm for r in results), key=lambda n: _apart(n, expected.grad_norm))
-        if not _apart(got, expected.grad_norm) <= limit:
-            self.problems.append(
-                f"{where}: expected a gradient norm of {expected.grad_norm:.9g}, got {got:.9g}"
-            )
-
-    def _gradients(self, where: str) -> tuple[dict[str, float], float, str]:
-        """Compares gradients; returns the limit of each, and the largest relative difference."""
-        names = self._kind("gradient")
-        wanted = {p: self.one.gather(n).astype(np.float64) for p, n in names.items()}
-        largest = max(float(np.abs(a).max(initial=0.0)) for a in wanted.values())
-        noise: dict[str, float] = {}
-        top, worst = 0.0, ""
-        for parameter, name in names.items():
-            rtol = self._rtol(self.states[name].spec.dtype)
-            rounding = limits.NOISE_ULPS * _unit(self.states[name]) * largest
-            difference, scale, same = difference_of(wanted[parameter], self.ranks.gather(name))
-            noise[parameter] = rtol * scale + rounding + self.settings.atol
-            whole = scale + rounding / rtol if rtol else scale
-            relative = difference / whole if whole else difference
-            self._note(name, difference, relative)
-            if relative > top:
-                top, worst = relative, parameter
-            if not same or difference > noise[parameter]:
-                self.problems.append(
-                    f"{where}: gradient of {parameter!r}: expected a difference of at most "
-                    f"{noise[parameter]:.3g}, got {difference:.3g}"
-                )
-        return noise, top, worst
-
-    def _apart(
-        self, where: str, parameter: str, tensor: limits.Tensor, limit: limits.Limits
-    ) -> list[tuple[str, float, float]]:
-        """Compares parameter and moments on every rank: the state, how far, in parts of the limit.
-
-        A rank's own elements are put into a copy of the reference, so that copies of a tensor that
-        should be equal are all compared.
-        """
-        wanted: dict[str, tuple[Array | None, Array | float]] = {
-            "parameter": (tensor.after, limit.parameter),
-            "moment1": (tensor.moment1, limit.moment1),
-            "moment2": (tensor.moment2, limit.moment2),
-        }
-        found = []
-        for name, state in self.states.items():
-            if state.parameter != parameter or state.kind not in wanted:
-                continue
-            expected, bound = wanted[state.kind]
-            assert expected is not None
-            allowed = np.broadcast_to(bound, expected.shape) + self.settings.atol
-            most, share = 0.0, 0.0
-            for rank, member in enumerate(self.ranks.members):
-                whole = expected.copy()
-                member.cut(name).put(whole, member.state(name), rank)
-                difference = np.abs(whole - expected)
-                # A limit of zero admits no difference.
-                parts = difference / np.maximum(allowed, np.finfo(np.float64).tiny)
-                most = max(most, float(difference.max(initial=0.0)))
-                share = max(share, float(np.nan_to_num(parts, nan=inf).max(initial=0.0)))
-                if not (difference <= allowed).all():
-                    at = np.unravel_index(int(np.nan_to_num(parts, nan=inf).argmax()), parts.shape)
-                    self.problems.append(
-                        f"{where}: {state.kind} {name!r} on rank {rank}: element "
-                        f"{[int(i) for i in at]}: expected {expected[at]:.9g} within "
-                        f"{allowed[at]:.3g}, got {whole[at]:.9g}"
-                    )
-                    break
-            found.append((name, most, share))
-        return found
-
-
-def _apart(got: float, expected: float) -> float:
-    """The distance of two numbers, infinite where one is not finite."""
-    difference = abs(got - expected)
-    return difference if isfinite(difference) else inf
-
-
-def _unit(state: State) -> float:
-    """Returns the unit of rounding of a state's type."""
-    return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[
-        state.spec.dtype
-    ]

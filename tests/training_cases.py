@@ -1,0 +1,69 @@
+"""Models cut for training, and batches for them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from onnxpar.pipeline import shard
+from onnxpar.training.divide import TrainingSpec
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.hyper import Settings, hyperparameters
+
+Array = NDArray[Any]
+CROSS_ENTROPY = "softmax_cross_entropy"
+MLP_STRATEGY = Path(__file__).parents[1] / "models" / "mlp.strategy.yaml"
+
+
+def cut(
+    out: Path,
+    model: ir.Model,
+    strategy: str | Path,
+    *,
+    loss: str = CROSS_ENTROPY,
+    optimizer: str = "sgd",
+    ignore_index: int | None = None,
+    devices: int | None = None,
+    freeze: tuple[str, ...] = (),
+) -> Path:
+    """Writes a model beside `out` and the artifacts that train it to `out`; returns `out`."""
+    path = out.with_suffix(".onnx")
+    ir.save(model, path)
+    spec = TrainingSpec(
+        parse_loss(loss, ignore_index=ignore_index), parse_optimizer(optimizer), freeze=freeze
+    )
+    shard(path, strategy, out, devices=devices, training=spec)
+    return out
+
+
+def batch_of(directory: Path, rng: np.random.Generator, **symbols: int) -> dict[str, Array]:
+    """Returns random inputs and labels: floats are normal, integers below 10."""
+    feeds: dict[str, Array] = {}
+    for spec in Manifest.load(directory).program("training_model").inputs:
+        shape = [symbols[n] if isinstance(n, str) else n for n in spec.shape]
+        if spec.dtype == "int64":
+            feeds[spec.name] = rng.integers(0, 10, shape)
+        else:
+            feeds[spec.name] = rng.standard_normal(shape).astype(spec.dtype)
+    return feeds
+
+
+def hyper(optimizer: str, step: int, lr: float = 1e-3, **settings: Any) -> Mapping[str, float]:
+    """Returns an optimizer's scalars at a step, from 1."""
+    return hyperparameters(optimizer, Settings(**settings)).at(step, lr)
+
+
+def dropping(model: ir.Model) -> ir.Model:
+    """Puts the Dropout nodes of a model in training mode, and returns it."""
+    mode = ir.Value(name="training_mode", const_value=ir.tensor(True, name="training_mode"))
+    model.graph.register_initializer(mode)
+    for node in model.graph:
+        if node.op_type == "Dropout":
+            node.resize_inputs(3)
+            node.replace_input_with(2, mode)
+    return model
