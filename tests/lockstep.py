@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
+from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
@@ -260,11 +261,37 @@ class Gelu(OpRun):  # type: ignore[misc]
         return ((x * (1 + inner) / 2).astype(x.dtype),)
 
 
+class LayerNormalization(OpRun):  # type: ignore[misc]
+    """LayerNormalization with statistics in any type; onnx.reference has float32 alone."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        scale: Array,
+        bias: Array | None = None,
+        axis: int = -1,
+        epsilon: float = 1e-5,
+        stash_type: int = 1,
+    ) -> tuple[Array, ...]:
+        kind = onnx.helper.tensor_dtype_to_np_dtype(stash_type)
+        wide = x.astype(kind)
+        axes = tuple(range(axis % x.ndim, x.ndim))
+        mean = wide.mean(axes, keepdims=True)
+        centred = wide - mean
+        inverse = 1 / np.sqrt((centred**2).mean(axes, keepdims=True) + float(epsilon))
+        y = (centred * inverse).astype(x.dtype) * scale
+        return y if bias is None else y + bias, mean, inverse.astype(kind)
+
+
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
     """Returns a function from a model's inputs to its outputs, both by name."""
     names = [o.name for o in model.graph.output]
     if reference:
-        whole = ReferenceEvaluator(model, new_ops=[Erf, Gelu])
+        # It would not take its own operators inside of functions.
+        inlined = inline_local_functions(model)
+        whole = ReferenceEvaluator(inlined, new_ops=[Erf, Gelu, LayerNormalization])
 
         def interpret(feeds: Mapping[str, Array]) -> dict[str, Array]:
             with np.errstate(all="ignore"):

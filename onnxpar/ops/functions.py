@@ -5,12 +5,13 @@ calls one carries it as a model-local function. onnxruntime takes a registered k
 name where there is one and the function where there is none, so the graph means the same without
 the runtime's library.
 
-Functions are generic in the element type T of their tensors (float32 or float64). Scalars are
-float64 and are rounded to T where they meet a tensor.
+Functions are generic in the element type T of their tensors; optimizers' are called with float32
+or float64. Scalars of optimizers are float64 and are rounded to T where they meet a tensor.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log, pi, sqrt
 
 import onnx.parser
 import onnx_ir as ir
@@ -29,19 +30,22 @@ class Function:
     Attributes:
         name: Name of the operator.
         inputs: Names of its inputs, all of which must be given.
-        outputs: Names of its outputs.
+        outputs: Names of its outputs; the last ones may be left out.
         body: Its nodes, in ONNX's text form.
+        attributes: Names of its attributes, all of which must be given.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
+    attributes: tuple[str, ...] = ()
 
     def made(self, opset: int) -> ir.Function:
         """Returns the function for a version of the default domain."""
+        attributes = f"<{', '.join(self.attributes)}>" if self.attributes else ""
         text = (
-            f'<domain: "{DOMAIN}", opset_import: ["": {opset}]> {self.name} '
+            f'<domain: "{DOMAIN}", opset_import: ["": {opset}]> {self.name} {attributes} '
             f"({', '.join(self.inputs)}) => ({', '.join(self.outputs)}) {{ {self.body} }}"
         )
         return ir.serde.deserialize_function(onnx.parser.parse_function(text))
@@ -164,9 +168,193 @@ SQUARE_SUM = Function(
     """,
 )
 
+_GRADIENT = ("dy", "y")
+
+RELU_GRAD = Function(
+    "ReluGrad",
+    _GRADIENT,
+    ("dx",),
+    """
+    number = Constant<value = float {0.0}>()
+    zero = CastLike(number, dy)
+    positive = Greater(y, zero)
+    dx = Where(positive, dy, zero)
+    """,
+)
+
+TANH_GRAD = Function(
+    "TanhGrad",
+    _GRADIENT,
+    ("dx",),
+    """
+    number = Constant<value = float {1.0}>()
+    one = CastLike(number, dy)
+    square = Mul(y, y)
+    slope = Sub(one, square)
+    dx = Mul(dy, slope)
+    """,
+)
+
+SIGMOID_GRAD = Function(
+    "SigmoidGrad",
+    _GRADIENT,
+    ("dx",),
+    """
+    number = Constant<value = float {1.0}>()
+    one = CastLike(number, dy)
+    part = Mul(dy, y)
+    rest = Sub(one, y)
+    dx = Mul(part, rest)
+    """,
+)
+
+GELU_GRAD = Function(
+    "GeluGrad",
+    ("dy", "x"),
+    ("dx",),
+    # dy (Φ(x) + x φ(x)); 2 φ(x) = exp(log √(2/π) - x²/2), and the half of all terms goes to dy.
+    f"""
+    number1 = Constant<value = double {{{sqrt(0.5)!r}}}>()
+    number2 = Constant<value = double {{{log(sqrt(2 / pi))!r}}}>()
+    number3 = Constant<value = double {{1.0}}>()
+    number4 = Constant<value = double {{0.5}}>()
+    root = CastLike(number1, x)
+    top = CastLike(number2, x)
+    one = CastLike(number3, x)
+    half = CastLike(number4, x)
+    t = Mul(x, root)
+    square = Mul(t, t)
+    power = Sub(top, square)
+    density = Exp(power)
+    distribution = Erf(t)
+    rise = Mul(x, density)
+    sum = Add(distribution, rise)
+    slope = Add(sum, one)
+    half_dy = Mul(dy, half)
+    dx = Mul(half_dy, slope)
+    """,
+)
+
+_AXIS = """
+    axis0 = Constant<value_int: int = @axis>()
+    one_dim = Constant<value = int64[1] {-1}>()
+    axes = Reshape(axis0, one_dim)
+"""
+
+SOFTMAX_GRAD = Function(
+    "SoftmaxGrad",
+    _GRADIENT,
+    ("dx",),
+    _AXIS
+    + """
+    part = Mul(dy, y)
+    total = ReduceSum<keepdims = 1>(part, axes)
+    share = Mul(y, total)
+    dx = Sub(part, share)
+    """,
+    ("axis",),
+)
+
+LOG_SOFTMAX_GRAD = Function(
+    "LogSoftmaxGrad",
+    _GRADIENT,
+    ("dx",),
+    _AXIS
+    + """
+    total = ReduceSum<keepdims = 1>(dy, axes)
+    softmax = Exp(y)
+    share = Mul(softmax, total)
+    dx = Sub(dy, share)
+    """,
+    ("axis",),
+)
+
+LAYER_NORMALIZATION_GRAD = Function(
+    "LayerNormalizationGrad",
+    ("dy", "x", "scale", "mean", "inv_std"),
+    ("dx", "dscale", "dbias"),
+    # The axis is counted from the end: -1 where the last dim alone is normalised.
+    """
+    zero = Constant<value = int64 {0}>()
+    one = Constant<value = int64 {1}>()
+    axis0 = Constant<value_int: int = @axis>()
+    shape = Shape(x)
+    rank = Size(shape)
+    first = Neg(rank)
+    axes = Range(axis0, zero, one)
+    leading = Range(first, axis0, one)
+    mean_t = CastLike(mean, x)
+    inverse = CastLike(inv_std, x)
+    centred = Sub(x, mean_t)
+    normal = Mul(centred, inverse)
+    along = Mul(dy, normal)
+    g = Mul(dy, scale)
+    both = Mul(along, scale)
+    mean_g = ReduceMean<keepdims = 1>(g, axes)
+    mean_both = ReduceMean<keepdims = 1>(both, axes)
+    rest = Sub(g, mean_g)
+    bend = Mul(normal, mean_both)
+    slope = Sub(rest, bend)
+    dx = Mul(slope, inverse)
+    dscale = ReduceSum<keepdims = 0, noop_with_empty_axes = 1>(along, leading)
+    dbias = ReduceSum<keepdims = 0, noop_with_empty_axes = 1>(dy, leading)
+    """,
+    ("axis",),
+)
+
+CROSS_ENTROPY_GRAD = Function(
+    "SoftmaxCrossEntropyLossGrad",
+    ("dloss", "log_prob", "labels"),
+    ("dx",),
+    # Of a loss that is a sum ("sum", dloss one element) or not reduced ("none", dloss shaped as the
+    # labels): to spread dloss over the labels is right for both.
+    """
+    number = Constant<value = float {0.0}>()
+    zero = CastLike(number, log_prob)
+    none = Constant<value = int64 {0}>()
+    classes = Constant<value = int64[1] {1}>()
+    left_out = Constant<value_int: int = @ignore_index>()
+    ignored = Equal(labels, left_out)
+    rows = Shape(labels)
+    each = Expand(dloss, rows)
+    scale = Where(ignored, zero, each)
+    place = Where(ignored, none, labels)
+    column = Unsqueeze(place, classes)
+    counted = Not(ignored)
+    kept = Unsqueeze(counted, classes)
+    scales = Unsqueeze(scale, classes)
+    softmax = Exp(log_prob)
+    scaled = Mul(softmax, scales)
+    spread = Where(kept, scaled, zero)
+    hit = Neg(scales)
+    dx = ScatterElements<axis = 1, reduction = "add">(spread, column, hit)
+    """,
+    ("reduction", "ignore_index"),
+)
+
+GATHER_GRAD = Function(
+    "GatherGrad",
+    ("dy", "indices", "data"),
+    ("dx",),
+    # Along dim 0, by indices counted from the front; of `data` only the shape is read.
+    """
+    number = Constant<value = float {0.0}>()
+    zero = CastLike(number, dy)
+    last = Constant<value = int64[1] {-1}>()
+    shape = Shape(data)
+    start = Expand(zero, shape)
+    place = Unsqueeze(indices, last)
+    dx = ScatterND<reduction = "add">(start, place, dy)
+    """,
+)
+
 FUNCTIONS: Mapping[str, Function] = {
     function.name: function
-    for function in (SGD_STEP, MOMENTUM_STEP, ADAM_STEP, ADAMW_STEP, SQUARE_SUM)
+    for function in (
+        *(SGD_STEP, MOMENTUM_STEP, ADAM_STEP, ADAMW_STEP, SQUARE_SUM),
+        *(RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD, SOFTMAX_GRAD, LOG_SOFTMAX_GRAD),
+        *(LAYER_NORMALIZATION_GRAD, CROSS_ENTROPY_GRAD, GATHER_GRAD),
+    )
 }
 
 

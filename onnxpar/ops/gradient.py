@@ -16,6 +16,8 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError, RuleError
+from onnxpar.ops.functions import MIN_OPSET, Function
+from onnxpar.passes.builder import DOMAIN
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import Dim, dim_str
 
@@ -101,6 +103,15 @@ class GradNode:
         return self.builder.op(
             op_type, *inputs, shape=shape, dtype=dtype, domain=domain, **attributes
         )
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the model's opset is one for which fused gradients have bodies."""
+        return self.builder.opset >= MIN_OPSET
+
+    def fused(self, function: Function, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        """Emits a fused gradient of one output, shaped as the first input; see `fuses`."""
+        return self.op(function.name, *inputs, domain=DOMAIN, **attributes)
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the dtype of `like`."""

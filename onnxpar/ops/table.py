@@ -1,12 +1,14 @@
 """The one table of all operators."""
 
 from onnxpar.ops import (
+    backward,
     cast,
     elementwise,
     gather,
     loss,
     matmul,
     norm,
+    pad,
     random,
     reduce,
     shape,
@@ -28,7 +30,9 @@ REGISTRY = Registry.join(
         reduce.DEFS,
         norm.DEFS,
         loss.DEFS,
+        pad.DEFS,
         random.DEFS,
+        backward.DEFS,
         updates.DEFS,
     )
 )

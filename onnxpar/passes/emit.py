@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
+from onnxpar.ops.functions import FUNCTIONS
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
@@ -280,8 +281,16 @@ def _put_int(node: onnx.NodeProto, name: str, value: int) -> None:
 
 
 def _called_functions(pm: PartitionedModel) -> list[ir.Function]:
-    """Returns the model's functions that the program calls, directly or through others."""
-    functions = pm.source.functions
+    """Returns the functions that the program calls, directly or through others.
+
+    They are the model's own, and those of the operators that onnxpar has put in.
+    """
+    functions = dict(pm.source.functions)
+    opset = pm.builder.opset
+    for node in pm.builder.nodes:
+        made = FUNCTIONS.get(node.op_type) if node.domain == DOMAIN else None
+        if made is not None and node.op_identifier() not in functions:
+            functions[node.op_identifier()] = made.made(opset)
     found: dict[tuple[str, str, str], ir.Function] = {}
     waiting = list(pm.builder.nodes)
     while waiting:

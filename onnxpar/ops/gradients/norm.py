@@ -6,7 +6,9 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
+from onnxpar.ops.functions import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
 from onnxpar.ops.gradient import GradNode
+from onnxpar.passes.builder import DOMAIN
 
 Axes = Callable[[NodeView], tuple[int, ...]]
 
@@ -16,6 +18,9 @@ def softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | Non
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         dy, y = node.cotangent(), node.output()
+        if node.fuses:
+            (axis,) = axes(node.view)
+            return [node.fused(SOFTMAX_GRAD, dy, y, axis=axis)]
         part = node.op("Mul", dy, y)
         total = node.builder.reduce("ReduceSum", part, axes(node.view), keepdims=True)
         return [node.op("Sub", part, node.op("Mul", y, total))]
@@ -29,6 +34,9 @@ def log_softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value |
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         dy, y = node.cotangent(), node.output()
+        if node.fuses:
+            (axis,) = axes(node.view)
+            return [node.fused(LOG_SOFTMAX_GRAD, dy, y, axis=axis)]
         total = node.builder.reduce("ReduceSum", dy, axes(node.view), keepdims=True)
         return [node.op("Sub", dy, node.op("Mul", node.op("Exp", y), total))]
 
@@ -50,11 +58,16 @@ def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | 
                 "inverse deviation, for which there is no gradient"
             )
         x, scale, dy = node.input(0), node.input(1), node.cotangent()
+        if not node.wants(0) and not node.wants(1):
+            return [None, None, node.unbroadcast(dy, 2)]
         over = axes(node.view)
         stash = ir.DataType(node.view.attr("stash_type", 1))
         kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
-        mean = node.builder.cast(node.further_output(1, stash, kept), x.dtype)
-        inverse = node.builder.cast(node.further_output(2, stash, kept), x.dtype)
+        mean, inverse = (node.further_output(i, stash, kept) for i in (1, 2))
+        if node.wants(0) and node.fuses and _is_plain(node, over):
+            return _fused(node, (dy, x, scale, mean, inverse), over)
+        assert x.dtype is not None
+        mean, inverse = node.builder.cast(mean, x.dtype), node.builder.cast(inverse, x.dtype)
         normal = node.op("Mul", node.op("Sub", x, mean), inverse)
         along = node.op("Mul", dy, normal)
         result: list[ir.Value | None] = [None, None, None]
@@ -73,3 +86,34 @@ def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | 
 
     gradient.__doc__ = layer_norm_gradient.__doc__
     return gradient
+
+
+def _is_plain(node: GradNode, over: Sequence[int]) -> bool:
+    """Whether scale and bias have exactly the dims that are normalised."""
+    sizes = node.shape(node.input(0))[over[0] :]
+    equal = node.builder.table.equal
+    return all(
+        len(shape) == len(sizes) and all(map(equal, shape, sizes))
+        for shape in (node.shape(node.input(i)) for i in (1, 2) if node.view.has(i))
+    )
+
+
+def _fused(
+    node: GradNode, operands: Sequence[ir.Value], over: Sequence[int]
+) -> Sequence[ir.Value | None]:
+    x, scale = node.input(0), node.input(1)
+    outputs = [(x.dtype, node.shape(x))]
+    if node.wants(1):
+        outputs += [(scale.dtype, node.shape(scale))] * (2 if node.wants(2) else 1)
+    made: list[ir.Value | None] = list(
+        node.builder.ops(
+            LAYER_NORMALIZATION_GRAD.name,
+            operands,
+            outputs,
+            {"axis": over[0] - len(node.shape(x))},
+            domain=DOMAIN,
+        )
+    )
+    if node.wants(2) and not node.wants(1):
+        made += [None, node.unbroadcast(node.cotangent(), 2)]
+    return made
