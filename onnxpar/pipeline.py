@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules, propagate
-from onnxpar.analysis.report import inspect_data
+from onnxpar.analysis.report import directory_data
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.artifacts import check_target, write
@@ -181,21 +181,20 @@ def _shard(
         if dumper:
             dumper.model("normalised", analysed.model)
         programs: tuple[PartitionedModel, ...] = (divide(analysed, _seeds(analysed, strategy)),)
-        env = analysed.env
     else:
         originals = frozenset(loaded.graph.initializers)
         normal = normalise(loaded)
         if dumper:
             dumper.model("normalised", normal)
         divided = divide_training(normal, originals, strategy, constraints, training)
-        programs, env = divided.programs, divided.env
+        programs = divided.programs
     first = programs[0]
     clock.lap("divide")
     if dumper:
         dumper.plan("planned", first.source, first.plan)
         for program in programs:
             dumper.model(f"partitioned.{program.program}.rank0", emit_rank(program, 0))
-    report = inspect_data(first, env)
+    report = directory_data(programs)
     write(
         programs,
         Path(out),

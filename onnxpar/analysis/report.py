@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import format_rule
 from onnxpar.passes.builder import Collective
@@ -21,12 +21,36 @@ from onnxpar.symbols.expr import fraction
 
 Json = dict[str, Any]
 
+OF_A_PROGRAM = ("nodes", "collectives", "replicated", "totals")
+"""Keys of a report that are those of one program; the others are of the whole directory."""
+
 SMALL = 1024
 """Elements up to which an initializer of integers is taken for a shape or axis, not a parameter."""
 
 
-def inspect_data(parted: PartitionedModel, env: ShapeEnv) -> Json:
-    """Returns what `onnxpar inspect DIR --json` prints; it is kept in the manifest as "report".
+def directory_data(programs: Sequence[PartitionedModel]) -> Json:
+    """Returns the manifest's "report": the data of the first program, and of the others by name.
+
+    Keys: those of `inspect_data`; `program`, the name of the first; `programs`, which has of each
+    other program the keys that are its own (`OF_A_PROGRAM`).
+
+    Args:
+        programs: All programs of a directory, the one that is shown first at the head.
+    """
+    first, *others = programs
+    return {
+        **inspect_data(first),
+        "program": first.program,
+        "programs": {
+            other.program: {key: data[key] for key in OF_A_PROGRAM}
+            for other in others
+            for data in [inspect_data(other)]
+        },
+    }
+
+
+def inspect_data(parted: PartitionedModel) -> Json:
+    """Returns how one program was divided.
 
     Sizes are integers, or text in the model's symbols. Shapes are global, in elements; a
     `local_shape` is what every device holds, padding included. `strategy` counts the pieces of each
@@ -38,9 +62,8 @@ def inspect_data(parted: PartitionedModel, env: ShapeEnv) -> Json:
 
     Args:
         parted: The program of all ranks.
-        env: Shapes of the undivided model.
     """
-    texts = _Texts(parted.plan.mesh, env)
+    texts = _Texts(parted.plan.mesh, shapes(parted.source, parted.builder.table))
     replicated = [
         {"name": name, "op_type": op_type, "reason": reason}
         for name, op_type, reason in parted.replicated

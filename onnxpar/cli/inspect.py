@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onnxpar.analysis.report import model_data
+from onnxpar.analysis.report import OF_A_PROGRAM, model_data
 from onnxpar.artifacts.directory import MANIFEST
 from onnxpar.cli.options import AsJson
 from onnxpar.cli.shard import count, describe_nodes
@@ -31,11 +32,20 @@ def command(
     rank: Annotated[
         int | None, typer.Option(min=0, help="Of collectives, show the groups of this rank only.")
     ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Show the nodes of this program. Default: model, or training_model.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a model was divided, or what of a model can be."""
     if target.is_dir():
-        data = read_report(target, rank)
+        data = read_report(target, rank, program)
+    elif program is not None:
+        raise ArtifactError(f"--program {program}: {target} is a model, which has no programs")
     else:
         analysed = analyse(load(target), {})
         data = model_data(analysed.model, analysed.env, analysed.rules)
@@ -49,11 +59,20 @@ def command(
         show_model(data, console)
 
 
-def read_report(directory: Path, rank: int | None = None) -> Json:
-    """Returns the report of an artifact directory, with the groups of one rank only if asked.
+def read_report(directory: Path, rank: int | None = None, program: str | None = None) -> Json:
+    """Returns the report of an artifact directory.
+
+    Keys are those of `onnxpar.analysis.report.inspect_data` for one program, and `program`, its
+    name; `programs`, with `collectives`, `replicated` and `totals` of every program by name; and
+    `training`, the manifest's entry of that name, where the directory is for training.
+
+    Args:
+        directory: The directory.
+        rank: Of collectives, show the groups of this rank only.
+        program: Which program; None for the forward or the training program.
 
     Raises:
-        ArtifactError: No manifest, one without a report, or no such rank.
+        ArtifactError: No manifest, one without a report, or no such rank or program.
     """
     path = directory / MANIFEST
     try:
@@ -63,20 +82,33 @@ def read_report(directory: Path, rank: int | None = None) -> Json:
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path}: not readable: {error}") from None
     report = manifest.get("report") if isinstance(manifest, dict) else None
-    keys = ("mesh", "devices", "symbols", "nodes", "collectives", "replicated", "totals")
+    keys = ("mesh", "devices", "symbols", "program", "programs", *OF_A_PROGRAM)
     if not isinstance(report, dict) or any(key not in report for key in keys):
         raise ArtifactError(f"{path}: expected a report of how the model was divided, got none")
-    if rank is None:
-        return report
-    if rank >= report["devices"]:
+    if rank is not None and rank >= report["devices"]:
         raise ArtifactError(
             f"{directory}: expected a rank from 0 to {report['devices'] - 1}, got {rank}"
         )
-    collectives = [
-        {**item, "groups": [group for group in item["groups"] if rank in group]}
-        for item in report["collectives"]
-    ]
-    return {**report, "collectives": collectives}
+    known = {report["program"]: {key: report[key] for key in OF_A_PROGRAM}, **report["programs"]}
+    known = {name: {**p, "collectives": _of_rank(p, rank)} for name, p in known.items()}
+    shown = report["program"] if program is None else program
+    if shown not in known:
+        raise ArtifactError(f"{directory}: no program {shown!r}, it has {sorted(known)}")
+    every = {
+        name: {key: p[key] for key in OF_A_PROGRAM if key != "nodes"} for name, p in known.items()
+    }
+    data = {**report, **known[shown], "program": shown, "programs": every}
+    if "training" in manifest:
+        data["training"] = manifest["training"]
+    return data
+
+
+def _of_rank(report: Json, rank: int | None) -> list[Json]:
+    """The collectives of a program, with the groups that the rank is in."""
+    found: list[Json] = report["collectives"]
+    if rank is None:
+        return found
+    return [{**c, "groups": [group for group in c["groups"] if rank in group]} for c in found]
 
 
 def show_divided(report: Json, console: Console) -> None:
@@ -85,18 +117,11 @@ def show_divided(report: Json, console: Console) -> None:
     console.print(escape(f"{report['devices']} devices{', mesh ' + axes if axes else ''}"))
     for name, constraint in report["symbols"].items():
         console.print(escape(f"symbol {name}: {constraint or 'any size'}"))
-    nodes = _table("node", "operator", "operand", "shape", "on a device", "pieces", "layout")
-    for node in report["nodes"]:
-        rows = [("", item) for item in node["inputs"] if item["name"]]
-        rows += [("-> ", item) for item in node["outputs"]]
-        rows += [("after: ", o["resharded"]) for o in node["outputs"] if "resharded" in o]
-        title = [node["name"] + (" *" if node["pinned"] else ""), node["op_type"]]
-        for arrow, item in rows:
-            _row(nodes, *title, arrow + item["name"], *_layout(item))
-            title = ["", ""]
-    console.print(nodes)
-    if any(node["pinned"] for node in report["nodes"]):
-        console.print("* strategy given by the user")
+    if "training" in report:
+        _show_training(report["training"], console)
+        _show_programs(report["programs"], console)
+        console.print(escape(f"program {report['program']}:"))
+    _show_nodes(report["nodes"], console)
     collectives = _table("collective", "value", "over", "groups", "bytes sent", "for")
     for item in report["collectives"]:
         groups = " ".join("{" + ",".join(map(str, group)) + "}" for group in item["groups"])
@@ -112,15 +137,66 @@ def show_divided(report: Json, console: Console) -> None:
     if report["replicated"]:
         console.print(replicated)
     totals = report["totals"]
-    console.print(
-        escape(
-            f"{count(totals['nodes'], 'node')}: {describe_nodes(report)}; "
-            f"{count(totals['collectives'], 'collective')}, a device sends {totals['bytes']} "
-            f"bytes; {count(totals['parameters'], 'parameter')}, "
+    text = (
+        f"{count(totals['nodes'], 'node')}: {describe_nodes(report)}; "
+        f"{count(totals['collectives'], 'collective')}, a device sends {totals['bytes']} bytes"
+    )
+    if totals["parameters"]:
+        text += (
+            f"; {count(totals['parameters'], 'parameter')}, "
             f"{totals['parameter_bytes_per_device']:,} "
             f"of {totals['parameter_bytes']:,} bytes on each device"
         )
+    console.print(escape(text))
+
+
+def _show_nodes(found: Sequence[Json], console: Console) -> None:
+    nodes = _table("node", "operator", "operand", "shape", "on a device", "pieces", "layout")
+    for node in found:
+        rows = [("", item) for item in node["inputs"] if item["name"]]
+        rows += [("-> ", item) for item in node["outputs"]]
+        rows += [("after: ", o["resharded"]) for o in node["outputs"] if "resharded" in o]
+        title = [node["name"] + (" *" if node["pinned"] else ""), node["op_type"]]
+        for arrow, item in rows:
+            _row(nodes, *title, arrow + item["name"], *_layout(item))
+            title = ["", ""]
+    console.print(nodes)
+    if any(node["pinned"] for node in found):
+        console.print("* strategy given")
+
+
+def _show_training(training: Json, console: Console) -> None:
+    """Prints every tensor of the model, whether it is trained and, where it is not, why."""
+    tensors = training["tensors"]
+    trained = [t for t in tensors if t["trained"]]
+    elements, of = (sum(t["elements"] for t in group) for group in (trained, tensors))
+    text = (
+        f"trains {elements:,} of {of:,} parameters, {len(trained)} of {len(tensors)} tensors, "
+        f"with {training['optimizer']['kind']} on {training['loss']['kind']}"
     )
+    if training["loss"]["labels"] is not None:
+        text += f", labels in {training['loss']['labels']}"
+    console.print(escape(text))
+    for notice in training["notices"]:
+        console.print(escape(f"notice: {notice}"))
+    table = _table("tensor", "elements", "trained", "read by")
+    for t in tensors:
+        why = "yes" if t["trained"] else f"no: {t['reason']}"
+        readers = ", ".join(t["used_by"])
+        shared = t["trained"] and len(t["used_by"]) > 1
+        _row(table, t["name"], f"{t['elements']:,}", why, readers + (" (shared)" * shared))
+    console.print(table)
+
+
+def _show_programs(programs: Mapping[str, Json], console: Console) -> None:
+    """Prints a line for each program."""
+    table = _table("program", "nodes", "divided", "collectives", "bytes sent by a device in a run")
+    for name, report in programs.items():
+        totals = report["totals"]
+        kinds = ", ".join(f"{n} {op}" for op, n in totals["collectives_by_op"].items())
+        numbers = [str(totals[key]) for key in ("nodes", "divided")]
+        _row(table, name, *numbers, kinds or "none", str(totals["bytes"]))
+    console.print(table)
 
 
 def show_model(data: Json, console: Console) -> None:

@@ -15,7 +15,10 @@ from onnxpar.errors import ArtifactError
 def command(
     directory: Artifacts,
     rank: Annotated[int, typer.Option(min=0, help="Whose graph.")] = 0,
-    program: Annotated[str, typer.Option(help="Which program.")] = "model",
+    program: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Which program. Default: model, or training_model."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
@@ -32,8 +35,13 @@ def command(
         netron.stop(address)
 
 
-def graph_file(directory: Path, program: str, rank: int) -> Path:
+def graph_file(directory: Path, program: str | None, rank: int) -> Path:
     """Returns the path of a rank's graph as the manifest names it.
+
+    Args:
+        directory: The artifact directory.
+        program: Which program; None for the first, which computes the model.
+        rank: Whose graph.
 
     Raises:
         ArtifactError: No manifest, no such program or rank, or the file is missing.
@@ -45,6 +53,7 @@ def graph_file(directory: Path, program: str, rank: int) -> Path:
         raise ArtifactError(f"{directory}: not an artifact directory, no manifest.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{directory / 'manifest.json'}: not readable: {error!r}") from None
+    program = next(iter(programs), "model") if program is None else program
     if program not in programs:
         raise ArtifactError(f"{directory}: no program {program!r}, it has {sorted(programs)}")
     files = programs[program]

@@ -17,7 +17,7 @@ import onnx_ir.passes.common as common
 from onnxpar.analysis.plan import Plan, factor_sizes, project
 from onnxpar.analysis.propagate import propagate
 from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import ShapeEnv, shapes
+from onnxpar.analysis.shapes import shapes
 from onnxpar.artifacts.manifest import state_entry
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.find import find_rules
@@ -86,16 +86,12 @@ class DividedTraining:
 
     Attributes:
         programs: training_model first, then eval_model, optimizer_model, accumulation_model.
-        env: Shapes of the training graph.
-        plan: The plan of the training graph.
         manifest: The manifest's entry "training".
         selection: What is trained, and what is not.
         unreached: Parameters chosen that the loss does not depend on, with the reason.
     """
 
     programs: tuple[PartitionedModel, ...]
-    env: ShapeEnv
-    plan: Plan
     manifest: Json
     selection: Selection
     unreached: Mapping[str, str]
@@ -155,9 +151,7 @@ def divide_training(
         "notices": notices,
         "spec": asdict(spec),
     }
-    return DividedTraining(
-        programs, first.env, first.program.plan, entry, selection, first.unreached
-    )
+    return DividedTraining(programs, entry, selection, first.unreached)
 
 
 # -- one micro-batch -----------------------------------------------------------------------------
@@ -166,7 +160,6 @@ def divide_training(
 @dataclass(frozen=True)
 class _MicroBatch:
     program: PartitionedModel
-    env: ShapeEnv
     loss: LossInfo
     gradients: Mapping[str, str]
     unreached: Mapping[str, str]
@@ -206,7 +199,7 @@ def _micro_batch(
         n: r for n, r in {**unreached, **found.unreached}.items() if n not in states.inputs
     }
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    return _MicroBatch(program, env, info, found.gradients, unreached, opset)
+    return _MicroBatch(program, info, found.gradients, unreached, opset)
 
 
 def _loss_entry(info: LossInfo) -> Json:

@@ -115,7 +115,7 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
     lap("propagate")
     parted = partition(known.model, known.env, known.rules, known.ops, plan)
     lap("partition")
-    inspect_data(parted, known.env)
+    inspect_data(parted)
     lap("report")
     form = template(parted, layout(parted.parameters, plan.mesh))
     Path(out).write_bytes(fill(form, 0).SerializeToString())

@@ -1,0 +1,127 @@
+"""`onnxpar inspect` and `--dump` of a directory for training: all programs, and what is trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from onnxpar.cli import main
+
+# The matrix `w` is read twice, `held` is frozen, and the loss does not depend on `unread`.
+MODEL = """<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch, 6] x) => (float[batch, 6] y, float[batch, 6] z) {
+  [first] a = MatMul(x, w)
+  [second] b = MatMul(a, w)
+  [last] y = MatMul(b, held)
+  [other] z = MatMul(x, unread)
+}"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for training on two data ranks, and beside it the dump."""
+    folder = tmp_path_factory.mktemp("training")
+    proto = parser.parse_model(MODEL)
+    rng = np.random.default_rng(0)
+    for name in ("w", "held", "unread"):
+        values = rng.standard_normal((6, 6), np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(values, name))
+    onnx.save(proto, folder / "m.onnx")
+    arguments = ["shard", str(folder / "m.onnx"), "--strategy", "dp=2", "-o", str(folder / "out")]
+    arguments += ["--train", "--loss", "mse", "--optimizer", "momentum", "--freeze", "held"]
+    assert main([*arguments, "--dump", str(folder / "dump")]) == 0
+    return folder / "out"
+
+
+def inspected(out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    capsys.readouterr()
+    assert main(["inspect", str(out), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_of_all_programs(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = inspected(out, capsys)
+    programs = report["programs"]
+    assert list(programs) == [
+        "training_model",
+        "eval_model",
+        "optimizer_model",
+        "accumulation_model",
+    ]
+    assert report["program"] == "training_model"
+    assert report["collectives"] == programs["training_model"]["collectives"]
+    # The gradient of w is reduced once, at the beginning of the optimizer: 2 (2 - 1) / 2 of 6 x 6
+    # float32.
+    (reduction,) = programs["optimizer_model"]["collectives"]
+    assert (reduction["op"], reduction["value"]) == ("AllReduce", "onnxpar.grad.w")
+    assert (reduction["groups"], reduction["bytes"]) == ([[0, 1]], 144)
+    assert programs["optimizer_model"]["totals"]["collectives_by_op"] == {"AllReduce": 1}
+    assert programs["accumulation_model"]["collectives"] == []
+    training = report["training"]
+    assert training["optimizer"] == {"kind": "momentum"}
+    told = {t["name"]: (t["trained"], t["reason"], t["used_by"]) for t in training["tensors"]}
+    assert told == {
+        "w": (True, "", ["first", "second"]),
+        "held": (False, "frozen", ["last"]),
+        "unread": (False, "the loss does not depend on it", ["other"]),
+    }
+
+
+def test_json_of_one_program_and_rank(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = inspected(out, capsys, "--program", "optimizer_model", "--rank", "1")
+    assert report["program"] == "optimizer_model"
+    update = next(node for node in report["nodes"] if node["op_type"] == "MomentumStep")
+    assert update["inputs"][0]["name"] == "w"
+    assert update["inputs"][0]["local_shape"] == [6, 6]
+    assert report["collectives"][0]["groups"] == [[0, 1]]
+    # What concerns the whole directory is there as well.
+    assert {"mesh", "devices", "symbols", "training"} <= set(report)
+
+
+def test_tables(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "trains 36 of 108 parameters, 1 of 3 tensors, with momentum on mse, labels in labels"
+    ) in lines
+    head = lines[: lines.index("program training_model:")]
+    rows = {line.split()[0]: line.split()[1:] for line in head}
+    assert rows["w"] == ["36", "yes", "first,", "second", "(shared)"]
+    assert rows["held"] == ["36", "no:", "frozen", "last"]
+    assert rows["unread"][:3] == ["36", "no:", "the"]
+    assert rows["optimizer_model"][2:] == ["1", "AllReduce", "144"]
+    assert rows["accumulation_model"][2:] == ["none", "0"]
+    assert not any("MomentumStep" in line for line in lines)
+    assert main(["inspect", str(out), "--program", "optimizer_model"]) == 0
+    assert "MomentumStep" in capsys.readouterr().out
+
+
+def test_users_mistakes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "view"):
+        assert main([command, str(out), "--program", "model"]) == 2
+        assert "no program 'model', it has ['accumulation_model'" in capsys.readouterr().err
+    assert main(["inspect", str(out.parent / "m.onnx"), "--program", "model"]) == 2
+    assert "is a model, which has no programs" in capsys.readouterr().err
+
+
+def test_the_dump_has_every_program(out: Path) -> None:
+    folder = out.parent / "dump"
+    assert sorted(path.name for path in folder.glob("*.txt")) == [
+        "00.loaded.txt",
+        "01.normalised.txt",
+        "02.planned.txt",
+        "03.partitioned.training_model.rank0.txt",
+        "04.partitioned.eval_model.rank0.txt",
+        "05.partitioned.optimizer_model.rank0.txt",
+        "06.partitioned.accumulation_model.rank0.txt",
+    ]
+    for path in folder.glob("*.onnx"):
+        onnx.load(path, load_external_data=False)
+    planned = (folder / "02.planned.txt").read_text(encoding="utf-8")
+    # The backward half is planned with the forward one.
+    assert "first (MatMul)" in planned and "first/grad/" in planned
