@@ -1,6 +1,7 @@
 """Small nodes of every operator, of sizes that splits by 2, 3, 4 and 6 meet evenly and not."""
 
 import numpy as np
+from index_cases import CASES as INDEX
 from op_harness import Case
 
 F, I64, B = "float", "int64", "bool"
@@ -370,4 +371,5 @@ ALL = (
     *NORM,
     *LOSS,
     *RANDOM,
+    *INDEX,
 )

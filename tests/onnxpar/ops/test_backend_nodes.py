@@ -34,6 +34,10 @@ _CONSTANT = {
     "Trilu": (1,),
     "Dropout": (1, 2),
     "Clip": (1, 2),
+    "Pad": (1, 2, 3),
+    "Tile": (1,),
+    "TopK": (1,),
+    "OneHot": (1,),
 }
 # Element types that numpy or the comparison cannot hold.
 _TYPES = {
