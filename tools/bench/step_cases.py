@@ -1,0 +1,195 @@
+"""What tools/bench/step.py measures: models, data, the sides, and how a side's ranks are told.
+
+Imported by all of them, so it loads neither onnxruntime nor PyTorch.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCHES = 20
+"""Number of different batches; step t takes batch (t - 1) mod 20."""
+
+Batch = dict[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its batches.
+
+    Attributes:
+        name: Its name in the table.
+        script: The exporter, a file of models/.
+        options: The exporter's options.
+        shape: Shape of the first input.
+        labels: Shape of the labels.
+        classes: Number of classes, and of tokens where the input is tokens.
+        tokens: Whether the first input is tokens; else numbers from a normal distribution.
+        rates: Learning rate by optimizer.
+    """
+
+    name: str
+    script: str
+    options: tuple[str, ...]
+    shape: tuple[int, ...]
+    labels: tuple[int, ...]
+    classes: int
+    tokens: bool
+    rates: dict[str, float]
+
+    @property
+    def input(self) -> str:
+        """Name of the first input."""
+        return "input_ids" if self.tokens else "x"
+
+    def export(self, path: Path) -> None:
+        """Writes the model as ONNX."""
+        script = str(ROOT / "models" / self.script)
+        command = [sys.executable, script, "-o", str(path), *self.options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    def batches(self) -> list[Batch]:
+        """The batches, the same in every process."""
+        rng = np.random.default_rng(0)
+        drawn: list[Batch] = []
+        for _ in range(BATCHES):
+            if self.tokens:
+                data: NDArray[np.generic] = rng.integers(0, self.classes, self.shape)
+            else:
+                data = rng.standard_normal(self.shape, dtype=np.float32)
+            drawn.append({self.input: data, "labels": rng.integers(0, self.classes, self.labels)})
+        return drawn
+
+
+def gpt(layers: int, d_model: int, heads: int, seq: int, batch: int, vocab: int) -> Model:
+    """A GPT of models/transformer.py, the head not tied to the token table."""
+    sizes = {"layers": layers, "d-model": d_model, "heads": heads, "vocab": vocab}
+    sizes["max-positions"] = seq
+    options = tuple(text for k, v in sizes.items() for text in (f"--{k}", str(v)))
+    shape = (batch, seq)
+    # AdamW's first steps have the size of the rate whatever the gradient: a small one.
+    rates = {"sgd": 0.1, "adamw": 1e-4}
+    return Model("gpt", "transformer.py", options, shape, shape, vocab, True, rates)
+
+
+def mlp(hidden: int, batch: int) -> Model:
+    """The tutorial's network of models/mlp.py."""
+    options, rates = ("--hidden", str(hidden), str(hidden)), {"sgd": 0.01, "adamw": 1e-4}
+    return Model("mlp", "mlp.py", options, (batch, 1, 28, 28), (batch,), 10, False, rates)
+
+
+MODELS = {"mlp": mlp(512, 128), "gpt": gpt(4, 512, 8, 128, 8, 8192)}
+QUICK = {"mlp": mlp(64, 16), "gpt": gpt(2, 64, 4, 16, 4, 256)}
+"""Of the same form and so small that the whole bench takes a minute; says nothing about speed."""
+OPTIMIZERS = ("sgd", "adamw")
+WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}
+"""For tensors of two dims or more; biases and scales do not decay."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run the steps.
+
+    Attributes:
+        system: `onnxpar` or `torch`.
+        way: `one`, `dp` (data parallel) or `tp` (tensor parallel).
+        ranks: Number of processes.
+        threads: Threads of each.
+    """
+
+    system: str
+    way: str
+    ranks: int
+    threads: int
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        return f"{self.system} {self.way}{self.ranks if self.ranks > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process is to do, as its only argument.
+
+    Attributes:
+        model: Key of `MODELS` and of `QUICK`.
+        optimizer: One of `OPTIMIZERS`.
+        quick: Whether of `QUICK`.
+        options: `key=value` options of onnxruntime.
+        profile: Whether onnxruntime writes profiles, to `scratch`.
+        files: The directory that onnxpar cut, or the ONNX file.
+        address: The driver's socket.
+        scratch: A folder for files of this side alone.
+        way: As `Side.way`.
+        ranks: As `Side.ranks`.
+        threads: As `Side.threads`.
+    """
+
+    model: str
+    optimizer: str
+    quick: bool = False
+    options: tuple[str, ...] = ()
+    profile: bool = False
+    files: str = ""
+    address: str = ""
+    scratch: str = ""
+    way: str = "one"
+    ranks: int = 1
+    threads: int = 1
+
+    @staticmethod
+    def read(text: str) -> "Job":
+        """Returns the job of `Job.text`."""
+        fields = json.loads(text)
+        return Job(**{**fields, "options": tuple(fields["options"])})
+
+    @property
+    def text(self) -> str:
+        """The job as JSON."""
+        return json.dumps(self.__dict__)
+
+    @property
+    def case(self) -> Model:
+        """The model."""
+        return (QUICK if self.quick else MODELS)[self.model]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return self.case.rates[self.optimizer]
+
+
+def serve(job: Job, rank: int, step: Callable[[int, Batch], float]) -> None:
+    """Does what the driver asks of a rank: a number of steps, until it asks for none.
+
+    The rank waits for the driver on a socket, so that it takes no processor while another side has
+    its turn.
+
+    Args:
+        job: The job.
+        rank: Number of the rank.
+        step: Does step t = 1, 2, ... on a global batch and returns its loss.
+    """
+    batches, done = job.case.batches(), 0
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(job.address)
+    with Connection(line.detach()) as driver:
+        driver.send(rank)
+        while count := driver.recv():
+            losses = []
+            start = time.perf_counter()
+            for _ in range(count):
+                losses.append(step(done + 1, batches[done % BATCHES]))
+                done += 1
+            driver.send((time.perf_counter() - start, losses))

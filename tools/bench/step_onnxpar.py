@@ -1,0 +1,38 @@
+"""onnxpar's side of tools/bench/step.py: one rank, under mpirun where there are several."""
+
+import sys
+from pathlib import Path
+
+from step_cases import WEIGHT_DECAY, Batch, Job, serve
+
+from onnxpar_runtime.launch import guarded, init
+from onnxpar_runtime.options import parse_pairs
+from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.trainer import Trainer
+
+
+def main(text: str) -> int:
+    """Serves a job; returns the exit code."""
+    job = Job.read(text)
+    rank = init("mpi" if job.ranks > 1 else "threads")
+
+    def body() -> int:
+        options = {"intra_op_num_threads": str(job.threads), **parse_pairs(job.options)}
+        if job.profile:
+            prefix = Path(job.scratch) / f"profile-{rank.index}"
+            options |= {"enable_profiling": "1", "profile_file_prefix": str(prefix)}
+        settings = Settings(weight_decay=WEIGHT_DECAY[job.optimizer])
+        hyper = hyperparameters(job.optimizer, settings)
+        with Trainer(job.files, rank=rank, device="cpu", ort_options=options) as trainer:
+
+            def step(number: int, batch: Batch) -> float:
+                return trainer.train_step([batch], hyper.at(number, job.rate)).loss
+
+            serve(job, rank.index, step)
+        return 0
+
+    return guarded(rank, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
