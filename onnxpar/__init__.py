@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     from onnxpar.sharding import Sharding
     from onnxpar.strategy import Strategy
     from onnxpar.symbols import Symbol
+    from onnxpar.training.divide import TrainingSpec
+    from onnxpar.training.loss import LossKind, LossSpec
+    from onnxpar.training.optimizer import OptimizerKind
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Layout",
+    "LossKind",
+    "LossSpec",
     "Mesh",
     "OnnxparError",
+    "OptimizerKind",
     "Sharding",
     "Strategy",
     "Symbol",
+    "TrainingSpec",
     "load",
     "plan",
     "shard_model",
@@ -34,11 +41,15 @@ __all__ = [
 
 _HOMES = {
     "Layout": ("onnxpar.layout", "Layout"),
+    "LossKind": ("onnxpar.training.loss", "LossKind"),
+    "LossSpec": ("onnxpar.training.loss", "LossSpec"),
     "Mesh": ("onnxpar.mesh", "Mesh"),
     "OnnxparError": ("onnxpar.errors", "OnnxparError"),
+    "OptimizerKind": ("onnxpar.training.optimizer", "OptimizerKind"),
     "Sharding": ("onnxpar.sharding", "Sharding"),
     "Strategy": ("onnxpar.strategy", "Strategy"),
     "Symbol": ("onnxpar.symbols", "Symbol"),
+    "TrainingSpec": ("onnxpar.training.divide", "TrainingSpec"),
     "load": ("onnxpar.passes.load", "load"),
     "plan": ("onnxpar.pipeline", "plan"),
     "shard_model": ("onnxpar.pipeline", "shard"),

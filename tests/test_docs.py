@@ -9,6 +9,7 @@ import pytest
 import two_layer
 import typer
 from _exporter import save
+from launching import mpirun
 
 from onnxpar.cli import build_app
 from onnxpar.strategy import Strategy
@@ -67,17 +68,32 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
         assert documented == real, name
 
 
-def test_the_python_shown_runs(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
-    code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+def python(kind: str, page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     save(two_layer.build(), tmp_path / "two_layer.onnx")
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)],
-        cwd=tmp_path,
+        [sys.executable, "-c", "\n".join(python("python", "docs/reference/python.md"))],
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    # Columns then rows: one sum, at the end. And the outputs of a batch of 6.
-    assert done.stdout.splitlines() == ["{'AllReduce': 1}", "(6, 16)"]
+    # Columns then rows: one sum, at the end. The outputs of a batch of 6. And training: evaluation
+    # and the first step have the same loss, the fifth step a smaller one.
+    assert done.stdout.splitlines() == [
+        "{'AllReduce': 1}",
+        "(6, 16)",
+        "True True (16, 16)",
+    ]
+    # The program for mpirun trains on what the last block has cut.
+    (program,) = python("python mpi", "docs/reference/python.md")
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    ran = mpirun(2, ["program.py"])
+    assert ran.code == 0, ran.err
+    loss, *shape = ran.out.split()
+    assert shape == ["(16,", "16)"] and float(loss) > 0
