@@ -1,0 +1,266 @@
+"""`verify` of training: what it tells, and that it finds mistakes put in on purpose."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlp
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import training_cases as cases
+import two_layer
+from onnx import helper, numpy_helper
+from training_cases import cut
+
+from onnxpar import execute
+from onnxpar.cli import main
+from onnxpar.pipeline import shard
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.verify import TrainingCase
+from onnxpar_runtime.verify import default_cases
+
+CASE = ["--symbol", "batch=5"]
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers cut for data and tensor ranks; the model lies beside them."""
+    out = tmp_path_factory.mktemp("two") / "ranks"
+    return cut(out, two_layer.build(), "dp=2,tp=2", loss="mse", optimizer="adamw")
+
+
+def changed(
+    artifacts: Path, out: Path, program: str, change: Callable[[onnx.GraphProto], None], *only: int
+) -> Path:
+    """Copies artifacts with the graphs of a program changed, of all ranks or of `only` these."""
+    shutil.copytree(artifacts, out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for rank, name in enumerate(manifest["programs"][program]["files"]):
+        if rank not in (only or range(4)):
+            continue
+        model = onnx.load(out / name, load_external_data=False)
+        change(model.graph)
+        data = model.SerializeToString()
+        (out / name).write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        manifest["files"][name] = {**manifest["files"][name], "sha256": digest, "bytes": len(data)}
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    return out
+
+
+def scaled(output: str, factor: float, dtype: type[np.generic] = np.float32) -> Callable[
+    [onnx.GraphProto], None
+]:  # fmt: skip
+    """Returns a change that multiplies an output of the graph."""
+
+    def change(graph: onnx.GraphProto) -> None:
+        (node,) = [n for n in graph.node if output in n.output]
+        node.output[list(node.output).index(output)] = "mutant"
+        for other in graph.node:
+            for index, name in enumerate(other.input):
+                if name == output:
+                    other.input[index] = "mutant"
+        graph.initializer.append(numpy_helper.from_array(dtype(factor), "mutant.factor"))
+        graph.node.append(helper.make_node("Mul", ["mutant", "mutant.factor"], [output]))
+
+    return change
+
+
+def replaced(op_type: str, by: str) -> Callable[[onnx.GraphProto], None]:
+    """Returns a change that makes the nodes of one operator of ONNX nodes of another."""
+
+    def change(graph: onnx.GraphProto) -> None:
+        found = [node for node in graph.node if node.op_type == op_type]
+        assert found
+        for node in found:
+            node.op_type = by
+
+    return change
+
+
+def unreduced(graph: onnx.GraphProto) -> None:
+    """Leaves out the first reduction of a gradient."""
+    node = next(n for n in graph.node if n.op_type == "AllReduce")
+    for reader in graph.node:
+        if node.output[1] in reader.input:  # the next in the chain becomes the first
+            del reader.input[1:]
+    graph.node.append(helper.make_node("Identity", [node.input[0]], [node.output[0]]))
+    order = list(graph.node)
+    order.insert(order.index(node), order.pop())
+    order.remove(node)
+    del graph.node[:]
+    graph.node.extend(order)
+
+
+def problems(directory: Path, artifacts: Path, steps: int = 2) -> list[str]:
+    (case,) = execute.verify(
+        directory, artifacts.with_suffix(".onnx"), cases=["batch=5"], steps=steps
+    )
+    assert isinstance(case, TrainingCase) and case.ok == (not case.problems)
+    return list(case.problems)
+
+
+def test_holds(artifacts: Path) -> None:
+    assert problems(artifacts, artifacts, 4) == []
+
+
+def test_a_wrong_gradient(artifacts: Path, tmp_path: Path) -> None:
+    """One tenth of a thousandth too large on all ranks: AdamW hardly feels it."""
+    change = scaled("onnxpar.grad.matmul1.weight", 1.0001)
+    found = problems(changed(artifacts, tmp_path / "a", "training_model", change), artifacts)
+    assert any("step 1: gradient of 'matmul1.weight': expected a difference" in p for p in found)
+    assert not any("'matmul2.weight'" in p for p in found)
+
+
+def test_a_wrong_loss(artifacts: Path, tmp_path: Path) -> None:
+    change = scaled("onnxpar.loss", 1.0001)
+    found = problems(changed(artifacts, tmp_path / "a", "training_model", change), artifacts, 1)
+    assert found and all(p.startswith("step 1") and ": expected loss " in p for p in found)
+    found = problems(changed(artifacts, tmp_path / "b", "eval_model", change), artifacts, 1)
+    (problem,) = found
+    assert problem.startswith("evaluation: expected loss ")
+
+
+def test_a_wrong_output_of_evaluation(artifacts: Path, tmp_path: Path) -> None:
+    change = scaled("y", 1.0001)
+    found = problems(changed(artifacts, tmp_path / "a", "eval_model", change), artifacts, 1)
+    assert [p for p in found if p.startswith("evaluation: output 'y': expected a difference")]
+
+
+def test_a_copy_of_a_parameter_that_differs(artifacts: Path, tmp_path: Path) -> None:
+    """Rank 3 alone, of whose parameters another rank has copies."""
+    change = scaled("onnxpar.new.matmul2.weight", 1 + 1e-5)
+    directory = changed(artifacts, tmp_path / "a", "optimizer_model", change, 3)
+    found = problems(directory, artifacts, 1)
+    assert found and all("parameter 'matmul2.weight' on rank 3: element [" in p for p in found)
+
+
+def test_a_gradient_that_is_not_reduced(artifacts: Path, tmp_path: Path) -> None:
+    """Gradients are summed up where they are compared; what the optimizer makes of them is not."""
+    found = problems(changed(artifacts, tmp_path / "a", "optimizer_model", unreduced), artifacts, 1)
+    assert any("AllReduce on rank 0: expected " in p for p in found)
+    assert any(": parameter 'matmul" in p for p in found)
+    assert any("expected a gradient norm of" in p for p in found)
+
+
+def test_micro_batches_that_are_not_added(artifacts: Path, tmp_path: Path) -> None:
+    """Only the second step has two."""
+    directory = changed(artifacts, tmp_path / "a", "accumulation_model", replaced("Add", "Sub"))
+    assert problems(directory, artifacts, 1) == []
+    found = problems(directory, artifacts, 2)
+    assert any(p.startswith("step 2: gradient of 'matmul1.weight'") for p in found)
+
+
+def test_a_loss_that_is_no_number(artifacts: Path, tmp_path: Path) -> None:
+    change = scaled("onnxpar.loss", float("inf"))
+    (problem,) = problems(changed(artifacts, tmp_path / "a", "training_model", change), artifacts)
+    assert problem.startswith("step 1: expected loss ") and "the loss is inf" in problem
+
+
+def test_a_gradient_that_jumps_is_no_mistake(tmp_path: Path) -> None:
+    """With this seed an operand of ReLU is 2e-7, where the sides of 0 are told apart by rounding.
+
+    Should another order of sums bring both to one side, the case holds without that.
+    """
+    ranks = cut(tmp_path / "ranks", mlp.build(), cases.MLP_STRATEGY)
+    (case,) = execute.verify(ranks, tmp_path / "ranks.onnx", cases=["batch=8"])
+    assert case.problems == () and isinstance(case, TrainingCase)
+    assert set(case.steps[0].jumps) <= {"fc1.weight", "fc2.weight"}
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_json(artifacts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(artifacts.with_suffix(".onnx"))
+    arguments = ["verify", str(artifacts), "--model", model, *CASE, "--steps", "2", "--json"]
+    assert main([*arguments, "--lr", "0.01", "--seed", "7"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (case,) = report["cases"]
+    assert report["ok"] is True and case["symbols"] == {"batch": 5}
+    assert case["bytes_expected"] == case["bytes_counted"] > 0
+    assert 0 < case["max_rel"] <= 1e-5 and case["worst"]
+    assert [step["step"] for step in case["steps"]] == [1, 2]
+    for step in case["steps"]:
+        assert step["loss"] == pytest.approx(step["loss_expected"], rel=1e-5)
+        assert 0 <= step["state_share"] <= 1
+
+
+def test_table(
+    artifacts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    model = str(artifacts.with_suffix(".onnx"))
+    assert main(["verify", str(artifacts), "--model", model]) == 0
+    shown = capsys.readouterr().out
+    manifest = Manifest.load(artifacts)
+    found = default_cases(manifest, manifest.program("training_model"))
+    assert len(found) == 3 and found[-1] == {"batch": 1}
+    for values in found:
+        assert f"worst at batch={values['batch']}: " in shown
+    assert shown.count("yes") == 3 and "…" not in shown
+    change = scaled("onnxpar.grad.matmul2.weight", 0.0)
+    wrong = changed(artifacts, tmp_path / "a", "training_model", change)
+    assert main(["verify", str(wrong), "--model", model, *CASE]) == 1
+    assert "does not hold: step 1: gradient of 'matmul2.weight'" in capsys.readouterr().out
+
+
+def test_given_inputs(artifacts: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.random((3, 32), np.float32), "labels": rng.random((3, 16), np.float32)}
+    np.savez(tmp_path / "in.npz", **feeds)
+    (case,) = execute.verify(
+        artifacts, artifacts.with_suffix(".onnx"), inputs=tmp_path / "in.npz", steps=2
+    )
+    assert case.ok and case.symbols == {"batch": 3}
+
+
+def test_artifacts_as_the_reference(artifacts: Path, tmp_path: Path) -> None:
+    one = cut(tmp_path / "one", two_layer.build(), "dp", loss="mse", optimizer="adamw", devices=1)
+    (case,) = execute.verify(artifacts, one, cases=["batch=5"])
+    assert case.ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("another optimizer", "optimizer: expected adamw, got sgd"),
+        ("another loss", "loss: expected mse, got mae"),
+        ("another network", "trained parameters: expected"),
+        ("several devices", "expected a model, or artifacts for 1 device, got 4 devices"),
+        ("no model", "no.onnx' does not exist"),
+    ],
+)
+def test_what_is_no_reference(
+    artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, message: str
+) -> None:
+    what = {"loss": "mse", "optimizer": "adamw"}
+    model = two_layer.build(hidden=8) if kind == "another network" else two_layer.build()
+    what |= {"optimizer": "sgd"} if kind == "another optimizer" else {}
+    what |= {"loss": "mae"} if kind == "another loss" else {}
+    if kind == "several devices":
+        reference = artifacts
+    elif kind == "no model":
+        reference = tmp_path / "no.onnx"
+    else:
+        reference = cut(tmp_path / "one", model, "dp", devices=1, **what)
+    assert main(["verify", str(artifacts), "--model", str(reference), *CASE]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("onnxpar: error: ") and error.count("\n") == 1
+
+
+def test_steps_of_what_does_not_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.onnx"
+    ir.save(two_layer.build(), path)
+    shard(path, "dp=2", tmp_path / "a")
+    for option in (["--steps", "2"], ["--lr", "0.1"]):
+        assert main(["verify", str(tmp_path / "a"), "--model", str(path), *option]) == 2
+        expected = f"onnxpar: error: {option[0]}: expected artifacts for training"
+        assert capsys.readouterr().err.startswith(expected)
