@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import GradCase
 from op_harness import Case
 
 from onnxpar.mesh import Mesh
+from onnxpar.ops import find
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.report import operator_table
 from onnxpar.ops.rule import format_rule, parse_rule
 from onnxpar.ops.table import REGISTRY
+from onnxpar.passes import autodiff
 
 PAGE = (Path(__file__).parents[3] / "docs" / "add_an_operator.md").read_text(encoding="utf-8")
 MESH = Mesh((), (2, 2))
@@ -36,6 +39,17 @@ def test_the_example_divides_the_operator(text: str, registry: Registry) -> None
     assert any("b" in s or "a" in s for s in splits)
     for factors in splits:
         case.check(MESH, factors)
+
+
+@pytest.mark.parametrize("text", blocks("python gradient")[0].splitlines())
+def test_the_example_is_differentiated(
+    text: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (find, autodiff):
+        monkeypatch.setattr(module, "REGISTRY", registry)
+    (formula,) = re.findall(r"`(lambda torch, x: .*?)`", PAGE)
+    case: GradCase = eval(text, {"GradCase": GradCase, "normalized": eval(formula)})
+    case.check()
 
 
 def test_the_rule_shown_is_the_rule_made(registry: Registry) -> None:
