@@ -88,10 +88,11 @@ def layer_norm_grad_rule(view: NodeView) -> OpRule:
     axis = _axis(view)
     dims, leading, normalised = (" ".join(n) for n in (names, names[:axis], names[axis:]))
     row = " ".join([*names[:axis], *["1"] * (len(names) - axis)])
-    outputs = [dims, normalised, normalised][: len(view.node.outputs)]
+    reads = [bool(out.name) for out in view.node.outputs]
+    outputs = [dims, *(normalised if read else "." for read in reads[1:])]
     text = f"{dims}, {dims}, {normalised}, {row}, {row} -> {', '.join(outputs)}"
     text += f"; special: {normalised}"
-    if leading and len(outputs) > 1:
+    if leading and any(reads[1:]):
         text += f"; sum: {leading}"
     return parse_rule(text)
 
@@ -117,10 +118,13 @@ def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     rest = node.op("Sub", rest, node.op("Mul", normal, mean_both, shape=shape), shape=shape)
     outputs = [node.op("Mul", rest, inverse, shape=shape)]
     for x, index in ((along, 1), (dy, 2)):
-        if index < len(view.node.outputs):
-            if axis:
-                x = reduce(node, "ReduceSum", x, range(axis), shape)
-            outputs.append(node.builder.reshape(x, node.out_shape(index)))
+        if not view.node.outputs[index].name:
+            # A value of its own, since it loses its name; nobody reads it.
+            x = node.op("Identity", x, shape=shape)
+        elif axis:
+            x = reduce(node, "ReduceSum", x, range(axis), shape)
+            x = node.builder.reshape(x, node.out_shape(index))
+        outputs.append(x)
     return [
         cast(node, value, node.out_dtype(index), node.out_shape(index))
         for index, value in enumerate(outputs)

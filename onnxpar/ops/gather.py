@@ -14,7 +14,8 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ShardingError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import cast, locate, normal_axis, zero_unless
-from onnxpar.ops.gradients.gather import GATHER_GRAD, gather_gradient
+from onnxpar.ops.functions import GATHER_GRAD, MIN_OPSET
+from onnxpar.ops.gradients.gather import INDEXED_SUM, gather_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -76,7 +77,7 @@ def _with_one(shape: Sequence[Dim]) -> Sequence[Dim]:
 
 
 def gather_grad_rule(view: NodeView) -> OpRule:
-    """GatherGrad: `i j b, i j -> V b; sum: i j`; every device fills its own part of V."""
+    """IndexedSum: `i j b, i j -> V b; sum: i j`; every device fills its own part of V."""
     names = axis_names(len(view.shape(0)))
     places = names[: len(view.shape(1))]
     rows = " ".join(names[len(places) :])
@@ -103,10 +104,14 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         place, inside = locate(node, _INDEXED, place, wide)
         inside = node.builder.reshape(inside, [*wide, *[1] * (len(rows) - len(shape))])
         updates = zero_unless(node, inside, updates, [*wide, *rows[len(shape) :]])
-    place = node.builder.reshape(place, [*wide, 1])
     zero = node.builder.const(np.array(0), updates.dtype)
     out = node.out_shape()
     start = node.op("Expand", zero, node.builder.shape(out), shape=out)
+    if node.builder.opset >= MIN_OPSET:
+        operands = [updates, place, start]
+        made = [(updates.dtype, out)]
+        return node.builder.ops(GATHER_GRAD.name, operands, made, domain=DOMAIN)
+    place = node.builder.reshape(place, [*wide, 1])
     return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
 
 
@@ -114,7 +119,7 @@ DEFS = (
     OpDef("", "Gather", 1, gather_rule, gather_local, gradient=gather_gradient),
     OpDef(
         DOMAIN,
-        GATHER_GRAD,
+        INDEXED_SUM,
         1,
         gather_grad_rule,
         gather_grad_local,

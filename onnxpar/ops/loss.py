@@ -16,6 +16,7 @@ from onnxpar.errors import NodeError
 from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
+from onnxpar.ops.functions import CROSS_ENTROPY_GRAD, MIN_OPSET
 from onnxpar.ops.gradients.loss import (
     LOSS_GRAD,
     log_likelihood_gradient,
@@ -247,8 +248,42 @@ class _LossGrad(_Loss):
     """Emits the local form of the gradient of a loss; operand 0 is the log-probabilities."""
 
     def emit(self) -> Sequence[ir.Value]:
-        node, rows, view = self.node, self.rows, self.node.view
+        node, view = self.node, self.node.view
         shape = node.in_shape(SCORES)
+        fuses = self.softmax and not view.has(WEIGHTS) and not node.atoms(CLASSES)
+        if fuses and node.builder.opset >= MIN_OPSET:
+            result = self._fused(shape)
+        else:
+            result = self._composed(shape)
+        return (cast(node, result, node.out_dtype(), node.out_shape()),)
+
+    def _fused(self, shape: Sequence[Dim]) -> ir.Value:
+        """One node, where every row of scores is whole and of weight 1 or none."""
+        node, rows = self.node, self.rows
+        labels = cast(node, node.input(LABELS), INT64, rows)
+        reduction = node.view.attr("reduction", "mean")
+        scale = cast(node, node.input(COTANGENT), self.wide, rows if reduction == "none" else [])
+        if reduction == "mean":
+            counted = self._counted(labels)
+            weight = None if counted is None else cast(node, counted, self.wide, rows)
+            scale = node.op("Div", scale, self._denominator(weight), shape=[])
+        # No label is negative but one that is ignored.
+        ignored = node.view.attr("ignore_index", -1)
+        for factor in _rows(node):
+            labels = node.masked(labels, LABELS, factor, ignored)
+        return node.builder.ops(
+            CROSS_ENTROPY_GRAD.name,
+            [scale, cast(node, node.input(SCORES), self.wide, shape), labels],
+            [(self.wide, shape)],
+            {
+                "reduction": "none" if reduction == "none" else "sum",
+                "ignore_index": ignored,
+            },
+            domain=DOMAIN,
+        )[0]
+
+    def _composed(self, shape: Sequence[Dim]) -> ir.Value:
+        node, rows, view = self.node, self.rows, self.node.view
         labels = cast(node, node.input(LABELS), INT64, rows)
         counted = self._counted(labels)
         place, inside = locate(node, CLASSES, labels, rows)
@@ -269,8 +304,7 @@ class _LossGrad(_Loss):
         there = node.builder.reshape(node.op("Neg", there, shape=rows), column)
         index = node.builder.reshape(place, column)
         spread = self._spread(scale, column, shape, counted)
-        result = _scatter_add(node, spread, index, there, shape)
-        return (cast(node, result, node.out_dtype(), node.out_shape()),)
+        return _scatter_add(node, spread, index, there, shape, column)
 
     def _spread(
         self,
@@ -295,13 +329,18 @@ class _LossGrad(_Loss):
 
 
 def _scatter_add(
-    node: LocalNode, x: ir.Value, index: ir.Value, there: ir.Value, shape: Sequence[Dim]
+    node: LocalNode,
+    x: ir.Value,
+    index: ir.Value,
+    there: ir.Value,
+    shape: Sequence[Dim],
+    column: Sequence[Dim],
 ) -> ir.Value:
-    """Adds `there` to `x` at one place along dim 1 of each row."""
+    """Adds `there`, of shape `column`, to `x`, of `shape`, at one place along dim 1 of each row."""
     if node.builder.opset >= 16:
         return node.op("ScatterElements", x, index, there, shape=shape, axis=1, reduction="add")
-    before = node.op("GatherElements", x, index, shape=there.shape, axis=1)
-    total = node.op("Add", before, there, shape=there.shape)
+    before = node.op("GatherElements", x, index, shape=column, axis=1)
+    total = node.op("Add", before, there, shape=column)
     return node.op("ScatterElements", x, index, total, shape=shape, axis=1)
 
 

@@ -82,6 +82,12 @@ class GlobalBuilder:
             if old in known:
                 known[new] = known.pop(old)
 
+    def forget(self, value: ir.Value) -> None:
+        """Takes the name of an output that nobody will read, so that it is not computed."""
+        self.shapes.pop(value.name or "", None)
+        self.contents.pop(value.name or "", None)
+        value.name = ""
+
     # -- values ----------------------------------------------------------------------------------
 
     def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:

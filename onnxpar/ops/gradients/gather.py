@@ -8,7 +8,7 @@ from onnxpar.ops.gradient import GradNode
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.symbols import Dim
 
-GATHER_GRAD = "GatherGrad"
+INDEXED_SUM = "IndexedSum"
 """Operator of the global graph: rows [i…, b…], indices [i…] -> [V, b…], rows of equal index added
 up (the gradient of Gather along dim 0)."""
 
@@ -33,7 +33,7 @@ def indexed_gradient(
         order = [*range(axis, axis + places), *range(axis), *range(axis + places, rank)]
         before = node.shape(dy)
         dy = node.op("Transpose", dy, shape=[before[i] for i in order], perm=order)
-    found = node.op(GATHER_GRAD, dy, index, shape=[vocabulary, *rows], domain=DOMAIN)
+    found = node.op(INDEXED_SUM, dy, index, shape=[vocabulary, *rows], domain=DOMAIN)
     if axis:
         back = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]
         found = node.op("Transpose", found, shape=shape, perm=back)

@@ -101,19 +101,21 @@ def _is_plain(node: GradNode, over: Sequence[int]) -> bool:
 def _fused(
     node: GradNode, operands: Sequence[ir.Value], over: Sequence[int]
 ) -> Sequence[ir.Value | None]:
+    """Emits the node with all its outputs: onnxruntime infers types for each that a function has.
+
+    Those that nobody wants have no name, and are not computed.
+    """
     x, scale = node.input(0), node.input(1)
-    outputs = [(x.dtype, node.shape(x))]
-    if node.wants(1):
-        outputs += [(scale.dtype, node.shape(scale))] * (2 if node.wants(2) else 1)
-    made: list[ir.Value | None] = list(
-        node.builder.ops(
-            LAYER_NORMALIZATION_GRAD.name,
-            operands,
-            outputs,
-            {"axis": over[0] - len(node.shape(x))},
-            domain=DOMAIN,
-        )
+    whole = (x.dtype, node.shape(x))
+    part = (scale.dtype, node.shape(scale))
+    made = node.builder.ops(
+        LAYER_NORMALIZATION_GRAD.name,
+        operands,
+        [whole, part, part],
+        {"axis": over[0] - len(node.shape(x))},
+        domain=DOMAIN,
     )
-    if node.wants(2) and not node.wants(1):
-        made += [None, node.unbroadcast(node.cotangent(), 2)]
-    return made
+    unread = [value for index, value in enumerate(made) if not node.wants(index)]
+    for value in unread:
+        node.builder.forget(value)
+    return [value if node.wants(index) else None for index, value in enumerate(made)]
