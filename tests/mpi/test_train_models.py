@@ -1,0 +1,63 @@
+"""`mpirun -n N onnxpar train` on models that onnxpar itself has cut: the losses of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import training_cases as cases
+import two_layer
+from launching import mpirun
+from safetensors.numpy import load_file
+
+EPOCHS, STEPS, BATCH = 5, 4, 16
+
+
+def losses(log: Path) -> list[float]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["epoch"], line["step"]) for line in lines] == [
+        (epoch, step) for epoch in range(1, EPOCHS + 1) for step in range(1, STEPS + 1)
+    ]
+    return [line["loss"] for line in lines]
+
+
+def arguments(tmp_path: Path, name: str) -> list[str]:
+    return [
+        "-m", "onnxpar.cli", "train", str(tmp_path / name),
+        "--data", f"npz:{tmp_path / 'data.npz'}", "--batch-size", str(BATCH),
+        "--epochs", str(EPOCHS), "--lr", "0.1", "--momentum", "0.1", "--device", "cpu",
+        "--log", str(tmp_path / f"{name}.jsonl"), "--save", str(tmp_path / f"{name}.weights"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "tp=2"), (8, "dp=8")])
+def test_the_tutorial_of_two_layers(tmp_path: Path, ranks: int, strategy: str) -> None:
+    """MSE and momentum 0.1, 5 epochs of 4 steps of 16 samples: on 8 data ranks 2 for each."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((STEPS * BATCH, 32), np.float32)
+    labels = np.tanh(x @ rng.standard_normal((32, 16), np.float32) / 4)
+    np.savez(tmp_path / "data.npz", x=x, labels=labels)
+    for name, how, devices in (("ranks", strategy, None), ("one", "replicate", 1)):
+        cases.cut(
+            tmp_path / name, two_layer.build(), how, loss="mse", optimizer="momentum",
+            devices=devices,
+        )  # fmt: skip
+    alone = subprocess.run(
+        [sys.executable, *arguments(tmp_path, "one")],
+        capture_output=True, text=True, check=False, timeout=90, env=dict(os.environ),
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    outcome = mpirun(ranks, arguments(tmp_path, "ranks"))
+    assert outcome.code == 0, outcome.err
+    expected, got = losses(tmp_path / "one.jsonl"), losses(tmp_path / "ranks.jsonl")
+    # The project's tolerance of a step, over twenty of them with one linear update each.
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert expected[-1] < expected[0] / 2
+    whole, joined = load_file(tmp_path / "one.weights"), load_file(tmp_path / "ranks.weights")
+    assert set(whole) == set(joined) == {"matmul1.weight", "matmul2.weight"}
+    for name, array in whole.items():
+        # Twenty updates, each off by at most some units of rounding of a gradient below 1.
+        np.testing.assert_allclose(joined[name], array, rtol=0, atol=1e-6)
