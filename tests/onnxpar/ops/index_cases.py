@@ -53,4 +53,126 @@ TILE = (
     Case("y = Tile(x, r)", {"x": "int64[N,1]"}, N5, {"r": ints(3, 1)}),
 )
 
-CASES = (*PAD, *TILE)
+# Indices that name places more than once, from the end too, and others not at all.
+_ELEMENTS = np.array([[0, -1, 6, 0], [3, 3, -7, 2], [5, 5, 5, 5], [1, 0, -2, -1], [0, 1, 2, 3]])
+_DISTINCT = np.array([[0, -1, 1, 3], [3, 6, -7, 2], [5, 4, -4, 1], [1, 0, -2, -1], [0, 1, 2, 3]])
+
+ELEMENTS = (
+    *(
+        Case(
+            "y = GatherElements<axis=1>(d, i)",
+            {"d": f"{kind}[N,7]", "i": f"{index}[N,4]"},
+            N5,
+            feeds={"i": _ELEMENTS},
+        )
+        for kind, index in (("float", "int64"), ("int32", "int32"), ("bool", "int64"))
+    ),
+    Case("y = GatherElements(d, i)", {"d": "float[7,3]", "i": "int64[N,3]"}, N5),
+    Case("y = GatherElements(d, i)", {"d": "float[N,6]", "i": "int64[2,4]"}, N5),
+    *(
+        Case(
+            f'y = ScatterElements<axis=1, reduction="{reduction}">(d, i, u)',
+            {"d": f"{kind}[N,7]", "i": "int64[N,4]", "u": f"{kind}[N,4]"},
+            N5,
+            feeds={"i": _DISTINCT if reduction == "none" else _ELEMENTS},
+            opset=18,
+        )
+        for reduction in ("none", "add", "mul", "max", "min")
+        for kind in ("float", "int64")
+    ),
+    Case(
+        "y = ScatterElements(d, i, u)",
+        {"d": "float[12,3]", "i": "int64[2,3]", "u": "float[2,3]"},
+        feeds={"i": [[0, 11, 3], [-1, 7, 2]]},
+        opset=11,
+    ),
+    Case(
+        "y = ScatterElements<axis=1>(d, i, u)",
+        {"d": "bool[N,7]", "i": "int32[N,4]", "u": "bool[N,4]"},
+        N5,
+        feeds={"i": _DISTINCT},
+    ),
+)
+
+_ROWS = np.array([[0, -1], [0, 3], [-5, 3], [4, 2], [0, 3]])
+_DISTINCT_ROWS = np.array([[0, -1], [3, 3], [-5, 2], [4, 3], [2, 0]])
+
+ROWS = (
+    Case("y = GatherND(d, i)", {"d": "float[5,4,3]", "i": "int64[N,2]"}, N5, feeds={"i": _ROWS}),
+    Case("y = GatherND(d, i)", {"d": "int32[N,6]", "i": "int64[2,3,1]"}, N5),
+    Case("y = GatherND(d, i)", {"d": "bool[5,4]", "i": "int64[N,2]"}, N5, feeds={"i": _ROWS}),
+    Case(
+        "y = GatherND<batch_dims=1>(d, i)",
+        {"d": "float[N,5,2]", "i": "int64[N,3,1]"},
+        N5,
+        feeds={"i": np.array([0, 4, -1, 2, 3, -5, 1, 1, 0, 2, -2, 3, 4, 0, 2]).reshape(5, 3, 1)},
+    ),
+    Case("y = GatherND<batch_dims=2>(d, i)", {"d": "float[N,3,4]", "i": "int64[N,3,1]"}, N5),
+    *(
+        Case(
+            f'y = ScatterND<reduction="{reduction}">(d, i, u)',
+            {"d": "float[5,4,3]", "i": "int64[N,2]", "u": "float[N,3]"},
+            N5,
+            feeds={"i": _DISTINCT_ROWS if reduction == "none" else _ROWS},
+            opset=18,
+        )
+        for reduction in ("none", "add", "mul", "max", "min")
+    ),
+    Case(
+        "y = ScatterND(d, i, u)",
+        {"d": "int64[7,N]", "i": "int64[2,2,1]", "u": "int64[2,2,N]"},
+        N5,
+        feeds={"i": np.array([0, -1, 3, 2]).reshape(2, 2, 1)},
+        opset=13,
+    ),
+    Case(
+        'y = ScatterND<reduction="add">(d, i, u)',
+        {"d": "float[6,N]", "i": "int64[2,2,1]", "u": "float[2,2,N]"},
+        N5,
+    ),
+)
+
+# Rows with ties, and one that is all as low as padding is.
+_TIES = np.array(
+    [
+        [1, 5, 2, 5, 5, 0, -1, 5, 2, 2, 2, 2],
+        [-np.inf] * 12,
+        [np.inf, 3, np.inf, 3, 3, 3, -np.inf, 3, 3, 3, 3, 3],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [4, 3, 2, 1, 0, 0, 1, 2, 3, 4, 5, 5],
+    ]
+)
+_LOW = np.where(np.isinf(_TIES), np.sign(_TIES) * 128, _TIES).clip(-128, 127)
+
+SEARCH = (
+    *(
+        Case(
+            f"y = Arg{which}<axis=1, select_last_index={last}>(x)",
+            {"x": "float[N,12]"},
+            N5,
+            feeds={"x": _TIES},
+        )
+        for which in ("Max", "Min")
+        for last in (0, 1)
+    ),
+    Case("y = ArgMax<axis=-1>(x)", {"x": "int32[N,12]"}, N5, feeds={"x": _LOW}),
+    Case("y = ArgMin<axis=1>(x)", {"x": "int8[N,12]"}, N5, feeds={"x": _LOW}),
+    Case("y = ArgMax<axis=0, keepdims=0>(x)", {"x": "float[N,3,2]"}, N5),
+    Case("y = ArgMin<keepdims=0>(x)", {"x": "double[7]"}, opset=11),
+    *(
+        Case(
+            f"y, i = TopK<largest={largest}>(x, k)",
+            {"x": "float[N,12]"},
+            N5,
+            {"k": ints(k)},
+            {"x": _TIES},
+        )
+        for largest in (0, 1)
+        for k in (1, 3, 12)
+    ),
+    Case("y, i = TopK<axis=1>(x, k)", {"x": "int64[2,N,3]"}, N5, {"k": ints(2)}),
+    Case("y, i = TopK<axis=0>(x, k)", {"x": "double[N,3]"}, N5, {"k": ints(4)}),
+    Case("y, i = TopK(x, k)", {"x": "float[N,6]"}, N5, {"k": ints(4)}, opset=10),
+)
+
+CASES = (*PAD, *TILE, *ELEMENTS, *ROWS, *SEARCH)

@@ -1,0 +1,88 @@
+"""Gradients of reads and writes at given places: what was read is written back, and so on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.errors import ModelError
+from onnxpar.ops.gradient import GradNode
+from onnxpar.passes.builder import DOMAIN
+from onnxpar.symbols import Dim
+
+GATHER_ND_GRAD = "GatherNDGrad"
+"""Operator of the global graph: rows [a…, i…, b…], indices [a…, i…, k] -> [a…, V1…Vk, b…], rows of
+equal index added up (the gradient of GatherND with the same attribute batch_dims)."""
+
+_MIN_OPSET = 16
+
+
+def gather_elements_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Adds the cotangent's elements up where they were read."""
+    return [add_elements(node, node.cotangent(), node.input(1), int(node.view.attr("axis", 0)))]
+
+
+def add_elements(node: GradNode, dy: ir.Value, indices: ir.Value, axis: int) -> ir.Value:
+    """Emits zeros shaped as input 0 with `dy` added along `axis` at `indices`, both of one shape.
+
+    Raises:
+        ModelError: The model's opset has no ScatterElements that adds (16).
+    """
+    if node.builder.opset < _MIN_OPSET:
+        raise ModelError(
+            f"node {node.view.name!r} ({node.view.node.op_type}): a gradient needs ScatterElements "
+            f"of opset {_MIN_OPSET}, the model has {node.builder.opset}; convert it "
+            "(onnx.version_converter)"
+        )
+    shape = node.shape(node.input(0))
+    zeros = _zeros(node, shape, dy.dtype)
+    return node.op("ScatterElements", zeros, indices, dy, shape=shape, axis=axis, reduction="add")
+
+
+def gather_nd_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Adds the cotangent's rows up where they were read."""
+    found = node.op(
+        GATHER_ND_GRAD,
+        node.cotangent(),
+        node.input(1),
+        shape=node.shape(node.input(0)),
+        domain=DOMAIN,
+        batch_dims=int(node.view.attr("batch_dims", 0)),
+    )
+    return [found]
+
+
+def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None]:
+    """Of ScatterElements and ScatterND: the data's cotangent is what was not written over.
+
+    Where two writes meet and do not add up, which of them stays is not said by the specification;
+    both get the cotangent then.
+
+    Raises:
+        ModelError: Writes that multiply, or of which the greatest or least stays.
+    """
+    op_type = node.view.node.op_type
+    if reduction not in ("none", "add"):
+        raise ModelError(
+            f"node {node.view.name!r} ({op_type}): no gradient of the reduction {reduction!r}"
+        )
+    dy, indices, updates = node.cotangent(), node.input(1), node.input(2)
+    flags: dict[str, Any] = {}
+    read = "GatherND"
+    if op_type == "ScatterElements":
+        flags, read = {"axis": int(node.view.attr("axis", 0))}, "GatherElements"
+    found: list[ir.Value | None] = [None, None, None]
+    if node.wants(0):
+        found[0] = dy
+        if reduction == "none":
+            zeros = _zeros(node, node.shape(updates), dy.dtype)
+            found[0] = node.op(op_type, dy, indices, zeros, **flags)
+    if node.wants(2):
+        found[2] = node.op(read, dy, indices, shape=node.shape(updates), **flags)
+    return found
+
+
+def _zeros(node: GradNode, shape: Sequence[Dim], dtype: ir.DataType | None) -> ir.Value:
+    zero = node.builder.const(np.array(0), dtype)
+    return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
