@@ -1,10 +1,13 @@
 """What the documentation says that a machine can check."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import two_layer
 import typer
@@ -13,6 +16,7 @@ from launching import mpirun
 
 from onnxpar.cli import build_app
 from onnxpar.strategy import Strategy
+from onnxpar_runtime.launch import mpirun_environment
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -66,6 +70,66 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
             for option in options(line.split("|")[1])
         }
         assert documented == real, name
+
+
+SHOWN = ["README.md", "docs/guide.md"]
+LEFT_OUT = ("git ", "tools/quickstart", ". .venv", "pip ", "onnxpar view ", "export ")
+"""Commands that a test cannot run: those of the environment, and what serves until Ctrl-C."""
+
+
+def shell(page: str) -> list[str]:
+    """The commands of a page, in order, one a line and without comments."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    lines = [line.partition("  #")[0].strip() for line in found.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_the_commands_shown_have_the_options_shown(page: str) -> None:
+    commands = typer.main.get_command(build_app()).commands
+    seen = 0
+    for line in shell(page):
+        words = shlex.split(line)
+        if "onnxpar" not in words or line.startswith("git "):
+            continue
+        name, *arguments = words[words.index("onnxpar") + 1 :]
+        # Fails for an option that there is not, or an argument too many or too few.
+        context = typer.Context(commands[name], info_name=name)
+        commands[name].parse_args(context, arguments)
+        seen += 1
+    assert seen >= 10
+
+
+@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="minutes; with ONNXPAR_FULL=1")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", SHOWN)
+def test_the_commands_shown_work(page: str, tmp_path: Path) -> None:
+    for name in ("models", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "work").mkdir()
+    for kind in ("counting.py", "ranks.py"):
+        for text in python(f"python {kind}", page):
+            (tmp_path / kind).write_text(text, encoding="utf-8")
+    # What the README takes as given.
+    np.savez(tmp_path / "in.npz", input_ids=np.arange(21).reshape(3, 7))
+    program = tmp_path / "bin" / "onnxpar"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m onnxpar.cli "$@"\n')
+    program.chmod(0o755)
+    places = (program.parent, Path(sys.executable).parent, os.environ["PATH"])
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    environment = mpirun_environment(inherited | {"PATH": os.pathsep.join(map(str, places))})
+    lines = [line for line in shell(page) if not line.startswith(LEFT_OUT)]
+    done = subprocess.run(
+        ["bash", "-e", "-x", "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def python(kind: str, page: str) -> list[str]:
