@@ -19,10 +19,11 @@ from onnxpar.ops.gradients.gather import INDEXED_SUM, gather_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
-from onnxpar.passes.builder import DOMAIN, INT64
+from onnxpar.passes.builder import DOMAIN, INT64, ir_shape
 from onnxpar.symbols import Dim
 
 _INDEXED = "V"
+_LIKE = 2
 _NO_SUMS = (ir.DataType.BOOL, ir.DataType.STRING)
 
 
@@ -77,11 +78,12 @@ def _with_one(shape: Sequence[Dim]) -> Sequence[Dim]:
 
 
 def gather_grad_rule(view: NodeView) -> OpRule:
-    """IndexedSum: `i j b, i j -> V b; sum: i j`; every device fills its own part of V."""
+    """IndexedSum: `i j b, i j, * -> V b; sum: i j`; every device fills its own part of V."""
     names = axis_names(len(view.shape(0)))
     places = names[: len(view.shape(1))]
     rows = " ".join(names[len(places) :])
-    text = f"{' '.join(names)}, {' '.join(places)} -> {_INDEXED} {rows}; linear: sum 0"
+    like = "*" if view.has(_LIKE) else "-"
+    text = f"{' '.join(names)}, {' '.join(places)}, {like} -> {_INDEXED} {rows}; linear: sum 0"
     return parse_rule(text + (f"; sum: {' '.join(places)}" if places else ""))
 
 
@@ -104,15 +106,22 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         place, inside = locate(node, _INDEXED, place, wide)
         inside = node.builder.reshape(inside, [*wide, *[1] * (len(rows) - len(shape))])
         updates = zero_unless(node, inside, updates, [*wide, *rows[len(shape) :]])
-    zero = node.builder.const(np.array(0), updates.dtype)
     out = node.out_shape()
-    start = node.op("Expand", zero, node.builder.shape(out), shape=out)
     if node.builder.opset >= MIN_OPSET:
-        operands = [updates, place, start]
+        # Zeros would be folded into a constant as large as the result.
+        like = node.inputs[_LIKE]
+        if like is None or like.shape != ir_shape(out):
+            like = _zeros(node, updates.dtype, out)
         made = [(updates.dtype, out)]
-        return node.builder.ops(GATHER_GRAD.name, operands, made, domain=DOMAIN)
+        return node.builder.ops(GATHER_GRAD.name, [updates, place, like], made, domain=DOMAIN)
     place = node.builder.reshape(place, [*wide, 1])
+    start = _zeros(node, updates.dtype, out)
     return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
+
+
+def _zeros(node: LocalNode, dtype: ir.DataType | None, shape: Sequence[Dim]) -> ir.Value:
+    zero = node.builder.const(np.array(0), dtype)
+    return node.op("Expand", zero, node.builder.shape(shape), shape=shape)
 
 
 DEFS = (

@@ -9,8 +9,11 @@ from onnxpar.passes.builder import DOMAIN
 from onnxpar.symbols import Dim
 
 INDEXED_SUM = "IndexedSum"
-"""Operator of the global graph: rows [i…, b…], indices [i…] -> [V, b…], rows of equal index added
-up (the gradient of Gather along dim 0)."""
+"""Operator of the global graph: rows [i…, b…], indices [i…], what was read? [V, b…] -> [V, b…].
+
+Rows of equal index are added up: the gradient of Gather along dim 0. The last operand has the
+result's shape, and its elements are not read.
+"""
 
 
 def gather_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -33,7 +36,11 @@ def indexed_gradient(
         order = [*range(axis, axis + places), *range(axis), *range(axis + places, rank)]
         before = node.shape(dy)
         dy = node.op("Transpose", dy, shape=[before[i] for i in order], perm=order)
-    found = node.op(INDEXED_SUM, dy, index, shape=[vocabulary, *rows], domain=DOMAIN)
+    source = node.input(0)
+    # An activation would be held in memory for its shape; a parameter is there anyway.
+    held = source.producer() is None and not axis and node.shape(source) == tuple(shape)
+    like = source if held else None
+    found = node.op(INDEXED_SUM, dy, index, like, shape=[vocabulary, *rows], domain=DOMAIN)
     if axis:
         back = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]
         found = node.op("Transpose", found, shape=shape, perm=back)
