@@ -1,6 +1,7 @@
 """Example models trained on several devices, all ranks in this process, beside one device."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -113,23 +114,25 @@ def test_what_the_transformer_communicates(tmp_path: Path) -> None:
     activations = "384*seq*((batch + 1)//2)"
     found = manifest.program("training_model").collectives
     assert {c.op for c in found} == {"AllReduce"}
-    large = [c.value for c in found if c.bytes == activations]
-    layers = Counter(v.split("/")[1] for v in large if v.startswith("/layer") and "grad" not in v)
-    assert layers == {f"layer{i}": 2 for i in range(LAYERS)}
-    layers = Counter(v.split("/")[1] for v in large if v.startswith("/layer") and "grad" in v)
-    assert layers == {f"layer{i}": 2 for i in range(LAYERS)}
-    # Nothing else is as large, but for the embedding and the last norm.
-    assert len(large) == 4 * LAYERS + 2
+    layers = Counter(
+        (match[0], "grad" in c.value) for c in found if (match := re.search(r"layer\d+", c.value))
+    )
+    assert layers == {(f"layer{i}", way): 2 for i in range(LAYERS) for way in (False, True)}
+    # The embedding and the head's gradient are as large; the loss has three numbers of a token.
+    rest = [c.bytes for c in found if "layer" not in c.value and 0 not in c.atoms]
+    assert Counter(rest) == {activations: 2, "6*seq*((batch + 1)//2)": 3}
+    assert Counter(c.bytes for c in found)[activations] == 4 * LAYERS + 2
     # Along the data axis the loss alone travels, one number; gradients wait for the optimizer.
     assert [(c.value, c.bytes) for c in found if 0 in c.atoms] == [("onnxpar.loss", 4)]
 
-    sums = [c for c in manifest.program("optimizer_model").collectives if 0 in c.atoms]
+    updates = manifest.program("optimizer_model").collectives
+    sums = [c for c in updates if 0 in c.atoms]
     states = manifest.trained().states.values()
     assert sorted(c.value for c in sums) == sorted(
         s.spec.name for s in states if s.kind == "gradient"
     )
-    rest = [c for c in manifest.program("optimizer_model").collectives if 0 not in c.atoms]
-    assert [c.bytes for c in rest] == [6]  # the norm, one float over four ranks
+    # The norm, one float over four ranks.
+    assert [c.bytes for c in updates if 0 not in c.atoms] == [6]
     assert manifest.program("accumulation_model").collectives == ()
 
 
