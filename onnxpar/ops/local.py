@@ -143,20 +143,36 @@ class LocalNode:
         """Emits an AllReduce of `x` (local shape `shape`) inside the node's local algorithm."""
         if not atoms:
             return x
-        elements: Dim = 1
-        for d in shape:
-            elements = elements * d
-        size = x.dtype.itemsize if x.dtype is not None else 1
         return self.builder.collective(
             "AllReduce",
             x,
             tuple(sorted(atoms)),
             shape=shape,
-            moved=moved_bytes("all_reduce", elements * int(size), self.mesh.count(atoms)),
+            moved=moved_bytes("all_reduce", self._bytes(x, shape), self.mesh.count(atoms)),
             value=x.name or "",
             reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
             reduction=reduction,
         )
+
+    def all_gather(self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], axis: int) -> ir.Value:
+        """Emits an AllGather of `x` (local shape `shape`) along `axis`, first atom outermost."""
+        count = self.mesh.count(atoms)
+        return self.builder.collective(
+            "AllGather",
+            x,
+            atoms,
+            shape=[*shape[:axis], shape[axis] * count, *shape[axis + 1 :]],
+            moved=moved_bytes("all_gather", self._bytes(x, shape), count),
+            value=x.name or "",
+            reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
+            axis=axis,
+        )
+
+    def _bytes(self, x: ir.Value, shape: Sequence[Dim]) -> Dim:
+        total: Dim = int(x.dtype.itemsize) if x.dtype is not None else 1
+        for size in shape:
+            total = total * size
+        return total
 
     def masked(
         self, x: ir.Value, operand: int, factor: str, fill: float | str, *, known_zero: bool = False

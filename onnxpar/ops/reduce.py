@@ -15,12 +15,11 @@ from onnxpar.ops.forms import (
     cast,
     copy_or,
     count_of,
-    normal_axes,
     reduce,
     reduced_axes,
     work_dtype,
 )
-from onnxpar.ops.gradients.reduce import REDUCTIONS, cumsum_gradient
+from onnxpar.ops.gradients.reduce import REDUCTIONS
 from onnxpar.ops.local import LocalNode, copy_node
 from onnxpar.ops.registry import LocalFn, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -135,15 +134,6 @@ def _number(node: LocalNode, like: ir.Value, text: str) -> ir.Value:
     return node.builder.const(float(text), like.dtype)
 
 
-def cumsum_rule(view: NodeView) -> OpRule:
-    """CumSum: the running axis is whole."""
-    names = axis_names(len(view.shape(0)))
-    axis = view.ints(1, "axis")
-    (running,) = normal_axes(view, axis or (0,), len(names), "axis")
-    text = " ".join(names)
-    return parse_rule(f"{text}, . -> {text}; whole: {names[running]}; linear: sum 0")
-
-
 def _op(
     name: str, kind: str, linear: str = "", local: LocalFn = copy_node, *, zero: bool = False
 ) -> OpDef:
@@ -162,5 +152,4 @@ DEFS = (
     _op("ReduceL2", "special", local=copy_or(_summed("ReduceSumSquare", "Sqrt"))),
     _op("ReduceLogSum", "special", local=copy_or(_summed("ReduceSum", "Log"))),
     _op("ReduceLogSumExp", "special", local=copy_or(log_sum_exp)),
-    OpDef("", "CumSum", 11, cumsum_rule, gradient=cumsum_gradient, keeps_zero=True),
 )

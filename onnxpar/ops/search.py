@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 import sympy
 
-from onnxpar.analysis.reshard import moved_bytes
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
-from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import (
     BOOL,
@@ -142,8 +140,8 @@ def top_k_local(node: LocalNode) -> Sequence[ir.Value]:
         tail = [1] * (len(shape) - axis - 1)
         index = node.builder.reshape(index, [shape[axis], *tail])
         index = node.op("Expand", index, node.builder.shape(shape), shape=shape)
-    values = _gathered(node, values, atoms, axis, shape)
-    index = _gathered(node, index, atoms, axis, shape)
+    values = node.all_gather(values, atoms, shape, axis)
+    index = node.all_gather(index, atoms, shape, axis)
     shape[axis] = shape[axis] * node.mesh.count(atoms)
     if len(components) > 1:
         # Parts interleave: of equal values the first must be that of the least index.
@@ -170,27 +168,6 @@ def _best(
         [x, node.builder.size(count)],
         [(x.dtype, found), (INT64, found)],
         {"axis": axis, "largest": largest, "sorted": 1},
-    )
-
-
-def _gathered(
-    node: LocalNode, x: ir.Value, atoms: Atoms, axis: int, shape: Sequence[Dim]
-) -> ir.Value:
-    """An AllGather of `x`, of local shape `shape`, along `axis`."""
-    elements: Dim = 1
-    for size in shape:
-        elements = elements * size
-    count = node.mesh.count(atoms)
-    itemsize = int(x.dtype.itemsize) if x.dtype is not None else 1
-    return node.builder.collective(
-        "AllGather",
-        x,
-        atoms,
-        shape=[*shape[:axis], shape[axis] * count, *shape[axis + 1 :]],
-        moved=moved_bytes("all_gather", elements * itemsize, count),
-        value=x.name or "",
-        reason=f"{node.view.name} ({node.view.node.op_type} over a split dim)",
-        axis=axis,
     )
 
 

@@ -175,4 +175,19 @@ SEARCH = (
     Case("y, i = TopK(x, k)", {"x": "float[N,6]"}, N5, {"k": ints(4)}, opset=10),
 )
 
-CASES = (*PAD, *TILE, *ELEMENTS, *ROWS, *SEARCH)
+SCAN = (
+    *(
+        Case(
+            f"y = CumSum<exclusive={exclusive}, reverse={reverse}>(x, a)",
+            {"x": "float[N,12]"},
+            N5,
+            {"a": scalar(1, np.int64)},
+        )
+        for exclusive in (0, 1)
+        for reverse in (0, 1)
+    ),
+    Case("y = CumSum(x, a)", {"x": "int64[2,N,3]"}, N5, {"a": scalar(-2, np.int64)}),
+    Case("y = CumSum<reverse=1>(x, a)", {"x": "double[7]"}, {}, {"a": ints(0)}, opset=11),
+)
+
+CASES = (*PAD, *TILE, *ELEMENTS, *ROWS, *SEARCH, *SCAN)
