@@ -21,6 +21,7 @@ from onnx.reference.op_run import OpRun
 
 from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS, VERSION
+from onnxpar.ops.gradients.matmul import MICROSOFT
 from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
 from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.partitioned import PartitionedModel
@@ -173,6 +174,7 @@ class Lockstep:
             opset_imports=[
                 onnx.helper.make_opsetid("", self.opset),
                 onnx.helper.make_opsetid(DOMAIN, VERSION),
+                onnx.helper.make_opsetid(MICROSOFT, 1),
             ],
             functions=[ir.to_proto(FUNCTIONS[name].made(self.opset)) for name in sorted(called)],
             ir_version=10,
@@ -261,6 +263,23 @@ class Gelu(OpRun):  # type: ignore[misc]
         return ((x * (1 + inner) / 2).astype(x.dtype),)
 
 
+class FusedMatMul(OpRun):  # type: ignore[misc]
+    """onnxruntime's FusedMatMul: alpha·A'·B', the operands' last two dims turned or not."""
+
+    op_domain = MICROSOFT
+
+    def _run(
+        self,
+        a: Array,
+        b: Array,
+        alpha: float = 1.0,
+        transA: int = 0,
+        transB: int = 0,
+    ) -> tuple[Array]:
+        a, b = (x.swapaxes(-1, -2) if turned else x for x, turned in ((a, transA), (b, transB)))
+        return (np.asarray(np.matmul(a, b) * a.dtype.type(alpha)),)
+
+
 class LayerNormalization(OpRun):  # type: ignore[misc]
     """LayerNormalization with statistics in any type; onnx.reference has float32 alone."""
 
@@ -285,13 +304,16 @@ class LayerNormalization(OpRun):  # type: ignore[misc]
         return y if bias is None else y + bias, mean, inverse.astype(kind)
 
 
+REFERENCE_OPS = [Erf, Gelu, FusedMatMul, LayerNormalization]
+
+
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
     """Returns a function from a model's inputs to its outputs, both by name."""
     names = [o.name for o in model.graph.output]
     if reference:
         # It would not take its own operators inside of functions.
         inlined = inline_local_functions(model)
-        whole = ReferenceEvaluator(inlined, new_ops=[Erf, Gelu, LayerNormalization])
+        whole = ReferenceEvaluator(inlined, new_ops=REFERENCE_OPS)
 
         def interpret(feeds: Mapping[str, Array]) -> dict[str, Array]:
             with np.errstate(all="ignore"):

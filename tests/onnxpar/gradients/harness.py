@@ -26,6 +26,7 @@ from onnxpar.analysis.propagate import Rules, propagate
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.mesh import Mesh
+from onnxpar.ops.gradients.matmul import MICROSOFT
 from onnxpar.ops.registry import OpDef
 from onnxpar.passes.autodiff import Differentiated, differentiate
 from onnxpar.passes.builder import DOMAIN, GraphBuilder, ir_shape
@@ -126,8 +127,11 @@ class GradCase:
         graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
         for name, array in self.consts.items():
             graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
-        opset = onnx.helper.make_opsetid("", self.opset)
-        return onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
+        opsets = [
+            onnx.helper.make_opsetid("", self.opset),
+            onnx.helper.make_opsetid(MICROSOFT, 1),
+        ]
+        return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
     @property
     def variables(self) -> list[str]:
