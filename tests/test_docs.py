@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import two_layer
 import typer
@@ -15,13 +16,15 @@ from _exporter import save
 from launching import mpirun
 
 from onnxpar.cli import build_app
+from onnxpar.ops.registry import Missing
+from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 
 
 def blocks(page: str) -> list[str]:
@@ -33,8 +36,17 @@ def blocks(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert [link for link in LINK.findall(text) if not (page.parent / link).exists()] == []
+    for file, place in LINK.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        if place:
+            assert place in places(target), f"{file}#{place}"
+
+
+def places(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page, for links that lead there."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/reference/strategy_file.md"])
@@ -70,6 +82,17 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
             for option in options(line.split("|")[1])
         }
         assert documented == real, name
+
+
+def test_operators_said_to_have_no_gradient_have_none() -> None:
+    page = (ROOT / "docs" / "reference" / "training.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"Missing, among what is common: (.*?)\.\n", page, re.DOTALL)
+    names = re.findall(r"`(\w+)`", listed)
+    assert len(names) > 10
+    for name in names:
+        known = REGISTRY.find("", name, onnx.defs.onnx_opset_version())
+        assert known is None or isinstance(known.gradient, Missing), name
+        assert onnx.defs.has(name), name
 
 
 SHOWN = ["README.md", "docs/guide.md"]
