@@ -15,7 +15,7 @@ ONE, DATA, TENSOR = step.OURS
 
 
 def row(side: Side, ratios: tuple[float, ...], difference: float = 0.0) -> step.Row:
-    return step.Row("mlp", "sgd", side, tuple(2 * r for r in ratios), ratios, difference)
+    return step.Row("mlp", "sgd", side, tuple(2 * r for r in ratios), ratios, ratios, difference)
 
 
 def test_goals_are_pytorch_s_own_where_it_was_measured() -> None:
@@ -77,7 +77,7 @@ def test_two_ranks_take_the_steps_of_one(optimizer: str, tmp_path: Path) -> None
         with step.start(side, job, tmp_path) as running:
             running.connect()
             # In two turns: the second goes on where the first ended.
-            found[side] = [x for count in (BATCHES, 5) for x in running.steps(count)[1]]
+            found[side] = [x for count in (BATCHES, 5) for x in running.steps(count).losses]
     assert len(found[ONE]) == BATCHES + 5
     # Step 21 takes the batch of step 1 again, which has been learned from.
     assert found[ONE][BATCHES] < found[ONE][0]

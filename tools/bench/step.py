@@ -17,8 +17,9 @@ each takes 20 steps, and its losses must be PyTorch's to 5 decimals. Then come r
 every side takes a turn of several steps. A side's ratio is the median over the rounds of its time
 divided by that of PyTorch's single process in the same round, so that what else the machine does
 slows both. Where more wants to run than there are processors, that does not help: threads that wait
-for one another actively, as PyTorch's do, then take many times as long. A step is all that a user
-waits for: from global arrays in memory to the loss as a number.
+for one another actively, as PyTorch's do, then take many times as long; the processor time of a
+step (cpu ms: all threads and ranks together, their active waiting too) tells more then. A step is
+all that a user waits for: from global arrays in memory to the loss as a number.
 
 Goals: 1 device at most 1.05; dp and tp no worse than PyTorch's own, measured in the same run or
 else as measured before. With --check the exit code is 1 where a goal is missed.
@@ -70,6 +71,21 @@ SHOWN = 16  # operators of a profile
 
 class SideError(RuntimeError):
     """A side could not be started, or ended before its time."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What some steps of a side took.
+
+    Attributes:
+        seconds: Of the slowest rank.
+        processor: Seconds of processor time of all ranks together.
+        losses: Loss of each step.
+    """
+
+    seconds: float
+    processor: float
+    losses: list[float]
 
 
 class Running:
@@ -125,8 +141,8 @@ class Running:
             lines[self._receive(connection)] = connection
         self._lines = [lines[rank] for rank in sorted(lines)]
 
-    def steps(self, count: int) -> tuple[float, list[float]]:
-        """Lets all ranks do steps; returns the slowest rank's seconds, and rank 0's losses.
+    def steps(self, count: int) -> "Turn":
+        """Lets all ranks do steps.
 
         Raises:
             SideError: A process has ended, or they take too long.
@@ -137,7 +153,8 @@ class Running:
         except OSError:
             raise self._failed() from None
         answers = [self._receive(line) for line in self._lines]
-        return max(seconds for seconds, _ in answers), answers[0][1]
+        seconds, processor, losses = zip(*answers, strict=True)
+        return Turn(max(seconds), sum(processor), losses[0])
 
     def _receive(self, line: Connection) -> Any:
         try:
@@ -234,6 +251,7 @@ class Row:
         optimizer: Name of the optimizer.
         side: The side.
         seconds: Of one step, by round.
+        processor: Seconds of processor time of one step, all ranks together, by round.
         ratios: To PyTorch's single process, by round.
         difference: Largest difference of a loss from that of PyTorch's single process.
     """
@@ -242,6 +260,7 @@ class Row:
     optimizer: str
     side: Side
     seconds: tuple[float, ...]
+    processor: tuple[float, ...]
     ratios: tuple[float, ...]
     difference: float
 
@@ -289,22 +308,31 @@ def measure(sides: Sequence[Side], job: Job, cuts: Cuts, rounds: int, turn: floa
             files = cuts.files(side, job.model, job.optimizer)
             mine = replace(job, files=str(files))
             running.append(stack.enter_context(start(side, mine, cuts.folder)))
-        for one in running:
-            one.connect()
-        first = [one.steps(BATCHES) for one in running]
-        count = max(1, round(turn * BATCHES / first[0][0]))
-        seconds: list[list[float]] = [[] for _ in running]
+        for ranks in running:
+            ranks.connect()
+        first = [ranks.steps(BATCHES) for ranks in running]
+        count = max(1, round(turn * BATCHES / first[0].seconds))
+        turns: list[list[Turn]] = [[] for _ in running]
         for number in range(rounds):
             for k in range(len(running)):
                 # Nobody always comes after the same one, nor first.
                 index = (number + (k if number % 2 else -k)) % len(running)
                 time.sleep(PAUSE)
-                seconds[index].append(running[index].steps(count)[0] / count)
+                turns[index].append(running[index].steps(count))
     rows = []
-    for side, took, (_, losses) in zip(sides, seconds, first, strict=True):
-        difference = max(abs(a - b) for a, b in zip(losses, first[0][1], strict=True))
-        ratios = tuple(a / b for a, b in zip(took, seconds[0], strict=True))
-        rows.append(Row(job.model, job.optimizer, side, tuple(took), ratios, difference))
+    for side, taken, begun in zip(sides, turns, first, strict=True):
+        pairs = zip(begun.losses, first[0].losses, strict=True)
+        rows.append(
+            Row(
+                model=job.model,
+                optimizer=job.optimizer,
+                side=side,
+                seconds=tuple(t.seconds / count for t in taken),
+                processor=tuple(t.processor / count for t in taken),
+                ratios=tuple(a.seconds / b.seconds for a, b in zip(taken, turns[0], strict=True)),
+                difference=max(abs(a - b) for a, b in pairs),
+            )
+        )
     return rows
 
 
@@ -330,7 +358,7 @@ def profile(side: Side, job: Job, cuts: Cuts) -> None:
     files = str(cuts.files(side, job.model, job.optimizer))
     with start(side, replace(job, files=files, profile=True), cuts.folder) as running:
         running.connect()
-        seconds, _ = running.steps(PROFILED)
+        seconds = running.steps(PROFILED).seconds
     found = by_operator(sorted(running.scratch.glob("profile-*")))
     share = 1e3 / PROFILED / side.ranks
     whole, _ = found.pop("run", (0.0, 0))
@@ -351,12 +379,13 @@ def tell(rows: Sequence[Row]) -> list[str]:
     missed = []
     for row in rows:
         goal = wanted.get(row.side)
-        low, high = min(row.ratios), max(row.ratios)
+        took = [statistics.median(found) * 1e3 for found in (row.seconds, row.processor)]
+        numbers = (row.ratio, min(row.ratios), max(row.ratios))
         if row.side.system == "onnxpar":
             missed += row.missed(goal)
         print(
             f"{row.model:5s}{row.optimizer:6s} {row.side.label:12s}"
-            f"{statistics.median(row.seconds) * 1e3:10.2f} {row.ratio:7.3f} {low:7.2f} {high:7.2f} "
+            f"{' '.join(f'{x:9.2f}' for x in took)} {' '.join(f'{x:7.3f}' for x in numbers)} "
             f"{'' if goal is None else format(goal, '.3f'):>7s} {row.difference:10.1e}",
             flush=True,
         )
@@ -397,8 +426,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{os.cpu_count()} processors, load average {os.getloadavg()[0]:.1f} before the start; "
         f"ratio: median of {options.rounds} rounds, then the least and the largest\n"
-        f"{'model':5s}{'optim.':6s} {'side':12s}{'ms/step':>10s} {'ratio':>7s} {'from':>7s} "
-        f"{'to':>7s} {'goal':>7s} {'loss diff.':>10s}",
+        f"{'model':5s}{'optim.':6s} {'side':12s}{'ms/step':>9s} {'cpu ms':>9s} {'ratio':>7s} "
+        f"{'from':>7s} {'to':>7s} {'goal':>7s} {'loss diff.':>10s}",
         flush=True,
     )
     every: list[Row] = []

@@ -188,8 +188,10 @@ def serve(job: Job, rank: int, step: Callable[[int, Batch], float]) -> None:
         driver.send(rank)
         while count := driver.recv():
             losses = []
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             for _ in range(count):
                 losses.append(step(done + 1, batches[done % BATCHES]))
                 done += 1
-            driver.send((time.perf_counter() - start, losses))
+            # Of all threads; those that wait for work actively are at work too.
+            used = time.process_time() - used
+            driver.send((time.perf_counter() - start, used, losses))
