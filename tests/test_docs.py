@@ -15,7 +15,7 @@ import typer
 from _exporter import save
 from launching import mpirun
 
-from onnxpar.cli import build_app
+from onnxpar.cli import build_app, main
 from onnxpar.ops.registry import Missing
 from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
@@ -95,6 +95,7 @@ def test_operators_said_to_have_no_gradient_have_none() -> None:
         assert onnx.defs.has(name), name
 
 
+FULL = pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="minutes; with ONNXPAR_FULL=1")
 SHOWN = ["README.md", "docs/guide.md"]
 LEFT_OUT = ("git ", "tools/quickstart", ". .venv", "pip ", "onnxpar view ", "export ")
 """Commands that a test cannot run: those of the environment, and what serves until Ctrl-C."""
@@ -124,7 +125,7 @@ def test_the_commands_shown_have_the_options_shown(page: str) -> None:
     assert seen >= 10
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="minutes; with ONNXPAR_FULL=1")
+@FULL
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SHOWN)
 def test_the_commands_shown_work(page: str, tmp_path: Path) -> None:
@@ -153,6 +154,27 @@ def test_the_commands_shown_work(page: str, tmp_path: Path) -> None:
         env=environment,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@FULL
+def test_the_export_shown_keeps_every_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    (program,) = python("python torch", "docs/guide.md")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    capfd.readouterr()
+    arguments = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd"]
+    assert main(["shard", "work/net.onnx", "--strategy", "dp=2", "-o", "out", *arguments]) == 0
+    told = capfd.readouterr().out
+    # Three layers and two norms: 784*128 + 128*128 + 128*10 weights, 128 + 128 + 10 biases, 4*128.
+    # The other tensor is the rate of the Dropout.
+    assert "trained       118,794 of 118,795 parameters, in 10 of 11 tensors" in told
+    assert "Dropout nodes" not in told  # exported in training mode
+    assert len(re.findall("^notice .* stood for several", told, re.MULTILINE)) == 2
 
 
 def python(kind: str, page: str) -> list[str]:
