@@ -13,12 +13,22 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError, ShardingError
 from onnxpar.ops.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, cast, iota, locate, normal_axis, zero_unless
+from onnxpar.ops.forms import (
+    BOOL,
+    cast,
+    copy_or,
+    global_index,
+    iota,
+    locate,
+    normal_axis,
+    zero_unless,
+)
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.gradients.index import (
     GATHER_ND_GRAD,
     gather_elements_gradient,
     gather_nd_gradient,
+    one_hot_gradient,
     scatter_gradient,
 )
 from onnxpar.ops.local import LocalNode
@@ -335,12 +345,40 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
 
 
+# -- one-hot ---------------------------------------------------------------------------------------
+
+
+def one_hot_rule(view: NodeView) -> OpRule:
+    """OneHot: `i j -> i V j`; every device makes its own part of the classes V."""
+    names = axis_names(len(view.shape(0)))
+    axis = normal_axis(view, view.attr("axis", -1), len(names) + 1)
+    result = [*names[:axis], _INDEXED, *names[axis:]]
+    return parse_rule(f"{' '.join(names)}, ., . -> {' '.join(result)}; special: {_INDEXED}")
+
+
+def one_hot_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Compares global classes where they are split."""
+    shape, out = node.in_shape(0), node.out_shape()
+    axis = normal_axis(node.view, node.view.attr("axis", -1), len(out))
+    wide = [*shape[:axis], 1, *shape[axis:]]
+    index = cast(node, node.builder.reshape(node.input(0), wide), INT64, wide)
+    negative = node.op("Less", index, node.builder.const([0]), dtype=BOOL, shape=wide)
+    wrapped = node.op("Add", index, node.builder.size(node.size(_INDEXED)), shape=wide)
+    index = node.op("Where", negative, wrapped, index, dtype=INT64, shape=wide)
+    classes: list[Dim] = [out[axis], *[1] * (len(out) - axis - 1)]
+    classes_value = node.builder.reshape(global_index(node, _INDEXED), classes)
+    hit = cast(node, node.op("Equal", index, classes_value, dtype=BOOL, shape=out), INT64, out)
+    # A lookup: onnxruntime has no Where for some of the types that the values may have.
+    return (node.op("Gather", node.input(2), hit, dtype=node.out_dtype(), shape=out, axis=0),)
+
+
 def scattered_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Reads the cotangent where something was written."""
     return scatter_gradient(node, _reduction(node.view))
 
 
 DEFS = (
+    OpDef("", "OneHot", 9, one_hot_rule, copy_or(one_hot_local), gradient=one_hot_gradient),
     OpDef(
         "",
         "GatherElements",

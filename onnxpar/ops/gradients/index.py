@@ -83,6 +83,29 @@ def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None
     return found
 
 
+def one_hot_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Of the two values: the cotangent summed where there is none, and where there is one."""
+    dy, view = node.cotangent(), node.view
+    ends = node.builder.const(np.array([0, 1]), dy.dtype)
+    axis = int(view.attr("axis", -1))
+    hot = node.op(
+        "OneHot",
+        node.input(0),
+        node.input(1),
+        ends,
+        dtype=dy.dtype,
+        shape=node.shape(dy),
+        axis=axis,
+    )
+    on = node.op("Mul", dy, hot)
+    every = range(len(node.shape(dy)))
+    totals = [
+        node.builder.unsqueeze(node.builder.reduce("ReduceSum", part, every), [0])
+        for part in (node.op("Sub", dy, on), on)
+    ]
+    return [None, None, node.op("Concat", *totals, shape=[2], axis=0)]
+
+
 def _zeros(node: GradNode, shape: Sequence[Dim], dtype: ir.DataType | None) -> ir.Value:
     zero = node.builder.const(np.array(0), dtype)
     return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)

@@ -190,4 +190,75 @@ SCAN = (
     Case("y = CumSum<reverse=1>(x, a)", {"x": "double[7]"}, {}, {"a": ints(0)}, opset=11),
 )
 
-CASES = (*PAD, *TILE, *ELEMENTS, *ROWS, *SEARCH, *SCAN)
+_CLASSES = np.array([[0, -1, 6], [7, -7, 3], [-8, 2, 2], [5, 4, 1], [99, -99, 0]])
+
+ONE_HOT = (
+    *(
+        Case(
+            f"y = OneHot<axis={axis}>(i, d, v)",
+            {"i": "int64[N,3]"},
+            N5,
+            {"d": scalar(7, np.int64), "v": np.array([0.5, -2], np.float32)},
+            {"i": _CLASSES},
+        )
+        for axis in (-1, 0, 1)
+    ),
+    Case(
+        "y = OneHot(i, d, v)",
+        {"i": "float[N]", "v": "int64[2]"},
+        N5,
+        {"d": ints(6)},
+        {"i": [0, 5, 2, -1, 7], "v": [0, 1]},
+    ),
+)
+
+REARRANGE = (
+    *(
+        Case(f'y = DepthToSpace<blocksize=2, mode="{mode}">(x)', {"x": "float[N,12,2,3]"}, N5)
+        for mode in ("DCR", "CRD")
+    ),
+    Case("y = DepthToSpace<blocksize=3>(x)", {"x": "float[2,9,N,2]"}, N5),
+    Case("y = SpaceToDepth<blocksize=2>(x)", {"x": "float[N,3,4,6]"}, N5),
+    Case(
+        "y = ReverseSequence(x, s)",
+        {"x": "float[7,N,3]", "s": "int64[N]"},
+        N5,
+        feeds={"s": [7, 1, 4, 2, 0]},
+    ),
+    Case(
+        "y = ReverseSequence<batch_axis=0, time_axis=1>(x, s)",
+        {"x": "float[N,6]", "s": "int64[N]"},
+        N5,
+        feeds={"s": [6, 1, 4, 2, 3]},
+    ),
+)
+
+EINSUM = (
+    Case('y = Einsum<equation="ij,jk->ik">(a, b)', {"a": "float[N,6]", "b": "float[6,4]"}, N5),
+    Case(
+        'y = Einsum<equation="ij, jk">(a, b)', {"a": "float[N,K]", "b": "float[K,4]"}, N5 | {"K": 7}
+    ),
+    Case(
+        'y = Einsum<equation="bhqd,bhkd->bhqk">(a, b)',
+        {"a": "float[N,2,3,4]", "b": "float[N,2,5,4]"},
+        N5,
+    ),
+    Case(
+        'y = Einsum<equation="...ij,...jk->...ik">(a, b)',
+        {"a": "float[N,1,3,4]", "b": "float[1,2,4,5]"},
+        N5,
+    ),
+    Case('y = Einsum<equation="i...->...i">(a)', {"a": "float[N,3,4]"}, N5),
+    Case('y = Einsum<equation="ij->">(a)', {"a": "float[N,6]"}, N5),
+    Case('y = Einsum<equation="ij->j">(a)', {"a": "int64[N,6]"}, N5),
+    Case('y = Einsum<equation="ii->i">(a)', {"a": "float[5,5]"}),
+    Case('y = Einsum<equation="iij,j->i">(a, b)', {"a": "float[4,4,N]", "b": "float[N]"}, N5),
+    Case(
+        'y = Einsum<equation="ij,jk,kl->il">(a, b, c)',
+        {"a": "float[N,3]", "b": "float[3,4]", "c": "float[4,6]"},
+        N5,
+    ),
+    Case('y = Einsum<equation="i,j->ij">(a, b)', {"a": "float[N]", "b": "float[6]"}, N5),
+)
+
+CASES = (*PAD, *TILE, *ELEMENTS, *ROWS, *SEARCH, *SCAN, *ONE_HOT, *REARRANGE, *EINSUM)

@@ -1,0 +1,39 @@
+"""Gradients of what puts elements elsewhere: they are put back."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.ops.gradient import GradNode
+
+
+def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """SpaceToDepth, which knows one order of channels; for the other a view, transposed."""
+    dy, x, block = node.cotangent(), node.input(0), int(node.view.attr("blocksize"))
+    shape = node.shape(x)
+    if str(node.view.attr("mode", "DCR")) == "DCR":
+        return [node.op("SpaceToDepth", dy, shape=shape, blocksize=block)]
+    batch, depth, height, width = node.shape(dy)[0], node.shape(dy)[1], *shape[2:]
+    tall = [batch, depth, height, block, width, block]
+    view = node.op("Reshape", dy, node.builder.sizes(tall), shape=tall)
+    order = [0, 1, 3, 5, 2, 4]
+    moved = node.op("Transpose", view, shape=[tall[i] for i in order], perm=order)
+    return [node.builder.reshape_like(moved, x)]
+
+
+def space_to_depth_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """DepthToSpace."""
+    block = int(node.view.attr("blocksize"))
+    shape = node.shape(node.input(0))
+    return [node.op("DepthToSpace", node.cotangent(), shape=shape, blocksize=block)]
+
+
+def reverse_sequence_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Reverses the cotangent: the operator is its own inverse."""
+    view = node.view
+    batch, time = int(view.attr("batch_axis", 1)), int(view.attr("time_axis", 0))
+    return [
+        node.op(
+            "ReverseSequence", node.cotangent(), node.input(1), batch_axis=batch, time_axis=time
+        )
+    ]
