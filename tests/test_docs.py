@@ -1,5 +1,6 @@
 """What the documentation says that a machine can check."""
 
+import json
 import os
 import re
 import shlex
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import linear
 import numpy as np
 import onnx
 import pytest
@@ -82,6 +84,31 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
             for option in options(line.split("|")[1])
         }
         assert documented == real, name
+
+
+def test_the_manifest_has_the_keys_that_are_told(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "manifest.md").read_text(encoding="utf-8")
+    top, program, training = page.split("\n## ")
+    directory = linear.cut(tmp_path, 2, "--symbol", "batch:divisor=2", optimizer="adamw")
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    assert first_column(top) == set(manifest)
+    programs = manifest["programs"].values()
+    kinds = {s["kind"] for p in programs for s in p["system_inputs"]}
+    keys, listed = program.split("Kinds of system inputs")
+    assert first_column(keys) == {key for p in programs for key in p}
+    assert kinds <= {row.split()[0] for row in first_column(listed)} and "loss_weight" in kinds
+    assert first_column(training) == set(manifest["training"])
+    told = set(re.findall(r"`(\w+)`", training.split("Kinds of states")[1]))
+    assert {s["kind"] for s in manifest["training"]["states"]} <= told
+
+
+def first_column(text: str) -> set[str]:
+    """What is in code in the first column of the tables of a text, a row at a time."""
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    found = [re.findall(r"`([^`]+)`", row) for row in rows]
+    # A kind's own field stands in brackets behind it.
+    return {name for row, names in zip(rows, found, strict=True)
+            for name in (names[:1] if "(" in row else names)}  # fmt: skip
 
 
 def test_operators_said_to_have_no_gradient_have_none() -> None:
