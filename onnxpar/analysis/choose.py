@@ -41,6 +41,8 @@ class Situation:
         free: For each operand, whether its sharding is still free.
         parts: For each operand, the parts of its dims (see `analysis.structure`).
         wishes: For each output, the split that its later users want; None if unknown.
+        gradients: For each output that is a parameter's gradient, how the parameter lies; it leaves
+            so, still pending over other atoms: it is reduced once a step, at no cost here.
         itemsizes: Bytes per element of each operand, then of each output.
     """
 
@@ -49,7 +51,14 @@ class Situation:
     free: tuple[bool, ...]
     parts: tuple[tuple[Parts, ...] | None, ...]
     wishes: tuple[Sharding | None, ...]
+    gradients: tuple[Sharding | None, ...]
     itemsizes: tuple[int, ...]
+
+
+def leaving(made: Sharding, parameter: Sharding) -> Sharding:
+    """Returns how a gradient leaves: split as its parameter, pending over what that leaves over."""
+    taken = parameter.split_atoms
+    return parameter.with_partial(atom for atom in made.partial if atom not in taken)
 
 
 @dataclass(frozen=True)
@@ -294,7 +303,10 @@ class Chooser:
             size = self._elements(made)
             elements += size
             itemsize = situation.itemsizes[len(situation.operands) + index]
-            if made.partial:
+            parameter = situation.gradients[index]
+            if parameter is not None:
+                moved += self.cost((made,), leaving(made, parameter), itemsize)
+            elif made.partial:
                 count = self.mesh.count(made.partial)
                 # A pending reduction needs at least a reduce-scatter; one that was passed on would
                 # have needed the all-reduce here.

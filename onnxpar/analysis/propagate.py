@@ -12,7 +12,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from onnxpar.analysis.choose import Chooser, Situation
+from onnxpar.analysis.choose import Chooser, Situation, leaving
 from onnxpar.analysis.plan import (
     NodePlan,
     Plan,
@@ -143,6 +143,8 @@ class _Walk:
     versions: dict[str, tuple[Sharding, ...]] = field(default_factory=dict)
     plans: dict[str, NodePlan] = field(default_factory=dict)
     free: set[str] = field(default_factory=set)
+    # Parameters, and what only rearranges one.
+    parametric: set[str] = field(default_factory=set)
     resharded: dict[str, Sharding] = field(default_factory=dict)
 
     def run(self, nodes: Sequence[ir.Node]) -> Plan:
@@ -153,6 +155,7 @@ class _Walk:
             self.values[name] = self.seeds.inputs.get(
                 name, Sharding.replicated(self.env.shapes[name])
             ).canonical(mesh, table)
+        self.parametric.update(graph.initializers)
         for name in graph.initializers:
             if name in self.seeds.parameters:
                 self.values[name] = self.seeds.parameters[name].canonical(mesh, table)
@@ -179,12 +182,14 @@ class _Walk:
         mesh, table = self.seeds.mesh, self.env.table
         if name in self.seeds.outputs:
             return self.seeds.outputs[name].canonical(mesh, table)
-        made, primal = self.values[name], self.links.get(name)
-        if primal is None or primal not in self.model.graph.initializers:
-            return made.with_partial(()).canonical(mesh, table)
-        want = self.values[primal]
-        pending = tuple(a for a in made.partial if a not in want.split_atoms)
-        return want.with_partial(pending).canonical(mesh, table)
+        made, parameter = self.values[name], self._parameter(name)
+        wanted = made.with_partial(()) if parameter is None else leaving(made, parameter)
+        return wanted.canonical(mesh, table)
+
+    def _parameter(self, gradient: str) -> Sharding | None:
+        """How the parameter lies, or the rearranged parameter, whose gradient a value is."""
+        primal = self.links.get(gradient)
+        return self.values.get(primal) if primal in self.parametric else None
 
     def _visit(self, node: ir.Node) -> None:
         name = node.name or ""
@@ -202,6 +207,7 @@ class _Walk:
         else:
             if self._stays_free(node, rule):
                 self.free.update(v.name or "" for v in node.outputs)
+                self.parametric.update(v.name or "" for v in node.outputs)
                 return
             plan = self._choose(node, rule, view)
         self._adopt(node, plan)
@@ -238,6 +244,7 @@ class _Walk:
             tuple(n is not None and n in self.free for n in names),
             tuple(self.parts.get(n) if n is not None else None for n in names),
             tuple(self._wish(n) for n in outs),
+            tuple(self._parameter(n) for n in outs),
             itemsizes,
         )
         key = (
