@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-NOISE_ULPS = 16
+NOISE_ULPS = 4
 """Units of rounding of the largest gradient of all that every gradient may be apart.
 
 A gradient that is zero by mathematics (that of attention's key bias, which shifts all scores of a
