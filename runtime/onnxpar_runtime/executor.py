@@ -31,7 +31,14 @@ from onnxpar_runtime.errors import (
 from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import Manifest, Program, SystemInput, TensorSpec
-from onnxpar_runtime.options import CUDA, Device, choose_device, providers, session_options
+from onnxpar_runtime.options import (
+    CUDA,
+    Device,
+    choose_device,
+    providers,
+    session_options,
+    threads_per_rank,
+)
 from onnxpar_runtime.shapes import (
     bind_local_symbols,
     bind_symbols,
@@ -121,7 +128,9 @@ class Loader:
             ArtifactError: onnxruntime refuses the graph.
             LaunchError: The device, an option or a custom-op library cannot be used.
         """
-        options = session_options(self._pairs)
+        world = self.rank.world
+        threads = threads_per_rank(world.size, len(world.local_ranks))
+        options = session_options(self._pairs, threads)
         self.rank.register(options)
         for library in self._custom_ops:
             if not Path(library).is_file():

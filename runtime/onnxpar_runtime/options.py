@@ -6,6 +6,7 @@ import enum
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import onnxruntime
@@ -16,6 +17,13 @@ log = logging.getLogger(__name__)
 DEVICES = ("auto", "cpu", "cuda")
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
+# How many processes of a job are on this machine: of Open MPI's mpirun, and of MPICH's family.
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_CPUS, _SIBLINGS = Path("/sys/devices/system/cpu"), "topology/thread_siblings_list"
+# About what it takes to wake a thread that sleeps, so that waiting costs at most twice the least.
+# onnxruntime's own default is longer than the pauses of a step: the threads of one session then
+# take the processor from those of another (training, optimizer), or from another rank.
+_SPIN_MICROSECONDS = "50"
 _LEVELS = {
     "disable": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -41,14 +49,44 @@ def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
     return pairs
 
 
-def session_options(pairs: Mapping[str, str]) -> onnxruntime.SessionOptions:
+def threads_per_rank(world_size: int, ranks_here: int) -> int:
+    """Returns how many threads a rank computes with by default.
+
+    The cores that this process may use are divided by the ranks on this machine. A core counts
+    once, however many hardware threads it has: matrix products gain nothing from the second. Where
+    mpirun has bound each rank to cores of its own that is too few rather than too many.
+
+    Args:
+        world_size: Number of ranks.
+        ranks_here: Those of them that are threads of this process.
+    """
+    told = [os.environ[v] for v in _LOCAL_SIZES if os.environ.get(v, "").isdecimal()]
+    # Ranks that are processes and were not counted may all be on this machine.
+    processes = int(told[0]) if told else world_size // ranks_here
+    return max(1, _cores() // (processes * ranks_here))
+
+
+def _cores() -> int:
+    """Returns the number of cores that this process may use."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not on this system
+        return os.cpu_count() or 1
+    try:
+        return len({(_CPUS / f"cpu{cpu}" / _SIBLINGS).read_text() for cpu in allowed})
+    except OSError:
+        return len(allowed)
+
+
+def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.SessionOptions:
     """Returns session options with the runtime's defaults, overridden by `pairs`.
 
     Defaults: nodes run in the order in which the graph has them (PRIORITY_BASED, the order that the
-    transformer decided); one thread a rank, since ranks share the machine; only fatal messages are
-    logged, since every other error is raised.
+    transformer decided); threads that have nothing to do ask for work for a short time only; only
+    fatal messages are logged, since every other error is raised.
 
     Args:
+        threads: Threads that compute.
         pairs: An attribute of `onnxruntime.SessionOptions` and its value, or a configuration entry
             (a key with a dot, `session.intra_op.allow_spinning`). Keys `cuda.*` are for the
             provider and are left out here.
@@ -58,7 +96,8 @@ def session_options(pairs: Mapping[str, str]) -> onnxruntime.SessionOptions:
     """
     options = onnxruntime.SessionOptions()
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     for key, value in pairs.items():

@@ -1,8 +1,11 @@
 """Options that pass through to onnxruntime, and the choice of the device."""
 
+from pathlib import Path
+
 import onnxruntime
 import pytest
 
+from onnxpar_runtime import options as module
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.options import (
     Device,
@@ -11,13 +14,56 @@ from onnxpar_runtime.options import (
     parse_pairs,
     providers,
     session_options,
+    threads_per_rank,
 )
+
+SPIN = "session.intra_op.spin_duration_us"
 
 
 def test_defaults() -> None:
     options = session_options({})
     assert options.execution_order == onnxruntime.ExecutionOrder.PRIORITY_BASED
     assert options.intra_op_num_threads == 1
+    # Otherwise an idle thread asks for work for longer than a step's pauses.
+    assert 0 < int(options.get_session_config_entry(SPIN)) <= 1000
+    changed = session_options({SPIN: "7"}, threads=4)
+    assert (changed.intra_op_num_threads, changed.get_session_config_entry(SPIN)) == (4, "7")
+
+
+@pytest.fixture
+def sixteen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine of 16 cores of two hardware threads, outside mpirun."""
+    for cpu in range(32):
+        place = tmp_path / f"cpu{cpu}" / "topology"
+        place.mkdir(parents=True)
+        (place / "thread_siblings_list").write_text(f"{cpu % 16},{cpu % 16 + 16}\n")
+    monkeypatch.setattr(module, "_CPUS", tmp_path)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(32)))
+    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_ranks_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads_per_rank(world_size=1, ranks_here=1) == 16
+    assert threads_per_rank(world_size=3, ranks_here=3) == 5
+    # More ranks than cores.
+    assert threads_per_rank(world_size=64, ranks_here=64) == 1
+    # A process each, and nobody says how many of them are here.
+    assert threads_per_rank(world_size=4, ranks_here=1) == 4
+    monkeypatch.setenv("MPI_LOCALNRANKS", "8")
+    assert threads_per_rank(world_size=64, ranks_here=1) == 2
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    assert threads_per_rank(world_size=64, ranks_here=1) == 8
+    # Bound to two hardware threads of one core by mpirun.
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {3, 19})
+    assert threads_per_rank(world_size=64, ranks_here=1) == 1
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_without_a_topology_every_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CPUS", Path("/absent"))
+    assert threads_per_rank(world_size=2, ranks_here=2) == 16
 
 
 def test_pass_through() -> None:
