@@ -302,6 +302,17 @@ LAYER_NORMALIZATION_GRAD = Function(
     ("axis",),
 )
 
+CROSS_ENTROPY = Function(
+    "SoftmaxCrossEntropyLoss",
+    ("scores", "labels"),
+    ("loss", "log_prob"),
+    """
+    loss, log_prob = SoftmaxCrossEntropyLoss<
+        reduction: string = @reduction, ignore_index: int = @ignore_index>(scores, labels)
+    """,
+    ("reduction", "ignore_index"),
+)
+
 CROSS_ENTROPY_GRAD = Function(
     "SoftmaxCrossEntropyLossGrad",
     ("dloss", "log_prob", "labels"),
@@ -353,7 +364,7 @@ FUNCTIONS: Mapping[str, Function] = {
     for function in (
         *(SGD_STEP, MOMENTUM_STEP, ADAM_STEP, ADAMW_STEP, SQUARE_SUM),
         *(RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD, SOFTMAX_GRAD, LOG_SOFTMAX_GRAD),
-        *(LAYER_NORMALIZATION_GRAD, CROSS_ENTROPY_GRAD, GATHER_GRAD),
+        *(LAYER_NORMALIZATION_GRAD, CROSS_ENTROPY, CROSS_ENTROPY_GRAD, GATHER_GRAD),
     )
 }
 

@@ -16,7 +16,7 @@ from onnxpar.errors import NodeError
 from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
-from onnxpar.ops.functions import CROSS_ENTROPY_GRAD, MIN_OPSET
+from onnxpar.ops.functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET
 from onnxpar.ops.gradients.loss import (
     LOSS_GRAD,
     log_likelihood_gradient,
@@ -32,6 +32,8 @@ from onnxpar.symbols import Dim
 CLASSES = "C"
 SCORES, LABELS, WEIGHTS, COTANGENT = range(4)
 REDUCTIONS = ("none", "mean", "sum")
+_NO_LABEL = -1
+"""What is ignored where the loss ignores none: labels are not negative."""
 
 
 def _keeps_log_prob(view: NodeView) -> bool:
@@ -72,12 +74,35 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
     def local(node: LocalNode) -> Sequence[ir.Value]:
         plain = node.view.attr("reduction", "mean") == "none"
         if not node.plan.factors or (plain and not node.atoms(CLASSES)):
+            if softmax and _keeps_log_prob(node.view) and _fuses(node):
+                return _fused_loss(node)
             return node.copy([node.input(SCORES), _safe_labels(node), *node.inputs[WEIGHTS:]])
         return _Loss(node, softmax).emit()
 
     local.__doc__ = "Labels found where their class lies; global weights under a mean."
 
     return local
+
+
+def _fuses(node: LocalNode) -> bool:
+    """Whether a kernel can take the place of the node's form in standard operators."""
+    whole = not node.view.has(WEIGHTS) and not node.atoms(CLASSES)
+    return whole and node.builder.opset >= MIN_OPSET
+
+
+def _fused_loss(node: LocalNode) -> Sequence[ir.Value]:
+    """The same operator in one pass over the scores, where training reads its second output."""
+    labels = cast(node, _safe_labels(node), INT64, node.in_shape(LABELS))
+    return node.builder.ops(
+        CROSS_ENTROPY.name,
+        [node.input(SCORES), labels],
+        [(node.out_dtype(i), node.out_shape(i)) for i in (0, 1)],
+        {
+            "reduction": node.view.attr("reduction", "mean"),
+            "ignore_index": node.view.attr("ignore_index", _NO_LABEL),
+        },
+        domain=DOMAIN,
+    )
 
 
 def _safe_labels(node: LocalNode) -> ir.Value:
@@ -248,13 +273,10 @@ class _LossGrad(_Loss):
     """Emits the local form of the gradient of a loss; operand 0 is the log-probabilities."""
 
     def emit(self) -> Sequence[ir.Value]:
-        node, view = self.node, self.node.view
+        node = self.node
         shape = node.in_shape(SCORES)
-        fuses = self.softmax and not view.has(WEIGHTS) and not node.atoms(CLASSES)
-        if fuses and node.builder.opset >= MIN_OPSET:
-            result = self._fused(shape)
-        else:
-            result = self._composed(shape)
+        fuses = self.softmax and _fuses(node)
+        result = self._fused(shape) if fuses else self._composed(shape)
         return (cast(node, result, node.out_dtype(), node.out_shape()),)
 
     def _fused(self, shape: Sequence[Dim]) -> ir.Value:
@@ -267,8 +289,7 @@ class _LossGrad(_Loss):
             counted = self._counted(labels)
             weight = None if counted is None else cast(node, counted, self.wide, rows)
             scale = node.op("Div", scale, self._denominator(weight), shape=[])
-        # No label is negative but one that is ignored.
-        ignored = node.view.attr("ignore_index", -1)
+        ignored = node.view.attr("ignore_index", _NO_LABEL)
         for factor in _rows(node):
             labels = node.masked(labels, LABELS, factor, ignored)
         return node.builder.ops(

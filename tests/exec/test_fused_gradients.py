@@ -65,6 +65,12 @@ CASES: Mapping[str, tuple[str, Mapping[str, object], list[Array], int]] = {
         [numbers(3, 2), log_prob(3, 6, 2), PLACES],
         1,
     ),
+    "forward loss": (
+        "SoftmaxCrossEntropyLoss",
+        {"reduction": "mean", "ignore_index": 1},
+        [numbers(3, 6, 2), PLACES],
+        2,
+    ),
     "lookup": ("GatherGrad", {}, [numbers(3, 2, 4), PLACES, numbers(7, 4)], 1),
 }
 # A sum of at most 60 products, each of less than 20 roundings: 80 units, and as much again for
