@@ -273,16 +273,15 @@ LAYER_NORMALIZATION_GRAD = Function(
     "LayerNormalizationGrad",
     ("dy", "x", "scale", "mean", "inv_std"),
     ("dx", "dscale", "dbias"),
-    # The axis is counted from the end: -1 where the last dim alone is normalised.
+    # The axis is counted from the end: -1 where the last dim alone is normalised. All axes are
+    # constants once the body stands in a graph, whatever the rank.
     """
     zero = Constant<value = int64 {0}>()
     one = Constant<value = int64 {1}>()
     axis0 = Constant<value_int: int = @axis>()
-    shape = Shape(x)
-    rank = Size(shape)
-    first = Neg(rank)
     axes = Range(axis0, zero, one)
-    leading = Range(first, axis0, one)
+    leading = Constant<value = int64[1] {0}>()
+    part = Shape(scale)
     mean_t = CastLike(mean, x)
     inverse = CastLike(inv_std, x)
     centred = Sub(x, mean_t)
@@ -296,8 +295,12 @@ LAYER_NORMALIZATION_GRAD = Function(
     bend = Mul(normal, mean_both)
     slope = Sub(rest, bend)
     dx = Mul(slope, inverse)
-    dscale = ReduceSum<keepdims = 0, noop_with_empty_axes = 1>(along, leading)
-    dbias = ReduceSum<keepdims = 0, noop_with_empty_axes = 1>(dy, leading)
+    along_rows = Flatten<axis: int = @axis>(along)
+    dy_rows = Flatten<axis: int = @axis>(dy)
+    along_sum = ReduceSum<keepdims = 0>(along_rows, leading)
+    dy_sum = ReduceSum<keepdims = 0>(dy_rows, leading)
+    dscale = Reshape(along_sum, part)
+    dbias = Reshape(dy_sum, part)
     """,
     ("axis",),
 )
