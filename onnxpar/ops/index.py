@@ -32,8 +32,9 @@ from onnxpar.ops.gradients.index import (
     scatter_gradient,
 )
 from onnxpar.ops.local import LocalNode
+from onnxpar.ops.origin import counted_columns
 from onnxpar.ops.registry import Missing, OpDef
-from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.ops.rule import SPECIAL, Operand, OpRule, parse_rule
 from onnxpar.passes.builder import DOMAIN, INT64
 from onnxpar.passes.padding import fill_value, select
 from onnxpar.symbols import Dim
@@ -166,9 +167,9 @@ def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def _once(node: LocalNode, places: Sequence[str]) -> ir.Value:
     """The data, or zeros on all devices but the first of those that add up parts of the writes."""
-    data = node.input(0)
-    atoms = tuple(a for factor in places for a in node.atoms(factor))
-    if not atoms or _reduction(node.view) != "add":
+    data, kinds = node.input(0), node.plan.rule.kinds
+    atoms = tuple(a for factor in places if kinds[factor] == "sum" for a in node.atoms(factor))
+    if not atoms:
         return data
     one = node.builder.const([1])
     first = node.op("Less", node.coord_sum(atoms), one, dtype=BOOL, shape=[1])
@@ -214,30 +215,66 @@ def _depth(view: NodeView) -> int:
     return depth
 
 
-def _indexed(depth: int) -> list[str]:
-    return [f"{_INDEXED}{i}" for i in range(depth)]
+def _indexed(view: NodeView, sizes: Sequence[Dim], places: Sequence[str], batch: int) -> list[str]:
+    """Factors of the indexed dims, of these sizes: one of `places` where a column counts along it.
+
+    Args:
+        view: The node, whose operand 1 are the indices.
+        sizes: Sizes of the indexed dims.
+        places: Factors of the dims of the indices, but for the last.
+        batch: How many of them are batch dims, which the indexed tensor has anyway.
+    """
+    counted = counted_columns(view, 1)
+    names = []
+    for column, size in enumerate(sizes):
+        dim = counted.get(column, -1)
+        same = dim >= batch and view.table.equal(view.shape(1)[dim], size)
+        names.append(places[dim] if same else f"{_INDEXED}{column}")
+    return names
 
 
 def gather_nd_rule(view: NodeView) -> OpRule:
-    """GatherND: `a V0 V1 b, a i 1 -> a i b; sum: V0 V1` for one batch dim."""
+    """GatherND: `a V0 V1 b, a i 1 -> a i b; sum: V0 V1`; where indices count along i, V0 is i."""
     depth, batch = _depth(view), int(view.attr("batch_dims", 0))
-    lead = len(view.shape(1)) - 1
-    names = axis_names(lead + len(view.shape(0)) - batch - depth)
+    lead, shape = len(view.shape(1)) - 1, view.shape(0)
+    names = axis_names(lead + len(shape) - batch - depth)
     places, rows = names[:lead], names[lead:]
-    data = [*places[:batch], *_indexed(depth), *rows]
+    indexed = _indexed(view, shape[batch : batch + depth], places, batch)
+    data = [*places[:batch], *indexed, *rows]
     text = f"{' '.join(data)}, {' '.join([*places, '1'])} -> {' '.join([*places, *rows])}"
-    return parse_rule(f"{text}; {_summable(view)}: {' '.join(_indexed(depth))}; linear: any 0")
+    searched = [name for name in indexed if name not in places]
+    text += f"; {_summable(view)}: {' '.join(searched)}" if searched else ""
+    return parse_rule(f"{text}; linear: any 0")
 
 
 def _columns(
-    node: LocalNode, indices: ir.Value, lead: Sequence[Dim]
-) -> tuple[list[ir.Value], ir.Value | None]:
-    """The index of each dim in this rank's shard [lead, 1], and whether all of them are there."""
+    node: LocalNode, indices: ir.Value, lead: Sequence[Dim], data: Operand, batch: int
+) -> tuple[list[ir.Value], ir.Value | None] | None:
+    """Indices into this rank's shard.
+
+    Args:
+        node: The node.
+        indices: Global indices, their padding 0.
+        lead: Local sizes of their dims, but for the last.
+        data: The operand that is indexed, or the result.
+        batch: Number of batch dims.
+
+    Returns:
+        For each indexed dim the column [lead…, 1], and whether all of them are there, None if they
+        always are; None where the indices may stay as they are.
+    """
     shape = [*lead, 1]
     columns: list[ir.Value] = []
     inside: ir.Value | None = None
     depth = _depth(node.view)
-    for position, factor in enumerate(_indexed(depth)):
+    factors = [dim[0] for dim in data.dims[batch : batch + depth]]
+    if not any(node.atoms(factor) for factor in factors):
+        return None
+    places = node.plan.rule.inputs[1].dims
+    for position, factor in enumerate(factors):
+        if (factor,) in places and node.atoms(factor):
+            columns.append(_counting(node, lead, places.index((factor,))))
+            continue
         column = indices
         if depth > 1:
             chosen = node.builder.const([position])
@@ -250,6 +287,15 @@ def _columns(
     return columns, inside
 
 
+def _counting(node: LocalNode, lead: Sequence[Dim], axis: int) -> ir.Value:
+    """A column that counts along a dim of the indices."""
+    line: list[Dim] = [1] * (len(lead) + 1)
+    line[axis] = lead[axis]
+    shape = [*lead, 1]
+    index = node.builder.reshape(iota(node, lead[axis]), line)
+    return node.op("Expand", index, node.builder.shape(shape), dtype=INT64, shape=shape)
+
+
 def _joined(node: LocalNode, columns: Sequence[ir.Value], lead: Sequence[Dim]) -> ir.Value:
     if len(columns) == 1:
         return columns[0]
@@ -259,42 +305,54 @@ def _joined(node: LocalNode, columns: Sequence[ir.Value], lead: Sequence[Dim]) -
 def gather_nd_local(node: LocalNode) -> Sequence[ir.Value]:
     """Looks up what is in this rank's part of the indexed dims; padding of indices looks up 0."""
     indices, lead, out = _in_range(node, 1), node.in_shape(1)[:-1], node.out_shape()
-    columns, inside = _columns(node, indices, lead)
-    if inside is None:
+    batch = int(node.view.attr("batch_dims", 0))
+    found = _columns(node, indices, lead, node.plan.rule.inputs[0], batch)
+    if found is None:
         return node.copy([node.input(0), indices])
+    columns, inside = found
     (rows,) = node.copy([node.input(0), _joined(node, columns, lead)])
+    if inside is None:
+        return (rows,)
     inside = node.builder.reshape(inside, [*lead, *[1] * (len(out) - len(lead))])
     return (zero_unless(node, inside, rows, out),)
 
 
 def scatter_nd_rule(view: NodeView) -> OpRule:
-    """ScatterND: `V0 V1 b, i 1, i b -> V0 V1 b; special: V0 V1; sum: i` where writes add up."""
+    """ScatterND: `V0 V1 b, i 1, i b -> V0 V1 b; special: V0 V1; sum: i` where writes add up.
+
+    V0 is i, and parallel, where the indices of dim 0 count along i.
+    """
     depth, reduction = _depth(view), _reduction(view)
-    lead = len(view.shape(1)) - 1
-    names = axis_names(lead + len(view.shape(0)) - depth)
+    lead, shape = len(view.shape(1)) - 1, view.shape(0)
+    names = axis_names(lead + len(shape) - depth)
     places, rows = names[:lead], names[lead:]
-    data = " ".join([*_indexed(depth), *rows])
+    indexed = _indexed(view, shape[:depth], places, 0)
+    data = " ".join([*indexed, *rows])
     text = f"{data}, {' '.join([*places, '1'])}, {' '.join(names)} -> {data}"
-    text += f"; special: {' '.join(_indexed(depth))}"
-    if places:
-        text += f"; {_PENDING.get(reduction, 'whole')}: {' '.join(places)}"
+    kinds = {
+        "special": [name for name in indexed if name not in places],
+        _PENDING.get(reduction, "whole"): [name for name in places if name not in indexed],
+    }
+    text += "".join(f"; {kind}: {' '.join(found)}" for kind, found in kinds.items() if found)
     return parse_rule(f"{text}; linear: {_LINEAR[reduction]}")
 
 
 def scatter_nd_local(node: LocalNode) -> Sequence[ir.Value]:
     """Writes what lies in this rank's part; split writes that add up see the data on one device."""
     indices, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(2)
-    updates, reduction = node.input(2), _reduction(node.view)
-    data = _once(node, [f for dim in node.plan.rule.inputs[1].dims for f in dim])
-    columns, inside = _columns(node, indices, lead)
-    if inside is None:
+    updates, reduction, rule = node.input(2), _reduction(node.view), node.plan.rule
+    data = _once(node, [f for dim in rule.inputs[1].dims for f in dim])
+    found = _columns(node, indices, lead, rule.inputs[0], 0)
+    if found is None:
         return node.copy([data, indices, updates])
+    columns, inside = found
+    if inside is None:
+        return node.copy([data, _joined(node, columns, lead), updates])
     if reduction != "none":
         there = node.builder.reshape(inside, [*lead, *[1] * (len(shape) - len(lead))])
         updates = _kept(node, updates, there, shape, reduction)
         return node.copy([data, _joined(node, columns, lead), updates])
-    depth = len(columns)
-    axis = next(i for i, factor in enumerate(_indexed(depth)) if node.atoms(factor))
+    axis = next(i for i, (f,) in enumerate(rule.inputs[0].dims) if f in node.split_factors(SPECIAL))
     spare = node.builder.size(node.in_shape(0)[axis])
     columns[axis] = node.op("Where", inside, columns[axis], spare, dtype=INT64, shape=[*lead, 1])
     data, longer = _with_spare(node, data, axis)
@@ -308,9 +366,11 @@ def gather_nd_grad_rule(view: NodeView) -> OpRule:
     names = axis_names(len(view.shape(0)))
     lead = len(view.shape(1)) - 1
     places, rows = names[:lead], names[lead:]
-    result = " ".join([*places[:batch], *_indexed(depth), *rows])
+    indexed = _indexed(view, view.out_shape()[batch : batch + depth], places, batch)
+    result = " ".join([*places[:batch], *indexed, *rows])
     text = f"{' '.join(names)}, {' '.join([*places, '1'])} -> {result}; linear: sum 0"
-    return parse_rule(text + (f"; sum: {' '.join(places[batch:])}" if places[batch:] else ""))
+    added = [name for name in places[batch:] if name not in indexed]
+    return parse_rule(text + (f"; sum: {' '.join(added)}" if added else ""))
 
 
 def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -324,24 +384,22 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
             f"node {node.view.name!r}: the gradient of GatherND adds up with ScatterND of opset "
             f"16, the model has {node.builder.opset}; convert it (onnx.version_converter)"
         )
-    indices, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
-    columns, inside = _columns(node, indices, lead)
-    updates = node.input(0)
+    place, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
+    batch, updates = int(node.view.attr("batch_dims", 0)), node.input(0)
+    found = _columns(node, place, lead, node.plan.rule.outputs[0], batch)
+    columns, inside = found or ([cast(node, place, INT64, node.in_shape(1))], None)
     if inside is not None:
         there = node.builder.reshape(inside, [*lead, *[1] * (len(shape) - len(lead))])
         updates = zero_unless(node, there, updates, shape)
-    for axis in reversed(range(int(node.view.attr("batch_dims", 0)))):
-        here: list[Dim] = [1] * (len(lead) + 1)
-        here[axis] = lead[axis]
-        index = node.builder.reshape(iota(node, lead[axis]), here)
-        target = [*lead, 1]
-        columns.insert(
-            0, node.op("Expand", index, node.builder.shape(target), dtype=INT64, shape=target)
-        )
+    columns = [*(_counting(node, lead, axis) for axis in range(batch)), *columns]
     out = node.out_shape()
+    if len(columns) > 1:
+        whole = [*lead, batch + _depth(node.view)]
+        place = node.op("Concat", *columns, dtype=INT64, shape=whole, axis=len(lead))
+    else:
+        place = columns[0]
     zero = node.builder.const(np.array(0), updates.dtype)
     start = node.op("Expand", zero, node.builder.shape(out), shape=out)
-    place = _joined(node, columns, lead)
     return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
 
 

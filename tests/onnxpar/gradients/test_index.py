@@ -108,3 +108,35 @@ def test_scatter_nd(reduction: str, shape: str) -> None:
         sizes={"N": 5, "Q": 4},
         data={"i": columns(rows)},
     ).check()
+
+
+ROW_NUMBERS = """
+    s = Shape<start=0, end=1>(x)
+    n = Squeeze(s)
+    r = Range(zero, n, one)
+    u = Unsqueeze(r, last)
+    i = Concat<axis=-1>(u, p)
+"""
+NUMBERS = {"zero": np.array(0), "one": np.array(1), "last": np.array([-1])}
+
+
+def test_one_of_each_row() -> None:
+    GradCase(
+        f"{ROW_NUMBERS} y = GatherND(x, i)",
+        {"x": "double[N,4]", "p": "int64[N,1]"},
+        lambda torch, x, p: x.gather(1, p)[:, 0],
+        data={"p": ELEMENTS[:, :1]},
+        consts=NUMBERS,
+        split=5,
+    ).check()
+
+
+@pytest.mark.parametrize("reduction", ["none", "add"])
+def test_one_of_each_row_is_written(reduction: str) -> None:
+    GradCase(
+        f'{ROW_NUMBERS} y = ScatterND<reduction="{reduction}">(x, i, w)',
+        {"x": "double[N,4]", "p": "int64[N,1]", "w": "double[N]"},
+        data={"p": ELEMENTS[:, :1]},
+        consts=NUMBERS,
+        split=5,
+    ).check()

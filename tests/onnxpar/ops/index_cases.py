@@ -144,6 +144,36 @@ _TIES = np.array(
 )
 _LOW = np.where(np.isinf(_TIES), np.sign(_TIES) * 128, _TIES).clip(-128, 127)
 
+# Column 0 counts along dim 0; two writes of a row meet.
+_COUNTED = np.array([[[r, c], [r, c]] for r, c in enumerate([3, 0, -1, 2, 2, 1])])
+
+COUNTED = (
+    Case("y = GatherND(d, i)", {"d": "float[6,4,N]"}, N5, {"i": _COUNTED}),
+    Case("y = GatherND(d, i)", {"d": "bool[6,4]"}, {}, {"i": _COUNTED}),
+    Case(
+        "y = GatherND<batch_dims=1>(d, i)",
+        {"d": "float[2,3,4]"},
+        {},
+        {"i": np.array([[[0, 1], [1, -1], [2, 3]]] * 2)},
+    ),
+    Case("y = GatherND(d, i)", {"d": "int64[6,N]"}, N5, {"i": np.arange(6).reshape(6, 1)}),
+    *(
+        Case(
+            f'y = ScatterND<reduction="{reduction}">(d, i, u)',
+            {"d": "float[6,4,N]", "u": f"float[6,{length},N]"},
+            N5,
+            {"i": _COUNTED[:, :length]},
+        )
+        for reduction, length in (("none", 1), ("add", 2), ("max", 2))
+    ),
+    Case(
+        "y = ScatterND(d, i, u)",
+        {"d": "int64[6,4]", "u": "int64[6,4]"},
+        {},
+        {"i": np.stack(np.meshgrid(np.arange(6), np.arange(4), indexing="ij"), -1)},
+    ),
+)
+
 SEARCH = (
     *(
         Case(
@@ -261,4 +291,4 @@ EINSUM = (
     Case('y = Einsum<equation="i,j->ij">(a, b)', {"a": "float[N]", "b": "float[6]"}, N5),
 )
 
-CASES = (*PAD, *TILE, *ELEMENTS, *ROWS, *SEARCH, *SCAN, *ONE_HOT, *REARRANGE, *EINSUM)
+CASES = (*PAD, *TILE, *ELEMENTS, *ROWS, *COUNTED, *SEARCH, *SCAN, *ONE_HOT, *REARRANGE, *EINSUM)
