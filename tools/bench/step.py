@@ -18,8 +18,9 @@ every side takes a turn of several steps. A side's ratio is the median over the 
 divided by that of PyTorch's single process in the same round, so that what else the machine does
 slows both. Where more wants to run than there are processors, that does not help: threads that wait
 for one another actively, as PyTorch's do, then take many times as long; the processor time of a
-step (cpu ms: all threads and ranks together, their active waiting too) tells more then. A step is
-all that a user waits for: from global arrays in memory to the loss as a number.
+step (cpu ms: all threads and ranks together, their active waiting too) tells more then, and
+OMP_WAIT_POLICY=passive lets PyTorch's threads sleep. A step is all that a user waits for: from
+global arrays in memory to the loss as a number.
 
 Goals: 1 device at most 1.05; dp and tp no worse than PyTorch's own, measured in the same run or
 else as measured before. With --check the exit code is 1 where a goal is missed.
