@@ -31,21 +31,25 @@ def _sizes(view: NodeView, space: Sequence[Dim], depth: Sequence[Dim]) -> dict[s
     return {"x": block, "y": block, "c": space[1], "h": depth[2], "w": depth[3]}
 
 
-def depth_to_space_rule(view: NodeView) -> OpRule:
-    """DepthToSpace: `n (x y c) h w -> n c (h x) (w y)`, blocks x y whole; CRD has `(c x y)`."""
+def _depth(view: NodeView) -> str:
     mode = str(view.attr("mode", "DCR"))
     if mode not in _DEPTH:
         raise ModelError(
-            f"node {view.name!r} (DepthToSpace): expected mode DCR or CRD, got {mode!r}"
+            f"node {view.name!r} ({view.node.op_type}): expected mode DCR or CRD, got {mode!r}"
         )
+    return _DEPTH[mode]
+
+
+def depth_to_space_rule(view: NodeView) -> OpRule:
+    """DepthToSpace: `n (x y c) h w -> n c (h x) (w y)`, blocks x y whole; CRD has `(c x y)`."""
     sizes = _sizes(view, view.out_shape(), view.shape(0))
-    return parse_rule(f"n {_DEPTH[mode]} h w -> {_SPACE}; whole: x y; linear: any 0", sizes)
+    return parse_rule(f"n {_depth(view)} h w -> {_SPACE}; whole: x y; linear: any 0", sizes)
 
 
 def space_to_depth_rule(view: NodeView) -> OpRule:
-    """SpaceToDepth: `n c (h x) (w y) -> n (x y c) h w`, blocks x y whole."""
+    """SpaceToDepth: `n c (h x) (w y) -> n (x y c) h w`, blocks x y whole; CRD has `(c x y)`."""
     sizes = _sizes(view, view.shape(0), view.out_shape())
-    return parse_rule(f"{_SPACE} -> n {_DEPTH['DCR']} h w; whole: x y; linear: any 0", sizes)
+    return parse_rule(f"{_SPACE} -> n {_depth(view)} h w; whole: x y; linear: any 0", sizes)
 
 
 def reverse_sequence_rule(view: NodeView) -> OpRule:

@@ -1,6 +1,7 @@
 """Gradients of what puts elements elsewhere: they are put back."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -8,7 +9,7 @@ from onnxpar.ops.gradient import GradNode
 
 
 def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """SpaceToDepth, which knows one order of channels; for the other a view, transposed."""
+    """SpaceToDepth; for CRD, which that has from opset 28 only, a view, transposed."""
     dy, x, block = node.cotangent(), node.input(0), int(node.view.attr("blocksize"))
     shape = node.shape(x)
     if str(node.view.attr("mode", "DCR")) == "DCR":
@@ -22,10 +23,13 @@ def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def space_to_depth_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """DepthToSpace."""
-    block = int(node.view.attr("blocksize"))
-    shape = node.shape(node.input(0))
-    return [node.op("DepthToSpace", node.cotangent(), shape=shape, blocksize=block)]
+    """DepthToSpace of the same order of channels."""
+    flags: dict[str, Any] = {"blocksize": int(node.view.attr("blocksize"))}
+    mode = str(node.view.attr("mode", "DCR"))
+    if mode != "DCR":
+        # Before opset 11 DepthToSpace has no mode.
+        flags["mode"] = mode
+    return [node.op("DepthToSpace", node.cotangent(), shape=node.shape(node.input(0)), **flags)]
 
 
 def reverse_sequence_gradient(node: GradNode) -> Sequence[ir.Value | None]:

@@ -16,8 +16,13 @@ def test_depth_to_space(mode: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["double[N,2,4,2]", "double[2,1,6,2]", "double[S,1,2,4]"])
-def test_space_to_depth(shape: str) -> None:
-    GradCase("y = SpaceToDepth<blocksize=2>(x)", {"x": shape}).check()
+@pytest.mark.parametrize("opset", [20, 28])
+def test_space_to_depth(opset: int, shape: str) -> None:
+    # The mode came with opset 28.
+    mode, torch = "", None
+    if opset == 28:
+        mode, torch = ', mode="CRD"', lambda torch, x: torch.nn.functional.pixel_unshuffle(x, 2)
+    GradCase(f"y = SpaceToDepth<blocksize=2{mode}>(x)", {"x": shape}, torch, opset=opset).check()
 
 
 @pytest.mark.parametrize(

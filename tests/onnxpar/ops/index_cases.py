@@ -250,6 +250,13 @@ REARRANGE = (
     Case("y = DepthToSpace<blocksize=3>(x)", {"x": "float[2,9,N,2]"}, N5),
     Case("y = SpaceToDepth<blocksize=2>(x)", {"x": "float[N,3,4,6]"}, N5),
     Case(
+        'y = SpaceToDepth<blocksize=2, mode="CRD">(x)',
+        {"x": "float[N,3,4,8]"},
+        N5,
+        opset=28,
+        reference=True,
+    ),
+    Case(
         "y = ReverseSequence(x, s)",
         {"x": "float[7,N,3]", "s": "int64[N]"},
         N5,
