@@ -38,8 +38,7 @@ def init(transport: str = "auto") -> Rank:
 
     Args:
         transport: `mpi`; `threads`, a world of this one rank; or `auto`, which is `mpi` under
-        mpirun
-            and `threads` elsewhere.
+            mpirun and `threads` elsewhere.
 
     Raises:
         LaunchError: The transport is unknown, or MPI cannot be used.

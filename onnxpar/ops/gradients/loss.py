@@ -1,6 +1,7 @@
 """Gradients of the cross-entropy losses, from the log-probabilities that the forward pass has."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -40,7 +41,7 @@ def log_likelihood_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def _grad(node: GradNode, log_prob: ir.Value, softmax: int) -> ir.Value:
-    attributes: dict[str, object] = {"reduction": node.view.attr("reduction", "mean")}
+    attributes: dict[str, Any] = {"reduction": node.view.attr("reduction", "mean")}
     ignored = node.view.attr("ignore_index")
     if ignored is not None:
         attributes["ignore_index"] = ignored
