@@ -59,6 +59,9 @@ class Config:
     dropout: float = field(
         default=0.0, metadata={"help": "ratio of the Dropout nodes; 0 writes none"}
     )
+    training: bool = field(
+        default=False, metadata={"help": "as exported in training mode: Dropout drops"}
+    )
     seed: int = field(default=0, metadata={"help": "seed of the weights"})
 
     def __post_init__(self) -> None:
@@ -258,11 +261,13 @@ def _norm(writer: GraphWriter, x: ir.Value, width: int, scope: str) -> ir.Value:
 
 
 def _dropout(writer: GraphWriter, config: Config, x: ir.Value, scope: str) -> ir.Value:
-    """A Dropout without `training_mode`, so an identity until a training graph is made of it."""
+    """A Dropout; without `training_mode`, an identity, unless it is exported for training."""
     if not config.dropout:
         return x
-    ratio = writer.constant(config.dropout, np.float32)
-    return writer.op("Dropout", x, ratio, name=f"{_path(scope)}/Dropout")
+    operands = [x, writer.constant(config.dropout, np.float32)]
+    if config.training:
+        operands.append(writer.constant(True, np.bool_))
+    return writer.op("Dropout", *operands, name=f"{_path(scope)}/Dropout")
 
 
 def _loss(writer: GraphWriter, config: Config, logits: ir.Value, labels: ir.Value) -> ir.Value:

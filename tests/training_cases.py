@@ -56,14 +56,3 @@ def batch_of(directory: Path, rng: np.random.Generator, **symbols: int) -> dict[
 def hyper(optimizer: str, step: int, lr: float = 1e-3, **settings: Any) -> Mapping[str, float]:
     """Returns an optimizer's scalars at a step, from 1."""
     return hyperparameters(optimizer, Settings(**settings)).at(step, lr)
-
-
-def dropping(model: ir.Model) -> ir.Model:
-    """Puts the Dropout nodes of a model in training mode, and returns it."""
-    mode = ir.Value(name="training_mode", const_value=ir.tensor(True, name="training_mode"))
-    model.graph.register_initializer(mode)
-    for node in model.graph:
-        if node.op_type == "Dropout":
-            node.resize_inputs(3)
-            node.replace_input_with(2, mode)
-    return model

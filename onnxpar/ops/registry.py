@@ -29,7 +29,7 @@ class NotDifferentiable(Missing):
     """Of a gradient that is no gap: nothing flows back through the operator, by what it is."""
 
 
-NEXT = Missing("gradients are not built yet")
+UNWRITTEN = Missing("no gradient rule is written for it")
 NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
 FROM_RULE = Missing("counted from the rule's factors")
 
@@ -55,7 +55,7 @@ class OpDef:
     since_version: int
     rule: RuleFn
     local: LocalFn = copy_node
-    gradient: Gradient | Missing = NEXT
+    gradient: Gradient | Missing = UNWRITTEN
     cost: CostFn | Missing = FROM_RULE
     keeps_zero: bool = False
 

@@ -16,7 +16,7 @@ import pytest
 import training_cases as cases
 import transformer
 import two_layer
-from training_cases import batch_of, cut, dropping, hyper
+from training_cases import batch_of, cut, hyper
 
 from onnxpar import execute
 from onnxpar.pipeline import shard
@@ -62,7 +62,7 @@ EXAMPLES = {
     "transformer, ignored labels": Example(small, "dp=2,tp=2", "adamw", UNEVEN,
                                            {"ignore_index": -100}),
     "transformer, tied head": Example(lambda: small(tied_head=True), "dp=2,tp=2", "adam", UNEVEN),
-    "transformer, dropout": Example(lambda: dropping(small(dropout=0.2)), "dp=2,tp=2", "adamw",
+    "transformer, dropout": Example(lambda: small(dropout=0.2, training=True), "dp=2,tp=2", "adamw",
                                      UNEVEN),
     "transformer, frozen": Example(small, "dp=2,tp=2", "adamw", UNEVEN,
                                    {"freeze": ("w[tp]e.weight", "*.ln*", "*.bias")}),
@@ -228,7 +228,9 @@ def test_a_shared_table_has_the_gradients_of_both_its_uses(tmp_path: Path) -> No
 def test_dropout_is_the_same_on_any_mesh(tmp_path: Path) -> None:
     losses = {}
     for strategy, devices in (("replicate", 1), ("dp=4", None), ("tp=2", None)):
-        ranks = cut(tmp_path / strategy, dropping(small(dropout=0.3)), strategy, devices=devices)
+        ranks = cut(
+            tmp_path / strategy, small(dropout=0.3, training=True), strategy, devices=devices
+        )
         batch = batch_of(ranks, np.random.default_rng(2), batch=3, seq=8)
         with TrainerGroup(ranks, seed=5) as group:
             steps = [group.train_step([batch, batch], hyper("sgd", n, 0.0)).loss for n in (1, 2)]
@@ -246,7 +248,7 @@ def test_dropout_is_the_same_on_any_mesh(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_model_itself(tmp_path: Path) -> None:
-    model = dropping(small(dropout=0.3))
+    model = small(dropout=0.3, training=True)
     ranks = cut(tmp_path / "a", model, "dp=2,tp=2", ignore_index=3)
     batch = batch_of(ranks, np.random.default_rng(3), batch=5, seq=7)
     ids, labels = batch["input_ids"], batch["labels"]
