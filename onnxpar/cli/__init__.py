@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 _TRACEBACK = "ONNXPAR_TRACEBACK"
 _VERSION = "--version"
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+# Seconds for which a rank that tells nothing waits for the one that tells.
+_PATIENCE = 3.0
 
 # 128 and the number of a signal that ends a program, as shells and Typer have it.
 _SIGNALS = tuple(
@@ -107,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
 
 
-def _run(given: list[str], interrupts: "_Interrupts") -> int:
+def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
     name = given[0] if given else None
     app = build_app(name)
     import typer
@@ -115,33 +118,46 @@ def _run(given: list[str], interrupts: "_Interrupts") -> int:
     command = typer.main.get_command(app)
     interrupts.begin(name)
     try:
-        # Typer prints usage errors itself and exits.
-        command.main(args=given, prog_name="onnxpar")
+        left: object = command.main(args=given, prog_name="onnxpar", standalone_mode=False)
     except SystemExit as leave:
-        left = leave.code if isinstance(leave.code, int) else 0
-        if left in _INTERRUPTED:
-            interrupts.tell()
-            return left if name in _LONG else 1
-        return left
+        left = leave.code
     except Exception as error:
-        # The error trees of transformer and runtime share no module, only this attribute.
+        # The error trees of transformer and runtime share no module, only this attribute, which
+        # Typer's errors of usage have too; those alone show themselves, with the usage.
         code = getattr(error, "exit_code", None)
-        if not isinstance(code, int) or os.environ.get(_TRACEBACK) == "1":
+        show = getattr(error, "show", None)
+        if not isinstance(code, int) or (os.environ.get(_TRACEBACK) == "1" and show is None):
             raise
-        _tell(str(error))
+        if not _speaks():
+            # mpirun ends all ranks when the first of them fails, and with them what is not told.
+            time.sleep(_PATIENCE)
+        elif show is None:
+            _tell(str(error))
+        else:
+            show()
         return code
-    return 0
+    code = left if isinstance(left, int) else 0
+    if code in _INTERRUPTED:
+        interrupts.tell()
+        return code if name in _LONG else 1
+    return code
+
+
+def _speaks() -> bool:
+    """Whether this process tells what is wrong: every rank of mpirun finds the same mistake."""
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
 def _tell(message: str) -> None:
-    # Under mpirun every rank comes here with the same mistake; one of them tells it.
-    if all(os.environ.get(name, "0") == "0" for name in _RANKS):
+    if _speaks():
         sys.stderr.write(f"onnxpar: error: {message}\n")
         sys.stderr.flush()
 
 
-class _Interrupts:
+class _ProgramSignals:
     """What SIGINT, SIGTERM and SIGHUP do: at first they end the process, then they raise.
+
+    While a directory is written, `onnxpar.artifacts.directory` holds them back on top of this.
 
     Attributes:
         seen: Whether one of them has come.
@@ -192,8 +208,8 @@ class _Interrupts:
 
 
 @contextmanager
-def _interruptible(ours: bool) -> Iterator[_Interrupts]:
-    interrupts = _Interrupts()
+def _interruptible(ours: bool) -> Iterator[_ProgramSignals]:
+    interrupts = _ProgramSignals()
     # Only the main thread may install handlers, and only there do signals arrive.
     with suppress(ValueError):
         interrupts.install()

@@ -12,6 +12,7 @@ from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.data import check_writable, read_npz, write_npz
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.interrupts import told_when_terminated
 from onnxpar_runtime.launch import guarded, init, mpirun_place
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
@@ -79,7 +80,11 @@ def run(
         session.close()
         return 0
 
-    code = guarded(rank, body)
+    def interruptible() -> int:
+        with told_when_terminated(rank):
+            return body()
+
+    code = guarded(rank, interruptible)
     # An interrupt has been printed; 128 and a signal's number would have the caller tell it again.
     return 1 if code > 128 else code
 

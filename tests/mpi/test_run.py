@@ -1,12 +1,14 @@
 """`mpirun -n N onnxpar run`: equal outputs, and an end within seconds when something is wrong."""
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import hand_made
 import numpy as np
 import pytest
-from launching import LIMIT, mpirun, run
+from launching import LIMIT, alive, children, mpirun, run, start_mpirun
 
 
 def save(tmp_path: Path, batch: int, dtype: str = "float32") -> Path:
@@ -127,6 +129,54 @@ def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
     assert outcome.code != 0 and outcome.seconds < LIMIT / 2
     assert any(m.startswith("r2 | ") and "indices" in m for m in outcome.messages), outcome.err
     assert "Traceback" not in outcome.err and not outputs.exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux's /proc")
+@pytest.mark.parametrize("waits", ["none", "first", "last"])
+def test_an_interrupt_is_told_once_and_ends_all_ranks(tmp_path: Path, waits: str) -> None:
+    """In the middle of a computation, and where a rank waits in a collective for another's."""
+    directory = hand_made.endless(tmp_path / "a", {"none": None, "first": 0, "last": 1}[waits])
+    logs, out = tmp_path / "logs", tmp_path / "out.npz"
+    arguments = ["run", str(directory), "--inputs", str(save(tmp_path, 1)), "--outputs", str(out)]
+    process = start_mpirun(2, ["-m", "onnxpar.cli", *arguments, "--log-dir", str(logs)])
+    ranks: list[int] = []
+    try:
+        until = time.monotonic() + LIMIT
+        # A line says that a rank's graph is loaded; all that follows is the run.
+        while not all(loaded(logs / f"rank{r:04d}.log") for r in range(2)):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT)
+        seconds = time.monotonic() - start
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert seconds < 5 and process.returncode != 0
+    lines = [line.strip(" \0") for line in errors.splitlines() if "onnxpar" in line]
+    assert lines == ["onnxpar: error: interrupted"]
+    assert "Traceback" not in errors and not out.exists()
+    # mpirun is gone; whoever inherits its ranks takes a moment to take note of their end.
+    while any(alive(rank) for rank in ranks) and time.monotonic() < start + 5:
+        time.sleep(0.05)
+    assert not any(alive(rank) for rank in ranks)
+
+
+def loaded(log: Path) -> bool:
+    """Whether a rank's log says that its graph is loaded."""
+    return log.exists() and " of 2: " in log.read_text()
+
+
+@pytest.mark.parametrize("mistake", [["--bogus"], ["--device"], []])
+def test_a_mistake_of_usage_is_told_once(tmp_path: Path, mistake: list[str]) -> None:
+    outcome = mpirun(3, ["-m", "onnxpar.cli", "run", str(tmp_path), *mistake])
+    assert outcome.code == 2
+    assert outcome.err.count("Error: ") == 1
+    assert outcome.err.count("Usage: ") <= 1 and outcome.seconds < LIMIT / 2
 
 
 SCRIPT = """

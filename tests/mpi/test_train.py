@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,10 +11,8 @@ import linear
 import numpy as np
 import pytest
 from hand_trained import regression
-from launching import LIMIT, Outcome, mpirun
+from launching import LIMIT, Outcome, alive, children, mpirun, start_mpirun
 from safetensors.numpy import load_file
-
-from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.5", "--device", "cpu"]
 
@@ -102,38 +99,18 @@ STUCK = "def f():\n    yield GOOD\n    yield GOOD\n    time.sleep(1000)\n"
 SLOW = "def f():\n    while True:\n        time.sleep(0.2)\n        yield GOOD\n"
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
-
-
 def memory(pid: int) -> set[Path]:
     """The files of shared memory that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {Path(line.split()[5]) for line in lines if "/dev/shm/" in line}
 
 
-def alive(pid: int) -> bool:
-    """Whether there is such a process, be it a zombie."""
-    return Path(f"/proc/{pid}").exists()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("body", "whom"), [(SLOW, "mpirun"), (STUCK, "mpirun"), (SLOW, "rank")])
 def test_an_interrupt_ends_all_ranks(tmp_path: Path, body: str, whom: str) -> None:
     directory = regression(tmp_path / "a")
-    command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, "-m", "onnxpar.cli"]
-    command += ["train", str(directory), "--data", "stream_of_mine:f", "--lr", "0.1"]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**mpirun_environment(kept), **module(tmp_path, body)},
-        start_new_session=True,
-    )
+    arguments = ["-m", "onnxpar.cli", "train", str(directory), "--data", "stream_of_mine:f"]
+    process = start_mpirun(2, [*arguments, "--lr", "0.1"], module(tmp_path, body))
     ranks: list[int] = []
     shared: set[Path] = set()
     try:

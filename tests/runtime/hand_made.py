@@ -149,3 +149,30 @@ def failing(directory: Path, ranks: int = 2) -> Path:
         system_inputs=[{"name": "coordinate", "kind": "coordinate", "atom": 0}],
         collectives=[collective("AllReduce", "y", [0], f"2*12*{ranks - 1}/{ranks}")],
     )
+
+
+def endless(directory: Path, waits: int | None) -> Path:
+    """Writes a program of two ranks that takes hours, and then reduces.
+
+    Rank `waits` has nothing to compute, and waits for the other in the reduction.
+    """
+    texts = []
+    for rank in range(2):
+        count = 1 if rank == waits else 10**12
+        texts.append(
+            "g (float[n, 3] x) => (float[n, 3] y) {"
+            f"  count = Constant<value_int = {count}>()  go = Constant<value_int = 1>()"
+            "  yes = Cast<to = 9>(go)  z = Loop (count, yes, x) <body = b (int64 i, bool c, "
+            "float[n, 3] s) => (bool d, float[n, 3] t) { d = Identity(c)  t = Sin(s) }>"
+            '  y, token = onnxpar.AllReduce<reduction: string = "sum", group: ints = [0, 1]>(z) }'
+        )
+    whole = [[("batch", [])], [(3, [])]]
+    return write(
+        directory,
+        texts,
+        atoms=[2],
+        inputs=[tensor("x", "float32", ["batch", 3], whole)],
+        outputs=[tensor("y", "float32", ["batch", 3], whole)],
+        symbols={"batch": {}},
+        collectives=[collective("AllReduce", "y", [0], "12*batch")],
+    )

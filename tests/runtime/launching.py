@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,21 +35,38 @@ class Outcome:
         return [line for line in lines if line.startswith(own)]
 
 
-def mpirun(ranks: int, arguments: Sequence[str]) -> Outcome:
-    """Runs Python with `arguments` on `ranks` ranks; a hang fails the test."""
-    command = [find_mpirun(), "--oversubscribe", "-n", str(ranks), sys.executable, *arguments]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
-    start = time.monotonic()
+def start_mpirun(
+    ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[str]":
+    """Starts Python with `arguments` on `ranks` ranks, and `environment` on top of the test's."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
     # A session of its own, so that all of mpirun's ranks can be ended with it.
-    process = subprocess.Popen(
-        command,
+    return subprocess.Popen(
+        [find_mpirun(), "--oversubscribe", "-n", str(ranks), sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=mpirun_environment(environment),
+        env={**mpirun_environment(kept), **(environment or {})},
         start_new_session=True,
     )
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, be it a zombie."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def mpirun(ranks: int, arguments: Sequence[str]) -> Outcome:
+    """Runs Python with `arguments` on `ranks` ranks; a hang fails the test."""
+    start = time.monotonic()
+    process = start_mpirun(ranks, arguments)
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
