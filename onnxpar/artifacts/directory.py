@@ -44,7 +44,7 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
     out = Path(os.path.realpath(out))
     replaced = _may_become(out, force)
     _remove_stale(out)
-    with _Interrupts() as interrupts:
+    with _HeldSignals() as interrupts:
         temporary, lock = _make_beside(out)
         try:
             interrupts.release()
@@ -103,6 +103,26 @@ def _may_become(out: Path, force: bool) -> bool:
     if not os.access(out, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise ArtifactError(f"{out}: cannot be replaced: it is read-only")
     return True
+
+
+def read_manifest(directory: Path) -> Any:
+    """Returns the content of a directory's manifest, which need not be valid.
+
+    Raises:
+        ArtifactError: There is no such directory, it has no manifest, or one that is no JSON.
+    """
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{directory}: not an artifact directory, it has no {MANIFEST} (is it the output of "
+            "`onnxpar shard`?)"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: not readable: {error}") from None
 
 
 def _own_files(out: Path) -> set[str]:
@@ -215,11 +235,12 @@ def _cannot_write(out: Path, error: OSError) -> ArtifactError:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Interrupts:
+class _HeldSignals:
     """Makes the first of SIGINT, SIGTERM and SIGHUP an exception, and nothing of those after it.
 
     The exception waits while they are held, as they are in the beginning. A handler that the
-    program has decides what is raised, and a signal that it ignores stays ignored.
+    program has (on the command line, that of `onnxpar.cli`) decides what is raised, and a signal
+    that it ignores stays ignored.
     """
 
     def __init__(self) -> None:
@@ -227,7 +248,7 @@ class _Interrupts:
         self._seen: int | None = None
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> "_Interrupts":
+    def __enter__(self) -> "_HeldSignals":
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 previous = signal.getsignal(number)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxpar.analysis.report import OF_A_PROGRAM, model_data
-from onnxpar.artifacts.directory import MANIFEST
+from onnxpar.artifacts.directory import MANIFEST, read_manifest
 from onnxpar.cli.options import AsJson
 from onnxpar.cli.shard import count, describe_nodes
 from onnxpar.errors import ArtifactError
@@ -42,6 +42,8 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Show how a model was divided, or what of a model can be."""
+    if not target.exists():
+        raise ArtifactError(f"{target}: no such directory or model")
     if target.is_dir():
         data = read_report(target, rank, program)
     elif program is not None:
@@ -75,12 +77,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
         ArtifactError: No manifest, one without a report, or no such rank or program.
     """
     path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtifactError(f"{directory}: not an artifact directory, no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: not readable: {error}") from None
+    manifest = read_manifest(directory)
     report = manifest.get("report") if isinstance(manifest, dict) else None
     keys = ("mesh", "devices", "symbols", "program", "programs", *OF_A_PROGRAM)
     if not isinstance(report, dict) or any(key not in report for key in keys):

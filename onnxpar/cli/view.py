@@ -1,6 +1,5 @@
 """`onnxpar view`: a rank's graph in Netron."""
 
-import json
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import netron
 import typer
 
+from onnxpar.artifacts.directory import MANIFEST, read_manifest
 from onnxpar.cli.options import Artifacts
 from onnxpar.errors import ArtifactError
 
@@ -46,13 +46,11 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
     Raises:
         ArtifactError: No manifest, no such program or rank, or the file is missing.
     """
+    manifest = read_manifest(directory)
     try:
-        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
         programs = {name: list(entry["files"]) for name, entry in manifest["programs"].items()}
-    except FileNotFoundError:
-        raise ArtifactError(f"{directory}: not an artifact directory, no manifest.json") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{directory / 'manifest.json'}: not readable: {error!r}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{directory / MANIFEST}: not readable: {error!r}") from None
     program = next(iter(programs), "model") if program is None else program
     if program not in programs:
         raise ArtifactError(f"{directory}: no program {program!r}, it has {sorted(programs)}")
