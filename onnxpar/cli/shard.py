@@ -251,13 +251,14 @@ def _collectives(totals: dict[str, Any]) -> str:
 
 
 def _next(out: Path, devices: int, trains: bool) -> str:
-    # mpirun refuses more ranks than cores unless told.
+    # One device needs no mpirun, which refuses more ranks than cores unless told.
     more = " --oversubscribe" if devices > (os.cpu_count() or 1) else ""
+    start = f"mpirun{more} -n {devices} " if devices > 1 else ""
     run = f"onnxpar run {out} --inputs in.npz --outputs out.npz"
     if trains:
         run = f"onnxpar train {out} --data SOURCE --batch-size B --epochs E --lr X"
     return (
         f"next          onnxpar inspect {out}\n"
         f"              onnxpar view {out} --rank 0\n"
-        f"              mpirun{more} -n {devices} {run}"
+        f"              {start}{run}"
     )

@@ -100,6 +100,9 @@ def normalise(model: ir.Model) -> ir.Model:
     if opset > onnx.defs.onnx_opset_version():
         newest = onnx.defs.onnx_opset_version()
         raise ModelError(f"expected an opset version of at most {newest}, got {opset}")
+    # Messages name nodes, so those without a name have one before anything is checked.
+    for node in model.graph:
+        node.name = _name(node)
     check_operators(model, opset)
     _check_edges(model)
     try:
@@ -207,10 +210,14 @@ def _cycle(graph: ir.Graph) -> str:
     return "unknown nodes"
 
 
+def _name(node: ir.Node) -> str:
+    return node.name or (f"{node.op_type}_{node.outputs[0].name}" if node.outputs else "node")
+
+
 def _name_nodes(graph: ir.Graph) -> None:
     taken: set[str] = set()
     for node in graph:
-        base = node.name or (f"{node.op_type}_{node.outputs[0].name}" if node.outputs else "node")
+        base = _name(node)
         name, count = base, 0
         while name in taken:
             count += 1

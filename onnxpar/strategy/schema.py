@@ -25,7 +25,8 @@ TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
 
 NOT_BUILT = ("search", "pipeline", "recompute", "optimizer_parallel")
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
-MAX_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 16
+"""Each has a file of its own, and all are written before the directory appears."""
 Rest = Literal["propagate", "data_parallel", "replicate"]
 
 

@@ -67,6 +67,8 @@ def read_npz(path: str | Path) -> dict[str, Array]:
             stream.seek(0)
             with np.load(stream, allow_pickle=False) as archive:
                 return {name: _member(path, archive, name) for name in archive.files}
+    except InputError:  # It is a RuntimeError, which zipfile raises too.
+        raise
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except OSError as error:
