@@ -1,6 +1,6 @@
 """The ordered list of stages from a model to rank graphs, each from plain data to plain data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -73,6 +73,35 @@ def divide(analysed: Analysed, seeds: Seeds) -> PartitionedModel:
     """
     chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
     return partition(analysed.model, analysed.env, analysed.rules, analysed.ops, chosen)
+
+
+def divide_model(
+    model: ir.Model,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    *,
+    dumper: Dumper | None = None,
+    lap: Callable[[str], None] = lambda stage: None,
+) -> PartitionedModel:
+    """Returns the forward program of all ranks: everything that `shard` does but write files.
+
+    Args:
+        model: As read by `onnxpar.passes.load.load`; it is used up.
+        strategy: The strategy.
+        symbols: Constraints on symbols, the strategy's included.
+        dumper: Where the normalised model is written, if anywhere.
+        lap: Called with the name of each stage at its end.
+
+    Raises:
+        OnnxparError: The model or the strategy is wrong.
+    """
+    analysed = analyse(model, symbols)
+    if dumper:
+        dumper.model("normalised", analysed.model)
+    lap("analyse")
+    partitioned = divide(analysed, _seeds(analysed, strategy))
+    lap("divide")
+    return partitioned
 
 
 def plan(
@@ -177,10 +206,9 @@ def _shard(
         dumper.model("loaded", loaded)
     divided: DividedTraining | None = None
     if training is None:
-        analysed = analyse(loaded, constraints)
-        if dumper:
-            dumper.model("normalised", analysed.model)
-        programs: tuple[PartitionedModel, ...] = (divide(analysed, _seeds(analysed, strategy)),)
+        programs: tuple[PartitionedModel, ...] = (
+            divide_model(loaded, strategy, constraints, dumper=dumper, lap=clock.lap),
+        )
     else:
         originals = frozenset(loaded.graph.initializers)
         normal = normalise(loaded)
@@ -188,8 +216,8 @@ def _shard(
             dumper.model("normalised", normal)
         divided = divide_training(normal, originals, strategy, constraints, training)
         programs = divided.programs
+        clock.lap("divide")
     first = programs[0]
-    clock.lap("divide")
     if dumper:
         dumper.plan("planned", first.source, first.plan)
         for program in programs:

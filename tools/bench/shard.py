@@ -91,14 +91,12 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
         laps[name] = now - last
         last = now
 
-    from onnxpar.analysis.propagate import propagate
-    from onnxpar.analysis.report import inspect_data
+    from onnxpar.analysis.report import directory_data
     from onnxpar.passes.emit import fill, template
     from onnxpar.passes.load import load
-    from onnxpar.passes.partition import partition
     from onnxpar.passes.weight_layout import layout
-    from onnxpar.pipeline import analyse
-    from onnxpar.strategy import load_strategy, resolve
+    from onnxpar.pipeline import divide_model
+    from onnxpar.strategy import load_strategy
 
     lap("import")
     profiler = cProfile.Profile()
@@ -107,17 +105,11 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
     given = load_strategy(strategy, None)
     loaded = load(model)
     lap("load")
-    known = analyse(loaded, given.symbols)
-    lap("analyse")
-    seeds = resolve(given, known.model, known.rules, known.env)
-    lap("resolve")
-    plan = propagate(known.model, known.env, known.rules, seeds)
-    lap("propagate")
-    parted = partition(known.model, known.env, known.rules, known.ops, plan)
-    lap("partition")
-    inspect_data(parted)
+    parted = divide_model(loaded, given, given.symbols, lap=lap)
+    directory_data((parted,))
     lap("report")
-    form = template(parted, layout(parted.parameters, plan.mesh))
+    # As the output directory is written, but for the weights and the other ranks.
+    form = template(parted, layout(parted.parameters, parted.plan.mesh))
     Path(out).write_bytes(fill(form, 0).SerializeToString())
     lap("emit")
     if profile:
