@@ -109,6 +109,12 @@ def test_mpirun_is_told_where_ranks_outnumber_cores(
     assert f"mpirun{option}" in capsys.readouterr().out
 
 
+def test_one_device_needs_no_mpirun(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shard("--strategy", "replicate", "--devices", "1") == 0
+    printed = capsys.readouterr().out
+    assert "mpirun" not in printed and " onnxpar run " in printed
+
+
 def test_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shard("--strategy", "dp=2") == 0
     before = (here / "out" / "manifest.json").read_bytes()

@@ -67,6 +67,17 @@ def test_no_readable_manifest(
     assert "manifest.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["inspect"], ["view"], ["run", "--inputs", "i.npz", "--outputs", "o.npz"]]
+)
+def test_a_missing_directory_is_named_one_way(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    target = str(tmp_path / "none")
+    assert main([arguments[0], target, *arguments[1:]]) == 2
+    assert f"onnxpar: error: {target}: no such directory" in capfd.readouterr().err
+
+
 def test_rank_that_was_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = hand_made.data_parallel(tmp_path / "a")
     (directory / "rank0001.model.onnx").unlink()

@@ -99,6 +99,8 @@ def test_tp_and_axes_that_no_entry_places_split_parameters(
         ("mesh: {dp: 99999999999999999}", "s:1: expected at most"),
         ("mesh: [dp]", r"s:1: 'mesh': expected a mapping, got \['dp'\]"),
         ("mesh: {dp: 2}\ndevices: 4", "s:2: 'devices' is of 4 devices, but the mesh .* is 2"),
+        ("devices: 65537", "s:1: 'devices': expected from 1 to 65536 devices, got 65537"),
+        ("mesh: {dp: 2, tp: 100000}", "s:1: expected at most 65536 devices, got 100000"),
         ("devices: 0", "s:1: 'devices': expected from 1 to .* devices, got 0"),
         ("devices: true", "s:1: 'devices': expected an integer, got True"),
         ("symbols: {b: {divisor: 0}}", "s:1: 'symbols': 'b': Symbol: divisor must be at least 1"),

@@ -85,6 +85,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="not a readable"):
         read_npz(tmp_path / "half.npz")
+    with zipfile.ZipFile(tmp_path / "member.npz", "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY")
+    with pytest.raises(InputError, match=r"^\S*member.npz: not a readable") as caught:
+        read_npz(tmp_path / "member.npz")
+    assert str(caught.value).count("member.npz") == 1
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
