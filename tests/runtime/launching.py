@@ -1,6 +1,7 @@
 """Starts mpirun from a test, with a time limit that ends every rank."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,8 +30,9 @@ class Outcome:
     @property
     def messages(self) -> list[str]:
         """The lines of stderr that are onnxpar's own."""
-        # prterun ends what it says of an abort with a zero byte, which a message may follow.
-        lines = (line.lstrip("\0") for line in self.err.splitlines())
+        # prterun writes between a rank's message and its end of line: a rule of dashes, and a zero
+        # byte at the end of what it says of an abort.
+        lines = (re.sub("-{70,}$", "", line.lstrip("\0")) for line in self.err.splitlines())
         own = ("onnxpar: ", "r0 |", "r1 |", "r2 |", "r3 |")
         return [line for line in lines if line.startswith(own)]
 
