@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onnxpar import __version__
 from onnxpar.analysis.equalities import Equality
+from onnxpar.analysis.index_ranges import IndexRange
 from onnxpar.artifacts.directory import GENERATOR
 from onnxpar.artifacts.weights import Written
 from onnxpar.errors import ArtifactError
@@ -108,6 +109,8 @@ def _symbol(name: str, symbols: Mapping[str, Symbol]) -> Json:
 
 
 def _size(size: Dim) -> int | str:
+    if isinstance(size, int):
+        return size
     text = dim_str(size)
     return int(text) if text.isdigit() else text
 
@@ -159,6 +162,7 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
         "system_inputs": [_system_input(name) for name in scalars],
         "collectives": [_collective(c) for c in pm.builder.collectives],
         "equal_sizes": [_equality(e) for e in pm.equalities],
+        "index_ranges": [_range(r) for r in pm.ranges],
     }
     if states.inputs or states.outputs:
         fed = [p.name for p in pm.parameters if p.fed]
@@ -213,6 +217,17 @@ def _equality(equality: Equality) -> Json:
         "values": [side.value for side in sides],
         "dims": [side.dim for side in sides],
         "sizes": [_size(side.size) for side in sides],
+    }
+
+
+def _range(demand: IndexRange) -> Json:
+    return {
+        "node": demand.node,
+        "op_type": demand.op_type,
+        "input": demand.input,
+        "low": _size(demand.low),
+        "high": _size(demand.high),
+        "ignored": demand.ignored,
     }
 
 

@@ -124,8 +124,23 @@ def _zeros(node: LocalNode, dtype: ir.DataType | None, shape: Sequence[Dim]) -> 
     return node.op("Expand", zero, node.builder.shape(shape), shape=shape)
 
 
+def gather_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
+    """Indices count from the front, or, negative, from behind."""
+    data = view.shape(0)
+    size = data[normal_axis(view, view.attr("axis", 0), len(data))]
+    return [(1, -size, size - 1, None)]
+
+
 DEFS = (
-    OpDef("", "Gather", 1, gather_rule, gather_local, gradient=gather_gradient),
+    OpDef(
+        "",
+        "Gather",
+        1,
+        gather_rule,
+        gather_local,
+        gradient=gather_gradient,
+        indices=gather_indices,
+    ),
     OpDef(
         DOMAIN,
         INDEXED_SUM,

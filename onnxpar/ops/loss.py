@@ -365,6 +365,11 @@ def _scatter_add(
     return node.op("ScatterElements", x, index, total, shape=shape, axis=1)
 
 
+def label_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
+    """Labels are classes, or the label that does not count."""
+    return [(LABELS, 0, view.shape(SCORES)[1] - 1, view.attr("ignore_index"))]
+
+
 DEFS = (
     OpDef(
         "",
@@ -373,6 +378,7 @@ DEFS = (
         loss_rule,
         _loss(softmax=True),
         gradient=softmax_cross_entropy_gradient,
+        indices=label_indices,
     ),
     OpDef(
         "",
@@ -381,6 +387,7 @@ DEFS = (
         loss_rule,
         _loss(softmax=False),
         gradient=log_likelihood_gradient,
+        indices=label_indices,
     ),
     OpDef(
         DOMAIN,

@@ -11,10 +11,12 @@ from onnxpar.errors import RuleError
 from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.local import LocalNode, copy_node
 from onnxpar.ops.rule import OpRule
+from onnxpar.symbols import Dim
 
 RuleFn = Callable[[NodeView], OpRule]
 LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
 CostFn = Callable[..., Any]
+IndicesFn = Callable[[NodeView], Iterable[tuple[int, Dim, Dim, int | None]]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class OpDef:
         gradient: Emits the gradient, or why there is none.
         cost: Flops and bytes of a node, or why the default holds.
         keeps_zero: Whether the padding of the outputs is zero where that of all inputs is.
+        indices: Returns which operands are indices, as `(operand, least, greatest, ignored)`: the
+            range that its elements must lie in, and one element that may lie outside (None: none).
     """
 
     domain: str
@@ -58,6 +62,7 @@ class OpDef:
     gradient: Gradient | Missing = UNWRITTEN
     cost: CostFn | Missing = FROM_RULE
     keeps_zero: bool = False
+    indices: IndicesFn | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from onnxpar.analysis.equalities import assumed_equalities
+from onnxpar.analysis.index_ranges import demanded_ranges
 from onnxpar.analysis.plan import NodePlan, Plan, varying
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.reshard import cheapest_way
@@ -140,6 +141,7 @@ class _Partition:
             symbols=dict(self.env.table),
             replicated=replicated,
             equalities=assumed_equalities(graph, self.rules, table),
+            ranges=demanded_ranges(graph, self.rules, self.ops),
             states=self.states,
         )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnxpar.analysis.equalities import Equality
+from onnxpar.analysis.index_ranges import IndexRange
 from onnxpar.analysis.plan import Plan
 from onnxpar.passes.builder import GraphBuilder
 from onnxpar.sharding import Sharding
@@ -84,6 +85,7 @@ class PartitionedModel:
         symbols: Constraint of each symbol by name.
         replicated: `(node, op_type, reason)` of each node that every rank computes whole.
         equalities: Sizes that rules take to be equal without a proof.
+        ranges: Ranges that operators demand of the elements of inputs.
     """
 
     program: str
@@ -96,4 +98,5 @@ class PartitionedModel:
     symbols: Mapping[str, Symbol]
     replicated: tuple[tuple[str, str, str], ...]
     equalities: tuple[Equality, ...] = ()
+    ranges: tuple[IndexRange, ...] = ()
     states: States = States()

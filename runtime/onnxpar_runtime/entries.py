@@ -173,6 +173,27 @@ class EqualSizes:
 
 
 @dataclass(frozen=True)
+class IndexRange:
+    """What a node demands of the elements of an input that it reads as indices.
+
+    Attributes:
+        node: Name of the node.
+        op_type: Its operator.
+        input: Name of the input.
+        low: Least element, as an expression.
+        high: Greatest element, as an expression.
+        ignored: An element that is admitted as well, or None.
+    """
+
+    node: str
+    op_type: str
+    input: str
+    low: Size
+    high: Size
+    ignored: int | None
+
+
+@dataclass(frozen=True)
 class StateOutput:
     """An output of a graph that replaces the value of a state.
 
@@ -197,6 +218,7 @@ class Program:
         system_inputs: Inputs that the runtime fills.
         collectives: In the order in which every rank issues them.
         equal_sizes: What a run must check, since nothing but the operators says it.
+        index_ranges: Likewise, of the elements of inputs.
         state_inputs: Graph inputs that are states, by the state's name.
         state_outputs: Graph outputs that are new values of states.
     """
@@ -208,6 +230,7 @@ class Program:
     system_inputs: tuple[SystemInput, ...]
     collectives: tuple[Collective, ...]
     equal_sizes: tuple[EqualSizes, ...] = ()
+    index_ranges: tuple[IndexRange, ...] = ()
     state_inputs: tuple[str, ...] = ()
     state_outputs: tuple[StateOutput, ...] = ()
 

@@ -43,6 +43,7 @@ from onnxpar_runtime.shapes import (
     bind_local_symbols,
     bind_symbols,
     check_equal_sizes,
+    check_index_ranges,
     check_symbols,
 )
 from onnxpar_runtime.tensors import to_host, to_ort
@@ -251,6 +252,7 @@ class Executor:
             name: np.asarray(parts[name].take(a), order="C")
             for name, a in arrays.items()
         }
+        check_index_ranges(self.program, local, values)
         return Feeds(values, local)
 
     def local_inputs(
@@ -292,6 +294,7 @@ class Executor:
                 array = np.pad(array, padding)
                 cut = Cut(cut.atoms, (((rows, ()),), *cut.dims[1:]))
             local[name] = np.asarray(cut.take(array, self.rank.index), order="C")
+        check_index_ranges(self.program, local, values)
         return Feeds(values, local)
 
     def cut(self, spec: TensorSpec, values: Mapping[str, int], local: Any = None) -> Cut:
@@ -333,6 +336,7 @@ class Executor:
                 raise InputError(
                     f"input {name!r}: expected the local shape {expected}, got {array.shape}"
                 )
+        check_index_ranges(self.program, local, values)
 
     # -- running ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from onnxpar_runtime.entries import (
     Contents,
     EqualSizes,
     FileEntry,
+    IndexRange,
     Loss,
     Parameter,
     Program,
@@ -237,6 +238,10 @@ class _Reader:
                 self.equal_sizes(entry, f"{where}.equal_sizes")
                 for entry in self.get({"equal_sizes": [], **raw}, "equal_sizes", list, where)
             ),
+            index_ranges=tuple(
+                self.index_range(entry, f"{where}.index_ranges")
+                for entry in self.get({"index_ranges": [], **raw}, "index_ranges", list, where)
+            ),
             state_inputs=self.names({"state_inputs": [], **raw}, "state_inputs", where),
             state_outputs=tuple(
                 StateOutput(
@@ -314,6 +319,16 @@ class _Reader:
             dims=(dims[0], dims[1]),
             sizes=(sizes[0], sizes[1]),
         )
+
+    def index_range(self, raw: Any, where: str) -> IndexRange:
+        node, op_type, source = (
+            self.get(raw, key, str, where) for key in ("node", "op_type", "input")
+        )
+        low, high, ignored = (raw.get(key) for key in ("low", "high", "ignored"))
+        sizes = all(type(size) in (int, str) for size in (low, high))
+        if not sizes or type(ignored) not in (int, type(None)):
+            raise self.fail(where, "two sizes and an integer or null", raw)
+        return IndexRange(node, op_type, source, low, high, ignored)
 
     def tensors(self, raw: Any, key: str, atoms: int, where: str) -> tuple[TensorSpec, ...]:
         entries: Iterable[Any] = self.get(raw, key, list, where)

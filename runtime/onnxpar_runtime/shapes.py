@@ -2,6 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.expressions import (
@@ -123,6 +127,40 @@ def check_equal_sizes(program: Program, values: Mapping[str, int]) -> None:
             raise InputError(
                 f"node {equal.node!r} ({equal.op_type}): {dims[0]} and {dims[1]} must be equal, "
                 f"got {told[0]} and {told[1]}"
+            )
+
+
+def check_index_ranges(
+    program: Program, arrays: Mapping[str, NDArray[Any]], values: Mapping[str, int]
+) -> None:
+    """Checks the elements of a rank's inputs that operators read as indices.
+
+    Args:
+        program: The program.
+        arrays: This rank's part of each input; padding holds zeros.
+        values: Global values of the symbols.
+
+    Raises:
+        InputError: One is out of range; names input, range, element, its place and the node.
+    """
+    for demand in program.index_ranges:
+        array = arrays[demand.input]
+        try:
+            low, high = (evaluate(size, values) for size in (demand.low, demand.high))
+        except ExpressionError:
+            continue
+        if not array.size or (array.min() >= low and array.max() <= high):
+            continue
+        wrong = (array < low) | (array > high)
+        if demand.ignored is not None:
+            wrong &= array != demand.ignored
+        if wrong.any():
+            place = [int(i) for i in np.argwhere(wrong)[0]]
+            besides = "" if demand.ignored is None else f", or {demand.ignored}"
+            raise InputError(
+                f"input {demand.input!r}: expected elements from {low} to {high}{besides} for node "
+                f"{demand.node!r} ({demand.op_type}), got {array[tuple(place)]} at {place} of this "
+                "rank's part"
             )
 
 
