@@ -84,8 +84,11 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
     """Returns the exit code of `action`, which is this rank's whole program.
 
     An error that all ranks agreed on is printed by rank 0 and its exit code returned by all. Any
-    other error ends all ranks: `r3 | message` on stderr, then MPI_Abort. The traceback of an error
-    that is not the user's goes to the rank's log only.
+    other error, and a call of `sys.exit`, ends all ranks: `r3 | message` on stderr, then MPI_Abort.
+    The traceback of an error that is not the user's goes to the rank's log only.
+
+    Raises:
+        SystemExit: The only rank calls `sys.exit`.
     """
     try:
         return action()
@@ -99,7 +102,12 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
         code = error.exit_code
     except KeyboardInterrupt:
         message, code = "interrupted", _INTERRUPTED
-    except Exception as error:
+    except SystemExit as left:
+        if rank.world.size == 1:
+            raise
+        log.exception("sys.exit was called")
+        message, code = f"sys.exit({left.code!r}) was called, which leaves the other ranks", 1
+    except BaseException as error:
         log.exception("unexpected error")
         message, code = f"{type(error).__name__}: {error}", 1
     if rank.world.size > 1:

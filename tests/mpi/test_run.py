@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from launching import LIMIT, alive, children, mpirun, run, start_mpirun
 
+from onnxpar_runtime.interrupts import MESSAGE
+
 
 def save(tmp_path: Path, batch: int, dtype: str = "float32") -> Path:
     x = np.arange(3 * batch).reshape(batch, 3).astype(dtype)
@@ -158,7 +160,7 @@ def test_an_interrupt_is_told_once_and_ends_all_ranks(tmp_path: Path, waits: str
             os.killpg(process.pid, signal.SIGKILL)
     assert seconds < 5 and process.returncode != 0
     lines = [line.strip(" \0") for line in errors.splitlines() if "onnxpar" in line]
-    assert lines == ["onnxpar: error: interrupted"]
+    assert lines == [MESSAGE.strip()]
     assert "Traceback" not in errors and not out.exists()
     # mpirun is gone; whoever inherits its ranks takes a moment to take note of their end.
     while any(alive(rank) for rank in ranks) and time.monotonic() < start + 5:

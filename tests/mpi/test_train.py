@@ -14,6 +14,8 @@ from hand_trained import regression
 from launching import LIMIT, Outcome, alive, children, mpirun, start_mpirun
 from safetensors.numpy import load_file
 
+from onnxpar_runtime.interrupts import MESSAGE
+
 DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.5", "--device", "cpu"]
 
 
@@ -81,6 +83,30 @@ def module(folder: Path, body: str) -> dict[str, str]:
             1,
             "r1 | ValueError: a mistake of mine",
         ),
+        (
+            "import sys\ndef f():\n    yield GOOD\n"
+            "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+            "        sys.exit(5)\n"
+            "    while True:\n        yield GOOD\n",
+            1,
+            "r1 | sys.exit(5) was called, which leaves the other ranks",
+        ),
+        (
+            "class Left(BaseException): pass\ndef f():\n    yield GOOD\n"
+            "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+            "        raise Left('of mine')\n"
+            "    while True:\n        yield GOOD\n",
+            1,
+            "r1 | Left: of mine",
+        ),
+        (
+            "def f():\n    yield GOOD\n"
+            "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+            "        os._exit(7)\n"
+            "    while True:\n        yield GOOD\n",
+            7,
+            "onnxpar: error: ended by mpirun (interrupted, or another rank died)",
+        ),
     ],
 )
 def test_a_run_that_cannot_go_on_ends(
@@ -130,7 +156,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path, body: str, whom: str) -> No
     assert seconds < 5
     assert process.returncode != 0
     lines = [line.strip(" \0") for line in errors.splitlines() if "interrupted" in line]
-    assert lines == ["onnxpar: error: interrupted" if whom == "mpirun" else "r1 | interrupted"]
+    assert lines == [MESSAGE.strip() if whom == "mpirun" else "r1 | interrupted"]
     # mpirun is gone; whoever inherits its ranks takes a moment to take note of their end.
     while any(alive(rank) for rank in ranks) and time.monotonic() < start + 5:
         time.sleep(0.05)

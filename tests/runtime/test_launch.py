@@ -84,6 +84,11 @@ def test_guarded_returns_the_exit_code() -> None:
     assert guarded(one_rank(), lambda: 5) == 5
 
 
+def test_an_exit_of_the_only_rank_passes() -> None:
+    with pytest.raises(SystemExit, match="5"):
+        guarded(one_rank(), raising(SystemExit(5)))
+
+
 def test_traceback_goes_to_the_log_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = open_log(tmp_path / "logs", 7)
     try:
