@@ -64,6 +64,11 @@ def test_evaluates_as_numpy_does(
     assert (report["samples"], report["labels"], report["notice"]) == (360, 360, "")
     assert report["accuracy"] == pytest.approx(accuracy) and accuracy > 0.85
     assert report["correct"] == round(accuracy * 360)
+    # JSON has no NaN, which Python would write.
+    save_file({"w": np.full_like(w, np.nan, np.float32)}, tmp_path / "w.safetensors")
+    assert main([*arguments, "--parameters", str(tmp_path / "w.safetensors")]) == 0
+    text = capfd.readouterr().out
+    assert '"loss": null,' in text and "NaN" not in text
     # Without the file the weights of the directory are evaluated.
     assert main(arguments[:-1]) == 0
     loss, _, accuracy = linear.loss_of(linear.start().astype(float), *linear.digits(test=True))

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from onnxpar_runtime.training.batches import (
 )
 from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
 from onnxpar_runtime.training.log import Reporter, what_is_trained
-from onnxpar_runtime.training.loop import Evaluation, Fitted, evaluate, fit, total_steps
+from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
@@ -175,7 +176,8 @@ def evaluation(
         batch_size: Samples in a batch, of all ranks together.
         parameters: Safetensors file of global parameters, or None for those of the directory.
         metric: `accuracy` to insist on it, or None for what there is.
-        as_json: Print `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`.
+        as_json: Print `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`;
+            a loss that is not finite, as of no labels that count, is null.
 
     Returns:
         The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
@@ -350,13 +352,13 @@ def _check_metric(metric: str | None, manifest: Manifest) -> None:
         )
 
 
-def _print_evaluation(data: str, chosen: EvaluationData, result: Evaluation, as_json: bool) -> None:
+def _print_evaluation(data: str, chosen: EvaluationData, result: Evaluated, as_json: bool) -> None:
     notice = chosen.plan.notice if chosen.plan is not None else ""
     if as_json:
         report = {
             "data": data,
             "samples": result.samples,
-            "loss": result.loss,
+            "loss": result.loss if isfinite(result.loss) else None,  # JSON has no NaN
             "accuracy": result.accuracy,
             "correct": result.correct,
             "labels": result.labels,

@@ -69,7 +69,7 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluated:
     """What an evaluation found.
 
     Attributes:
@@ -224,7 +224,7 @@ def _next(items: Iterator[Numbered], rank: Rank, together: bool) -> Numbered | N
     return item
 
 
-def evaluate(trainer: Trains, data: EvaluationData) -> Evaluation:
+def evaluate(trainer: Trains, data: EvaluationData) -> Evaluated:
     """Returns loss and accuracy over all of the data. Every rank of the world must call it.
 
     The mean is over what counts in the loss (labels that are not ignored), not over batches.
@@ -251,7 +251,7 @@ def evaluate(trainer: Trains, data: EvaluationData) -> Evaluation:
                 correct = (correct or 0) + int(result["correct"])
     if not samples:
         raise InputError(f"--data {data.source.name}: there is nothing to evaluate on")
-    return Evaluation(weighted / labels if labels else float("nan"), samples, correct, labels)
+    return Evaluated(weighted / labels if labels else float("nan"), samples, correct, labels)
 
 
 def _tell_evaluation(trainer: Trains, data: EvaluationData, reporter: Reporter, epoch: int) -> None:

@@ -23,7 +23,7 @@ from onnxpar_runtime.training.batches import (
 )
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
 from onnxpar_runtime.training.log import Reporter
-from onnxpar_runtime.training.loop import Evaluation, Fitted, evaluate, fit, total_steps
+from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, samples
 
@@ -137,7 +137,7 @@ def test_evaluation_is_the_mean_over_all_that_counts(tmp_path: Path) -> None:
 
 
 def test_what_an_evaluation_says_of_hits() -> None:
-    result = Evaluation(loss=0.25, samples=8, correct=6, labels=8)
+    result = Evaluated(loss=0.25, samples=8, correct=6, labels=8)
     assert result.accuracy == 0.75
     assert result.text == "loss is 0.25, accuracy is 75.00% (6 of 8)"
     assert replace(result, labels=0).accuracy is None
