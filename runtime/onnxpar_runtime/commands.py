@@ -4,6 +4,7 @@ Those of training are in `onnxpar_runtime.training.commands`.
 """
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,6 +96,7 @@ def begin(
     directory: str | Path,
     log_dir: str | Path | None,
     writes: str | Path | None = None,
+    transport: str = "auto",
 ) -> Manifest:
     """Returns the manifest on every rank, once logs are open and what is to be written can be."""
 
@@ -102,7 +104,7 @@ def begin(
         if log_dir is not None:
             open_log(log_dir, rank.index)
         manifest = Manifest.load(directory)
-        check_size(manifest, rank, command)
+        check_size(manifest, rank, command, transport)
         if rank.index == 0 and writes is not None:
             check_writable(writes)
         return manifest
@@ -110,14 +112,22 @@ def begin(
     return together(rank, prepare)
 
 
-def check_size(manifest: Manifest, rank: Rank, command: str = "run") -> None:
+def check_size(
+    manifest: Manifest, rank: Rank, command: str = "run", transport: str = "auto"
+) -> None:
     """Raises LaunchError, with the command to type, unless there is a rank for each device."""
     size = rank.world.size
     if size == manifest.devices:
         return
     if mpirun_place() is None:
+        more = " --oversubscribe" if manifest.devices > (os.cpu_count() or 1) else ""
         raise LaunchError(
             f"{manifest.directory} was cut for {manifest.devices} ranks: start it with "
-            f"`mpirun -n {manifest.devices} onnxpar {command} {manifest.directory} …`"
+            f"`mpirun{more} -n {manifest.devices} onnxpar {command} {manifest.directory} …`"
+        )
+    if transport == "threads":
+        raise LaunchError(
+            f"--transport threads: a world of one rank, and {manifest.directory} was cut for "
+            f"{manifest.devices}; leave it out"
         )
     raise LaunchError(wrong_size(manifest, size))

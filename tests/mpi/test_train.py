@@ -52,6 +52,12 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
 
 
+def test_the_threads_of_one_rank_are_refused(tmp_path: Path) -> None:
+    outcome = train(2, regression(tmp_path / "a"), *DIGITS, "--transport", "threads")
+    assert outcome.code == 2
+    assert "--transport threads: a world of one rank" in outcome.messages[0]
+
+
 def module(folder: Path, body: str) -> dict[str, str]:
     """Writes a module of data beside the artifacts, and returns where Python finds it."""
     (folder / "stream_of_mine.py").write_text(

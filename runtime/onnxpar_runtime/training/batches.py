@@ -63,11 +63,24 @@ class BatchDim:
             return f"the model's batch is {self.size}"
         return f"symbol {self.size!r} must be {self.symbol.constraint}"
 
+    def limits(self, samples: int, parts: int) -> str:
+        """The constraint for people, and the number of micro-batches if that is what is wrong."""
+        most = samples // self.least if self.least else 0
+        more = f", so there can be at most {most}" if 0 < most < parts else ""
+        return self.constraint + more
+
     def admits(self, samples: int) -> bool:
         """Whether a micro-batch may have so many samples."""
         if isinstance(self.size, int):
             return samples == self.size
         return self.symbol.admits(samples)
+
+    @property
+    def least(self) -> int:
+        """The smallest admissible number of samples, or 0 if there is none."""
+        if isinstance(self.size, int):
+            return self.size
+        return next(iter(self.symbol.admissible(1, 1)), 0)
 
     def largest(self, limit: int) -> int:
         """Returns the largest number of samples that is admissible and at most `limit`, or 0."""
@@ -131,7 +144,9 @@ def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> Pla
         )
     full = dim.split(batch, accumulate)
     if full is None:
-        raise LaunchError(f"--batch-size {batch}{_in_parts(accumulate)}: {dim.constraint}")
+        raise LaunchError(
+            f"--batch-size {batch}{_in_parts(accumulate)}: {dim.limits(batch, accumulate)}"
+        )
     steps, rest = divmod(count, batch)
     tries = (dim.split(rest, parts) for parts in range(accumulate, 0, -1)) if rest else iter(())
     last = next((sizes for sizes in tries if sizes is not None), None)
@@ -160,7 +175,7 @@ def plan_evaluation(count: int, batch: int | None, dim: BatchDim) -> Plan:
     """
     if batch is None:
         batch = dim.size if isinstance(dim.size, int) else dim.largest(min(count, 256))
-        batch = batch or next(iter(dim.symbol.admissible(1, 1)), 0)
+        batch = batch or dim.least
     if batch < 1 or not dim.admits(batch):
         raise LaunchError(f"--batch-size {batch}: {dim.constraint}")
     steps, rest = divmod(count, batch)
@@ -278,7 +293,8 @@ def _pieces(
     sizes = dim.split(count * ranks, accumulate)
     if sizes is None or any(size % ranks for size in sizes):
         raise LaunchError(
-            f"{where}: {count * ranks} samples{_in_parts(accumulate)}: {dim.constraint}"
+            f"{where}: {count * ranks} samples{_in_parts(accumulate)}: "
+            f"{dim.limits(count * ranks, accumulate)}"
         )
     rows, start, pieces = per_sample(specs), 0, []
     for size in sizes:

@@ -126,7 +126,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     rank = init(how.transport)
 
     def body() -> int:
-        manifest = begin(rank, "train", directory, how.log_dir, wanted.save)
+        manifest = begin(rank, "train", directory, how.log_dir, wanted.save, how.transport)
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluate else ()))
         trainer = _trainer(rank, manifest, how, first, wanted.seed, wanted.parameters)
@@ -185,7 +185,7 @@ def evaluation(
     rank = init(how.transport)
 
     def body() -> int:
-        manifest = begin(rank, "eval", directory, how.log_dir)
+        manifest = begin(rank, "eval", directory, how.log_dir, transport=how.transport)
         together(rank, lambda: _check_metric(metric, manifest))
         chosen = together(rank, lambda: _evaluation_data(manifest, rank.index, data, batch_size, 0))
         trainer = _trainer(rank, manifest, how, (EVALUATION,), 0, parameters)

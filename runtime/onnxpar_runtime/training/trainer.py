@@ -22,7 +22,7 @@ from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.dtypes import DTYPES, lossless
-from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, TrainingError
+from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.executor import LOSS_WEIGHT, Executor, Feeds
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
@@ -119,12 +119,18 @@ class Trainer:
         self.manifest = manifest or Manifest.load(directory)
         self.training: Training = self.manifest.trained()
         self._own_world, self.rank = own_rank(self.manifest, rank)
-        self._programs = Programs(
+        self._open: Programs | None = Programs(
             self.manifest, self.rank, device, ort_options, custom_ops, programs
         )
         self._common = common_symbols(self.manifest)
         self._micro: dict[str, str] | None = None
         self.counters = dict.fromkeys(COUNTERS, 0) | {"seed": seed}
+
+    @property
+    def _programs(self) -> Programs:
+        if self._open is None:
+            raise LaunchError(f"the trainer of {self.manifest.directory} is closed")
+        return self._open
 
     @property
     def device(self) -> Device:
@@ -407,8 +413,14 @@ class Trainer:
         return cut.take(converted, self.rank.index)
 
     def close(self) -> None:
-        """Frees the sessions, and the world of one rank if it made one."""
-        self._programs.close()
+        """Frees sessions and states, and the world of one rank if it made one.
+
+        What needs them raises LaunchError from then on.
+        """
+        if self._open is None:
+            return
+        self._open.close()
+        self._open = None
         if self._own_world is not None:
             self._own_world.close()
 

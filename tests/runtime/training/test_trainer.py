@@ -532,6 +532,21 @@ def test_one_device(tmp_path: Path) -> None:
         assert trainer.evaluate({"x": np.array([4.0])})["loss"] == 4.0
 
 
+def test_a_closed_trainer_refuses(tmp_path: Path) -> None:
+    with TrainerGroup(regression(tmp_path / "a")) as group:
+        trainer = group.members[0]
+        trainer.close()
+        uses: list[Callable[[], object]] = [
+            lambda: trainer.train_step([batch_of(4)], {"lr": 0.1}),
+            lambda: trainer.evaluate(batch_of(4)),
+            lambda: trainer.gather("w"),
+            trainer.reset,
+        ]
+        for use in uses:
+            with pytest.raises(LaunchError, match=r"the trainer of .* is closed"):
+                use()
+
+
 def test_wrong_world(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"was cut for 2 ranks, got 1"):
         Trainer(regression(tmp_path / "a"))
