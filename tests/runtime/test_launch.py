@@ -96,7 +96,9 @@ def test_traceback_goes_to_the_log_only(tmp_path: Path, capfd: pytest.CaptureFix
         guarded(one_rank(), raising(OnnxparRuntimeError("a mistake")))
     finally:
         logger = logging.getLogger("onnxpar_runtime")
-        (handler,) = (h for h in logger.handlers if isinstance(h, logging.FileHandler))
+        files = (h for h in logger.handlers if isinstance(h, logging.FileHandler))
+        # Tests that ran before in this process may have left theirs.
+        (handler,) = (h for h in files if h.baseFilename == str(path))
         logger.removeHandler(handler)
         handler.close()
     text = path.read_text()
