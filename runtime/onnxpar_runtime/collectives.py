@@ -96,19 +96,15 @@ class World:
         return World(handle, size, range(size))
 
     @staticmethod
-    def mpi(comm: Any = None, *, debug: bool | None = None) -> "World":
+    def mpi(comm: Any = None) -> "World":
         """Returns a world with one rank per process of an MPI communicator.
 
-        Every rank of the communicator must call it. MPI is initialised if it is not yet.
+        Every rank of the communicator must call it. MPI is initialised if it is not yet. Groups on
+        one node share memory, others send messages, and with ONNXPAR_SHARED_MEMORY=0 in the
+        environment all do. Every call is compared on all members of its group.
 
         Args:
             comm: An mpi4py intra-communicator; `MPI.COMM_WORLD` if None.
-            debug: As for `threads`; by default what the environment variable ONNXPAR_DEBUG says
-                (off if unset). Groups on one node share memory and compare every call anyway;
-                others send messages, where it costs a small one per call. There, without it, the
-                first 1024 calls on each group are compared, then every 64th together with those
-                before it. ONNXPAR_SHARED_MEMORY=0 in the environment makes every group send
-                messages.
 
         Raises:
             LaunchError: MPI cannot be loaded, or it is not the one that the library was built for.
@@ -119,12 +115,10 @@ class World:
             raise LaunchError(f"MPI cannot be used: {error}") from None
         if comm is None:
             comm = MPI.COMM_WORLD
-        if debug is None:
-            debug = os.environ.get("ONNXPAR_DEBUG", "0") not in ("", "0")
         path = mpi_library(MPI.Get_library_version())
         library = load_library()
         handle = library.onnxpar_mpi(
-            str(path).encode(), ctypes.c_void_p(MPI._addressof(comm)), debug, _timeout()
+            str(path).encode(), ctypes.c_void_p(MPI._addressof(comm)), True, _timeout()
         )
         if not handle:
             raise LaunchError(f"MPI cannot be used: {_error(library)}")

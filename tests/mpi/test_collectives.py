@@ -19,7 +19,7 @@ import numpy as np
 from teams import run_text
 from onnxpar_runtime.collectives import World
 
-world = World.mpi(debug={debug})
+world = World.mpi()
 rank = world.rank(world.local_ranks[0])
 AR = "g (float[n] x) => (float[m] y) { [here] y, t = onnxpar.AllReduce (x) }"
 BC = "g (float[n] x) => (float[m] y) { [here] y, t = onnxpar.Broadcast <root=0> (x) }"
@@ -32,10 +32,9 @@ def act(f):
 """
 
 
-def program(body: str, debug: bool = True) -> list[str]:
+def program(body: str) -> list[str]:
     """Python's arguments for a program in which `act` does what the command line does."""
-    head = HEAD.replace("{debug}", str(debug))
-    return ["-c", f"import sys; sys.path.insert(0, {str(SUITE)!r})\n" + head + body]
+    return ["-c", f"import sys; sys.path.insert(0, {str(SUITE)!r})\n" + HEAD + body]
 
 
 # How the data of ranks on one node moves, and of ranks on several nodes.
@@ -65,10 +64,9 @@ def test_the_suite_at(job: Start, ranks: int, way: dict[str, str]) -> None:
         ("AR", 4, r"AllReduce float32 \[4\] reduction=sum"),
     ],
 )
-@pytest.mark.parametrize("debug", [True, False])
 @both_ways
 def test_ranks_that_disagree(
-    job: Start, way: dict[str, str], text: str, size: int, told: str, debug: bool
+    job: Start, way: dict[str, str], text: str, size: int, told: str
 ) -> None:
     body = f"""
 if rank.index == 1:
@@ -76,7 +74,7 @@ if rank.index == 1:
 else:
     act(lambda: run_text(rank, AR, x=x))
 """
-    result = job(2, program(body, debug), 60, way)
+    result = job(2, program(body), 60, way)
     assert result.code != 0 and result.seconds < SECONDS
     line = next(line for line in result.text.splitlines() if line.startswith(("r0 |", "r1 |")))
     assert "'here' on group [0, 1]: disagrees with rank" in line
@@ -84,7 +82,7 @@ else:
 
 
 LATE = """
-for _ in range(1030):  # calls beyond the first 1024 are not compared one by one
+for _ in range(1030):
     rank.all_reduce(x)
 def disagree(**arguments):
     if rank.index == 1:
@@ -94,8 +92,9 @@ def disagree(**arguments):
 """
 
 
+@both_ways
 @pytest.mark.parametrize("late", ['op="max", array=x', "array=np.ones(3000, np.float32)"])
-def test_late_calls_in_shared_memory_are_compared_at_once(job: Start, late: str) -> None:
+def test_late_calls_are_compared_at_once(job: Start, late: str, way: dict[str, str]) -> None:
     """Sum against maximum, and another size: every call is compared, on all ranks."""
     body = (
         LATE
@@ -107,7 +106,7 @@ except Exception as error:
 print("then", rank.all_reduce(x).tolist())
 """
     )
-    result = job(2, program(body, debug=False), 60, MEMORY)
+    result = job(2, program(body), 60, way)
     assert result.code == 0, result.text
     for own, other in ((0, 1), (1, 0)):
         assert re.search(
@@ -117,49 +116,6 @@ print("then", rank.all_reduce(x).tolist())
         ), result.text
     # Nothing of the refused call is left behind.
     assert result.text.count("then [2.0, 2.0, 2.0]") == 2, result.text
-
-
-def test_late_calls_of_equal_size_are_compared_afterwards(job: Start) -> None:
-    """Sum against maximum: MPI cannot know; it comes out before 64 more calls on the group."""
-    body = (
-        LATE
-        + """
-act(lambda: disagree(array=x, op="max"))
-for i in range(64):
-    act(lambda: rank.all_reduce(x))
-print("nothing said")
-"""
-    )
-    result = job(2, program(body, debug=False), 60, MESSAGES)
-    assert result.code != 0 and result.seconds < SECONDS
-    # Calls are numbered from 0: the wrong one is 1030, and 1088 the next multiple of 64.
-    assert re.search(
-        r"r[01] \| rank [01]: all_reduce of the program on group \[0, 1\]: disagrees with rank "
-        r"[01] on the call 58 before",
-        result.text,
-    ), result.text
-    assert "nothing said" not in result.text
-
-
-def test_late_calls_of_other_sizes_end_the_job(job: Start) -> None:
-    """MPI reports that a message does not fit; nobody goes on, even if the program would."""
-    body = (
-        LATE
-        + """
-try:
-    disagree(array=np.ones(3000, np.float32))
-    rank.all_reduce(x)
-except Exception as error:
-    print("caught", error)
-"""
-    )
-    result = job(2, program(body, debug=False), 60, MESSAGES)
-    assert result.code != 0 and result.seconds < SECONDS
-    assert re.search(
-        r"r[01] \| rank [01]: all_reduce of the program on group \[0, 1\]: MPI_Allreduce: .*TRUNC",
-        result.text,
-    ), result.text
-    assert "caught" not in result.text
 
 
 START = """
@@ -184,7 +140,7 @@ world.close()
 print("closed")
 """
     )
-    result = job(2, program(body, debug=False), 60, way)
+    result = job(2, program(body), 60, way)
     assert result.code == 0 and result.text.count("closed") == 2, result.text
 
 
@@ -203,7 +159,7 @@ if rank.index == 0:
 time.sleep(30)
 """
     )
-    result = job(2, program(body, debug=False), 60, {"ONNXPAR_TIMEOUT": "2"})
+    result = job(2, program(body), 60, {"ONNXPAR_TIMEOUT": "2"})
     assert result.code != 0 and result.seconds < SECONDS + 2
     assert re.search(r"r0 \| rank 0: .* on group \[0, 1\]: waited 2 s", result.text), result.text
     assert "closed" not in result.text
@@ -223,7 +179,7 @@ else:
 world.close()
 print("closed")
 """
-    result = job(2, program(body, debug=False), 60)
+    result = job(2, program(body), 60)
     assert result.code == 0 and result.text.count("closed") == 2, result.text
 
 
@@ -258,7 +214,7 @@ if rank.index == 1:
     time.sleep(60)
 act(lambda: run_text(rank, AR, x=x))
 """
-    result = job(2, program(body, debug=False), 60, {"ONNXPAR_TIMEOUT": "2"} | way)
+    result = job(2, program(body), 60, {"ONNXPAR_TIMEOUT": "2"} | way)
     assert result.code != 0 and result.seconds < SECONDS + 2
     told = rf"r0 \| rank 0: {waits} on group \[0, 1\]: waited 2 s"
     assert re.search(told, result.text), result.text
@@ -282,7 +238,7 @@ else:
 print("sum", run_text(rank, AR, x=x)[0].tolist())
 """
     plain = {"OMPI_MCA_smsc": "^cma,xpmem,knem", "ONNXPAR_TIMEOUT": "10"}
-    result = job(2, program(body, debug=False), 60, MEMORY | plain)
+    result = job(2, program(body), 60, MEMORY | plain)
     assert result.code == 0 and result.text.count("sum [2.0, 2.0, 2.0]") == 2, result.text
 
 
@@ -302,7 +258,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "3":
 """
         + body
     )
-    result = job(4, program(body, debug=False), 60, MEMORY)
+    result = job(4, program(body), 60, MEMORY)
     assert result.code == 0, result.text
     for r in range(4):
         assert f"sum {r} 6" in result.text

@@ -87,7 +87,7 @@ def measure(seconds: float, limit: float) -> Iterator[Row]:
     function.restype = ctypes.c_double
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     comm = MPI.COMM_WORLD.Dup()
-    world = World.mpi(debug=False)
+    world = World.mpi()
     rank = world.rank(world.local_ranks[0])
     for size in SIZES:
         start = time.monotonic()

@@ -29,7 +29,7 @@ def mpi_world() -> Iterator[World | None]:
     if not UNDER_MPI:
         yield None
         return
-    with World.mpi(debug=True) as world:
+    with World.mpi() as world:
         yield world
 
 
