@@ -60,9 +60,8 @@ class TrainingSpec:
         optimizer: By what.
         trainable: Patterns of the parameters to train; none means all.
         freeze: Patterns of parameters not to train.
-        decay: Patterns of parameters that weight decay applies to; none means those of two dims or
-            more.
-        no_decay: Patterns of parameters that it does not apply to.
+        decay: Patterns of parameters with weight decay, besides those of two dims or more.
+        no_decay: Patterns of parameters that it does not apply to, whatever their dims.
     """
 
     loss: LossSpec

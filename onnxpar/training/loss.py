@@ -320,7 +320,7 @@ def _labels(builder: GlobalBuilder, spec: LossSpec, source: ir.Value) -> ir.Valu
     got = list(labels.shape)
     differ = any(
         isinstance(a, int) and isinstance(b, int) and a != b
-        for a, b in zip(got, sizes)  # noqa: B905
+        for a, b in zip(got, sizes, strict=False)
     )
     if len(got) != len(sizes) or differ:
         raise ModelError(

@@ -127,7 +127,7 @@ def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
         InputError: The folder does not exist or cannot be written, or the disk is full.
     """
     with replacing(path) as stream:
-        np.savez(stream, **{k: v for k, v in arrays.items()})  # type: ignore[arg-type]
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
 
 
 @contextmanager
