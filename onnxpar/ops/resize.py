@@ -1,0 +1,5 @@
+"""Resize and Upsample."""
+
+from onnxpar.ops.registry import OpDef
+
+DEFS: tuple[OpDef, ...] = ()

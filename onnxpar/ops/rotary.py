@@ -1,0 +1,5 @@
+"""Rotary position embedding."""
+
+from onnxpar.ops.registry import OpDef
+
+DEFS: tuple[OpDef, ...] = ()

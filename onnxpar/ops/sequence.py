@@ -1,0 +1,5 @@
+"""Sequences and optionals of tensors."""
+
+from onnxpar.ops.registry import OpDef
+
+DEFS: tuple[OpDef, ...] = ()
