@@ -1,4 +1,4 @@
-"""Attention, in the default domain and in onnxruntime's: heads and batch are split freely, the sequence by its own form."""
+"""Attention, in the default domain and in onnxruntime's: by heads, batch and sequence."""
 
 from onnxpar.ops.registry import OpDef
 
