@@ -106,16 +106,18 @@ class Chooser:
     def _candidates(
         self, rule: OpRule, view: NodeView, situation: Situation
     ) -> Iterator[dict[str, DimSharding]]:
-        sizes = factor_sizes(rule, view)
+        mesh, table, sizes = self.mesh, self.table, factor_sizes(rule, view)
         proposals: list[dict[str, DimSharding]] = []
         for index, versions in enumerate(situation.versions[: len(rule.inputs)]):
             for sharding in versions:
                 proposals.append(
-                    project(rule.inputs[index], sharding, sizes, self.mesh, self.table)
+                    project(rule.inputs[index], sharding, sizes, mesh, table, rule.scaled)
                 )
         for index, wish in enumerate(situation.wishes):
             if wish is not None and index < len(rule.outputs):
-                proposals.append(project(rule.outputs[index], wish, sizes, self.mesh, self.table))
+                proposals.append(
+                    project(rule.outputs[index], wish, sizes, mesh, table, rule.scaled)
+                )
         proposals = [p for i, p in enumerate(proposals) if p and p not in proposals[:i]]
         orders = [proposals] + [[p, *proposals] for p in proposals[1:]]
         for order in orders:

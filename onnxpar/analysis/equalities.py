@@ -64,7 +64,11 @@ def assumed_equalities(
             for dim, (size, factors) in enumerate(
                 zip(view.shape(index), operand.dims, strict=True)
             ):
-                if len(factors) != 1 or any(s not in table for s in symbols_of(size)):
+                if (
+                    len(factors) != 1
+                    or factors[0] in rule.scaled
+                    or any(s not in table for s in symbols_of(size))
+                ):
                     continue
                 side = Side(value.name or "", dim, size)
                 other = first.setdefault(factors[0], side)

@@ -98,19 +98,36 @@ def factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:
         for size, names in zip(shape, operand.dims, strict=True):
             # Operands that must agree may say it differently: a number tells more than a symbol.
             known = sizes.get(names[0]) if len(names) == 1 else 1
+            if names and names[0] in rule.scaled:
+                known = None if operand is rule.outputs[0] or known is None else 1
             if known is None or (isinstance(size, int) and not isinstance(known, int)):
                 sizes[names[0]] = size
     return sizes
 
 
 def operand_sharding(
-    operand: Operand, shape: tuple[Dim, ...], factors: Factors, sizes: Mapping[str, Dim]
+    operand: Operand,
+    shape: tuple[Dim, ...],
+    factors: Factors,
+    sizes: Mapping[str, Dim],
+    scaled: frozenset[str] = frozenset(),
 ) -> Sharding:
-    """Returns the split of one operand that a choice of splits per factor implies."""
+    """Returns the split of one operand that a choice of splits per factor implies.
+
+    Args:
+        operand: The operand in the rule.
+        shape: Its global shape.
+        factors: Components of each split factor.
+        sizes: Size of each factor.
+        scaled: The rule's scaled factors.
+    """
     if operand.mode:
         return Sharding.replicated(shape)
     dims: list[DimSharding] = []
     for size, names in zip(shape, operand.dims, strict=True):
+        if names and names[0] in scaled:
+            dims.append((Component(size, _atoms(factors.get(names[0], ()))),))
+            continue
         parts = [c for f in names for c in factors.get(f, (Component(sizes[f]),))]
         dims.append(tuple(parts) if any(c.atoms for c in parts) else (Component(size),))
     return Sharding(tuple(dims))
@@ -142,6 +159,11 @@ def shardings(
         ShardingError: A factor must be whole or an atom is used twice.
     """
     sizes = factor_sizes(rule, view)
+    # The operands of a scaled factor agree in atoms alone: a component of one is none of another.
+    factors = {
+        name: (Component(sizes[name], _atoms(parts)),) if name in rule.scaled else parts
+        for name, parts in factors.items()
+    }
     used: list[int] = []
     for name, parts in factors.items():
         atoms = [a for c in parts for a in c.atoms]
@@ -163,7 +185,7 @@ def shardings(
         if operand.mode:
             inputs.append(Sharding.replicated(view.known_shape(index)))
             continue
-        sharding = operand_sharding(operand, view.shape(index), factors, sizes)
+        sharding = operand_sharding(operand, view.shape(index), factors, sizes, rule.scaled)
         held, reduction = carried.get(index, ((), "sum"))
         inputs.append(sharding.with_partial(held, reduction).canonical(mesh, table))
     reduced = {
@@ -182,7 +204,7 @@ def shardings(
     outputs = []
     for index, operand in enumerate(rule.outputs):
         shape = view.env.shapes.get(view.node.outputs[index].name or "", ())
-        sharding = operand_sharding(operand, shape, factors, sizes)
+        sharding = operand_sharding(operand, shape, factors, sizes, rule.scaled)
         has = {name for names in operand.dims for name in names}
         pending = {a for name, atoms in reduced.items() if name not in has for a in atoms}
         pending |= {a for held, _ in carried.values() for a in held}
@@ -190,6 +212,10 @@ def shardings(
         outputs.append(sharding.with_partial(partial, reduction).canonical(mesh, table))
     kept = {f: parts for f, parts in factors.items() if any(c.atoms for c in parts)}
     return NodePlan(rule, kept, tuple(inputs), tuple(outputs), reason, pinned)
+
+
+def _atoms(parts: DimSharding) -> Atoms:
+    return tuple(a for c in parts for a in c.atoms)
 
 
 def may_stay_partial(rule: OpRule, operands: frozenset[int], reduction: str) -> bool:
@@ -203,11 +229,13 @@ def project(
     sizes: Mapping[str, Dim],
     mesh: Mesh,
     table: SymbolTable,
+    scaled: frozenset[str] = frozenset(),
 ) -> dict[str, DimSharding]:
     """Returns the splits per factor that a sharding of one operand implies.
 
     Where a dim's components do not line up with its factors, the longest prefix of atoms that does
-    is kept, so the caller compares the result with the sharding to see what would be resharded.
+    is kept, so the caller compares the result with the sharding to see what would be resharded. A
+    scaled factor takes the atoms of a dim that is one component.
     """
     factors: dict[str, DimSharding] = {}
     if operand.mode:
@@ -215,7 +243,10 @@ def project(
     for dim, names in zip(sharding.dims, operand.dims, strict=True):
         if not any(c.atoms for c in dim):
             continue
-        if len(names) == 1:
+        if names and names[0] in scaled:
+            if len(dim) == 1:
+                factors[names[0]] = (Component(sizes[names[0]], _atoms(dim)),)
+        elif len(names) == 1:
             factors[names[0]] = dim
         elif names:
             factors.update(_match(dim, [(n, sizes[n]) for n in names], mesh, table))

@@ -114,9 +114,9 @@ def _wishes(
             for index, operand in enumerate(rule.outputs):
                 wish = wishes.get(node.outputs[index].name or "")
                 if wish is not None:
-                    factors.update(project(operand, wish, sizes, seeds.mesh, view.table))
+                    factors |= project(operand, wish, sizes, seeds.mesh, view.table, rule.scaled)
             wanted = [
-                operand_sharding(o, view.shape(i), factors, sizes)
+                operand_sharding(o, view.shape(i), factors, sizes, rule.scaled)
                 if factors and not o.mode and view.has(i)
                 else None
                 for i, o in enumerate(rule.inputs)
@@ -253,6 +253,7 @@ class _Walk:
             tuple(rule.kinds.items()),
             rule.linear,
             tuple(rule.sizes.items()),
+            rule.scaled,
             tuple(view.env.shapes.get(n or "") for n in (*names, *outs)),
             situation,
         )
@@ -315,6 +316,6 @@ class _Walk:
         factors = {}
         if want is not None:
             sizes = factor_sizes(rule, view)
-            found = project(rule.outputs[0], want, sizes, mesh, table)
+            found = project(rule.outputs[0], want, sizes, mesh, table, rule.scaled)
             factors = {f: p for f, p in found.items() if f in rule.splittable}
         self._adopt(node, shardings(rule, view, factors, mesh))

@@ -45,7 +45,9 @@ def structure(
             if operand.mode or value is None or value.name is None:
                 continue
             dims = tuple(
-                tuple(p for name in names for p in factors[name]) or (Part(size),)
+                (Part(size),)
+                if rule.scaled.intersection(names)
+                else tuple(p for name in names for p in factors[name]) or (Part(size),)
                 for names, size in zip(operand.dims, view.shape(index), strict=True)
             )
             known = found.get(value.name)

@@ -1,6 +1,7 @@
 """What holds where an operator cannot be divided: every device computes the whole node."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -95,4 +96,4 @@ def settle(rule: OpRule, view: NodeView) -> OpRule:
     if not fixed:
         return rule
     kinds = {f: WHOLE if f in fixed else kind for f, kind in rule.kinds.items()}
-    return OpRule(rule.inputs, rule.outputs, MappingProxyType(kinds), rule.linear, rule.sizes)
+    return replace(rule, kinds=MappingProxyType(kinds))

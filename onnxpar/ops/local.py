@@ -186,7 +186,8 @@ class LocalNode:
             fill: A number, or "lowest"/"highest" for the ends of the dtype's range.
             known_zero: Whether the padding is known to hold zero.
         """
-        if self.is_even(factor) or (known_zero and fill == 0):
+        scaled = factor in self.plan.rule.scaled
+        if (self.is_even(factor) and not scaled) or (known_zero and fill == 0):
             return x
         dims = self.plan.rule.inputs[operand].dims
         for axis, names in enumerate(dims):
@@ -206,7 +207,9 @@ class LocalNode:
         fill: float | str,
     ) -> ir.Value:
         before = [c for n in names[: names.index(factor)] for c in self.components(n)]
-        inside = list(self.components(factor))
+        # A scaled factor has another size in each operand.
+        scaled = factor in self.plan.rule.scaled
+        inside = list(sharding.dims[axis] if scaled else self.components(factor))
         after = [c for n in names[names.index(factor) + 1 :] for c in self.components(n)]
         local = list(sharding.local_shape(self.mesh, self.view.table))
         for position, component in enumerate(inside):

@@ -16,6 +16,9 @@ Clauses after `;`:
                                   that do not have it, and splits those that do
     whole: c                      the factor must not be split
     special: v                    a split needs the operator's own local algorithm
+    scaled: h                     special, and of another size in each operand, as the height of an
+                                  image and of what a convolution makes of it: the same atoms
+                                  split each of these dims, by its own size
     linear: sum 0+1, max 0        operands 0 and 1 together, or 0 alone, may stay partial
 
 A factor without a clause is parallel: local results are shards of the global result.
@@ -23,7 +26,7 @@ A factor without a clause is parallel: local results are shards of the global re
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -31,7 +34,7 @@ from onnxpar.errors import RuleError
 from onnxpar.sharding import REDUCTIONS
 from onnxpar.symbols import Dim
 
-PARALLEL, WHOLE, SPECIAL = "parallel", "whole", "special"
+PARALLEL, WHOLE, SPECIAL, SCALED = "parallel", "whole", "special", "scaled"
 ABSENT, REPLICATED, ANY = "-", ".", "*"
 _DIM = re.compile(r"\(([^()]*)\)|([A-Za-z_][\w]*|1)")
 
@@ -61,6 +64,8 @@ class OpRule:
         linear: `(reduction, operands)`: those operands may be partial together, all others being
             whole over the partial atoms; the outputs are then partial in the same way.
         sizes: Sizes of the factors that stand only in merged dims.
+        scaled: The special factors that have another size in each operand, and are a dim of their
+            own there. Their one size, where one is asked for, is that of the first output.
     """
 
     inputs: tuple[Operand, ...]
@@ -68,6 +73,7 @@ class OpRule:
     kinds: Mapping[str, str]
     linear: tuple[tuple[str, frozenset[int]], ...] = ()
     sizes: Mapping[str, Dim] = field(default_factory=dict)
+    scaled: frozenset[str] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -94,7 +100,7 @@ def parse_rule(text: str, sizes: Mapping[str, Dim] | None = None) -> OpRule:
     rule = _parse(text)
     if not sizes:
         return rule
-    return OpRule(rule.inputs, rule.outputs, rule.kinds, rule.linear, MappingProxyType(dict(sizes)))
+    return replace(rule, sizes=MappingProxyType(dict(sizes)))
 
 
 @lru_cache(maxsize=4096)
@@ -111,6 +117,7 @@ def _parse(text: str) -> OpRule:
             for factor in dim:
                 kinds.setdefault(factor, PARALLEL)
     linear: list[tuple[str, frozenset[int]]] = []
+    scaled: set[str] = set()
     for clause in clauses:
         head, colon, rest = clause.partition(":")
         head = head.strip()
@@ -120,14 +127,16 @@ def _parse(text: str) -> OpRule:
             for item in rest.split(","):
                 linear.extend(_linear(item.split(), len(inputs), text))
             continue
-        if head not in (WHOLE, SPECIAL, *REDUCTIONS):
+        if head not in (WHOLE, SPECIAL, SCALED, *REDUCTIONS):
             raise RuleError(f"rule {text!r}: unknown clause {head!r}")
         for factor in rest.split():
             if factor not in kinds:
                 raise RuleError(f"rule {text!r}: clause {clause!r} names no factor of the rule")
             if kinds[factor] != PARALLEL:
                 raise RuleError(f"rule {text!r}: factor {factor!r} has two kinds")
-            kinds[factor] = head
+            kinds[factor] = SPECIAL if head == SCALED else head
+            if head == SCALED:
+                scaled.add(factor)
     produced = [{f for dim in o.dims for f in dim} for o in outputs if not o.mode]
     for factor, kind in kinds.items():
         held = [factor in names for names in produced]
@@ -135,7 +144,11 @@ def _parse(text: str) -> OpRule:
             raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and in no clause")
         if kind in REDUCTIONS and held and all(held):
             raise RuleError(f"rule {text!r}: reduced factor {factor!r} stands in every output")
-    return OpRule(inputs, outputs, MappingProxyType(kinds), tuple(linear))
+    for operand in (*inputs, *outputs):
+        for names in operand.dims:
+            if len(names) > 1 and scaled.intersection(names):
+                raise RuleError(f"rule {text!r}: a scaled factor stands in a merged dim")
+    return OpRule(inputs, outputs, MappingProxyType(kinds), tuple(linear), scaled=frozenset(scaled))
 
 
 def _operand(text: str, rule: str) -> Operand:
@@ -184,9 +197,11 @@ def format_rule(rule: OpRule) -> str:
 
     text = f"{', '.join(map(show, rule.inputs))} -> {', '.join(map(show, rule.outputs))}"
     for kind in (*REDUCTIONS, WHOLE, SPECIAL):
-        names = [f for f, k in rule.kinds.items() if k == kind]
+        names = [f for f, k in rule.kinds.items() if k == kind and f not in rule.scaled]
         if names:
             text += f"; {kind}: {' '.join(names)}"
+    if rule.scaled:
+        text += f"; {SCALED}: {' '.join(f for f in rule.kinds if f in rule.scaled)}"
     if rule.linear:
         parts = (f"{r} {'+'.join(map(str, sorted(ops)))}" for r, ops in rule.linear)
         text += f"; linear: {', '.join(parts)}"

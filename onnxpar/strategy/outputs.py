@@ -70,7 +70,7 @@ def factors_from_outputs(
     factors: dict[str, DimSharding] = {}
     for operand, sharding in zip(site.rule.outputs, shardings, strict=False):
         if sharding is not None:
-            found = project(operand, sharding, sizes, mesh, site.view.table)
+            found = project(operand, sharding, sizes, mesh, site.view.table, site.rule.scaled)
             for name, dim in found.items():
                 if name in site.rule.splittable:
                     factors.setdefault(name, dim)
@@ -89,7 +89,7 @@ def _numeric(
     """
     shape = site.view.out_shape(index)
     sizes = factor_sizes(site.rule, site.view)
-    made = operand_sharding(site.rule.outputs[index], shape, factors, sizes)
+    made = operand_sharding(site.rule.outputs[index], shape, factors, sizes, site.rule.scaled)
     counts = counts_of(entry)
     kept: list[Atoms] = []
     released: list[int] = []

@@ -12,6 +12,7 @@ GOOD = (
     "a 1, a b -> a b; whole: b; linear: sum 0+1, max 0+1",
     "v d, i j -> i j d; sum: v",
     "a c -> a c; special: c",
+    "n c h w, m c k l -> n m h w; sum: c; whole: k l; scaled: h w",
     "m k, ., * -> m k, -; whole: m",
     "-> ",
 )
@@ -33,9 +34,15 @@ def test_kinds_and_linearity() -> None:
     assert {r for r, _ in any_rule.linear} == {"sum", "max", "min", "prod"}
 
 
+def test_scaled_factors_are_special() -> None:
+    rule = parse_rule("n h -> n h; scaled: h")
+    assert rule.kinds["h"] == "special" and rule.scaled == {"h"}
+
+
 BAD = (
     ("m k", "'->'"),
     ("m k -> m", "no output"),
+    ("(a h) -> a h; scaled: h", "scaled factor stands in a merged dim"),
     ("m k -> m k; sum: k", "stands in every output"),
     ("m k -> m; sum: z", "names no factor"),
     ("m m -> m", "twice"),
