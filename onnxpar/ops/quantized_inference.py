@@ -1,0 +1,96 @@
+"""Shape inference of quantised contrib operators of which `onnx-shape-inference` knows too little.
+
+It takes the result of a pool to be shaped as the operand, and that of QGemm to be a float always.
+"""
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext, registry
+
+
+def _as(op_type: str, version: int, context: ShapeInferenceContext, node: ir.Node) -> ir.Value:
+    """What a standard operator makes of the node's operands, which have shapes and no content.
+
+    The operands are new values: the node must not become a reader of those of the model.
+    """
+    infer = registry.get("", op_type, version)
+    assert infer is not None, f"onnx-shape-inference has no {op_type}"
+    infer(context, node)
+    return node.outputs[0]
+
+
+def infer_product(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """MatMulIntegerToFloat, DynamicQuantizeMatMul: the shape of numpy.matmul, floats."""
+    if any(v is None or v.shape is None for v in node.inputs[:2]):
+        return
+    real = ir.TensorType(ir.DataType.FLOAT)
+    operands = [ir.Value(name=v.name, shape=v.shape, type=real) for v in node.inputs[:2] if v]
+    product = ir.Node("", "MatMul", operands, num_outputs=1)
+    shape = _as("MatMul", 13, context, product).shape
+    context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
+
+
+def infer_gemm(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """QGemm: floats where no scale of the result is given, else the type of its zero point."""
+    left, right = node.inputs[0], node.inputs[3]
+    dtype: ir.DataType | None = ir.DataType.FLOAT
+    if len(node.inputs) > 7 and node.inputs[7] is not None:
+        point = node.inputs[8] if len(node.inputs) > 8 else None
+        dtype = ir.DataType.UINT8 if point is None else point.dtype
+    shape = None
+    if left is not None and right is not None and left.shape and right.shape:
+        rows = left.shape[1 if node.attributes.get_int("transA", 0) else 0]
+        columns = right.shape[0 if node.attributes.get_int("transB", 0) else 1]
+        shape = ir.Shape([rows, columns])
+    context.set_shape_and_dtype(node.outputs[0], shape, dtype)
+
+
+def _moved(shape: ir.Shape, *, last: bool) -> list[int | ir.SymbolicDim]:
+    """The dims with the channels second."""
+    dims = list(shape)
+    return [dims[0], dims[-1], *dims[1:-1]] if last else dims
+
+
+def infer_pool(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """QLinearAveragePool: as AveragePool, the channels second or last."""
+    x, out = node.inputs[0], node.outputs[0]
+    if x is None or x.shape is None:
+        return
+    last = bool(node.attributes.get_int("channels_last", 0))
+    attributes = [a for n, a in node.attributes.items() if n != "channels_last"]
+    image = ir.Value(name="x", shape=ir.Shape(_moved(x.shape, last=last)), type=x.type)
+    pool = ir.Node("", "AveragePool", [image], attributes, num_outputs=1)
+    shape = _as("AveragePool", 11, context, pool).shape
+    if shape is not None and last:
+        dims = list(shape)
+        shape = ir.Shape([dims[0], *dims[2:], dims[1]])
+    context.set_shape_and_dtype(out, shape, x.dtype)
+
+
+def infer_mean(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """QLinearGlobalAveragePool, QLinearReduceMean: reduced dims become 1, or go."""
+    x = node.inputs[0]
+    if x is None or x.shape is None:
+        return
+    rank, attributes = len(x.shape), node.attributes
+    keep = True
+    if node.op_type == "QLinearReduceMean":
+        axes = [a % rank for a in attributes.get_ints("axes", range(rank))]
+        keep = bool(attributes.get_int("keepdims", 1))
+    else:
+        last = attributes.get_int("channels_last", 0)
+        axes = list(range(1, rank - 1) if last else range(2, rank))
+    dims = [1 if i in axes else d for i, d in enumerate(x.shape) if keep or i not in axes]
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), x.dtype)
+
+
+INFERENCE: tuple[tuple[str, Callable[[ShapeInferenceContext, ir.Node], None]], ...] = (
+    ("MatMulIntegerToFloat", infer_product),
+    ("DynamicQuantizeMatMul", infer_product),
+    ("QGemm", infer_gemm),
+    ("QLinearAveragePool", infer_pool),
+    ("QLinearGlobalAveragePool", infer_mean),
+    ("QLinearReduceMean", infer_mean),
+)
+"""Operators of the domain `com.microsoft`, version 1."""
