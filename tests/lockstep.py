@@ -236,8 +236,11 @@ def _random(distribution: str, key: Array, local: Array, whole: Array, start: Ar
 
 def _info(value: ir.Value, array: Array | None) -> onnx.ValueInfoProto:
     assert value.dtype is not None, f"{value.name} has no element type"
-    rank = None if array is None else array.ndim
-    shape = None if rank is None else [f"{value.name}.{i}" for i in range(rank)]
+    shape: list[int | str] | None = None
+    if array is not None:
+        known = list(value.shape) if value.shape is not None else [None] * array.ndim
+        names = enumerate(known)
+        shape = [d if isinstance(d, int) else f"{value.name}.{i}" for i, d in names]
     return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), shape)
 
 

@@ -45,23 +45,38 @@ def gather_rule(view: NodeView) -> OpRule:
 
 def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     """Looks up what is in this rank's part of the indexed dim; padding of indices looks up 0."""
-    indices = node.input(1)
-    shape = node.in_shape(1)
-    for dim in node.plan.rule.inputs[1].dims:
+    place, inside = indexed_place(node, 1)
+    rows = node.copy([node.input(0), place])[0]
+    if inside is None:
+        return (rows,)
+    axis = normal_axis(node.view, node.view.attr("axis", 0), len(node.view.shape(0)))
+    trailing = len(node.view.shape(0)) - axis - 1
+    inside = node.builder.reshape(inside, [*node.in_shape(1), *[1] * trailing])
+    return (zero_unless(node, inside, rows, node.out_shape()),)
+
+
+def indexed_place(node: LocalNode, operand: int) -> tuple[ir.Value, ir.Value | None]:
+    """Returns where in this rank's part of the indexed dim `V` the indices of an operand point.
+
+    Args:
+        node: The node, whose rule calls the indexed dim `V`.
+        operand: Index of the operand that is indices, into the dim as it is when undivided.
+
+    Returns:
+        The local indices, of the operand's local shape, and whether each is in this part (its local
+        shape, or [1] for a scalar); None where every device has the whole dim.
+    """
+    indices = node.input(operand)
+    shape = node.in_shape(operand)
+    for dim in node.plan.rule.inputs[operand].dims:
         for factor in dim:
-            indices = node.masked(indices, 1, factor, 0, known_zero=node.zero[1])
+            indices = node.masked(indices, operand, factor, 0, known_zero=node.zero[operand])
     if not node.atoms(_INDEXED):
-        return node.copy([node.input(0), indices])
+        return indices, None
     indices = cast(node, indices, INT64, shape)
     indices = _wrapped(node, indices, _with_one(shape))
     place, inside = locate(node, _INDEXED, indices, _with_one(shape))
-    if not shape:
-        place = node.builder.reshape(place, shape)
-    rows = node.copy([node.input(0), place])[0]
-    axis = normal_axis(node.view, node.view.attr("axis", 0), len(node.view.shape(0)))
-    trailing = len(node.view.shape(0)) - axis - 1
-    inside = node.builder.reshape(inside, [*shape, *[1] * trailing])
-    return (zero_unless(node, inside, rows, node.out_shape()),)
+    return (place if shape else node.builder.reshape(place, shape)), inside
 
 
 def _wrapped(node: LocalNode, indices: ir.Value, shape: Sequence[Dim]) -> ir.Value:

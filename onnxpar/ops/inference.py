@@ -13,6 +13,7 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext, registry
 
+from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
 from onnxpar.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
@@ -25,6 +26,9 @@ def correct_inference() -> None:
     for op_type, version, infer in CORRECTIONS:
         if registry.get("", op_type, version) is not infer:
             registry.register("", op_type, version)(infer)
+    for op_type, infer in INFERENCE:
+        if registry.get(MICROSOFT, op_type, 1) is not infer:
+            registry.register(MICROSOFT, op_type, 1)(infer)
 
 
 def infer_constant_of_shape(context: ShapeInferenceContext, node: ir.Node) -> None:

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
+from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import aligned, axis_names
 from onnxpar.ops.gradients.matmul import fused_matmul_gradient, gemm_gradient, matmul_gradient
 from onnxpar.ops.local import LocalNode
@@ -59,14 +60,17 @@ def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
     atoms = node.atoms("K")
     if not atoms or not node.view.has(2):
         return node.copy()
-    bias = node.input(2)
-    shape = node.in_shape(2)
+    return node.copy(inputs=[node.input(0), node.input(1), on_first(node, 2, atoms)])
+
+
+def on_first(node: LocalNode, operand: int, atoms: Atoms) -> ir.Value:
+    """Returns an operand that is to be added once: zero on all devices of a group but the first."""
+    value = node.input(operand)
     first = node.op(
         "Equal", node.coord_sum(atoms), node.builder.const([0]), dtype=ir.DataType.BOOL, shape=[1]
     )
-    zero = node.builder.const(0.0, bias.dtype)
-    kept = node.op("Where", first, bias, zero, dtype=bias.dtype, shape=shape)
-    return node.copy(inputs=[node.input(0), node.input(1), kept])
+    zero = node.builder.const(0.0, value.dtype)
+    return node.op("Where", first, value, zero, dtype=value.dtype, shape=node.in_shape(operand))
 
 
 DEFS = (

@@ -1,6 +1,7 @@
 """Small nodes of every operator, of sizes that splits by 2, 3, 4 and 6 meet evenly and not."""
 
 import numpy as np
+from contrib_cases import CASES as CONTRIB
 from index_cases import CASES as INDEX
 from op_harness import Case
 
@@ -372,4 +373,5 @@ ALL = (
     *LOSS,
     *RANDOM,
     *INDEX,
+    *CONTRIB,
 )

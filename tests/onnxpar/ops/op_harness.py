@@ -22,6 +22,7 @@ from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.fallback import settle
+from onnxpar.ops.gradients.matmul import MICROSOFT
 from onnxpar.ops.local import copy_node
 from onnxpar.ops.registry import OpDef, Registry
 from onnxpar.ops.rule import OpRule
@@ -95,7 +96,12 @@ class Case:
         outputs = [onnx.ValueInfoProto(name=n) for n in node.output if n]
         graph = onnx.helper.make_graph([node], "g", inputs, outputs, inits)
         return onnx.helper.make_model(
-            graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=10
+            graph,
+            opset_imports=[
+                onnx.helper.make_opsetid("", self.opset),
+                onnx.helper.make_opsetid(MICROSOFT, 1),
+            ],
+            ir_version=10,
         )
 
     @cached_property
