@@ -5,7 +5,7 @@ The inference itself is the `onnx-shape-inference` library's; this module reads 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,13 @@ from onnxpar.symbols import Dim, SymbolTable, as_dim
 CONST_LIMIT = 65536
 GRADIENT_OF = "onnxpar.gradient_of"
 """Metadata key of a node that autodiff added: name of the node whose gradient it belongs to."""
+
+EXPANDED_FROM = "onnxpar.expanded_from"
+"""Metadata key of a node of an operator's body: name of the node that the body replaces."""
+EXPANDED_OPERANDS = "onnxpar.expanded_operands"
+"""Metadata key beside it: JSON, names of the operands and results that the replaced node had."""
+NOT_EXPANDED = "onnxpar.not_expanded"
+"""Metadata key of a node whose operator has a body that it cannot be replaced by: the reason."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,15 @@ def shapes(model: ir.Model, table: SymbolTable) -> ShapeEnv:
         model: The model; it is not changed.
         table: The symbols of the model's inputs.
     """
-    found: dict[str, tuple[Dim, ...]] = {}
-    contents: dict[str, tuple[Dim, ...]] = {}
     values = [*model.graph.inputs, *model.graph.initializers.values()]
     values += [out for node in model.graph for out in node.outputs]
+    return read_shapes(values, table)
+
+
+def read_shapes(values: Iterable[ir.Value], table: SymbolTable) -> ShapeEnv:
+    """Reads what inference found out of some values."""
+    found: dict[str, tuple[Dim, ...]] = {}
+    contents: dict[str, tuple[Dim, ...]] = {}
     for value in values:
         name = value.name
         if name is None:
@@ -107,6 +119,11 @@ class NodeView:
     def is_backward(self) -> bool:
         """Whether autodiff added the node: no strategy of the user's is meant for it."""
         return GRADIENT_OF in self.node.metadata_props
+
+    @property
+    def origin(self) -> str:
+        """Name of the node of the model in whose place this one stands; "" where it is its own."""
+        return self.node.metadata_props.get(EXPANDED_FROM, "")
 
     @property
     def table(self) -> SymbolTable:

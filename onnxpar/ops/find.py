@@ -1,9 +1,11 @@
 """The sharding rule of every node of a model, from the table of operators."""
 
+from collections.abc import Iterable, Mapping
+
 import onnx_ir as ir
 
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.analysis.shapes import NOT_EXPANDED, NodeView, ShapeEnv
 from onnxpar.errors import ModelError, NodeError, RuleError
 from onnxpar.ops.fallback import replicated_rule, settle
 from onnxpar.ops.registry import OpDef
@@ -24,19 +26,34 @@ def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]
     Returns:
         The rules, and the operator definition of each node that has one, by node name.
     """
+    return graph_rules(model.graph, env, model.opset_imports)
+
+
+def graph_rules(
+    nodes: Iterable[ir.Node], env: ShapeEnv, opsets: Mapping[str, int]
+) -> tuple[Rules, dict[str, OpDef]]:
+    """Returns the rule of every node of a graph or of a body; see `find_rules`.
+
+    Args:
+        nodes: The nodes, whose names differ.
+        env: Shapes of what they read and make.
+        opsets: Version of each domain; 1 where it is not said.
+    """
     rules: dict[str, OpRule] = {}
     views: dict[str, NodeView] = {}
     reasons: dict[str, str] = {}
     ops: dict[str, OpDef] = {}
-    default = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    for node in model.graph:
+    default = opsets.get("", opsets.get("ai.onnx", 1))
+    for node in nodes:
         name = node.name or ""
         view = views[name] = NodeView(node, env, default)
         standard = node.domain in ("", "ai.onnx")
-        version = default if standard else model.opset_imports.get(node.domain, 1)
+        version = default if standard else opsets.get(node.domain, 1)
         definition = REGISTRY.find(node.domain, node.op_type, version)
         if definition is None:
-            reasons[name] = f"no sharding rule for {node.domain or 'onnx'}::{node.op_type}"
+            reasons[name] = node.metadata_props.get(
+                NOT_EXPANDED, f"no sharding rule for {node.domain or 'onnx'}::{node.op_type}"
+            )
         else:
             try:
                 rules[name] = settle(definition.rule(view), view)

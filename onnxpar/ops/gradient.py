@@ -11,42 +11,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError, RuleError
+from onnxpar.ops.body import GlobalNode
 from onnxpar.ops.functions import MIN_OPSET, Function
 from onnxpar.passes.builder import DOMAIN
-from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import Dim, dim_str
 
 
 @dataclass(frozen=True)
-class GradNode:
+class GradNode(GlobalNode):
     """A node of the global graph whose cotangents are known.
 
     Attributes:
         view: The node and what is known of it.
+        builder: Where nodes are emitted.
         cotangents: Cotangent of each output, of its shape and dtype; None where the loss does not
             depend on it.
         wanted: Indices of the inputs whose cotangent is needed; others may be left out.
-        builder: Where nodes are emitted.
     """
 
-    view: NodeView
     cotangents: tuple[ir.Value | None, ...]
     wanted: frozenset[int]
-    builder: GlobalBuilder
 
     # -- the node --------------------------------------------------------------------------------
-
-    def input(self, index: int) -> ir.Value:
-        """Operand `index`, which must be present."""
-        value = self.view.node.inputs[index] if self.view.has(index) else None
-        if value is None:
-            raise RuleError(f"node {self.view.name!r}: its gradient reads the absent input {index}")
-        return value
 
     def output(self, index: int = 0) -> ir.Value:
         """Result `index` of the forward node."""
@@ -81,28 +70,7 @@ class GradNode:
         """Whether the cotangent of input `index` is needed."""
         return index in self.wanted
 
-    def shape(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Global shape of any value."""
-        return self.builder.shape_of(value)
-
     # -- emission --------------------------------------------------------------------------------
-
-    def op(
-        self,
-        op_type: str,
-        *inputs: ir.Value | None,
-        shape: Sequence[Dim] | None = None,
-        dtype: ir.DataType | None = None,
-        domain: str = "",
-        **attributes: Any,
-    ) -> ir.Value:
-        """Emits an operator with one output; shape and dtype default to the first input's."""
-        if shape is None:
-            first = next(v for v in inputs if v is not None)
-            shape = self.shape(first)
-        return self.builder.op(
-            op_type, *inputs, shape=shape, dtype=dtype, domain=domain, **attributes
-        )
 
     @property
     def fuses(self) -> bool:
@@ -112,10 +80,6 @@ class GradNode:
     def fused(self, function: Function, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         """Emits a fused gradient of one output, shaped as the first input; see `fuses`."""
         return self.op(function.name, *inputs, domain=DOMAIN, **attributes)
-
-    def number(self, value: float, like: ir.Value) -> ir.Value:
-        """A scalar constant of the dtype of `like`."""
-        return self.builder.const(np.array(value), like.dtype)
 
     def unbroadcast(self, x: ir.Value, index: int) -> ir.Value:
         """Sums `x`, shaped as a broadcast of input `index`, down to the shape of that input.

@@ -7,7 +7,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import RuleError
+from onnxpar.errors import ModelError, RuleError
+from onnxpar.ops.body import BodyFn
 from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.local import LocalNode, copy_node
 from onnxpar.ops.rule import OpRule
@@ -31,6 +32,16 @@ class NotDifferentiable(Missing):
     """Of a gradient that is no gap: nothing flows back through the operator, by what it is."""
 
 
+@dataclass(frozen=True)
+class ByBody:
+    """Of a gradient that is that of the operator's body.
+
+    A node on a path from what is trained to the loss is replaced by its body before it is
+    differentiated; elsewhere the operator's own rule divides it.
+    """
+
+
+BY_BODY = ByBody()
 UNWRITTEN = Missing("no gradient rule is written for it")
 NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
 FROM_RULE = Missing("counted from the rule's factors")
@@ -47,11 +58,13 @@ class OpDef:
         rule: Returns the sharding rule of a node.
         local: Emits the node's local form; the default copies the node as it is, which is right
             where the rule's parallel factors and pending reductions say all.
-        gradient: Emits the gradient, or why there is none.
+        gradient: Emits the gradient, or BY_BODY, or why there is none.
         cost: Flops and bytes of a node, or why the default holds.
         keeps_zero: Whether the padding of the outputs is zero where that of all inputs is.
         indices: Returns which operands are indices, as `(operand, least, greatest, ignored)`: the
             range that its elements must lie in, and one element that may lie outside (None: none).
+        body: Emits what the operator does in operators that have rules; None where the function
+            body of ONNX's own schema says it, if the schema has one.
     """
 
     domain: str
@@ -59,10 +72,23 @@ class OpDef:
     since_version: int
     rule: RuleFn
     local: LocalFn = copy_node
-    gradient: Gradient | Missing = UNWRITTEN
+    gradient: Gradient | ByBody | Missing = UNWRITTEN
     cost: CostFn | Missing = FROM_RULE
     keeps_zero: bool = False
     indices: IndicesFn | None = None
+    body: BodyFn | None = None
+
+
+def expanded(view: NodeView) -> OpRule:
+    """Replaced by its body before anything is divided.
+
+    Raises:
+        ModelError: Always: a node that is still there could not be replaced.
+    """
+    raise ModelError(
+        f"{view.node.op_type} is divided through its body, and what that needs to know of node "
+        f"{view.name!r} is not known"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.registry import Missing, NotDifferentiable
 from onnxpar.ops.table import REGISTRY
 from onnxpar.passes.cleanup import read_by
+from onnxpar.passes.expand import expand_by_body
 from onnxpar.passes.global_graph import GlobalBuilder
 
 GRADIENT_PREFIX = "onnxpar.grad."
@@ -92,6 +93,8 @@ class _Autodiff:
 
     def run(self) -> Differentiated:
         loss = self._find_loss()
+        expand_by_body(self.model, self.builder, self.sources.values(), loss)
+        self.forward = list(self.model.graph)
         dependent, stopped = self._dependent()
         reached = self._reaching(loss)
         one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
@@ -185,7 +188,7 @@ class _Autodiff:
         self.builder.scope = f"{node.name}/grad"
         self.builder.metadata = {GRADIENT_OF: node.name or ""}
         cotangents = tuple(self._total(out) for out in node.outputs)
-        grad = GradNode(self._view(node), cotangents, wanted, self.builder)
+        grad = GradNode(self._view(node), self.builder, cotangents, wanted)
         results = list(gradient(grad))
         for index in sorted(wanted):
             value, made = node.inputs[index], results[index] if index < len(results) else None

@@ -5,6 +5,7 @@ what the user wrote. Every new value gets its shape as expressions and, for smal
 such as target shapes, its elements, so that inference need not run again.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,12 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.passes.builder import DOMAIN, INT64, ir_shape
-from onnxpar.symbols import Dim, SymbolTable
+from onnxpar.symbols import Dim, SymbolTable, dim_str
 
 SIZES = "Sizes"
 """Operator of the global graph, without operands: sizes that are expressions in the symbols."""
+SIZES_KEY = "onnxpar.sizes"
+"""Metadata key of such a node: its sizes as JSON, so that shape inference may run again."""
 
 # Opset from which an operator takes its axes as an input; before, they are an attribute.
 _AXES_INPUT_SINCE = {"ReduceSum": 13, "Unsqueeze": 13, "Squeeze": 13}
@@ -36,6 +39,7 @@ class GlobalBuilder:
         contents: Elements of small integer values by name; new values are added.
         scope: Prefix of the names of new nodes.
         metadata: Metadata of new nodes.
+        before: The node of the graph before which new nodes stand; None: they stand at the end.
     """
 
     graph: ir.Graph
@@ -45,6 +49,7 @@ class GlobalBuilder:
     contents: dict[str, tuple[Dim, ...]]
     scope: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
+    before: ir.Node | None = None
     _names: dict[str, int] = field(default_factory=dict)
     _node_names: dict[str, int] = field(default_factory=dict)
     _consts: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
@@ -131,8 +136,15 @@ class GlobalBuilder:
             name=node_name,
         )
         node.metadata_props.update(self.metadata)
-        self.graph.append(node)
+        self.place(node)
         return tuple(values)
+
+    def place(self, node: ir.Node) -> None:
+        """Puts a node where new nodes stand."""
+        if self.before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.before, node)
 
     def op(
         self,
@@ -186,6 +198,11 @@ class GlobalBuilder:
         if all(isinstance(d, int) for d in dims):
             return self.const(np.array([int(d) for d in dims], np.int64))
         made = self.op(SIZES, dtype=INT64, shape=[len(dims)], domain=DOMAIN)
+        maker = made.producer()
+        assert maker is not None
+        maker.metadata_props[SIZES_KEY] = json.dumps(
+            [d if isinstance(d, int) else dim_str(d) for d in dims]
+        )
         self.contents[made.name or ""] = tuple(dims)
         return made
 

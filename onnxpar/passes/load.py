@@ -13,10 +13,16 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 from google.protobuf.message import DecodeError, Message
-from onnx_shape_inference import OpUsageError, ShapeInferenceError, infer_symbolic_shapes
+from onnx_shape_inference import (
+    SYM_DATA_KEY,
+    OpUsageError,
+    ShapeInferenceError,
+    infer_symbolic_shapes,
+)
 
 from onnxpar.errors import ModelError
 from onnxpar.ops.inference import correct_inference
+from onnxpar.passes.expand import expand_unknown
 from onnxpar.passes.nodes import check_inferred, check_operators
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 
@@ -118,11 +124,19 @@ def normalise(model: ir.Model) -> ir.Model:
         model = step(model).model
     _name_nodes(model.graph)
     _name_dims(model.graph)
+    _infer(model, opset)
+    expand_unknown(model, lambda: _infer(model, opset), lambda: symbol_table(model, {}))
+    return model
+
+
+def _infer(model: ir.Model, opset: int) -> None:
+    """Infers all shapes anew and checks each node on them."""
     inputs = set(model.graph.inputs)
     for node in model.graph:
         for output in node.outputs:
             if output not in inputs:
                 output.shape = None
+                output.metadata_props.pop(SYM_DATA_KEY, None)
                 if output.dtype == ir.DataType.UNDEFINED:
                     output.type = None
     # Models declare names for output dims that differ from what follows from the inputs; the
@@ -141,7 +155,6 @@ def normalise(model: ir.Model) -> ir.Model:
     finally:
         library.setLevel(level)
     check_inferred(model, opset)
-    return model
 
 
 def _check_edges(model: ir.Model) -> None:

@@ -1,0 +1,178 @@
+"""Operators replaced by their bodies: names, shapes and results, forward and in training."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from lockstep import run_model
+from onnx.reference import ReferenceEvaluator
+
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, shapes
+from onnxpar.mesh import Mesh
+from onnxpar.ops.body import BodyNode
+from onnxpar.ops.functions import attach_functions
+from onnxpar.ops.registry import BY_BODY, OpDef, Registry, expanded
+from onnxpar.ops.table import REGISTRY
+from onnxpar.passes import autodiff, expand
+from onnxpar.passes.autodiff import differentiate
+from onnxpar.passes.load import normalise, symbol_table
+from onnxpar.pipeline import analyse, divide
+from onnxpar.sharding import Sharding
+
+
+def parse(text: str, opset: int) -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": {opset}, "test": 1]>\n{text}'
+    )
+
+
+def with_definitions(monkeypatch: pytest.MonkeyPatch, *definitions: OpDef) -> None:
+    """Puts definitions in the place of those of the same operator and version."""
+    keys = {(d.domain, d.op_type, d.since_version) for d in definitions}
+    others = [d for d in REGISTRY.defs if (d.domain, d.op_type, d.since_version) not in keys]
+    registry = Registry((*others, *definitions))
+    for module in (expand, autodiff):
+        monkeypatch.setattr(module, "REGISTRY", registry)
+
+
+FORWARD = {
+    "bodies in a row": (
+        "g (float[n, 6] x) => (float[n, 6] y) { a = Swish<alpha=1.5>(x) y = Shrink<lambd=0.3>(a) }",
+        24,
+    ),
+    "a body of a newer opset that means the same": (
+        "g (float[n, 6] x) => (float[n, 6] y) { y = Shrink<lambd=0.3, bias=0.1>(x) }",
+        15,
+    ),
+    "a result that is read and leaves": (
+        "g (float[n, 6] x) => (float[n, 6] y, float[n, 6] z) { y = Shrink(x) z = Neg(y) }",
+        20,
+    ),
+}
+
+
+@pytest.mark.parametrize("title", FORWARD)
+def test_divided_through_its_body(title: str) -> None:
+    text, opset = FORWARD[title]
+    proto = parse(text, opset)
+    del proto.opset_import[1:]
+    analysed = analyse(ir.serde.deserialize_model(proto), {})
+    assert not analysed.rules.reasons
+    mesh = Mesh.of(dp=2, tp=2)
+    shape = analysed.env.shapes["x"]
+    parted = divide(analysed, Seeds(mesh, {}, {"x": Sharding.of(shape, [(0,), (1,)])}))
+    assert not parted.replicated
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    made = run_model(parted, {"x": x}, opset, {"n": 5})
+    for output, want in zip(reference.get_outputs(), reference.run(None, {"x": x}), strict=True):
+        # onnxruntime may fuse the body: a few operations, each rounded once.
+        np.testing.assert_allclose(made[output.name], want, rtol=1e-6, atol=1e-7)
+
+
+def test_names_and_origin() -> None:
+    model = normalise(
+        ir.from_proto(parse("g (float[n] x) => (float[n] y) { a = Neg(x) y = Shrink(a) }", 20))
+    )
+    first, *inner = list(model.graph)
+    assert EXPANDED_FROM not in first.metadata_props
+    assert {n.metadata_props[EXPANDED_FROM] for n in inner} == {"Shrink_y"}
+    assert all((n.name or "").startswith("Shrink_y/") for n in inner)
+    assert len({n.name for n in inner}) == len(inner)
+    operands = json.loads(inner[0].metadata_props[EXPANDED_OPERANDS])
+    assert operands == {"in": ["a"], "out": ["y"]}
+    assert inner[-1].outputs[0].name == "y" == model.graph.outputs[0].name
+
+
+def test_what_cannot_be_replaced_is_told() -> None:
+    # Shrink's body is written with CastLike, of opset 15.
+    proto = parse("g (float[n] x) => (float[n] y) { y = Shrink(x) }", 13)
+    analysed = analyse(ir.from_proto(proto), {})
+    assert analysed.rules.reasons == {
+        "Shrink_y": "node 'Shrink_y' (Shrink): its body needs opset 18 (for CastLike), got 13"
+    }
+
+
+def twice(node: BodyNode) -> list[ir.Value | None]:
+    """Gives x + x, and x itself."""
+    x = node.input(0)
+    return [node.op("Add", x, x), x]
+
+
+def test_a_body_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_definitions(monkeypatch, OpDef("test", "Twice", 1, expanded, body=twice))
+    model = normalise(
+        ir.from_proto(
+            parse("g (float[n] x) => (float[n] y, float[n] z) { y, z = test.Twice(x) }", 20)
+        )
+    )
+    assert [(n.name, n.op_type) for n in model.graph] == [
+        ("Twice_y/Add", "Add"),
+        ("Twice_y/same.1", "Identity"),
+    ]
+    assert [v.name for v in model.graph.outputs] == ["y", "z"]
+    env = shapes(model, symbol_table(model, {}))
+    assert env.shapes["y"] == env.shapes["z"] == env.shapes["x"]
+
+
+def test_a_body_that_lacks_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(node: BodyNode) -> list[ir.Value | None]:
+        node.op("Neg", node.input(0))
+        raise node.fail("expected a constant")
+
+    with_definitions(monkeypatch, OpDef("test", "Twice", 1, expanded, body=refuse))
+    model = normalise(
+        ir.from_proto(parse("g (float[n] x) => (float[n] y) { y = test.Twice(x) }", 20))
+    )
+    assert [n.op_type for n in model.graph] == ["Twice"]
+
+
+def mish(node: BodyNode) -> list[ir.Value | None]:
+    """Gives x tanh(softplus(x))."""
+    x = node.input(0)
+    return [node.op("Mul", x, node.op("Tanh", node.op("Softplus", x)))]
+
+
+@pytest.mark.parametrize("body", [None, mish], ids=["schema", "ours"])
+def test_differentiated_by_its_body(monkeypatch: pytest.MonkeyPatch, body: object) -> None:
+    found = REGISTRY.find("", "Mish", 18)
+    assert found is not None
+    with_definitions(monkeypatch, replace(found, gradient=BY_BODY, body=body))
+    # Only the one between w and the loss is replaced.
+    model = normalise(
+        ir.from_proto(
+            parse(
+                """g (double[n] x, double[n] w) => (double loss) {
+                  a = Mish(x) b = Mul(a, w) c = Mish(b) loss = ReduceSum<keepdims=0>(c)
+                }""",
+                18,
+            )
+        )
+    )
+    env = shapes(model, symbol_table(model, {}))
+    done = differentiate(model, env, "loss", ["w"])
+    assert [n.name for n in model.graph if n.op_type == "Mish"] == ["Mish_a"]
+    replaced = [n.name or "" for n in model.graph if EXPANDED_FROM in n.metadata_props]
+    assert replaced and all(name.startswith("Mish_c/") for name in replaced)
+    assert done.env.shapes["c"] == env.shapes["x"]
+
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal(4), rng.standard_normal(4)
+
+    def mish_of(v: np.ndarray) -> np.ndarray:
+        return np.asarray(v * np.tanh(np.log1p(np.exp(v))))
+
+    attach_functions(model)
+    evaluator = ReferenceEvaluator(ir.to_proto(model))
+    loss, gradient = evaluator.run(None, {"x": x, "w": w})
+    np.testing.assert_allclose(loss, mish_of(mish_of(x) * w).sum(), rtol=1e-12)
+    step = 1e-6
+    slopes = (mish_of(mish_of(x) * (w + step)) - mish_of(mish_of(x) * (w - step))) / (2 * step)
+    # A central difference errs by step² of the third derivative and by 1e-16 / step.
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-8, atol=1e-9)
