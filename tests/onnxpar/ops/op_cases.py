@@ -3,7 +3,9 @@
 import numpy as np
 from contrib_cases import CASES as CONTRIB
 from index_cases import CASES as INDEX
+from norm_cases import CASES as FURTHER_NORMS
 from op_harness import Case
+from quantized_cases import CASES as QUANTIZED
 
 F, I64, B = "float", "int64", "bool"
 
@@ -370,8 +372,10 @@ ALL = (
     *GATHER,
     *REDUCE,
     *NORM,
+    *FURTHER_NORMS,
     *LOSS,
     *RANDOM,
     *INDEX,
+    *QUANTIZED,
     *CONTRIB,
 )
