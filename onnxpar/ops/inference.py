@@ -13,7 +13,9 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext, registry
 
+from onnxpar.ops import quantized_inference
 from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
+from onnxpar.ops.control_inference import CONTROL
 from onnxpar.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
@@ -26,7 +28,7 @@ def correct_inference() -> None:
     for op_type, version, infer in CORRECTIONS:
         if registry.get("", op_type, version) is not infer:
             registry.register("", op_type, version)(infer)
-    for op_type, infer in INFERENCE:
+    for op_type, infer in (*INFERENCE, *quantized_inference.INFERENCE):
         if registry.get(MICROSOFT, op_type, 1) is not infer:
             registry.register(MICROSOFT, op_type, 1)(infer)
 
@@ -205,4 +207,5 @@ CORRECTIONS: tuple[tuple[str, int, InferFn], ...] = (
     *_wrapped(infer_broadcast, *_ARITHMETIC, *_COMPARISONS, *_BITS),
     *_wrapped(infer_expand, "Expand"),
     *_wrapped(infer_reshape, "Reshape"),
+    *CONTROL,
 )

@@ -6,7 +6,7 @@ emission (the `group` of a collective, see `onnxpar.passes.emit`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -91,6 +91,20 @@ class GraphBuilder:
     def scope(self, name: str) -> None:
         """Sets the prefix of the names of the nodes that are built from here on."""
         self._scope = name
+
+    def nested(self) -> "GraphBuilder":
+        """Returns a builder of a body inside the graph being built.
+
+        Constants and system inputs go to the outer graph, which the body reads; sizes that the body
+        computes stay in the body. Names are found once in all of them.
+        """
+        return replace(
+            self,
+            nodes=[],
+            collectives=list(self.collectives),
+            _sizes=dict(self._sizes),
+            _bound=dict(self._bound),
+        )
 
     def fresh(self, hint: str) -> str:
         """Returns a name that no other value of this graph has, beginning with `hint`."""

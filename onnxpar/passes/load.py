@@ -21,7 +21,15 @@ from onnx_shape_inference import (
 )
 
 from onnxpar.errors import ModelError
+from onnxpar.ops.control_inference import BRANCHES
 from onnxpar.ops.inference import correct_inference
+from onnxpar.passes.closure import (
+    close,
+    hand_on_results,
+    inline_constant_branches,
+    lift_constants,
+    uncapture,
+)
 from onnxpar.passes.expand import expand_unknown
 from onnxpar.passes.nodes import check_inferred, check_operators
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
@@ -115,6 +123,7 @@ def normalise(model: ir.Model) -> ir.Model:
         model.graph.sort()
     except ValueError as error:
         raise ModelError(f"the graph has a cycle: {_cycle(model.graph)}") from error
+    hand_on_results(model)
     for step in (
         common.InlinePass(),
         common.RemoveInitializersFromInputsPass(),
@@ -122,6 +131,8 @@ def normalise(model: ir.Model) -> ir.Model:
         common.RemoveUnusedNodesPass(),
     ):
         model = step(model).model
+    inline_constant_branches(model, BRANCHES)
+    lift_constants(model)
     _name_nodes(model.graph)
     _name_dims(model.graph)
     _infer(model, opset)
@@ -132,7 +143,8 @@ def normalise(model: ir.Model) -> ir.Model:
 def _infer(model: ir.Model, opset: int) -> None:
     """Infers all shapes anew and checks each node on them."""
     inputs = set(model.graph.inputs)
-    for node in model.graph:
+    uncapture(model.graph)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
         for output in node.outputs:
             if output not in inputs:
                 output.shape = None
@@ -154,6 +166,7 @@ def _infer(model: ir.Model, opset: int) -> None:
         raise ModelError(f"shape inference failed: {error}") from error
     finally:
         library.setLevel(level)
+    close(model.graph)
     check_inferred(model, opset)
 
 

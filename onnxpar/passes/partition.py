@@ -18,11 +18,13 @@ from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.reshard import cheapest_way
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import OnnxparError, ShardingError
-from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.fallback import refuse_random
+from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import ANY
 from onnxpar.passes.builder import GENERATED, GraphBuilder, ir_shape
 from onnxpar.passes.cleanup import read_by, remove_unused
+from onnxpar.passes.closure import CAPTURED, open_node
 from onnxpar.passes.padding import mask_padding
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel, States
 from onnxpar.passes.reshard import emit_reshard
@@ -230,7 +232,10 @@ class _Partition:
             outputs = definition.local(local)
             keeps = definition.keeps_zero and _covers(plan) and all(zero)
         else:
-            outputs = copy_node(self._with_subgraphs(local))
+            refuse_random(node, self.plan.mesh.size)
+            inputs, attributes = open_node(node, local.inputs)
+            outputs = local.copy(inputs, attributes)
+            self.builder.nodes[-1].metadata_props.pop(CAPTURED, None)
             keeps = False
         for value, sharding, made in zip(node.outputs, plan.outputs, outputs, strict=True):
             out = value.name or ""
@@ -268,49 +273,6 @@ class _Partition:
                     value, index, factor, IDENTITY[kind], known_zero=local.zero[index]
                 )
         return LocalNode(local.view, local.plan, local.builder, tuple(operands), local.zero)
-
-    def _with_subgraphs(self, local: LocalNode) -> LocalNode:
-        """Gives the bodies of control flow the local, whole versions of the values they capture."""
-        node = local.view.node
-        if not any(_graphs_of(node)):
-            return local
-        clone = ir.Node(
-            node.domain,
-            node.op_type,
-            node.inputs,
-            [
-                ir.Attr(a.name, a.type, a.as_graph().clone(allow_outer_scope_values=True))
-                if a.type == ir.AttributeType.GRAPH
-                else a
-                for a in node.attributes.values()
-            ],
-            num_outputs=len(node.outputs),
-            name=node.name,
-        )
-        for new, old in zip(clone.outputs, node.outputs, strict=True):
-            new.name, new.type, new.shape = old.name, old.type, old.shape
-        for graph in _graphs_of(clone):
-            for inner in ir.traversal.RecursiveGraphIterator(graph):
-                for index, value in enumerate(inner.inputs):
-                    if value is not None and value.name in self.made and self._is_outer(value):
-                        whole = Sharding.replicated(self.env.shapes.get(value.name, ()))
-                        inner.replace_input_with(
-                            index, self._get(value, whole, f"{node.name} body")
-                        )
-        view = type(local.view)(clone, local.view.env, local.view.opset)
-        return LocalNode(view, local.plan, local.builder, local.inputs, local.zero)
-
-    def _is_outer(self, value: ir.Value) -> bool:
-        producer = value.producer()
-        if producer is not None:
-            return producer.graph is self.model.graph
-        return value in self.model.graph.inputs or (
-            self.model.graph.initializers.get(value.name or "") is value
-        )
-
-
-def _graphs_of(node: ir.Node) -> list[ir.Graph]:
-    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
 
 
 def _covers(plan: NodePlan) -> bool:

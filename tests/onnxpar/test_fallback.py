@@ -39,16 +39,16 @@ MODELS = {
         }""",
         ("NonZero", "depends on the data of all devices"),
     ),
-    "control flow that captures divided values": (
-        """g (float[n, 6] x, bool p) => (float[n, 6] y) {
+    "control flow that captures divided values and would communicate": (
+        """g (float[n, 6] x, bool p) => (float[n, 6] y) <int64 zero = {0}, int64 one = {1}> {
           a = Relu(x)
           b = If (p) <
-            then_branch = t () => (float[n, 6] r) { r = Add(a, a) },
+            then_branch = t () => (float[n, 6] r) { s = CumSum(a, zero) r = CumSum(s, one) },
             else_branch = e () => (float[n, 6] q) { q = Neg(a) }
           >
           y = Mul(b, a)
         }""",
-        ("If", NO_RULE),
+        ("If", "(CumSum) would communicate"),
     ),
 }
 
