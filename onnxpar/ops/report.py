@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from onnxpar.ops.local import copy_node
-from onnxpar.ops.registry import Missing, OpDef, Registry
+from onnxpar.ops.registry import ByBody, Missing, OpDef, Registry
 from onnxpar.ops.table import REGISTRY
 
 
@@ -52,6 +52,8 @@ def _row(definition: OpDef) -> OperatorRow:
 
 
 def _slot(slot: object) -> str:
+    if isinstance(slot, ByBody):
+        return "of its body"
     return slot.reason if isinstance(slot, Missing) else "yes"
 
 

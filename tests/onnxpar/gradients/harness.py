@@ -24,12 +24,14 @@ from lockstep import Array, Evaluate, evaluator, run_model
 from onnxpar.analysis.plan import factor_sizes, shardings
 from onnxpar.analysis.propagate import Rules, propagate
 from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import ShapeEnv, shapes
+from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
 from onnxpar.mesh import Mesh
 from onnxpar.ops.gradients.matmul import MICROSOFT
 from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule
 from onnxpar.passes.autodiff import Differentiated, differentiate
 from onnxpar.passes.builder import DOMAIN, GraphBuilder, ir_shape
+from onnxpar.passes.expand import expand_by_body
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.passes.load import normalise, symbol_table
 from onnxpar.passes.partition import _Partition
@@ -42,6 +44,7 @@ SEED = int(os.environ.get("ONNXPAR_SEED", "1"))
 SAMPLES = 3
 LOSS = "onnxpar.loss"
 WEIGHT = "onnxpar.weight."
+WEIGHTED = "onnxpar.weighted"
 MESHES = (Mesh.of(x=2), Mesh.of(x=2, y=2))
 # Five points h apart err by h^4/30 of the fifth derivative, and by 1.5 ulp(loss)/h in rounding:
 # 3e-15 and 1e-12 for a loss of 1. A factor of 1e4 over the greater leaves room for derivatives of
@@ -293,12 +296,20 @@ class GradCase:
 
 
 @dataclass(frozen=True)
+class Split:
+    """The node that is split: its rule, and what it was before a body took its place."""
+
+    rule: OpRule
+    view: NodeView
+
+
+@dataclass(frozen=True)
 class Program:
     """A loss and its gradients on the global graph, and what the planner needs of them."""
 
     model: ir.Model
     done: Differentiated
-    split: ir.Node
+    split: Split
     forward: Sequence[ir.Node]
     backward: Sequence[ir.Node]
     parameters: Sequence[str]
@@ -316,23 +327,28 @@ class Program:
         model = normalise(ir.from_proto(case.proto))
         env = shapes(model, symbol_table(model, {}))
         graph = model.graph
-        forward = list(graph)
-        split = forward[case.split]
+        # What is differentiated by its body is split as the operator that it is.
+        first = model.clone()
+        name = list(first.graph)[case.split].name or ""
+        own, _ = find_rules(first, env)
+        assert name not in own.reasons, f"{case}: {own.reasons[name]}"
         builder = GlobalBuilder.over(graph, case.opset, env)
         parameters = _hold(graph, case.variables)
         weights = _append_loss(builder)
+        expand_by_body(model, builder, _variables(graph, case.variables), graph.outputs[-1])
+        forward = [node for node in graph if not (node.name or "").startswith(f"{WEIGHTED}/")]
         before = set(graph)
         done = differentiate(model, builder.env, LOSS, case.variables)
         backward = [node for node in graph if node not in before]
         rules, ops = find_rules(model, done.env)
         assert not rules.reasons, f"{case}: replicated {dict(rules.reasons)}"
+        split = Split(own.rules[name], own.views[name])
         return Program(model, done, split, forward, backward, parameters, weights, rules, ops)
 
     def assignments(self, mesh: Mesh) -> Iterator[Factors]:
         """Every way to give the atoms of a mesh to factors of the split node, in every order."""
-        name = self.split.name or ""
-        rule = self.rules.rules[name]
-        sizes = factor_sizes(rule, self.rules.views[name])
+        rule = self.split.rule
+        sizes = factor_sizes(rule, self.split.view)
         for places in product((None, *rule.splittable), repeat=len(mesh.atoms)):
             given = {n: [a for a, p in enumerate(places) if p == n] for n in places if n}
             for orders in product(*(permutations(atoms) for atoms in given.values())):
@@ -349,16 +365,16 @@ class Program:
             mesh: The mesh.
             clean: Whether padding that enters is 0; else the partitioner takes none to be.
         """
-        node = self.split
-        name = node.name or ""
-        plan = shardings(self.rules.rules[name], self.rules.views[name], factors, mesh, pinned=True)
+        node, name = self.split.view.node, self.split.view.name
+        plan = shardings(self.split.rule, self.split.view, factors, mesh, pinned=True)
         given = {v.name: s for v, s in zip(node.inputs, plan.inputs, strict=False) if v is not None}
         inputs = {
             v.name or "": given[v.name] or Sharding.replicated(self.env.shapes[v.name or ""])
             for v in self.model.graph.inputs
             if v.name in given
         }
-        seeds = Seeds(mesh, {name: NodeSeed(name, factors)}, inputs)
+        nodes = {name: NodeSeed(name, factors)} if name in self.rules.rules else {}
+        seeds = Seeds(mesh, nodes, inputs)
         planned = propagate(self.model, self.env, self.rules, seeds, self.done.links)
         builder = GraphBuilder(mesh, self.env.table, self.model.opset_imports[""])
         kind = _Partition if clean else _Dirty
@@ -370,6 +386,10 @@ class _Dirty(_Partition):
 
     def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
         super()._define(name, sharding, local, zero=False)
+
+
+def _variables(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
+    return [v for v in (*graph.inputs, *graph.initializers.values()) if v.name in names]
 
 
 def _hold(graph: ir.Graph, names: Sequence[str]) -> list[str]:
@@ -405,7 +425,7 @@ def _append_loss(builder: GlobalBuilder) -> list[str]:
         weight.shape = ir_shape(shape)
         graph.inputs.append(weight)
         names.append(weight.name or "")
-        builder.scope = "weighted"
+        builder.scope = WEIGHTED
         part = builder.op("Mul", result, weight, shape=shape)
         if shape:
             part = builder.reduce("ReduceSum", part, range(len(shape)))
