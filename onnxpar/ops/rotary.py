@@ -1,5 +1,102 @@
-"""Rotary position embedding."""
+"""Rotary position embedding (Su et al., 2021): every dim may be split but the rotated one."""
 
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ModelError
+from onnxpar.ops.forms import INT64, global_index
+from onnxpar.ops.heads import head_size, in_range
+from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
+from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.symbols import Dim
 
-DEFS: tuple[OpDef, ...] = ()
+MICROSOFT = "com.microsoft"
+
+
+def _operand(view: NodeView, heads: int) -> tuple[str, dict[str, Dim]]:
+    """The text of the rotated operand: `b h s 1`, or `b s (h d)` with sizes."""
+    shape = view.shape(0)
+    if len(shape) == 4:
+        return "b h s 1", {}
+    if len(shape) != 3 or heads < 1:
+        raise ModelError(
+            f"node {view.name!r} (RotaryEmbedding): expected 4 dims, or 3 and the number of heads, "
+            f"got {len(shape)} and {heads}"
+        )
+    return "b s (h d)", {"h": heads, "d": head_size(view, shape[2], heads)}
+
+
+def _rule(text: str, caches: str, sizes: dict[str, Dim], *, linear: str, special: str) -> OpRule:
+    clauses = ("; whole: d" if sizes else "") + special
+    return parse_rule(f"{text}, {caches} -> {text}{clauses}; linear: {linear}", sizes)
+
+
+def rotary_rule(view: NodeView) -> OpRule:
+    """RotaryEmbedding (23): `b s (h d), ., ., b s -> b s (h d)`, d whole."""
+    text, sizes = _operand(view, int(view.attr("num_heads", 0)))
+    if view.has(3):
+        return _rule(text, "., ., b s", sizes, linear="sum 0", special="")
+    caches = "b s 1, b s 1" + (", -" if view.arity > 3 else "")
+    # What is not rotated passes whatever the angles are.
+    linear = "sum 0" if view.attr("rotary_embedding_dim", 0) else "sum 0, sum 1+2"
+    return _rule(text, caches, sizes, linear=linear, special="")
+
+
+def rotary_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The local number of heads; padding rotates by the first angle."""
+    inputs = list(node.inputs)
+    if node.view.has(3):
+        inputs[3] = in_range(node, 3, ("b", "s"))
+    heads = {"num_heads": int(node.local_size("h"))} if len(node.in_shape(0)) == 3 else {}
+    return node.copy(inputs, heads)
+
+
+def _contrib_heads(view: NodeView) -> int:
+    """Heads of an operand with three dims: said, or by the caches, which rotate whole heads."""
+    heads = int(view.attr("num_heads", 0))
+    hidden, half = view.shape(0)[-1], view.shape(2)[-1]
+    if heads or not isinstance(hidden, int) or not isinstance(half, int):
+        return heads
+    return hidden // (2 * half)
+
+
+def contrib_rotary_rule(view: NodeView) -> OpRule:
+    """RotaryEmbedding of com.microsoft: positions come before the caches, or are one offset.
+
+    Raises:
+        ModelError: Sequences of a packed batch (`is_packed_batching`).
+    """
+    if view.attr("is_packed_batching", 0):
+        raise ModelError(f"node {view.name!r} (RotaryEmbedding): a packed batch is not divided")
+    text, sizes = _operand(view, _contrib_heads(view))
+    offset = len(view.shape(1)) == 1
+    positions = "1" if offset else "b s"
+    special = "; special: s" if offset else ""
+    return _rule(text, f"{positions}, ., .", sizes, linear="sum 0", special=special)
+
+
+def contrib_rotary_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The local number of heads; an offset becomes the positions of the local part."""
+    inputs = list(node.inputs)
+    x = node.in_shape(0)
+    batch, length = x[0], x[1 if len(x) == 3 else 2]
+    if len(node.view.shape(1)) == 2:
+        inputs[1] = in_range(node, 1, ("b", "s"))
+    elif node.atoms("s"):
+        # Behind the end there are no angles: padding takes those of the last position.
+        last = node.builder.size(node.size("s") - 1)
+        index = node.op("Min", global_index(node, "s"), last, dtype=INT64, shape=[length])
+        positions = node.op("Add", index, node.input(1), dtype=INT64, shape=[length])
+        shape = node.builder.shape([batch, length])
+        inputs[1] = node.op("Expand", positions, shape, dtype=INT64, shape=[batch, length])
+    named = len(x) == 3 and node.view.attr("num_heads", 0)
+    return node.copy(inputs, {"num_heads": int(node.local_size("h"))} if named else {})
+
+
+DEFS = (
+    OpDef("", "RotaryEmbedding", 23, rotary_rule, rotary_local),
+    OpDef(MICROSOFT, "RotaryEmbedding", 1, contrib_rotary_rule, contrib_rotary_local),
+)

@@ -104,4 +104,84 @@ QUANTISED = (
     ),
 )
 
-CASES = (*QUANTISED,)
+
+def _ints(*values: int, dtype: type = np.int64) -> Array:
+    return np.array(values, dtype)
+
+
+_ANGLES = np.outer(np.arange(9), [1.0, 0.3]).astype(np.float32)
+_CACHES = {"c": np.cos(_ANGLES), "s": np.sin(_ANGLES)}
+_TURNS = {"c": "float[N,4,2]", "s": "float[N,4,2]"}
+_PLACES = np.arange(20).reshape(5, 4) * 3 % 9
+
+ROTARY = (
+    *(
+        Case(
+            f"y = RotaryEmbedding<num_heads=3, interleaved={turned}>(x, c, s, p)",
+            {"x": "float[N,4,12]", "p": "int64[N,4]"},
+            N5,
+            _CACHES,
+            {"p": _PLACES},
+            opset=23,
+        )
+        for turned in (0, 1)
+    ),
+    Case("y = RotaryEmbedding(x, c, s)", {"x": "float[N,3,4,4]", **_TURNS}, N5, opset=23),
+    Case(
+        "y = RotaryEmbedding<num_heads=3, rotary_embedding_dim=4>(x, c, s)",
+        {"x": "float[N,4,18]", **_TURNS},
+        N5,
+        opset=23,
+    ),
+    contrib(
+        "y = RotaryEmbedding(x, p, c, s)",
+        {"x": "float[N,4,12]", "p": "int64[N,4]"},
+        _CACHES,
+        feeds={"p": _PLACES},
+    ),
+    contrib(
+        "y = RotaryEmbedding<interleaved=1>(x, p, c, s)",
+        {"x": "float[N,3,7,4]"},
+        {**_CACHES, "p": _ints(2)},
+    ),
+    contrib(
+        "y = RotaryEmbedding<num_heads=3, rotary_embedding_dim=4>(x, p, c, s)",
+        {"x": "float[N,7,18]"},
+        {**_CACHES, "p": _ints(1)},
+    ),
+)
+
+
+def _grouped(heads: int, kv: int, length: int, past: int, seqlens: list[int], **more: str) -> Case:
+    """GroupQueryAttention: `length` new tokens behind a cache of `past`, batch by batch."""
+    size, attributes = 16, more.pop("attributes", "")
+    keys = f"float[N,{length},{kv * size}]"
+    cache = f"float[N,{kv},{past},{size}]"
+    angles = np.outer(np.arange(16), np.arange(1, size // 2 + 1) / 5).astype(np.float32)
+    tables = {"c": np.cos(angles), "s": np.sin(angles)} if "do_rotary=1" in attributes else {}
+    rotary = "c, s" if tables else '"", ""'
+    inputs = {"q": f"float[N,{length},{heads * size}]", "k": keys, "v": keys}
+    held = '"", ""'
+    if past:
+        inputs |= {"pk": cache, "pv": cache}
+        held = "pk, pv"
+    return contrib(
+        f"y, ck, cv = GroupQueryAttention<num_heads={heads}, kv_num_heads={kv}{attributes}>"
+        f"(q, k, v, {held}, n, t, {rotary}{more.pop('further', '')})",
+        inputs | {"n": "int32[N]"} | more,
+        {"t": np.array(max(seqlens) + 1, np.int32), **tables},
+        feeds={"n": np.array(seqlens, np.int32)},
+    )
+
+
+GROUPED = (
+    # Prompts of different lengths, padded on the right; then one token behind caches that are.
+    _grouped(4, 2, 4, 0, [3, 1, 2, 3, 0]),
+    _grouped(6, 3, 4, 0, [3, 1, 2, 3, 0], attributes=", do_rotary=1, local_window_size=2"),
+    _grouped(4, 2, 1, 6, [6, 3, 4, 6, 1], attributes=", do_rotary=1, softcap=2.0"),
+    _grouped(3, 3, 1, 6, [6, 3, 4, 6, 1], attributes=", scale=0.3"),
+    _grouped(4, 2, 1, 6, [6, 6, 6, 6, 6], further=', "", b', b="float[N,1,1,7]"),
+    _grouped(4, 2, 1, 6, [6, 6, 6, 6, 6], further=', "", "", h', h="float[4]"),
+)
+
+CASES = (*QUANTISED, *ROTARY, *GROUPED)
