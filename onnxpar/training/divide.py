@@ -22,6 +22,7 @@ from onnxpar.artifacts.manifest import state_entry
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.find import find_rules
 from onnxpar.ops.random import idle_dropouts, stop_dropping
+from onnxpar.ops.running import forms, infer_with_statistics, keep_statistics
 from onnxpar.passes.autodiff import Differentiated, differentiate
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.partition import partition
@@ -38,6 +39,7 @@ from onnxpar.training.loss import (
     append_metrics,
 )
 from onnxpar.training.optimizer import (
+    NEW,
     OptimizerKind,
     ParameterInfo,
     StateKind,
@@ -46,7 +48,7 @@ from onnxpar.training.optimizer import (
     optimizer_model,
     state_name,
 )
-from onnxpar.training.trainable import Selection, select, untie
+from onnxpar.training.trainable import FROZEN, Selection, select, untie
 
 Json = dict[str, Any]
 
@@ -128,10 +130,12 @@ def divide_training(
     selection = select(model, originals, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
     if not selection.trained:
         raise ModelError("nothing to train: no floating-point parameter is left")
+    frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
+    notices += _told_forms(model.graph, frozen)
     evaluation = model.clone()
-    first = _micro_batch(model, strategy, symbols, spec, selection)
+    first = _micro_batch(model, strategy, symbols, spec, selection, frozen)
     trained = tuple(p for p in selection.trained if p.name in first.gradients)
-    states = _States(first.program.plan, trained)
+    states = _States(first.program.plan, trained, first.statistics)
     kind = spec.optimizer
     infos = [states.info(p) for p in trained]
     opset = first.opset
@@ -161,6 +165,7 @@ class _MicroBatch:
     program: PartitionedModel
     loss: LossInfo
     gradients: Mapping[str, str]
+    statistics: Mapping[str, ir.DataType]
     unreached: Mapping[str, str]
     opset: int
 
@@ -171,6 +176,7 @@ def _micro_batch(
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
     selection: Selection,
+    frozen: frozenset[str],
 ) -> _MicroBatch:
     """Forward, loss and backward of one micro-batch."""
     info = append_loss(model, spec.loss)
@@ -178,6 +184,8 @@ def _micro_batch(
     del model.graph.outputs[:-1]
     model = common.RemoveUnusedNodesPass()(model).model
     env = shapes(model, symbol_table(model, symbols))
+    running = keep_statistics(model, env, frozen, NEW)
+    env = running.env
     names = [p.name for p in selection.trained]
     found: Differentiated = differentiate(
         model, env, LOSS, [n for n in names if n in model.graph.initializers]
@@ -187,18 +195,55 @@ def _micro_batch(
     env = found.env
     rules, ops = find_rules(model, env)
     seeds = resolve(strategy, model, rules, env)
-    plan = propagate(model, env, rules, seeds, found.links)
+    # A statistic leaves as it lies, as a gradient leaves split as its parameter.
+    plan = propagate(model, env, rules, seeds, {**found.links, **running.updated})
+    _check_statistics(plan, running.updated)
+    gradients = {g: state_name(StateKind.GRADIENT, p) for p, g in found.gradients.items()}
     states = States(
-        frozenset(found.gradients),
-        {g: state_name(StateKind.GRADIENT, p) for p, g in found.gradients.items()},
+        frozenset((*found.gradients, *running.updated.values())), {**gradients, **running.updated}
     )
     program = partition(model, env, rules, ops, plan, program="training_model", states=states)
     unreached = {n: "the loss does not depend on it" for n in names}
     unreached = {
-        n: r for n, r in {**unreached, **found.unreached}.items() if n not in states.inputs
+        n: r for n, r in {**unreached, **found.unreached}.items() if n not in found.gradients
     }
+    held = model.graph.initializers
+    statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in running.updated.values()}
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    return _MicroBatch(program, info, found.gradients, unreached, opset)
+    return _MicroBatch(program, info, found.gradients, statistics, unreached, opset)
+
+
+def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
+    """Raises RuleError unless new statistics lie as the buffers that they go to."""
+    for new, name in updated.items():
+        if plan.outputs[new] != plan.parameters[name]:
+            raise RuleError(
+                f"running statistic {name!r}: expected {plan.parameters[name]}, its update leaves "
+                f"as {plan.outputs[new]}"
+            )
+
+
+def _told_forms(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:
+    """Notices of what is normalised by which statistics."""
+    found = forms(graph, frozen)
+    texts = (
+        (
+            found.put,
+            "were exported for inference and are trained by the statistics of each "
+            "micro-batch; the running ones are kept, and used in evaluation",
+        ),
+        (found.fixed, "keep to their running statistics, which are frozen, in training too"),
+        (
+            found.stuck,
+            "stay in the form in which they were exported: their running statistics are "
+            "computed in the graph, or they stand in a body of control flow",
+        ),
+    )
+    return [
+        f"{len(names)} BatchNormalization nodes ({names[0]!r}{', …' if names[1:] else ''}) {text}"
+        for names, text in texts
+        if names
+    ]
 
 
 def _loss_entry(info: LossInfo) -> Json:
@@ -226,6 +271,7 @@ def _evaluation(
     # Constants of the loss may have names that training gave to others.
     laid = {n: s for n, s in training.plan.parameters.items() if n in model.graph.initializers}
     stop_dropping(model.graph)
+    infer_with_statistics(model.graph)
     info = append_loss(model, spec.loss)
     append_metrics(info)
     model = info.model
@@ -237,16 +283,22 @@ def _evaluation(
     if seeds.mesh != training.plan.mesh:
         raise RuleError("evaluation and training were given two meshes")
     plan = propagate(model, env, rules, seeds)
-    fed = States(frozenset(states.parameters))
+    fed = States(frozenset((*states.parameters, *states.statistics)))
     return partition(model, env, rules, ops, plan, program="eval_model", states=fed)
 
 
 class _States:
     """The buffers that live between runs, as the plan of the training program lays them out."""
 
-    def __init__(self, plan: Plan, trained: Sequence[ParameterInfo]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        trained: Sequence[ParameterInfo],
+        statistics: Mapping[str, ir.DataType],
+    ) -> None:
         self.plan = plan
         self.parameters = {p.name: p for p in trained}
+        self.statistics = statistics
 
     def info(self, p: ParameterInfo) -> ParameterInfo:
         """The parameter, grouped for the norm with those that are split over the same devices."""
@@ -295,6 +347,7 @@ class _States:
             )
             for p in self.parameters.values()
         ]
+        known += [(n, StateKind.STATISTIC, n, dtype) for n, dtype in self.statistics.items()]
         found = []
         for name, kind, parameter, dtype in known:
             local = ir.Value(name=name, type=ir.TensorType(dtype))

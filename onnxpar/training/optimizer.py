@@ -63,6 +63,7 @@ class StateKind(StrEnum):
         MICRO_GRADIENT: Its gradient of one micro-batch, where a step has several.
         MOMENT1: The momentum, or the mean of gradients.
         MOMENT2: The mean of squared gradients.
+        STATISTIC: A running statistic of the model, which every micro-batch updates.
     """
 
     PARAMETER = "parameter"
@@ -70,6 +71,7 @@ class StateKind(StrEnum):
     MICRO_GRADIENT = "micro_gradient"
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"
+    STATISTIC = "statistic"
 
 
 _PREFIXES = {
@@ -78,6 +80,7 @@ _PREFIXES = {
     StateKind.MICRO_GRADIENT: "onnxpar.micro.",
     StateKind.MOMENT1: "onnxpar.moment1.",
     StateKind.MOMENT2: "onnxpar.moment2.",
+    StateKind.STATISTIC: "",
 }
 
 

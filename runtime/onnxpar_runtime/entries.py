@@ -287,7 +287,7 @@ class Loss:
     count: Size | None
 
 
-STATE_KINDS = ("parameter", "gradient", "micro_gradient", "moment1", "moment2")
+STATE_KINDS = ("parameter", "gradient", "micro_gradient", "moment1", "moment2", "statistic")
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class State:
     Attributes:
         spec: Its name and global shape, and how it is cut. Its sizes are integers.
         kind: One of `STATE_KINDS`.
-        parameter: The parameter that it is, or belongs to.
+        parameter: The parameter that it is, or belongs to; of a statistic the statistic itself.
         partial: Atoms over whose ranks the stored values have still to be added up.
     """
 

@@ -33,6 +33,7 @@ from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, tota
 from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
+from onnxpar_runtime.training.state import FROM_FILES
 from onnxpar_runtime.training.trainer import CORRECT, Trainer
 
 log = logging.getLogger(__name__)
@@ -305,8 +306,11 @@ def _reporter(rank: Rank, wanted: TrainingRun) -> Reporter:
 
 
 def save(trainer: Trainer, path: str | Path) -> None:
-    """Writes the trained parameters, whole, one after another. Every rank must call it."""
-    states = [s for s in trainer.training.states.values() if s.kind == "parameter"]
+    """Writes trained parameters and running statistics, whole, one after another.
+
+    Every rank must call it.
+    """
+    states = [s for s in trainer.training.states.values() if s.kind in FROM_FILES]
     entries = [
         Entry(s.parameter, s.spec.dtype, tuple(int(n) for n in s.spec.shape)) for s in states
     ]

@@ -67,8 +67,8 @@ class StepCase:
             and what rounding leaves of the largest of all (`limits.NOISE_ULPS`).
         gradient_worst: The parameter whose gradient that is.
         parameter_abs: Largest difference of a parameter.
-        state_share: Largest difference of an element of a parameter or of a moment, as a part of
-            its limit (`onnxpar_runtime.training.limits`).
+        state_share: Largest difference of an element of a parameter, of a moment
+            (`onnxpar_runtime.training.limits`) or of a running statistic, as a part of its limit.
         state_worst: The state that has it.
         jumps: Parameters whose gradients jump there, so that they were compared less strictly.
     """
@@ -293,6 +293,7 @@ class Comparison:
         before = {name: self._of_one(name) for name in self._kind("parameter").values()}
         expected = self._one_step(batches, work.hyper)
         tensors = {p: self._tensor(p, before[name]) for p, name in self._kind("parameter").items()}
+        running = {name: self._of_one(name) for name in self._kind("statistic").values()}
         self.ranks.reset_counters()
         members = self.ranks.members
         try:
@@ -330,6 +331,13 @@ class Comparison:
                     parameter_abs = max(parameter_abs, difference)
                 if part > share:
                     share, worst = part, state
+        for name, statistic in running.items():
+            # As a loss, a sum over the batch that is computed before any parameter changes.
+            scale = float(np.abs(statistic).max(initial=0.0))
+            bound = self._rtol(self.states[name].spec.dtype) * scale
+            _, part = self._on_ranks(where, name, statistic, bound)
+            if part > share:
+                share, worst = part, name
         self.max_abs = max(self.max_abs, parameter_abs)
         return StepCase(
             step=work.step,
@@ -467,26 +475,33 @@ class Comparison:
                 continue
             expected, bound = wanted[state.kind]
             assert expected is not None
-            allowed = np.broadcast_to(bound, expected.shape) + self.settings.atol
-            most, share = 0.0, 0.0
-            for rank, member in enumerate(self.ranks.members):
-                whole = expected.copy()
-                member.cut(name).put(whole, member.state(name), rank)
-                difference = np.abs(whole - expected)
-                # A limit of zero admits no difference.
-                parts = difference / np.maximum(allowed, np.finfo(np.float64).tiny)
-                most = max(most, float(difference.max(initial=0.0)))
-                share = max(share, float(np.nan_to_num(parts, nan=inf).max(initial=0.0)))
-                if not (difference <= allowed).all():
-                    at = np.unravel_index(int(np.nan_to_num(parts, nan=inf).argmax()), parts.shape)
-                    self.problems.append(
-                        f"{where}: {state.kind} {name!r} on rank {rank}: element "
-                        f"{[int(i) for i in at]}: expected {expected[at]:.9g} within "
-                        f"{allowed[at]:.3g}, got {whole[at]:.9g}"
-                    )
-                    break
-            found.append((name, most, share))
+            found.append((name, *self._on_ranks(where, name, expected, bound)))
         return found
+
+    def _on_ranks(
+        self, where: str, name: str, expected: Array, bound: Array | float
+    ) -> tuple[float, float]:
+        """Compares a state on every rank: how far it is off, and in parts of its limit."""
+        state = self.states[name]
+        allowed = np.broadcast_to(bound, expected.shape) + self.settings.atol
+        most, share = 0.0, 0.0
+        for rank, member in enumerate(self.ranks.members):
+            whole = expected.copy()
+            member.cut(name).put(whole, member.state(name), rank)
+            difference = np.abs(whole - expected)
+            # A limit of zero admits no difference.
+            parts = difference / np.maximum(allowed, np.finfo(np.float64).tiny)
+            most = max(most, float(difference.max(initial=0.0)))
+            share = max(share, float(np.nan_to_num(parts, nan=inf).max(initial=0.0)))
+            if not (difference <= allowed).all():
+                at = np.unravel_index(int(np.nan_to_num(parts, nan=inf).argmax()), parts.shape)
+                self.problems.append(
+                    f"{where}: {state.kind} {name!r} on rank {rank}: element "
+                    f"{[int(i) for i in at]}: expected {expected[at]:.9g} within "
+                    f"{allowed[at]:.3g}, got {whole[at]:.9g}"
+                )
+                break
+        return most, share
 
 
 def _apart(got: float, expected: float) -> float:

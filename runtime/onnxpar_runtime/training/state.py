@@ -1,7 +1,8 @@
 """States: tensors that stay on a rank's device between runs and are updated in place.
 
-Parameters begin as the shards of the weight files, gradients and moments as zeros. A state gets its
-memory when it is first needed, and keeps it: the sessions' bindings point there.
+Parameters and running statistics begin as the shards of the weight files, gradients and moments as
+zeros. A state gets its memory when it is first needed, and keeps it: the sessions' bindings point
+there.
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
 PAGE_BYTES = 4096
+FROM_FILES = ("parameter", "statistic")
+"""Kinds of states that are weights of the model."""
 
 
 class States:
@@ -105,8 +108,8 @@ class States:
             onnxruntime.copy_tensors([source], [self._values[name]])
 
     def _initial(self, state: State, shape: tuple[int, ...]) -> Array:
-        """Returns what a state begins with: a parameter's shard, or zeros that take no memory."""
-        if state.kind == "parameter":
+        """Returns what a state begins with: its shard, or zeros that take no memory."""
+        if state.kind in FROM_FILES:
             return self._weights(state, shape)
         return np.broadcast_to(np.zeros((), DTYPES[state.spec.dtype].dtype), shape)
 

@@ -37,6 +37,7 @@ from onnxpar_runtime.training.programs import (
     Programs,
 )
 from onnxpar_runtime.training.sources import Batch
+from onnxpar_runtime.training.state import FROM_FILES
 
 Array = NDArray[Any]
 LOSS = "onnxpar.loss"
@@ -325,7 +326,17 @@ class Trainer:
 
     def parameters(self) -> dict[str, Array]:
         """Returns copies of this rank's parts of the trained parameters, padding included."""
-        names = self._programs.states.of_kind("parameter")
+        return self._of_kind("parameter")
+
+    def statistics(self) -> dict[str, Array]:
+        """Returns copies of this rank's parts of the running statistics, padding included.
+
+        Every micro-batch of training updates them, those of a step that failed too.
+        """
+        return self._of_kind("statistic")
+
+    def _of_kind(self, kind: str) -> dict[str, Array]:
+        names = self._programs.states.of_kind(kind)
         return {parameter: self.state(name) for parameter, name in names.items()}
 
     def state(self, name: str) -> Array:
@@ -360,17 +371,21 @@ class Trainer:
         return gather_to_root(self.rank, states.cut(name), part)
 
     def load_parameters(self, arrays: Mapping[str, Array]) -> None:
-        """Overwrites trained parameters; gradients and moments stay. Every rank must call it.
+        """Overwrites trained parameters and running statistics. Every rank must call it.
+
+        Gradients and moments stay.
 
         Args:
-            arrays: Global arrays by parameter; those that are left out stay as they are.
+            arrays: Global arrays by their name in the model; those that are left out stay.
 
         Raises:
             InputError: An unknown parameter, a wrong shape, or a type that would lose something;
                 nothing has been overwritten then.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        self._load(self._programs.states.of_kind("parameter"), arrays, "trained parameters")
+        states = self._programs.states
+        names = {p: name for kind in FROM_FILES for p, name in states.of_kind(kind).items()}
+        self._load(names, arrays, "trained parameters and statistics")
 
     def load_states(self, arrays: Mapping[str, Array]) -> None:
         """Overwrites states, as `load_parameters` does parameters. Every rank must call it.
@@ -397,7 +412,7 @@ class Trainer:
             self._programs.states.set(name, part)
 
     def reset(self) -> None:
-        """Makes parameters, gradients, moments and counters of steps what they were at first."""
+        """Makes all states and the counters of steps what they were at first."""
         self._programs.states.reset()
         self.counters |= {"step": 0, "micro_batch": 0}
 
