@@ -1,8 +1,8 @@
 """Which initializers are trained, told in full, and the untying of those that exporters merged.
 
 `torch.onnx.export` makes one tensor of all initializers that are equal, such as the ones of every
-LayerNormalization. Trained so, the layers would share what they do not share in the model that was
-exported; `untie` gives each its own again.
+LayerNormalization, or the zeros that are biases and running means. Trained so, the layers would
+share what they do not share in the model that was exported; `untie` gives each its own again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -171,10 +171,10 @@ def select(
 
 
 def untie(model: ir.Model) -> tuple[str, ...]:
-    """Gives every scale and bias its own initializer where exporters merged equal ones.
+    """Gives scales, biases and running statistics their own where exporters merged equal ones.
 
-    Only tensors whose elements are all the same number, as fresh scales and biases are, are taken
-    to have been merged. Where the exporter left an Identity in the place of a tensor, its name
+    Only tensors whose elements are all the same number, as those of fresh layers are, are taken to
+    have been merged by the exporter. Where it left an Identity in the place of a tensor, its name
     comes back; otherwise the first use keeps the name `x` and the others read the copies `x.1`,
     `x.2`…. The model given is changed.
 
@@ -187,11 +187,11 @@ def untie(model: ir.Model) -> tuple[str, ...]:
     notices = []
     for name, value in list(graph.initializers.items()):
         uses = sorted(value.uses(), key=lambda use: (order[id(use[0])], use[1]))
-        if len(uses) < 2 or not _is_floating(value) or not _is_constant(value):
+        if len(uses) < 2 or not _is_floating(value) or not _is_constant(value, uses):
             continue
         copies = [copy for node, _ in uses for copy in _in_place_of(node, value, graph)]
         uses = [use for use in uses if use[0].graph is not None]
-        places = [(node, index) for node, index in uses if is_scale_or_bias(node, index)]
+        places = [(node, index) for node, index in uses if _is_place(node, index)]
         # A use that is no scale or bias, such as an initial state, must not be trained with one.
         if places and len(places) == len(uses):
             places.pop(0)
@@ -210,7 +210,7 @@ def _in_place_of(node: ir.Node, value: ir.Value, graph: ir.Graph) -> Iterator[ir
     made = node.outputs[0]
     if not is_identity(node) or made.is_graph_output() or node.graph is not graph:
         return
-    if not any(is_scale_or_bias(user, index) for user, index in made.uses()):
+    if not any(_is_place(user, index) for user, index in made.uses()):
         return
     copy = _copy(value, made.name or "")
     made.replace_all_uses_with(copy)
@@ -287,10 +287,19 @@ def _names(graph: ir.Graph) -> set[str]:
     return names
 
 
-def _is_constant(value: ir.Value) -> bool:
-    """Whether a tensor has more than one element, all of them the same number."""
+def _is_place(node: ir.Node, index: int) -> bool:
+    """Whether an operand is a layer's own: its scale, bias or running statistic."""
+    return is_scale_or_bias(node, index) or is_statistic(node, index)
+
+
+def _is_constant(value: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> bool:
+    """Whether a tensor has more than one element, all of them the same number.
+
+    One of one element may be a constant of a formula, unless it is somewhere a running statistic.
+    """
     assert value.const_value is not None
-    if prod(_sizes(value)) < 2:
+    count = prod(_sizes(value))
+    if count < 2 and not (count and any(is_statistic(node, index) for node, index in uses)):
         return False
     flat = value.const_value.numpy().ravel()
     return bool(np.all(flat == flat[0]))
@@ -322,7 +331,7 @@ def _notice(value: ir.Value, copies: Sequence[ir.Value]) -> str:
     ]
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     return (
-        f"initializer {value.name!r} (all elements {number:g}) stood for several scales or biases, "
-        f"since exporters merge equal tensors; each is trained by itself now: "
+        f"initializer {value.name!r} (all elements {number:g}) stood for several scales, biases or "
+        "statistics, since exporters merge equal tensors; each place has its own now: "
         f"{', '.join(places[:SHOWN])}{more}"
     )

@@ -162,6 +162,39 @@ def inputs_of(model: ir.Model) -> dict[str, list[str | None]]:
     return {node.name or "": [v.name for v in node.inputs if v is not None] for node in model.graph}
 
 
+def test_running_statistics_get_their_own() -> None:
+    """Of fresh layers, the zeros of bias and running mean are one tensor, and so are the ones."""
+    model, _ = read(
+        """g (float[n, 2, 3] x) => (float[n, 2, 3] y)
+        <float[2] ones, float[2] zeros>
+        {
+          [bn1] h = BatchNormalization(x, ones, zeros, zeros, ones)
+          [bn2] y = BatchNormalization(h, ones, zeros, zeros, ones)
+        }""",
+        ones=[1.0] * 2,
+        zeros=[0.0] * 2,
+    )
+    notices = untie(model)
+    assert [n.split("'")[1] for n in notices] == ["ones", "zeros"]
+    first, second = inputs_of(model).values()
+    names = [n for n in (*first, *second) if n not in ("x", "h")]
+    assert len(set(names)) == 8
+    assert {n.split(".")[0] for n in names} == {"ones", "zeros"}
+
+
+def test_a_statistic_of_one_channel_gets_its_own() -> None:
+    model, _ = read(
+        """g (float[n, 1, 3] x) => (float[n, 1, 3] y)
+        <float[1] s, float[1] b, float[1] mean, float[1] var>
+        {
+          [bn1] h = BatchNormalization(x, s, b, mean, var)
+          [bn2] y = BatchNormalization(h, s, b, mean, var)
+        }"""
+    )
+    untie(model)
+    assert inputs_of(model)["bn2"] == ["h", "s", "b", "mean.1", "var.1"]
+
+
 def test_each_scale_and_bias_gets_its_own() -> None:
     model, originals = read(MERGED, **CONSTANTS)
     notices = untie(model)
