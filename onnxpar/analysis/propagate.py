@@ -27,7 +27,7 @@ from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, structure
 from onnxpar.ops.rule import OpRule
-from onnxpar.sharding import Sharding
+from onnxpar.sharding import DimSharding, Sharding
 from onnxpar.symbols import symbols_of
 
 ROUNDS = 2
@@ -110,7 +110,7 @@ def _wishes(
             wanted: Sequence[Sharding | None] = plan.inputs
         else:
             sizes = factor_sizes(rule, view)
-            factors = {}
+            factors: dict[str, DimSharding] = {}
             for index, operand in enumerate(rule.outputs):
                 wish = wishes.get(node.outputs[index].name or "")
                 if wish is not None:

@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError, NodeError
+from onnxpar.mesh import Atoms
 from onnxpar.ops.local import LocalNode
 from onnxpar.passes.builder import INT64
 from onnxpar.passes.padding import block_start, fill_value, select, valid_count
@@ -142,6 +143,16 @@ def global_index(node: LocalNode, factor: str) -> ir.Value:
         length = length * size
         total = node.builder.reshape(total, [length])
     assert total is not None
+    return total
+
+
+def position(node: LocalNode, atoms: Atoms) -> ir.Value:
+    """Returns which of the parts that atoms cut is this rank's, first atom major, int64 [1]."""
+    total = node.builder.coord(atoms[0])
+    for atom in atoms[1:]:
+        size = node.builder.const([node.mesh.atoms[atom]])
+        total = node.op("Mul", total, size, dtype=INT64, shape=[1])
+        total = node.op("Add", total, node.builder.coord(atom), dtype=INT64, shape=[1])
     return total
 
 

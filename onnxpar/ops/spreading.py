@@ -1,0 +1,122 @@
+"""Local forms of transposed convolutions: ConvTranspose, and gradients by images.
+
+Element i of the operand adds to the results stride * i - before to that + extent - 1. A device
+takes the elements that add to its block of results, of which those at the ends add beyond the block
+too; that is cut away, by the operator's own padding where all devices cut away as much.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.ops.halo import Split, skipped, window
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.sliding import SAME, Spatial, constant, kernel_of, split_dims
+from onnxpar.symbols import Dim
+
+
+def transpose_dims(view: NodeView) -> tuple[Spatial, ...]:
+    """Returns the geometry of a ConvTranspose, as that of the convolution that it transposes.
+
+    Padding that follows from `output_shape` or `auto_pad` is half the total before, the smaller
+    half where `auto_pad` is SAME_UPPER and the greater elsewhere (ONNX operator specification).
+    """
+    kernel = kernel_of(view, 1)
+    rank = len(kernel)
+    strides = view.attr("strides") or [1] * rank
+    dilations = view.attr("dilations") or [1] * rank
+    pads = view.attr("pads") or [0] * (2 * rank)
+    extra = view.attr("output_padding") or [0] * rank
+    auto = str(view.attr("auto_pad", "NOTSET"))
+    found = []
+    for d in range(rank):
+        stride, dilation = int(strides[d]), int(dilations[d])
+        size, results = view.out_shape()[2 + d], view.shape(0)[2 + d]
+        before: int | None = int(pads[d])
+        after: int | None = int(pads[rank + d])
+        if auto == "VALID":
+            before = after = 0
+        if auto in SAME or view.attr("output_shape"):
+            extent = dilation * (kernel[d] - 1) + 1
+            total = constant(stride * (results - 1) + int(extra[d]) + extent - size, view.table)
+            before = after = None
+            if total is not None and total >= 0:
+                before = total // 2 if auto == "SAME_UPPER" else total - total // 2
+                after = total - before
+        found.append(Spatial(kernel[d], stride, dilation, before, after, size, results))
+    return tuple(found)
+
+
+def spread(
+    node: LocalNode, dims: Sequence[Spatial], group: int, bias: Sequence[ir.Value] = ()
+) -> ir.Value:
+    """Emits a transposed convolution of operand 0 with the weights that operand 1 is.
+
+    Args:
+        node: The node; its rule names the spatial factors as `axis_names` does.
+        dims: The geometry of the convolution that it transposes.
+        group: Local number of groups.
+        bias: The bias, where there is one.
+    """
+    x, shape = node.input(0), list(node.in_shape(0))
+    split = split_dims(node, dims)
+    out = list(node.out_shape())
+    made = list(out)
+    begins, ends, extra = [], [], []
+    slices: list[tuple[int, ir.Value | int, Dim]] = []
+    for d, dim in enumerate(dims):
+        begin: int | ir.Value = dim.before or 0
+        if d in split:
+            part = Split(2 + d, split[d], dim.results, dim.size, dim.spreading)
+            x, shape = window(node, x, shape, part, zero=node.zero[0])
+            begin = skipped(node, part)
+        total = (shape[2 + d] - 1) * dim.stride + dim.extent
+        if isinstance(begin, int):
+            rest = constant(total - begin - out[2 + d], node.view.table)
+            begins.append(begin)
+            ends.append(max(rest or 0, 0))
+            extra.append(max(-(rest or 0), 0))
+            if rest is None:
+                # It depends on the size how much is left over after the last step: at most a step.
+                extra[-1] = dim.stride - 1
+                made[2 + d] = total - begin + extra[-1]
+                slices.append((2 + d, 0, out[2 + d]))
+        else:
+            begins.append(0)
+            ends.append(0)
+            extra.append(0)
+            made[2 + d] = total
+            slices.append((2 + d, begin, out[2 + d]))
+    y = node.op(
+        "ConvTranspose",
+        x,
+        node.input(1),
+        *bias,
+        shape=made,
+        strides=[d.stride for d in dims],
+        dilations=[d.dilation for d in dims],
+        kernel_shape=[d.kernel for d in dims],
+        pads=[*begins, *ends],
+        output_padding=extra,
+        group=group,
+    )
+    for axis, begin, size in slices:
+        y = _kept(node, y, made, axis, begin, size)
+        made[axis] = size
+    return y
+
+
+def _kept(
+    node: LocalNode,
+    x: ir.Value,
+    shape: Sequence[Dim],
+    axis: int,
+    begin: ir.Value | int,
+    size: Dim,
+) -> ir.Value:
+    """Slices a number of elements off one dim."""
+    start = node.builder.const([begin]) if isinstance(begin, int) else begin
+    end = node.op("Add", start, node.builder.size(size), shape=[1])
+    kept = [*shape[:axis], size, *shape[axis + 1 :]]
+    return node.op("Slice", x, start, end, node.builder.const([axis]), shape=kept)
