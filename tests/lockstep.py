@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from sliding_reference import OPERATORS as SLIDING
 
 from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS, VERSION
 from onnxpar.ops.gradients.matmul import MICROSOFT
 from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
 from onnxpar.passes.cleanup import read_by
+from onnxpar.passes.closure import every_node
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.sharding import Component, DimSharding, Sharding, join, split
 from onnxpar.symbols import symbols_of
@@ -168,7 +170,7 @@ class Lockstep:
             [_info(v, memory[0][v.name or ""]) for v in entering],
             [_info(v, None) for v in leaving],
         )
-        called = {node.op_type for node in nodes if node.domain == DOMAIN}
+        called = {node.op_type for node in every_node(nodes) if node.domain == DOMAIN}
         model = onnx.helper.make_model(
             graph,
             opset_imports=[
@@ -307,7 +309,7 @@ class LayerNormalization(OpRun):  # type: ignore[misc]
         return y if bias is None else y + bias, mean, inverse.astype(kind)
 
 
-REFERENCE_OPS = [Erf, Gelu, FusedMatMul, LayerNormalization]
+REFERENCE_OPS = [*SLIDING, Erf, Gelu, FusedMatMul, LayerNormalization]
 
 
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:

@@ -12,8 +12,9 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.bodies import Body, BodyAnalysis, Port, Wiring, body_env
 from onnxpar.ops.fallback import refuse_random
+from onnxpar.ops.gradients.control import if_gradient, loop_body, scan_gradient
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import BY_BODY, OpDef
 from onnxpar.ops.rule import OpRule
 from onnxpar.passes.bodies import Known, partition_body
 from onnxpar.passes.closure import bodies_of, own_inputs
@@ -144,11 +145,16 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
     return local
 
 
-DEFS = tuple(
-    OpDef("", op_type, version, rule_by(wiring), local_by(wiring))
-    for op_type, version, wiring in (
-        ("If", 1, if_wiring),
-        ("Loop", 1, loop_wiring),
-        ("Scan", 9, scan_wiring),
-    )
+DEFS = (
+    OpDef("", "If", 1, rule_by(if_wiring), local_by(if_wiring), gradient=if_gradient),
+    OpDef(
+        "",
+        "Loop",
+        1,
+        rule_by(loop_wiring),
+        local_by(loop_wiring),
+        gradient=BY_BODY,
+        body=loop_body,
+    ),
+    OpDef("", "Scan", 9, rule_by(scan_wiring), local_by(scan_wiring), gradient=scan_gradient),
 )

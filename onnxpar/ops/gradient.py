@@ -7,9 +7,9 @@ read the node's operands and results, ask for further outputs that the forward o
 emits is divided later, as everything else is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
@@ -17,7 +17,40 @@ from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.body import GlobalNode
 from onnxpar.ops.functions import MIN_OPSET, Function
 from onnxpar.passes.builder import DOMAIN
+from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import Dim, dim_str
+
+
+class InnerGradients(Protocol):
+    """Differentiates the nodes of a body, for the gradients of control flow."""
+
+    def expand(
+        self, builder: GlobalBuilder, variables: Sequence[ir.Value], results: Sequence[ir.Value]
+    ) -> None:
+        """Replaces the nodes of the builder's graph that are differentiated by their body.
+
+        Args:
+            builder: Over the body.
+            variables: What is differentiated by.
+            results: What is differentiated.
+        """
+
+    def differentiate(
+        self,
+        builder: GlobalBuilder,
+        cotangents: Mapping[ir.Value, ir.Value],
+        variables: Sequence[ir.Value],
+    ) -> dict[ir.Value, ir.Value]:
+        """Appends the gradient of the nodes of the builder's graph.
+
+        Args:
+            builder: Over the body.
+            cotangents: The cotangent of each result that has one.
+            variables: What to differentiate by: inputs of the body, or values of outer graphs.
+
+        Returns:
+            The cotangent of each variable on which a result with a cotangent depends.
+        """
 
 
 @dataclass(frozen=True)
@@ -30,10 +63,12 @@ class GradNode(GlobalNode):
         cotangents: Cotangent of each output, of its shape and dtype; None where the loss does not
             depend on it.
         wanted: Indices of the inputs whose cotangent is needed; others may be left out.
+        inner: Differentiates bodies.
     """
 
     cotangents: tuple[ir.Value | None, ...]
     wanted: frozenset[int]
+    inner: InnerGradients
 
     # -- the node --------------------------------------------------------------------------------
 

@@ -70,9 +70,6 @@ class _Autodiff:
     env: ShapeEnv
     loss: str
     variables: Sequence[str]
-    links: dict[str, str] = field(default_factory=dict)
-    parts: dict[ir.Value, list[ir.Value]] = field(default_factory=dict)
-    done: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.model.graph
@@ -83,7 +80,6 @@ class _Autodiff:
                 f"gradients need opset {MIN_OPSET} at least, the model has {self.opset}"
             )
         self.builder = GlobalBuilder.over(graph, self.opset, self.env)
-        self.forward = list(graph)
         named = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
         self.sources: dict[str, ir.Value] = {}
         for name in self.variables:
@@ -94,27 +90,29 @@ class _Autodiff:
     def run(self) -> Differentiated:
         loss = self._find_loss()
         expand_by_body(self.model, self.builder, self.sources.values(), loss)
-        self.forward = list(self.model.graph)
-        dependent, stopped = self._dependent()
+        walk = _Backward(
+            self.builder,
+            list(self.model.graph),
+            list(self.sources.values()),
+            self.model.opset_imports,
+            repr(self.loss),
+        )
+        stopped = walk.stopped
         reached = self._reaching(loss)
         one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
-        self.parts[loss] = [one]
-        self.links[one.name or ""] = loss.name or ""
-        for node in reversed(self.forward):
-            if any(out in self.parts for out in node.outputs):
-                self._node(node, dependent)
+        walk.run({loss: one})
         gradients, unreached = {}, {}
         for name, value in self.sources.items():
-            if value in self.parts:
-                gradients[name] = self._output(name, value)
+            if value in walk.parts:
+                gradients[name] = self._output(walk, name, value)
             elif value in stopped & reached:
                 unreached[name] = "the loss depends on it only through what has no derivative"
             else:
                 unreached[name] = "the loss does not depend on it"
-        return Differentiated(self.builder.env, self.links, gradients, unreached)
+        return Differentiated(self.builder.env, walk.links, gradients, unreached)
 
     def _find_loss(self) -> ir.Value:
-        for node in self.forward:
+        for node in self.model.graph:
             for value in node.outputs:
                 if value.name == self.loss:
                     if value.dtype is None or not value.dtype.is_floating_point():
@@ -128,11 +126,68 @@ class _Autodiff:
             raise ModelError(f"loss {self.loss!r}: expected one element, got the shape {shape}")
         return (1,) * len(shape)
 
-    # -- what depends on what --------------------------------------------------------------------
+    def _reaching(self, loss: ir.Value) -> set[ir.Value]:
+        """Returns the values that the loss is computed from."""
+        found = {loss}
+        for node in reversed(self.model.graph):
+            if any(out in found for out in node.outputs):
+                found.update(read_by(node))
+        return found
+
+    def _output(self, walk: "_Backward", name: str, value: ir.Value) -> str:
+        """Makes the gradient of a variable an output of the graph and returns its name."""
+        self.builder.scope = name
+        total = walk.total(value)
+        assert total is not None
+        wanted = f"{GRADIENT_PREFIX}{name}"
+        shared = total.producer() is None or total in self.model.graph.outputs
+        if shared or len([p for p in walk.parts.values() if total in p]) > 1:
+            total = self.builder.op("Identity", total, shape=self.builder.shape_of(total))
+        if total.name != wanted:
+            link = walk.links.pop(total.name or "", name)
+            self.builder.rename(total, wanted)
+            walk.links[total.name or ""] = link
+        walk.links[total.name or ""] = name
+        self.model.graph.outputs.append(total)
+        return total.name or ""
+
+
+@dataclass
+class _Backward:
+    """The backward walk over the nodes of one graph.
+
+    Attributes:
+        builder: Where nodes are appended.
+        forward: The nodes, in their order.
+        sources: What is differentiated by.
+        opsets: Version of each domain.
+        what: What is differentiated, for people.
+    """
+
+    builder: GlobalBuilder
+    forward: Sequence[ir.Node]
+    sources: Sequence[ir.Value]
+    opsets: Mapping[str, int]
+    what: str
+    links: dict[str, str] = field(default_factory=dict)
+    parts: dict[ir.Value, list[ir.Value]] = field(default_factory=dict)
+    done: dict[ir.Value, ir.Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.varying, self.stopped = self._dependent()
+
+    def run(self, cotangents: Mapping[ir.Value, ir.Value]) -> None:
+        """Walks from values whose cotangents are given."""
+        for value, cotangent in cotangents.items():
+            self.parts.setdefault(value, []).append(cotangent)
+            self.links.setdefault(cotangent.name or "", value.name or "")
+        for node in reversed(self.forward):
+            if any(out in self.parts for out in node.outputs):
+                self._node(node, self.varying)
 
     def _dependent(self) -> tuple[set[ir.Value], set[ir.Value]]:
-        """Returns the values that vary with a variable, and the variables read where none does."""
-        varying: set[ir.Value] = set(self.sources.values())
+        """Returns the values that vary with a source, and the sources read where none does."""
+        varying: set[ir.Value] = set(self.sources)
         stopped: set[ir.Value] = set()
         for node in self.forward:
             read = [v for v in read_by(node) if v in varying]
@@ -148,37 +203,21 @@ class _Autodiff:
                     stopped.update(read)
         return varying, stopped
 
-    def _reaching(self, loss: ir.Value) -> set[ir.Value]:
-        """Returns the values that the loss is computed from."""
-        found = {loss}
-        for node in reversed(self.forward):
-            if any(out in found for out in node.outputs):
-                found.update(read_by(node))
-        return found
-
-    def _view(self, node: ir.Node) -> NodeView:
-        return NodeView(node, self.builder.env, self.opset)
-
     def _gradient(self, node: ir.Node) -> object:
         standard = node.domain in ("", "ai.onnx")
-        version = self.opset if standard else self.model.opset_imports.get(node.domain, 1)
+        version = self.builder.opset if standard else self.opsets.get(node.domain, 1)
         definition = REGISTRY.find(node.domain, node.op_type, version)
         if definition is None:
             return Missing(f"the operator {node.domain or 'onnx'}::{node.op_type} is not known")
         return definition.gradient
 
-    # -- the backward walk -----------------------------------------------------------------------
-
     def _node(self, node: ir.Node, varying: set[ir.Value]) -> None:
         wanted = frozenset(i for i, v in enumerate(node.inputs) if v is not None and v in varying)
-        captured = [v for v in read_by(node)[len(node.inputs) :] if v in varying]
-        if not wanted and not captured:
+        if not wanted:
             return
         gradient = self._gradient(node)
         if isinstance(gradient, NotDifferentiable):
             return
-        if captured:
-            gradient = Missing("its body reads values that vary with a trained parameter")
         if isinstance(gradient, Missing):
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}) has no gradient: {gradient.reason}; it is on "
@@ -187,8 +226,9 @@ class _Autodiff:
         assert callable(gradient)
         self.builder.scope = f"{node.name}/grad"
         self.builder.metadata = {GRADIENT_OF: node.name or ""}
-        cotangents = tuple(self._total(out) for out in node.outputs)
-        grad = GradNode(self._view(node), self.builder, cotangents, wanted)
+        cotangents = tuple(self.total(out) for out in node.outputs)
+        view = NodeView(node, self.builder.env, self.builder.opset)
+        grad = GradNode(view, self.builder, cotangents, wanted, _Inner(self.opsets, self.what))
         results = list(gradient(grad))
         for index in sorted(wanted):
             value, made = node.inputs[index], results[index] if index < len(results) else None
@@ -206,7 +246,7 @@ class _Autodiff:
                 f"{value.dtype} {want}, its rule made {made.dtype} {have}"
             )
 
-    def _total(self, value: ir.Value) -> ir.Value | None:
+    def total(self, value: ir.Value) -> ir.Value | None:
         """Returns the cotangent of a value: the sum of what its users contributed."""
         if value in self.done:
             return self.done[value]
@@ -223,23 +263,6 @@ class _Autodiff:
         self.done[value] = total
         return total
 
-    def _output(self, name: str, value: ir.Value) -> str:
-        """Makes the gradient of a variable an output of the graph and returns its name."""
-        self.builder.scope = name
-        total = self._total(value)
-        assert total is not None
-        wanted = f"{GRADIENT_PREFIX}{name}"
-        shared = total.producer() is None or total in self.model.graph.outputs
-        if shared or len([p for p in self.parts.values() if total in p]) > 1:
-            total = self.builder.op("Identity", total, shape=self.builder.shape_of(total))
-        if total.name != wanted:
-            link = self.links.pop(total.name or "", name)
-            self.builder.rename(total, wanted)
-            self.links[total.name or ""] = link
-        self.links[total.name or ""] = name
-        self.model.graph.outputs.append(total)
-        return total.name or ""
-
     def _path(self, node: ir.Node, varying: set[ir.Value]) -> str:
         """Names the nodes from the loss over `node` down to a variable."""
         names = [node.name or node.op_type]
@@ -255,4 +278,37 @@ class _Autodiff:
             else:
                 names.append(down.name or down.op_type)
         shown = names if len(names) <= 8 else [*names[:4], "…", *names[-3:]]
-        return f"{self.loss!r} <- … <- " + " <- ".join([*map(repr, shown), repr(end)])
+        return f"{self.what} <- … <- " + " <- ".join([*map(repr, shown), repr(end)])
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """Differentiates bodies; see `InnerGradients`."""
+
+    opsets: Mapping[str, int]
+    what: str
+
+    def expand(
+        self, builder: GlobalBuilder, variables: Sequence[ir.Value], results: Sequence[ir.Value]
+    ) -> None:
+        graph = builder.graph
+        graph.opset_imports.update(self.opsets)
+        model = ir.Model(graph, ir_version=10)
+        for value in results:
+            expand_by_body(model, builder, variables, value)
+
+    def differentiate(
+        self,
+        builder: GlobalBuilder,
+        cotangents: Mapping[ir.Value, ir.Value],
+        variables: Sequence[ir.Value],
+    ) -> dict[ir.Value, ir.Value]:
+        walk = _Backward(builder, list(builder.graph), variables, self.opsets, self.what)
+        walk.run(cotangents)
+        found = {}
+        for value in variables:
+            builder.scope = value.name or ""
+            total = walk.total(value)
+            if total is not None:
+                found[value] = total
+        return found

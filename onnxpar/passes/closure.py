@@ -7,7 +7,7 @@ where a node is written for a runtime. Constants of bodies are initializers of t
 names of a body's values and nodes are found nowhere else in the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -19,6 +19,14 @@ _GRAPH = ir.AttributeType.GRAPH
 def bodies_of(node: ir.Node) -> dict[str, ir.Graph]:
     """Returns the bodies of a node, by the name of the attribute."""
     return {a.name: a.as_graph() for a in node.attributes.values() if a.type == _GRAPH}
+
+
+def every_node(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """Yields nodes and those of their bodies, at any depth."""
+    for node in nodes:
+        yield node
+        for body in bodies_of(node).values():
+            yield from every_node(body)
 
 
 def captured_count(node: ir.Node) -> int:
@@ -122,15 +130,19 @@ def uncapture(graph: ir.Graph) -> None:
 
 
 def close_node(node: ir.Node) -> None:
-    """Appends to the operands of one node what its bodies capture, the latter being closed."""
-    before, values = own_inputs(node), captured(node)
-    node.resize_inputs(len(before) + len(values))
-    for index, value in enumerate(values):
-        node.replace_input_with(len(before) + index, value)
-    if values:
-        node.metadata_props[CAPTURED] = str(len(values))
-    else:
-        node.metadata_props.pop(CAPTURED, None)
+    """Appends to the operands of one node what its bodies capture, the latter being closed.
+
+    Operands that are there keep their places, what is no longer read among them.
+    """
+    count = captured_count(node)
+    known = list(node.inputs)[len(node.inputs) - count :]
+    new = [value for value in captured(node) if value not in known]
+    first = len(node.inputs)
+    node.resize_inputs(first + len(new))
+    for index, value in enumerate(new):
+        node.replace_input_with(first + index, value)
+    if count + len(new):
+        node.metadata_props[CAPTURED] = str(count + len(new))
 
 
 def open_node(

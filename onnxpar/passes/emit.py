@@ -16,6 +16,7 @@ from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.passes.cleanup import read_by
+from onnxpar.passes.closure import every_node
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.weight_layout import WeightLayout, layout
 
@@ -287,7 +288,7 @@ def _called_functions(pm: PartitionedModel) -> list[ir.Function]:
     """
     functions = dict(pm.source.functions)
     opset = pm.builder.opset
-    for node in pm.builder.nodes:
+    for node in every_node(pm.builder.nodes):
         made = FUNCTIONS.get(node.op_type) if node.domain == DOMAIN else None
         if made is not None and node.op_identifier() not in functions:
             functions[node.op_identifier()] = made.made(opset)

@@ -7,7 +7,7 @@ such as target shapes, its elements, so that inference need not run again.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.passes.builder import DOMAIN, INT64, ir_shape
-from onnxpar.symbols import Dim, SymbolTable, dim_str
+from onnxpar.passes.closure import bodies_of
+from onnxpar.symbols import Dim, SymbolTable, dim_str, symbols_of
 
 SIZES = "Sizes"
 """Operator of the global graph, without operands: sizes that are expressions in the symbols."""
@@ -40,6 +41,7 @@ class GlobalBuilder:
         scope: Prefix of the names of new nodes.
         metadata: Metadata of new nodes.
         before: The node of the graph before which new nodes stand; None: they stand at the end.
+        outermost: The graph that holds the constants of a body; None where that is `graph`.
     """
 
     graph: ir.Graph
@@ -50,6 +52,7 @@ class GlobalBuilder:
     scope: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
     before: ir.Node | None = None
+    outermost: ir.Graph | None = None
     _names: dict[str, int] = field(default_factory=dict)
     _node_names: dict[str, int] = field(default_factory=dict)
     _consts: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
@@ -60,12 +63,19 @@ class GlobalBuilder:
         """Returns a builder that appends to a graph whose shapes are known."""
         builder = GlobalBuilder(graph, opset, env.table, dict(env.shapes), dict(env.contents))
         values = [*graph.inputs, *graph.initializers.values()]
-        for node in graph:
+        for node in ir.traversal.RecursiveGraphIterator(graph):
             builder._node_names[node.name or ""] = 0
             values += node.outputs
+            for body in bodies_of(node).values():
+                values.extend(body.inputs)
         for value in values:
             builder._names[value.name or ""] = 0
         return builder
+
+    def nested(self, body: ir.Graph) -> "GlobalBuilder":
+        """Returns a builder that appends to a body; names, shapes and constants are shared."""
+        outermost = self.graph if self.outermost is None else self.outermost
+        return replace(self, graph=body, before=None, outermost=outermost, _shape_values={})
 
     @property
     def env(self) -> ShapeEnv:
@@ -77,6 +87,10 @@ class GlobalBuilder:
     def fresh(self, hint: str) -> str:
         """Returns a name that no other value of the graph has, beginning with `hint`."""
         return _fresh(self._names, hint)
+
+    def fresh_node(self, hint: str) -> str:
+        """Returns a name that no other node of the graph has, beginning with `hint`."""
+        return _fresh(self._node_names, hint)
 
     def rename(self, value: ir.Value, name: str) -> None:
         """Gives a value a name beginning with `name`, and moves what is known of it there."""
@@ -178,7 +192,8 @@ class GlobalBuilder:
             self.declare(value, kind, data.shape)
             if data.dtype.kind in "iu":
                 self.contents[name] = tuple(int(x) for x in data.ravel())
-            self.graph.register_initializer(value)
+            holder = self.graph if self.outermost is None else self.outermost
+            holder.register_initializer(value)
             self._consts[key] = value
         return self._consts[key]
 
@@ -187,6 +202,10 @@ class GlobalBuilder:
         shape = self.shape_of(value)
         if all(isinstance(d, int) for d in shape):
             return self.const(np.array([int(d) for d in shape], np.int64))
+        known = all(name in self.table for d in shape for name in symbols_of(d))
+        if known and self.outermost is not None:
+            # In a body, so that the value need not be kept from step to step for its shape.
+            return self.sizes(shape)
         if value not in self._shape_values:
             made = self.op("Shape", value, dtype=INT64, shape=[len(shape)])
             self.contents[made.name or ""] = tuple(shape)

@@ -159,13 +159,13 @@ def test_an_old_opset_is_refused() -> None:
         differentiate(model, env, "loss", ["x"])
 
 
-def test_a_body_that_reads_what_varies_is_refused() -> None:
+def test_a_loop_that_a_condition_may_end_is_refused() -> None:
     model, env = read(
         """h = Mul(x, x)
-           a = If(c) <then_branch = t () => (double[4] p) { p = Neg(h) },
-                      else_branch = e () => (double[4] q) { q = Abs(h) }>
+           a = Loop(m, c, h) <body = b (int64 i, bool go, double[4] s) => (bool on, double[4] t)
+               { t = Mul(s, h) n = ReduceSum<keepdims=0>(t) on = Less(n, n) }>
            loss = ReduceSum<keepdims=0>(a)""",
-        "bool c, double[4] x",
+        "int64 m, bool c, double[4] x",
     )
-    with pytest.raises(ModelError, match=r"\(If\) has no gradient"):
+    with pytest.raises(ModelError, match=r"\(Loop\): .* a condition may end it"):
         differentiate(model, env, "loss", ["x"])
