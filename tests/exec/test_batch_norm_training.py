@@ -1,0 +1,165 @@
+"""Networks with BatchNormalization train as PyTorch trains them, running statistics included."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx.parser
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+from training_cases import batch_of, cut, hyper
+
+from onnxpar.errors import ModelError
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.tensor_file import read_tensors
+from onnxpar_runtime.training.commands import save
+from onnxpar_runtime.training.group import TrainerGroup
+
+Array = NDArray[Any]
+STEPS = 6
+MOMENTUM = 0.75  # PyTorch's is 1 - 0.75
+LR = 0.05
+WEIGHTS = {
+    "fc1": (8, 6),
+    "bn1.s": (6,),
+    "bn1.b": (6,),
+    "bn1.m": (6,),
+    "bn1.v": (6,),
+    "fc2": (6, 10),
+    "bn2.s": (10,),
+    "bn2.b": (10,),
+    "bn2.m": (10,),
+    "bn2.v": (10,),
+}
+STATISTICS = ["bn1.m", "bn1.v", "bn2.m", "bn2.v"]
+EXPORTED = f"""
+[fc1] h0 = MatMul(x, fc1)
+[bn1] h1 = BatchNormalization<momentum={MOMENTUM}>(h0, bn1.s, bn1.b, bn1.m, bn1.v)
+[relu] h2 = Relu(h1)
+[fc2] h3 = MatMul(h2, fc2)
+[bn2] y = BatchNormalization<momentum={MOMENTUM}>(h3, bn2.s, bn2.b, bn2.m, bn2.v)"""
+
+
+def model(opset: int = 18) -> ir.Model:
+    """Two layers, each with a BatchNormalization in inference form."""
+    text = EXPORTED
+    for name in WEIGHTS:
+        text = text.replace(name, name.replace(".", "_"))  # the text form has no dots in names
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": {opset}]> g (float[n, 8] x) => (float[n, 10] y) '
+        f"{{ {text.replace('[fc1]', '[a]').replace('[fc2]', '[b]')} }}"
+    )
+    rng = np.random.default_rng(0)
+    for name, shape in WEIGHTS.items():
+        low = 0.5 if name.endswith((".s", ".v")) else -0.5
+        array = rng.uniform(low, low + 1, shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name.replace(".", "_")))
+    return ir.from_proto(proto)
+
+
+def named(name: str) -> str:
+    return name.replace(".", "_")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "opset"), [("dp=2", 13), ("tp=2", 18), ("dp=3", 18), ("dp=2,tp=2", 18)]
+)
+def test_steps_equal_pytorchs(strategy: str, opset: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    out = cut(tmp_path / "out", model(opset), strategy)
+    arrays = {
+        name: model().graph.initializers[named(name)].const_value.numpy().copy()  # type: ignore[union-attr]
+        for name in WEIGHTS
+    }
+    w = {name: torch.tensor(a) for name, a in arrays.items()}
+    trained = [w[name].requires_grad_() for name in WEIGHTS if name not in STATISTICS]
+    optimizer = torch.optim.SGD(trained, lr=LR)
+
+    def forward(x: Any, *, training: bool) -> Any:
+        for layer in "12":
+            x = torch.as_tensor(x) @ w[f"fc{layer}"]
+            m, v, s, b = (w[f"bn{layer}.{part}"] for part in "mvsb")
+            n = len(x)
+            # The backward pass reads what it was given.
+            mean, variance = m.clone(), v.clone()
+            x = functional.batch_norm(x, mean, variance, s, b, training, 1 - MOMENTUM)
+            if training:
+                # PyTorch mixes the unbiased variance in; ONNX's is that of the population.
+                population = (variance - v * MOMENTUM) * (n - 1) / n
+                w[f"bn{layer}.m"], w[f"bn{layer}.v"] = mean, v * MOMENTUM + population
+            x = torch.relu(x) if layer == "1" else x
+        return x
+
+    rng = np.random.default_rng(1)
+    with TrainerGroup(out) as group:
+        for step in range(1, STEPS + 1):
+            batches = [batch_of(out, rng, n=n) for n in ((7, 12) if step % 2 else (9,))]
+            total = sum(len(b["x"]) for b in batches)
+            optimizer.zero_grad()
+            expected = 0.0
+            for batch in batches:
+                logits = forward(batch["x"], training=True)
+                labels = torch.tensor(batch["labels"])
+                loss = functional.cross_entropy(logits, labels, reduction="sum") / total
+                loss.backward()
+                expected += float(loss.detach())
+            optimizer.step()
+            found = group.train_step(batches, hyper("sgd", step, lr=LR))
+            assert found.loss == pytest.approx(expected, rel=1e-5)
+        for name, tensor in w.items():
+            got = group.gather(named(name))
+            # Six steps of sums over at most 12 rows.
+            np.testing.assert_allclose(got, tensor.detach().numpy(), rtol=2e-5, atol=2e-6)
+        batch = batch_of(out, rng, n=11)
+        logits = forward(batch["x"], training=False)
+        expected = float(functional.cross_entropy(logits, torch.tensor(batch["labels"])).detach())
+        assert group.evaluate(batch)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_statistics_are_saved_loaded_and_reset(tmp_path: Path) -> None:
+    out = cut(tmp_path / "out", model(), "dp=2,tp=2")
+    file = tmp_path / "trained.safetensors"
+    rng = np.random.default_rng(1)
+    with TrainerGroup(out) as group:
+        first = {name: group.gather(named(name)) for name in STATISTICS}
+        group.train_step([batch_of(out, rng, n=8)], hyper("sgd", 1))
+        trained = {name: group.gather(named(name)) for name in STATISTICS}
+        assert all((first[name] != trained[name]).any() for name in STATISTICS)
+        group.each(lambda rank: save(group.members[rank], file))
+        saved = {name: array.copy() for name, array in read_tensors(file).items()}
+        assert set(saved) == set(map(named, WEIGHTS))
+        group.reset()
+        for name in STATISTICS:
+            np.testing.assert_array_equal(group.gather(named(name)), first[name])
+        group.each(lambda rank: group.members[rank].load_parameters(saved))
+        for name in STATISTICS:
+            np.testing.assert_array_equal(group.gather(named(name)), trained[name])
+            assert named(name) in group.members[0].statistics()
+
+
+def test_the_manifest_says_what_is_kept(tmp_path: Path) -> None:
+    manifest = Manifest.load(cut(tmp_path / "out", model(), "dp=2"))
+    training = manifest.trained()
+    kept = [name for name, state in training.states.items() if state.kind == "statistic"]
+    assert kept == [named(name) for name in STATISTICS]
+    program = manifest.program("training_model")
+    assert set(kept) < set(program.state_inputs)
+    assert {o.state for o in program.state_outputs} > set(kept)
+    assert set(kept) < set(manifest.program("eval_model").state_inputs)
+    (notice,) = training.notices
+    assert notice.startswith("2 BatchNormalization nodes ('bn1', …) were exported for inference")
+
+
+def test_frozen_statistics_do_not_change(tmp_path: Path) -> None:
+    out = cut(tmp_path / "out", model(), "dp=2", freeze=("bn1_*",))
+    training = Manifest.load(out).trained()
+    kept = [name for name, state in training.states.items() if state.kind == "statistic"]
+    assert kept == ["bn2_m", "bn2_v"]
+    assert any("('bn1') keep to their running statistics" in text for text in training.notices)
+
+
+def test_the_oldest_opset_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="expected a model of opset 13 or newer"):
+        cut(tmp_path / "out", model(12), "dp=2")
