@@ -7,6 +7,7 @@ size, and the shape of every value is inferred as an expression in those names.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -23,6 +24,7 @@ from onnx_shape_inference import (
 from onnxpar.errors import ModelError
 from onnxpar.ops.control_inference import BRANCHES
 from onnxpar.ops.inference import correct_inference
+from onnxpar.ops.limits import size_limits
 from onnxpar.passes.closure import (
     close,
     hand_on_results,
@@ -272,7 +274,7 @@ def _name_dims(graph: ir.Graph) -> None:
 
 
 def symbol_table(model: ir.Model, constraints: Mapping[str, Symbol]) -> SymbolTable:
-    """Returns the symbols of a model's inputs, with the user's constraints on some of them.
+    """Returns the symbols of a model's inputs, with constraints of the user's and the model's own.
 
     Raises:
         ModelError: A constraint is on a name that no input dim has.
@@ -285,4 +287,9 @@ def symbol_table(model: ir.Model, constraints: Mapping[str, Symbol]) -> SymbolTa
     for name in constraints:
         if name not in names:
             raise ModelError(f"symbol {name!r}: no input of the model has it; there are {names}")
-    return SymbolTable({name: constraints.get(name, Symbol()) for name in names})
+    found = {name: constraints.get(name, Symbol()) for name in names}
+    for name, most in size_limits(model.graph).items():
+        symbol = found.get(name)
+        if symbol is not None and symbol.min < most and not symbol.min < symbol.max <= most:
+            found[name] = replace(symbol, max=most)
+    return SymbolTable(found)

@@ -109,3 +109,30 @@ def test_a_value_made_twice_is_named(tmp_path: Path) -> None:
     onnx.save(proto, path)
     with pytest.raises(ModelError, match="'a'"):
         load(path)
+
+
+CUT_TABLE = """
+g (float[batch, seq, 2] x) => (float[batch, seq, 2] y)
+<int64[1] zero = {0}, int64[1] axis = {1}> {
+  size = Shape <start = 1, end = 2> (x)
+  cut = Slice(table, zero, size, axis)
+  y = Add(x, cut)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "most"),
+    [(Symbol(), 8, 8), (Symbol(max=5), 8, 5), (Symbol(max=50, min=2), 8, 8), (Symbol(), 1, 0)],
+)
+def test_a_table_that_is_cut_to_a_length_limits_it(given: Symbol, rows: int, most: int) -> None:
+    model = read(CUT_TABLE)
+    table = np.zeros((1, rows, 2), np.float32)
+    value = ir.Value(name="table", const_value=ir.tensor(table, name="table"))
+    model.graph.register_initializer(value)
+    for node in model.graph:
+        if node.op_type == "Slice":
+            node.replace_input_with(0, value)
+    symbols = symbol_table(normalise(model), {"seq": given})
+    assert symbols["seq"] == Symbol(max=most, min=given.min)
+    assert symbols["batch"] == Symbol()
