@@ -18,7 +18,8 @@ Clauses after `;`:
     special: v                    a split needs the operator's own local algorithm
     scaled: h                     special, and of another size in each operand, as the height of an
                                   image and of what a convolution makes of it: the same atoms
-                                  split each of these dims, by its own size
+                                  split each of these dims, by its own size; after `sum: h` it
+                                  stays reduced
     linear: sum 0+1, max 0        operands 0 and 1 together, or 0 alone, may stay partial
 
 A factor without a clause is parallel: local results are shards of the global result.
@@ -64,8 +65,8 @@ class OpRule:
         linear: `(reduction, operands)`: those operands may be partial together, all others being
             whole over the partial atoms; the outputs are then partial in the same way.
         sizes: Sizes of the factors that stand only in merged dims.
-        scaled: The special factors that have another size in each operand, and are a dim of their
-            own there. Their one size, where one is asked for, is that of the first output.
+        scaled: The special or reduced factors that have another size in each operand, and are a dim
+            of their own there. Their one size, where one is asked for, is that of the first output.
     """
 
     inputs: tuple[Operand, ...]
@@ -132,6 +133,9 @@ def _parse(text: str) -> OpRule:
         for factor in rest.split():
             if factor not in kinds:
                 raise RuleError(f"rule {text!r}: clause {clause!r} names no factor of the rule")
+            if head == SCALED and kinds[factor] in REDUCTIONS:
+                scaled.add(factor)
+                continue
             if kinds[factor] != PARALLEL:
                 raise RuleError(f"rule {text!r}: factor {factor!r} has two kinds")
             kinds[factor] = SPECIAL if head == SCALED else head
@@ -197,7 +201,9 @@ def format_rule(rule: OpRule) -> str:
 
     text = f"{', '.join(map(show, rule.inputs))} -> {', '.join(map(show, rule.outputs))}"
     for kind in (*REDUCTIONS, WHOLE, SPECIAL):
-        names = [f for f, k in rule.kinds.items() if k == kind and f not in rule.scaled]
+        names = [f for f, k in rule.kinds.items() if k == kind]
+        if kind == SPECIAL:
+            names = [f for f in names if f not in rule.scaled]
         if names:
             text += f"; {kind}: {' '.join(names)}"
     if rule.scaled:

@@ -13,6 +13,7 @@ GOOD = (
     "v d, i j -> i j d; sum: v",
     "a c -> a c; special: c",
     "n c h w, m c k l -> n m h w; sum: c; whole: k l; scaled: h w",
+    "n c h, n m h -> m c k; sum: n h; whole: k; scaled: h",
     "m k, ., * -> m k, -; whole: m",
     "-> ",
 )

@@ -1,0 +1,215 @@
+"""Convolutions and pools in numpy, in any type: onnx.reference has some of their forms only."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx.reference.op_run import OpRun
+
+Array = NDArray[Any]
+
+
+class _Geometry:
+    """Padding of an image, and what each element of the kernel meets of it."""
+
+    def __init__(
+        self,
+        image: Sequence[int],
+        kernel: Sequence[int],
+        strides: Sequence[int] | None,
+        dilations: Sequence[int] | None,
+        pads: Sequence[int] | None,
+        auto_pad: str,
+        ceil_mode: int = 0,
+    ) -> None:
+        rank = len(kernel)
+        self.kernel = kernel
+        self.strides = list(strides or [1] * rank)
+        self.dilations = list(dilations or [1] * rank)
+        given = list(pads or [0] * (2 * rank))
+        self.before, self.after = given[:rank], given[rank:]
+        self.extent = [d * (k - 1) + 1 for d, k in zip(self.dilations, kernel, strict=True)]
+        self.results = []
+        for d, size in enumerate(image):
+            stride, extent = self.strides[d], self.extent[d]
+            if auto_pad == "VALID":
+                self.before[d] = self.after[d] = 0
+            if auto_pad.startswith("SAME"):
+                total = max((-(-size // stride) - 1) * stride + extent - size, 0)
+                small = total // 2
+                self.before[d] = small if auto_pad == "SAME_UPPER" else total - small
+                self.after[d] = total - self.before[d]
+            room = size + self.before[d] + self.after[d] - extent
+            count = (-(-room // stride) if ceil_mode else room // stride) + 1
+            # A window that begins in the padding after the image is none.
+            if ceil_mode and (count - 1) * stride >= size + self.before[d]:
+                count -= 1
+            self.results.append(count)
+        self.reach = [
+            max((r - 1) * s + e, b + size + a)
+            for r, s, e, b, size, a in zip(
+                self.results, self.strides, self.extent, self.before, image, self.after, strict=True
+            )
+        ]
+
+    def padded(self, x: Array, fill: Any) -> Array:
+        whole = np.full([*x.shape[:2], *self.reach], fill, x.dtype)
+        ends = zip(self.before, x.shape[2:], strict=True)
+        whole[(slice(None), slice(None), *(slice(b, b + n) for b, n in ends))] = x
+        return whole
+
+    def taps(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+        for place in product(*(range(k) for k in self.kernel)):
+            cuts = (
+                slice(p * d, p * d + (r - 1) * s + 1, s)
+                for p, d, r, s in zip(
+                    place, self.dilations, self.results, self.strides, strict=True
+                )
+            )
+            yield place, (Ellipsis, *cuts)
+
+
+class Conv(OpRun):  # type: ignore[misc]
+    """Conv."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        w: Array,
+        b: Array | None = None,
+        auto_pad: str = "NOTSET",
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        kernel_shape: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> tuple[Array]:
+        g = _Geometry(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad or "NOTSET")
+        group = group or 1
+        whole = g.padded(x, 0).reshape([len(x), group, -1, *g.reach])
+        weights = w.reshape([group, -1, *w.shape[1:]])
+        y = np.zeros([len(x), group, weights.shape[1], *g.results], x.dtype)
+        for place, cut in g.taps():
+            tap = weights[(..., *place)]
+            y += np.einsum("gmc,ngc...->ngm...", tap, whole[cut])
+        y = y.reshape([len(x), -1, *g.results])
+        return (y if b is None else y + b.reshape([-1, *[1] * len(g.kernel)]),)
+
+
+class ConvTranspose(OpRun):  # type: ignore[misc]
+    """ConvTranspose."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        w: Array,
+        b: Array | None = None,
+        auto_pad: str = "NOTSET",
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        kernel_shape: Sequence[int] | None = None,
+        output_padding: Sequence[int] | None = None,
+        output_shape: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> tuple[Array]:
+        rank = x.ndim - 2
+        strides, dilations = strides or [1] * rank, dilations or [1] * rank
+        extra, group = output_padding or [0] * rank, group or 1
+        given = list(pads or [0] * (2 * rank))
+        full = [
+            s * (n - 1) + e + d * (k - 1) + 1
+            for s, n, e, d, k in zip(
+                strides, x.shape[2:], extra, dilations, w.shape[2:], strict=True
+            )
+        ]
+        if output_shape or (auto_pad or "").startswith("SAME"):
+            wanted = output_shape or [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+            total = [f - o for f, o in zip(full, wanted, strict=True)]
+            half = [t // 2 for t in total]
+            if auto_pad != "SAME_UPPER":
+                half = [t - h for t, h in zip(total, half, strict=True)]
+            given = [*half, *(t - n for t, n in zip(total, half, strict=True))]
+        image = x.reshape([len(x), group, -1, *x.shape[2:]])
+        weights = w.reshape([group, -1, *w.shape[1:]])
+        y = np.zeros([len(x), group, w.shape[1], *full], x.dtype)
+        for place in product(*(range(k) for k in w.shape[2:])):
+            cut = (
+                slice(p * d, p * d + (n - 1) * s + 1, s)
+                for p, d, n, s in zip(place, dilations, x.shape[2:], strides, strict=True)
+            )
+            tap = weights[(..., *place)]
+            y[(Ellipsis, *cut)] += np.einsum("gmc,ngm...->ngc...", tap, image)
+        y = y.reshape([len(x), -1, *full])
+        ends = zip(given[:rank], given[rank:], full, strict=True)
+        y = y[(slice(None), slice(None), *(slice(a, n - z) for a, z, n in ends))]
+        return (y if b is None else y + b.reshape([-1, *[1] * rank]),)
+
+
+class MaxPool(OpRun):  # type: ignore[misc]
+    """MaxPool, with indices in row-major order."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        auto_pad: str = "NOTSET",
+        ceil_mode: int = 0,
+        dilations: Sequence[int] | None = None,
+        kernel_shape: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        storage_order: int = 0,
+        strides: Sequence[int] | None = None,
+    ) -> tuple[Array, ...]:
+        if storage_order:
+            raise NotImplementedError("column-major indices")
+        assert kernel_shape is not None
+        g = _Geometry(
+            x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad or "NOTSET", ceil_mode
+        )
+        place = np.broadcast_to(np.arange(x.size).reshape(x.shape), x.shape)
+        whole, where = g.padded(x, -np.inf), g.padded(place, -1)
+        values = np.stack([whole[cut] for _, cut in g.taps()])
+        best = np.argmax(values, axis=0)[None]
+        indices = np.stack([where[cut] for _, cut in g.taps()])
+        y, at = (np.take_along_axis(a, best, 0)[0] for a in (values, indices))
+        return (y, at)[: len(self.onnx_node.output)]
+
+
+class AveragePool(OpRun):  # type: ignore[misc]
+    """AveragePool."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        auto_pad: str = "NOTSET",
+        ceil_mode: int = 0,
+        count_include_pad: int = 0,
+        dilations: Sequence[int] | None = None,
+        kernel_shape: Sequence[int] | None = None,
+        pads: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> tuple[Array]:
+        assert kernel_shape is not None
+        g = _Geometry(
+            x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad or "NOTSET", ceil_mode
+        )
+        counted = g.padded(np.ones_like(x), 0)
+        if count_include_pad:
+            ends = zip(g.before, x.shape[2:], g.after, strict=True)
+            counted[(..., *(slice(0, b + n + a) for b, n, a in ends))] = 1
+        whole = g.padded(x, 0)
+        total = sum(whole[cut] for _, cut in g.taps())
+        return (total / sum(counted[cut] for _, cut in g.taps()),)
+
+
+OPERATORS = [Conv, ConvTranspose, MaxPool, AveragePool]
