@@ -52,6 +52,7 @@ class GraphWriter:
         self._inputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._weights: dict[str, ir.Value] = {}
+        self._domains: set[str] = {""}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
     def input(self, name: str, dtype: ir.DataType, dims: Dims) -> ir.Value:
@@ -66,24 +67,38 @@ class GraphWriter:
         inputs: Sequence[ir.Value | None],
         name: str,
         outputs: int,
+        *,
+        domain: str = "",
+        absent: Sequence[int] = (),
         **attributes: Attribute,
     ) -> tuple[ir.Value, ...]:
-        """Append one node with that many outputs, named `<node>_output_<i>`."""
+        """Append one node with that many outputs, named `<node>_output_<i>`.
+
+        Outputs that are `absent` have no name: the node does not make them.
+        """
+        names = ["" if i in absent else f"{name}_output_{i}" for i in range(outputs)]
         node = ir.node(
             op_type,
             inputs,
             attributes or None,
-            outputs=[ir.val(f"{name}_output_{i}") for i in range(outputs)],
+            domain=domain,
+            outputs=[ir.val(n) for n in names],
             name=name,
         )
+        self._domains.add(domain)
         self._nodes.append(node)
         return tuple(node.outputs)
 
     def op(
-        self, op_type: str, *inputs: ir.Value | None, name: str, **attributes: Attribute
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        name: str,
+        domain: str = "",
+        **attributes: Attribute,
     ) -> ir.Value:
         """Append one node with one output and return that output."""
-        return self.ops(op_type, inputs, name, 1, **attributes)[0]
+        return self.ops(op_type, inputs, name, 1, domain=domain, **attributes)[0]
 
     def constant(self, value: npt.ArrayLike, dtype: npt.DTypeLike) -> ir.Value:
         """The output of a Constant node; equal constants share one node."""
@@ -108,19 +123,30 @@ class GraphWriter:
         """A float32 initializer drawn from a normal distribution; one name is one tensor."""
         if name in self._weights:
             raise ValueError(f"weight {name!r} is defined twice")
-        # Keyed by the name, so that an option which adds a weight changes none of the others.
-        key = [self._seed, zlib.crc32(name.encode())]
 
         def draw() -> ir.TensorProtocol:
-            sample = np.random.default_rng(key).standard_normal(shape, dtype=np.float32)
-            sample *= np.float32(std)
-            sample += np.float32(mean)
-            return ir.Tensor(sample, name=name)
+            return ir.Tensor(self.normal(name, shape, std) + np.float32(mean), name=name)
 
         tensor = ir.LazyTensor(draw, ir.DataType.FLOAT, ir.Shape(shape), name=name)
         value = ir.val(name, ir.DataType.FLOAT, shape, const_value=tensor)
         self._weights[name] = value
         return value
+
+    def table(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
+        """An initializer with this content: bytes of a quantised weight, angles, scales."""
+        if name in self._weights:
+            raise ValueError(f"weight {name!r} is defined twice")
+        tensor = ir.tensor(array, name=name)
+        self._weights[name] = ir.val(name, tensor.dtype, array.shape, const_value=tensor)
+        return self._weights[name]
+
+    def normal(self, name: str, shape: tuple[int, ...], std: float) -> npt.NDArray[np.float32]:
+        """What `weight` draws for this name around 0; to be quantised, say."""
+        # Keyed by the name, so that an option which adds a weight changes none of the others.
+        key = [self._seed, zlib.crc32(name.encode())]
+        sample = np.random.default_rng(key).standard_normal(shape, dtype=np.float32)
+        sample *= np.float32(std)
+        return sample
 
     def model(self, outputs: Mapping[str, tuple[ir.Value, Dims]], name: str) -> ir.Model:
         """The finished float32 model; `outputs` gives each result its name and dims."""
@@ -133,7 +159,7 @@ class GraphWriter:
             [value for value, _ in outputs.values()],
             nodes=self._nodes,
             initializers=list(self._weights.values()),
-            opset_imports={"": OPSET},
+            opset_imports={d: 1 if d else OPSET for d in sorted(self._domains)},
             name=name,
         )
         return ir.Model(graph, ir_version=IR_VERSION, producer_name=f"models/{name}.py")

@@ -13,6 +13,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from onnxpar.analysis.choose import Chooser, Situation, leaving
+from onnxpar.analysis.entering import entering
 from onnxpar.analysis.plan import (
     NodePlan,
     Plan,
@@ -79,7 +80,7 @@ def propagate(
     for _ in range(ROUNDS):
         plan = _Walk(model, env, rules, seeds, parts, wishes, links or {}, decided).run(nodes)
         wishes = _wishes(nodes, rules, plan.nodes, seeds)
-    return plan
+    return entering(plan, nodes, model.graph.outputs, seeds, env.table)
 
 
 def _pinned(nodes: Sequence[ir.Node], rules: Rules, seeds: Seeds) -> dict[str, NodePlan]:

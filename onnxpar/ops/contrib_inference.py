@@ -1,7 +1,12 @@
-"""Shape inference of contrib operators that `onnx-shape-inference` does not know, or not fully."""
+"""What ONNX and `onnx-shape-inference` do not know of onnxruntime's own operators."""
 
+import onnx
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext
+import sympy
+from onnx.defs import OpSchema
+from onnx_shape_inference import ShapeInferenceContext, registry
+
+from onnxpar.symbols import as_dim, dim_str
 
 MICROSOFT = "com.microsoft"
 
@@ -31,8 +36,71 @@ def infer_gather_block_quantized(context: ShapeInferenceContext, node: ir.Node) 
     context.set_shape_and_dtype(node.outputs[0], shape, scales.dtype)
 
 
+def infer_group_query_attention(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """GroupQueryAttention: the cache grows to the total length, or is as long as it was.
+
+    The library takes it to grow by the new tokens, which a cache of full length does not.
+    """
+    _LIBRARY_GROUPED(context, node)
+    past, total = node.inputs[3], node.inputs[6]
+    sizes = None if total is None else context.get_symbolic_value(total)
+    length: int | ir.SymbolicDim | None = None
+    if sizes is not None and len(sizes) == 1:
+        length = _longer(past.shape[2] if past and past.shape else 0, sizes[0])
+    for output in node.outputs[1:3]:
+        if output.shape is not None and not node.attributes.get_int("sliding_window_cache", 0):
+            dims = list(output.shape)
+            dims[2] = context.new_symbolic_dim() if length is None else length
+            output.shape = ir.Shape(dims)
+
+
+def _longer(past: int | ir.SymbolicDim, total: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:
+    texts = [d if isinstance(d, int) else d.value for d in (past, total)]
+    if None in texts:
+        return None
+    length = as_dim(sympy.Max(*(sympy.sympify(as_dim(t)) for t in texts if t is not None)))
+    return length if isinstance(length, int) else ir.SymbolicDim(dim_str(length))
+
+
+registry.collect()
+_GROUPED = registry.get(MICROSOFT, "GroupQueryAttention", 1)
+assert _GROUPED is not None, "onnx-shape-inference has no GroupQueryAttention"
+_LIBRARY_GROUPED = _GROUPED
+
 INFERENCE = (
+    ("GroupQueryAttention", infer_group_query_attention),
     ("MatMulBnb4", infer_matmul_bnb4),
     ("GatherBlockQuantized", infer_gather_block_quantized),
 )
 """Operators of the domain `com.microsoft`, version 1."""
+
+
+def correct_schemas() -> None:
+    """Tells ONNX, once a process, of what onnxruntime defines in ONNX's own domain.
+
+    Its optimiser and its exporters of language models put SimplifiedLayerNormalization there,
+    which ONNX's checker would refuse.
+    """
+    if onnx.defs.has(_SIMPLIFIED):
+        return
+    floats = ["tensor(float16)", "tensor(bfloat16)", "tensor(float)", "tensor(double)"]
+    parameter, optional = OpSchema.FormalParameter, OpSchema.FormalParameterOption.Optional
+    defaults = {"axis": -1, "epsilon": 1e-5, "stash_type": 1}
+    onnx.defs.register_schema(
+        OpSchema(
+            _SIMPLIFIED,
+            "",
+            1,
+            "Division by the root of the mean square, and a scale (onnxruntime's own).",
+            inputs=[parameter("X", "T"), parameter("scale", "V")],
+            outputs=[parameter("Y", "V"), parameter("inv_std_dev", "U", param_option=optional)],
+            type_constraints=[(name, floats, "") for name in ("T", "U", "V")],
+            attributes=[
+                OpSchema.Attribute(name, onnx.helper.make_attribute(name, value))
+                for name, value in defaults.items()
+            ],
+        )
+    )
+
+
+_SIMPLIFIED = "SimplifiedLayerNormalization"

@@ -1,8 +1,8 @@
 """Attention heads as factors: how the dims of queries, keys and values are named in a rule.
 
 A hidden dim of an operand with three dims is `(h g d)`: h heads of keys and values, g queries to
-each of them (grouped-query attention, Ainslie et al., 2023), d numbers in a head. A split of h splits
-queries, keys and values alike; a split of g splits the queries and repeats keys and values.
+each of them (grouped-query attention, Ainslie et al., 2023), d numbers in a head. A split of h
+splits queries, keys and values alike; a split of g splits the queries and repeats keys and values.
 """
 
 from collections.abc import Sequence

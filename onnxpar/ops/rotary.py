@@ -6,11 +6,12 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
-from onnxpar.ops.forms import INT64, global_index
+from onnxpar.ops.forms import global_index
 from onnxpar.ops.heads import head_size, in_range
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.passes.builder import INT64
 from onnxpar.symbols import Dim
 
 MICROSOFT = "com.microsoft"

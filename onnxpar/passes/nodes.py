@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.errors import ModelError, NodeError
+from onnxpar.ops.contrib_inference import correct_schemas
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
@@ -26,6 +27,7 @@ def check_operators(model: ir.Model, opset: int) -> None:
         ModelError: The standard does not have the operator at this version.
         NodeError: An attribute is missing, unknown to the operator, or of another type.
     """
+    correct_schemas()
     _check_nodes(ir.traversal.RecursiveGraphIterator(model.graph), opset, model)
     for function in model.functions.values():
         version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
