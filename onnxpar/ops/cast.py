@@ -1,4 +1,4 @@
-"""Cast and CastLike."""
+"""Cast, CastLike and BitCast."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import cast
 from onnxpar.ops.gradients.cast import cast_gradient
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import NotDifferentiable, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 
 _F = ir.DataType
@@ -52,6 +52,38 @@ def cast_like_local(node: LocalNode) -> Sequence[ir.Value]:
     return (cast(node, node.input(0), node.out_dtype(), node.out_shape()),)
 
 
+def bit_cast_rule(view: NodeView) -> OpRule:
+    """BitCast: every dim."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    return parse_rule(f"{names} -> {names}")
+
+
+def fold_casts(graph: ir.Graph) -> None:
+    """Replaces CastLike of constants to a known type, which bodies are full of, by constants.
+
+    Args:
+        graph: The graph; it is changed. Types of what its nodes make need not be known.
+    """
+    for node in list(graph):
+        if node.domain or node.op_type != "CastLike":
+            continue
+        value, like = node.inputs
+        tensor = None if value is None else value.const_value
+        dtype = None if like is None else like.dtype
+        if value is None or tensor is None or dtype is None:
+            continue
+        name = node.outputs[0].name
+        folded = ir.Value(
+            name=f"{name}.folded",
+            type=ir.TensorType(dtype),
+            shape=ir.Shape(tensor.numpy().shape),
+            const_value=ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=name),
+        )
+        graph.register_initializer(folded)
+        ir.convenience.replace_all_uses_with(node.outputs[0], folded)
+        graph.remove(node, safe=True)
+
+
 DEFS = (
     OpDef("", "Cast", 6, cast_rule, gradient=cast_gradient, keeps_zero=True),
     OpDef(
@@ -61,6 +93,14 @@ DEFS = (
         cast_like_rule,
         cast_like_local,
         gradient=cast_gradient,
+        keeps_zero=True,
+    ),
+    OpDef(
+        "",
+        "BitCast",
+        26,
+        bit_cast_rule,
+        gradient=NotDifferentiable("its result is a row of bits"),
         keeps_zero=True,
     ),
 )

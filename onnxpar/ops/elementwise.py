@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.ops.body import BodyNode
 from onnxpar.ops.broadcast import broadcast_rule
 from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.gradients.elementwise import SEVERAL, UNARY
 from onnxpar.ops.local import LocalNode, copy_node
-from onnxpar.ops.registry import LocalFn, NotDifferentiable, OpDef, RuleFn
+from onnxpar.ops.registry import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
 from onnxpar.ops.rule import OpRule
 
 
@@ -32,6 +33,13 @@ def _sum_rule(view: NodeView) -> OpRule:
     """Every dim, broadcast as numpy does; all operands may be pending sums together."""
     everyone = "+".join(str(i) for i in range(view.arity))
     return broadcast_rule(view, f"sum {everyone}, {_extrema(range(view.arity))}")
+
+
+def _mean_body(node: BodyNode) -> Sequence[ir.Value]:
+    """The sum of the operands and its quotient by how many they are."""
+    operands = [node.input(i) for i in range(node.view.arity)]
+    total = node.op("Sum", *operands, shape=node.view.out_shape())
+    return [node.op("Div", total, node.number(len(operands), total))]
 
 
 def _extremum_rule(view: NodeView) -> OpRule:
@@ -144,6 +152,7 @@ DEFS = (
     _op("Mod", 10, _rule(), _quotient_local),
     _op("PRelu", 7, _rule(), zero=True),
     _op("Sum", 8, _sum_rule, zero=True),
+    OpDef("", "Mean", 8, _sum_rule, gradient=BY_BODY, keeps_zero=True, body=_mean_body),
     _op("Max", 8, _extremum_rule, zero=True),
     _op("Min", 8, _extremum_rule, zero=True),
     _op("Clip", 6, _rule(_MONOTONE)),

@@ -146,6 +146,14 @@ def scatter_elements_rule(view: NodeView) -> OpRule:
     return parse_rule(f"{text}; linear: {_LINEAR[reduction]}")
 
 
+def scatter_rule(view: NodeView) -> OpRule:
+    """Scatter: computed whole; opset 11 has ScatterElements in its place, which is divided."""
+    raise ModelError(
+        f"node {view.name!r} (Scatter): opsets before 11 lack what divides it; convert the model "
+        "to opset 11, which calls it ScatterElements"
+    )
+
+
 def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
     """Writes what lies in this rank's part; split writes that add up see the data on one device."""
     indices, shape, updates = _in_range(node, 1), node.in_shape(1), node.input(2)
@@ -444,6 +452,13 @@ DEFS = (
         gather_elements_rule,
         gather_elements_local,
         gradient=gather_elements_gradient,
+    ),
+    OpDef(
+        "",
+        "Scatter",
+        9,
+        scatter_rule,
+        gradient=Missing("gradients need opset 13, which has ScatterElements in its place"),
     ),
     OpDef(
         "",

@@ -17,7 +17,7 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.fallback import drops, require_readable
-from onnxpar.ops.forms import BOOL, FLOAT, cast, work_dtype, zero_unless
+from onnxpar.ops.forms import BOOL, FLOAT, cast, reduce, work_dtype, zero_unless
 from onnxpar.ops.gradients.random import dropout_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import NOT_DIFFERENTIABLE, OpDef
@@ -28,6 +28,7 @@ from onnxpar.sharding import Component, local_size
 from onnxpar.symbols import Dim
 
 _RATIO, _TRAINING = 1, 2
+DOUBLE = ir.DataType.DOUBLE
 
 
 def dropout_rule(view: NodeView) -> OpRule:
@@ -177,6 +178,36 @@ def bernoulli_local(node: LocalNode) -> Sequence[ir.Value]:
     return (cast(node, hit, node.out_dtype(), shape),)
 
 
+def multinomial_rule(view: NodeView) -> OpRule:
+    """Multinomial: rows and samples are drawn in shards; a row's chances are whole."""
+    return parse_rule("b C -> b S; whole: C")
+
+
+def multinomial_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Counts the running sums of a row's chances that the element's random number has passed."""
+    shape = node.out_shape()
+    rows, classes = node.in_shape(0)
+    # In float64: a uniform number below 1, times the total, is then below the total.
+    x = cast(node, node.input(0), DOUBLE, [rows, classes])
+    top = reduce(node, "ReduceMax", x, [1], [rows, classes])
+    low = node.op("Sub", x, top, shape=[rows, classes])
+    chances = node.op("Exp", low, shape=[rows, classes])
+    ends = node.op("CumSum", chances, node.builder.const(1), shape=[rows, classes])
+    total = reduce(node, "ReduceSum", chances, [1], [rows, classes])
+    number = cast(node, drawn(node, shape, "uniform"), DOUBLE, shape)
+    place = node.op("Mul", number, total, shape=shape)
+    tall = [*shape, classes]
+    place = node.builder.reshape(place, [*shape, 1])
+    ends = node.builder.reshape(ends, [rows, 1, classes])
+    passed = node.op("Less", place, ends, dtype=BOOL, shape=tall)
+    passed = cast(node, node.op("Not", passed, shape=tall), INT64, tall)
+    count = reduce(node, "ReduceSum", passed, [2], tall)
+    # The running sum and the total may differ in their last bits.
+    last = node.builder.size(classes - 1)
+    count = node.op("Min", node.builder.reshape(count, shape), last, shape=shape)
+    return (cast(node, count, node.out_dtype(), shape),)
+
+
 _NORMAL = _noise("normal", "mean", "scale")
 _UNIFORM = _noise("uniform", "low", "high")
 
@@ -187,4 +218,5 @@ DEFS = (
     OpDef("", "RandomUniform", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "RandomUniformLike", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "Bernoulli", 15, bernoulli_rule, bernoulli_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Multinomial", 7, multinomial_rule, multinomial_local, gradient=NOT_DIFFERENTIABLE),
 )

@@ -1,4 +1,4 @@
-"""Operators that say where something is: ArgMax, ArgMin, TopK, and those that count as they find.
+"""Operators that say where something is: ArgMax, Hardmax, TopK, and those that count as they find.
 
 Over a split axis every device finds its own candidates, and only those travel: one value and one
 index a row for ArgMax, k of each for TopK. Of equal values the one of the least global index is
@@ -25,7 +25,7 @@ from onnxpar.ops.forms import (
 )
 from onnxpar.ops.gradients.search import top_k_gradient
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.registry import NOT_DIFFERENTIABLE, Missing, OpDef
+from onnxpar.ops.registry import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.ops.view import further
 from onnxpar.passes.builder import INT64
@@ -55,6 +55,30 @@ def arg_rule(view: NodeView) -> OpRule:
     return parse_rule(f"{' '.join(names)} -> {' '.join(result)}; special: {names[axis]}")
 
 
+def hardmax_rule(view: NodeView) -> OpRule:
+    """Hardmax: every dim may be split; the searched one communicates a value and an index a row."""
+    names = axis_names(len(view.shape(0)))
+    text = " ".join(names)
+    if view.opset < 13:
+        # All dims from the axis on are searched as one.
+        rank = len(names)
+        first = int(view.attr("axis", 1))
+        joint = names[first + rank if first < 0 else first :]
+        return parse_rule(f"{text} -> {text}" + (f"; whole: {' '.join(joint)}" if joint else ""))
+    axis = normal_axis(view, view.attr("axis", -1), len(names))
+    return parse_rule(f"{text} -> {text}; special: {names[axis]}")
+
+
+def hardmax_local(node: LocalNode) -> Sequence[ir.Value]:
+    """One at the first index that has the greatest of all parts, zero elsewhere."""
+    view, shape = node.view, node.in_shape(0)
+    axis = normal_axis(view, view.attr("axis", -1), len(shape))
+    factor = axis_names(len(shape))[axis]
+    found, index = _first(node, axis, factor, largest=True, last=False)
+    hit = node.op("Equal", index, found, dtype=BOOL, shape=shape)
+    return (cast(node, hit, node.out_dtype(), shape),)
+
+
 def _places(node: LocalNode, factor: str, fill: str) -> ir.Value:
     """The global index of each local element along `factor`, padding at an end of the range."""
     index = global_index(node, factor)
@@ -80,6 +104,18 @@ def _arg(node: LocalNode, *, largest: bool) -> Sequence[ir.Value]:
     axis = normal_axis(view, view.attr("axis", 0), len(shape))
     factor = axis_names(len(shape))[axis]
     last = bool(view.attr("select_last_index", 0))
+    found, _ = _first(node, axis, factor, largest=largest, last=last)
+    return (node.builder.reshape(found, node.out_shape()),)
+
+
+def _first(
+    node: LocalNode, axis: int, factor: str, *, largest: bool, last: bool
+) -> tuple[ir.Value, ir.Value]:
+    """The first (last) global index along an axis that has the extremum, and each element's own.
+
+    The former has a dim of size 1 there, the latter is [local size, 1, …].
+    """
+    shape = node.in_shape(0)
     x = node.masked(node.input(0), 0, factor, "lowest" if largest else "highest")
     x = cast(node, x, _COMPARED_AS.get(x.dtype or FLOAT), shape)
     kept = reduced(shape, [axis])
@@ -95,8 +131,7 @@ def _arg(node: LocalNode, *, largest: bool) -> Sequence[ir.Value]:
     index = node.builder.reshape(index, [shape[axis], *[1] * (len(shape) - axis - 1)])
     found = node.op("Where", hit, index, other, dtype=INT64, shape=shape)
     found = reduce(node, "ReduceMax" if last else "ReduceMin", found, [axis], shape)
-    found = node.all_reduce(found, atoms, kept, "max" if last else "min")
-    return (node.builder.reshape(found, node.out_shape()),)
+    return node.all_reduce(found, atoms, kept, "max" if last else "min"), index
 
 
 def arg_max_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -205,6 +240,14 @@ DEFS = (
     OpDef("", "ArgMax", 1, arg_rule, copy_or(arg_max_local), gradient=NOT_DIFFERENTIABLE),
     OpDef("", "ArgMin", 1, arg_rule, copy_or(arg_min_local), gradient=NOT_DIFFERENTIABLE),
     OpDef("", "TopK", 1, top_k_rule, copy_or(top_k_local), gradient=top_k_gradient),
+    OpDef(
+        "",
+        "Hardmax",
+        1,
+        hardmax_rule,
+        copy_or(hardmax_local),
+        gradient=NotDifferentiable("constant between its steps"),
+    ),
     OpDef(
         "",
         "Compress",

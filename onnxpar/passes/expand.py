@@ -22,6 +22,7 @@ from onnxpar.analysis.shapes import (
 )
 from onnxpar.errors import ModelError
 from onnxpar.ops.body import BodyNode, fill_defaults, has_schema_body, schema_body
+from onnxpar.ops.cast import fold_casts
 from onnxpar.ops.registry import ByBody, OpDef, expanded
 from onnxpar.ops.table import REGISTRY
 from onnxpar.passes.cleanup import read_by
@@ -187,9 +188,10 @@ def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> l
     )
     common.InlinePass()(scratch)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(scratch)
+    fold_casts(scratch.graph)
     made = list(scratch.graph)
     results: list[ir.Value | None] = list(scratch.graph.outputs)
-    constants = list(scratch.graph.initializers.values())
+    constants = [v for v in scratch.graph.initializers.values() if v.uses()]
     scratch.graph.outputs.clear()
     scratch.graph.initializers.clear()
     scratch.graph.remove(made)

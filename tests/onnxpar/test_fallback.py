@@ -13,18 +13,18 @@ from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.pipeline import analyse, divide
 from onnxpar.sharding import Sharding
 
-HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
+HEAD = '<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]>\n'
 
-NO_RULE = "no sharding rule for onnx::"
+NO_RULE = "no sharding rule for com.microsoft::"
 
 MODELS = {
     "an operator without a rule": (
-        """g (float[n, 6] x) => (float[n, 6] y) {
+        """g (float[n, 6] x) => (float[1, n, 6] y) <int32 axis = {0}, float[1, n, 6] v> {
           a = Relu(x)
-          v = Hardmax(a)
+          v = com.microsoft.ExpandDims(a, axis)
           y = Neg(v)
         }""",
-        ("Hardmax", NO_RULE),
+        ("ExpandDims", NO_RULE),
     ),
     "sizes that depend on data": (
         """g (float[n, 6] x) => (float[m] y) <int64[1] flat = {-1}> {

@@ -2,6 +2,7 @@
 
 import numpy as np
 from contrib_cases import CASES as CONTRIB
+from further_cases import CASES as FURTHER
 from index_cases import CASES as INDEX
 from norm_cases import CASES as FURTHER_NORMS
 from op_harness import Case
@@ -372,6 +373,7 @@ ALL = (
     *GATHER,
     *REDUCE,
     *NORM,
+    *FURTHER,
     *FURTHER_NORMS,
     *LOSS,
     *RANDOM,

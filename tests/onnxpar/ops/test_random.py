@@ -47,6 +47,19 @@ def test_bernoulli_is_one_as_often_as_it_is_told() -> None:
     assert abs(seldom.mean() - 0.2) < off(0.4)
 
 
+def test_multinomial_draws_as_often_as_the_chances_say() -> None:
+    # The logarithms of 1, 0, 2 and 5 eighths, times a number that must not matter.
+    logs = np.log(np.array([[1, 0.0, 2, 5]]) / 8 + 1e-30) + 3
+    case = Case(
+        f"y = Multinomial<sample_size={COUNT}, dtype=7>(x)", {"x": "float[1,4]"}, feeds={"x": logs}
+    )
+    (row,) = case.expected[0]
+    assert row.dtype == np.int64
+    shares = np.bincount(row, minlength=4) / COUNT
+    assert shares[1] == 0
+    assert np.all(np.abs(shares - [1 / 8, 0, 2 / 8, 5 / 8]) < off(0.5))
+
+
 def test_nodes_draw_independently() -> None:
     graph = f"""g (float[{COUNT}] x) => (float[{COUNT}] y, float[{COUNT}] z)
         {{ [a] y = RandomNormalLike(x) [b] z = RandomNormalLike(x) }}"""
@@ -73,6 +86,17 @@ def test_noise_is_that_of_one_device_on_every_mesh() -> None:
         assert np.array_equal(run(NOISE, feeds, devices)["y"], alone)
 
 
+SAMPLED = """g (float[6, 5] x) => (int32[6, 3] y) { y = Multinomial<sample_size = 3>(x) }"""
+
+
+def test_samples_are_those_of_one_device_on_every_mesh() -> None:
+    feeds = {"x": np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)}
+    alone = run(SAMPLED, feeds, devices=1)["y"]
+    assert len(np.unique(alone)) > 1
+    for devices in (2, 4):
+        assert np.array_equal(run(SAMPLED, feeds, devices)["y"], alone)
+
+
 def body(nodes: str) -> str:
     return f"""g (float[4, 3] x, bool c) => (float[4, 3] y) <float r = {{0.5}}, bool t = {{1}},
       bool f = {{0}}> {{
@@ -82,13 +106,11 @@ def body(nodes: str) -> str:
 
 NESTED = """p = If<then_branch = a () => (float[4, 3] v) { [z] v = RandomNormalLike(x) },
             else_branch = b () => (float[4, 3] w) { w = Relu(x) }>(c)"""
-SAMPLED = """g (float[4, 3] x) => (int32[4, 2] y) { [m] y = Multinomial<sample_size = 2>(x) }"""
 
 
 @pytest.mark.parametrize(
     ("graph", "said"),
     [
-        (SAMPLED, r"node 'm' \(Multinomial\) draws random numbers"),
         (body("[d] p = Dropout(x, r, t)"), r"node 'i' \(If\): 'd' \(Dropout\) in its body draws"),
         (body("p = Dropout(x, r, c)"), r"'p' \(Dropout\) in its body draws"),
         (body(NESTED), r"node 'i' \(If\): 'z' \(RandomNormalLike\) in its body draws"),

@@ -1,0 +1,60 @@
+"""Gradient of the running product."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.ops.forms import BOOL, normal_axes
+from onnxpar.ops.gradient import GradNode
+
+
+def cumprod_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """CumProd: dx_i = Π_{k<i} x_k · Σ_{j≥i} dy_j Π_{i<k≤j} x_k.
+
+    There is no division, so that zeros are no exception; the price is that the products behind i
+    are n² numbers for a row of n elements.
+    """
+    x, dy, view = node.input(0), node.cotangent(), node.view
+    shape = node.shape(x)
+    axis = normal_axes(view, view.ints(1, "axis") or (0,), len(shape), "axis")[0]
+    reverse, exclusive = int(view.attr("reverse", 0)), int(view.attr("exclusive", 0))
+    last = len(shape) - 1
+    order = [*(d for d in range(last + 1) if d != axis), axis]
+    rows, slopes = x, dy
+    if axis != last:
+        rows, slopes = (
+            node.op("Transpose", v, shape=[shape[d] for d in order], perm=order) for v in (x, dy)
+        )
+    long = node.shape(rows)
+    size = long[-1]
+    # Row i, column k: x_k behind i and 1 elsewhere; "behind" is below the diagonal where reversed.
+    square = [size, size]
+    ones = node.op("Expand", node.number(1, x), node.builder.sizes(square), shape=square)
+    step = node.builder.const(np.array(-1 if reverse else 1))
+    upper = int(not reverse)
+    behind = node.op("Trilu", ones, step, upper=upper)
+    tall = [*long[:-1], size, size]
+    wide = node.builder.unsqueeze(rows, [last])
+    behind_x = node.op(
+        "Where", _true(node, behind), wide, node.number(1, x), dtype=x.dtype, shape=tall
+    )
+    flags: dict[str, Any] = {"reverse": reverse, "exclusive": exclusive}
+    products = node.op("CumProd", behind_x, node.builder.const(np.array(last + 1)), **flags)
+    # Of an exclusive product y_i does not depend on x_i.
+    from_i = behind if exclusive else node.op("Trilu", ones, upper=upper)
+    spread = node.op("Mul", node.builder.unsqueeze(slopes, [last]), from_i, shape=tall)
+    total = node.builder.reduce("ReduceSum", node.op("Mul", spread, products), [last + 1])
+    before = node.op(
+        "CumProd", rows, node.builder.const(np.array(last)), reverse=reverse, exclusive=1
+    )
+    dx = node.op("Mul", before, total)
+    if axis != last:
+        back = [order.index(d) for d in range(last + 1)]
+        dx = node.op("Transpose", dx, shape=shape, perm=back)
+    return [dx]
+
+
+def _true(node: GradNode, mask: ir.Value) -> ir.Value:
+    return node.op("Cast", mask, dtype=BOOL, to=int(BOOL))
