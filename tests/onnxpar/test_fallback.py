@@ -19,10 +19,10 @@ NO_RULE = "no sharding rule for com.microsoft::"
 
 MODELS = {
     "an operator without a rule": (
-        """g (float[n, 6] x) => (float[1, n, 6] y) <int32 axis = {0}, float[1, n, 6] v> {
-          a = Relu(x)
+        """g (float[n, 6] x) => (float y) <int32 axis = {0}, float[1, n, 6] v> {
+          a = Neg(x)
           v = com.microsoft.ExpandDims(a, axis)
-          y = Neg(v)
+          y = ReduceMax<keepdims = 0>(v)
         }""",
         ("ExpandDims", NO_RULE),
     ),
