@@ -43,6 +43,8 @@ class Situation:
         wishes: For each output, the split that its later users want; None if unknown.
         gradients: For each output that is a parameter's gradient, how the parameter lies; it leaves
             so, still pending over other atoms: it is reduced once a step, at no cost here.
+        joined: For each output, the atoms over which it may be pending at no cost, since its user
+            adds it to what is pending over them anyway.
         itemsizes: Bytes per element of each operand, then of each output.
     """
 
@@ -52,6 +54,7 @@ class Situation:
     parts: tuple[tuple[Parts, ...] | None, ...]
     wishes: tuple[Sharding | None, ...]
     gradients: tuple[Sharding | None, ...]
+    joined: tuple[frozenset[int], ...]
     itemsizes: tuple[int, ...]
 
 
@@ -272,11 +275,17 @@ class Chooser:
         if not partial:
             return options
         used = {a for parts in factors.values() for c in parts for a in c.atoms}
-        sharing = {(s.partial, s.reduction) for s in partial.values()}
-        if len(sharing) == 1:
+        # What is there in a complete version as well need not be carried.
+        complete = {i for i in partial if any(not v.partial for v in situation.versions[i])}
+        for carried in (partial.keys(), partial.keys() - complete):
+            sharing = {(partial[i].partial, partial[i].reduction) for i in carried}
+            if len(sharing) != 1:
+                continue
             atoms, reduction = next(iter(sharing))
-            if not used & set(atoms) and may_stay_partial(rule, frozenset(partial), reduction):
-                options.append(dict.fromkeys(partial, (atoms, reduction)))
+            if not used & set(atoms) and may_stay_partial(rule, frozenset(carried), reduction):
+                option = dict.fromkeys(sorted(carried), (atoms, reduction))
+                if option not in options:
+                    options.append(option)
         return options
 
     # -- cost ------------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ class Chooser:
             parameter = situation.gradients[index]
             if parameter is not None:
                 moved += self.cost((made,), leaving(made, parameter), itemsize)
-            elif made.partial:
+            elif made.partial and not situation.joined[index].issuperset(made.partial):
                 count = self.mesh.count(made.partial)
                 # A pending reduction needs at least a reduce-scatter; one that was passed on would
                 # have needed the all-reduce here.

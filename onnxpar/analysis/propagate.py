@@ -2,8 +2,9 @@
 
 Forward over the nodes in topological order, each choosing by how its operands lie (`choose`); then
 once more with what later nodes turned out to want as further proposals, so that information flows
-in both directions. Parameters and values made only of parameters stay *free* until a node wants
-them, and take the sharding that it wants: laying out a weight costs nothing.
+in both directions, and again while something new is seen of pending reductions (`pending`).
+Parameters and values made only of parameters stay *free* until a node wants them, and take the
+sharding that it wants: laying out a weight costs nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.choose import Chooser, Situation, leaving
 from onnxpar.analysis.entering import entering
+from onnxpar.analysis.pending import Hints, pending_hints
 from onnxpar.analysis.plan import (
     NodePlan,
     Plan,
@@ -31,7 +33,7 @@ from onnxpar.ops.rule import OpRule
 from onnxpar.sharding import DimSharding, Sharding
 from onnxpar.symbols import symbols_of
 
-ROUNDS = 2
+ROUNDS, MOST_ROUNDS = 2, 4
 FORBIDDEN = 1 << 60
 """Bytes; the price of moving a tensor between ranks that have different sizes of it."""
 
@@ -77,9 +79,17 @@ def propagate(
     parts = structure(nodes, rules.rules, rules.views, env.table)
     wishes = _wishes(nodes, rules, _pinned(nodes, rules, seeds), seeds)
     decided: dict[object, NodePlan] = {}
-    for _ in range(ROUNDS):
-        plan = _Walk(model, env, rules, seeds, parts, wishes, links or {}, decided).run(nodes)
+    hints = Hints()
+    for number in range(MOST_ROUNDS):
+        walk = _Walk(model, env, rules, seeds, parts, wishes, links or {}, decided, hints)
+        plan = walk.run(nodes)
         wishes = _wishes(nodes, rules, plan.nodes, seeds)
+        seen = hints | pending_hints(
+            nodes, rules.rules, plan.nodes, walk.values, seeds.mesh, env.table
+        )
+        if number + 1 >= ROUNDS and seen == hints:
+            break
+        hints = seen
     return entering(plan, nodes, model.graph.outputs, seeds, env.table)
 
 
@@ -140,6 +150,7 @@ class _Walk:
     wishes: Mapping[str, Sharding]
     links: Mapping[str, str]
     decided: dict[object, NodePlan]
+    hints: Hints
     values: dict[str, Sharding] = field(default_factory=dict)
     versions: dict[str, tuple[Sharding, ...]] = field(default_factory=dict)
     plans: dict[str, NodePlan] = field(default_factory=dict)
@@ -246,6 +257,7 @@ class _Walk:
             tuple(self.parts.get(n) if n is not None else None for n in names),
             tuple(self._wish(n) for n in outs),
             tuple(self._parameter(n) for n in outs),
+            tuple(self.hints.joined.get(n, frozenset()) for n in outs),
             itemsizes,
         )
         key = (
@@ -298,8 +310,12 @@ class _Walk:
                 if want is not None and want not in versions:
                     self.versions[value.name or ""] = (*versions[1:], want)
         for value, made in zip(node.outputs, plan.outputs, strict=True):
-            self.values[value.name or ""] = made
-            self.free.discard(value.name or "")
+            name = value.name or ""
+            self.values[name] = made
+            self.free.discard(name)
+            if name in self.hints.early and made.partial:
+                whole = made.with_partial(()).canonical(self.seeds.mesh, self.env.table)
+                self.versions[name] = (whole,)
 
     def _settle(self, value: ir.Value, want: Sharding | None) -> None:
         """Lays out a free value as its first user wants it, and the free values it is made of."""
