@@ -87,6 +87,20 @@ def infer_expand(library: InferFn, context: ShapeInferenceContext, node: ir.Node
         node.outputs[0].shape = _broadcast(context, [data.shape, ir.Shape(sizes)])
 
 
+def infer_split(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Split: parts of sizes that are known only when the model runs are not equal parts."""
+    library(context, node)
+    sizes = node.inputs[1] if len(node.inputs) > 1 else None
+    if sizes is None or _elements(context, sizes) is not None:
+        return
+    data, axis = node.inputs[0], node.attributes.get("axis")
+    for output in node.outputs:
+        if data is not None and data.shape is not None:
+            dims = list(data.shape)
+            dims[0 if axis is None else axis.as_int()] = context.new_symbolic_dim()
+            output.shape = ir.Shape(dims)
+
+
 def infer_reshape(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Reshape: a size that a quotient shows to be a number is that number."""
     library(context, node)
@@ -208,4 +222,5 @@ CORRECTIONS: tuple[tuple[str, int, InferFn], ...] = (
     *_wrapped(infer_expand, "Expand"),
     *_wrapped(infer_reshape, "Reshape"),
     *CONTROL,
+    *_wrapped(infer_split, "Split"),
 )

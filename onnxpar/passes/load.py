@@ -37,6 +37,7 @@ from onnxpar.passes.nodes import check_inferred, check_operators
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 
 MIN_OPSET = 7
+_PLAIN_OPSET = 20
 
 
 def load(path: str | Path) -> ir.Model:
@@ -111,6 +112,9 @@ def normalise(model: ir.Model) -> ir.Model:
             node that no runtime could run.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
+    if opset is None and not any(n.domain in ("", "ai.onnx") for n in model.graph.all_nodes()):
+        # A model of other domains alone need not import it; the nodes that are added are of it.
+        opset = model.opset_imports[""] = _PLAIN_OPSET
     if opset is None or opset < MIN_OPSET:
         raise ModelError(f"expected an opset version of at least {MIN_OPSET}, got {opset}")
     if opset > onnx.defs.onnx_opset_version():
@@ -145,10 +149,13 @@ def normalise(model: ir.Model) -> ir.Model:
 def _infer(model: ir.Model, opset: int) -> None:
     """Infers all shapes anew and checks each node on them."""
     inputs = set(model.graph.inputs)
+    declared: dict[ir.Value, ir.Shape] = {}
     uncapture(model.graph)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         for output in node.outputs:
             if output not in inputs:
+                if output.shape is not None:
+                    declared[output] = output.shape
                 output.shape = None
                 output.metadata_props.pop(SYM_DATA_KEY, None)
                 if output.dtype == ir.DataType.UNDEFINED:
@@ -170,6 +177,16 @@ def _infer(model: ir.Model, opset: int) -> None:
         library.setLevel(level)
     close(model.graph)
     check_inferred(model, opset)
+    for value, shape in declared.items():
+        if value.shape is None:
+            value.shape = _declared(value, shape)
+
+
+def _declared(value: ir.Value, shape: ir.Shape) -> ir.Shape:
+    """The shape that the model declares: its numbers, and sizes that depend on data otherwise."""
+    return ir.Shape(
+        [d if isinstance(d, int) else f"{value.name}.{axis}" for axis, d in enumerate(shape)]
+    )
 
 
 def _check_edges(model: ir.Model) -> None:
@@ -260,6 +277,8 @@ def _name_dims(graph: ir.Graph) -> None:
             raise ModelError(f"input {value.name!r} has no shape: its rank must be known")
         if value.dtype in (None, ir.DataType.UNDEFINED):
             raise ModelError(f"input {value.name!r} has no element type")
+        if value.dtype == ir.DataType.STRING:
+            raise ModelError(f"input {value.name!r} is of strings, which no rank can be given")
         for dim in value.shape:
             text = "" if isinstance(dim, int) else dim.value or ""
             # `9**9**9` is a name to `as_dim`, but a number to shape inference, which computes it.

@@ -136,3 +136,25 @@ def test_a_table_that_is_cut_to_a_length_limits_it(given: Symbol, rows: int, mos
     symbols = symbol_table(normalise(model), {"seq": given})
     assert symbols["seq"] == Symbol(max=most, min=given.min)
     assert symbols["batch"] == Symbol()
+
+
+def test_what_inference_does_not_know_is_taken_as_declared() -> None:
+    model = onnx.parser.parse_model("""
+      <ir_version: 10, opset_import: ["": 20, "elsewhere": 1]>
+      g (float[n, 6] x) => (float[n, 3] y) { y = elsewhere.Mystery(x) }""")
+    normal = normalise(ir.from_proto(model))
+    (output,) = normal.graph.outputs
+    assert output.shape == ir.Shape(["y.0", 3])
+
+
+def test_a_model_of_other_domains_alone_need_not_import_the_default_one() -> None:
+    text = """<ir_version: 10, opset_import: ["ai.onnx.ml": 4]>
+      g (float[n, 6] x) => (float[n, 6] y) { y = ai.onnx.ml.Binarizer(x) }"""
+    assert len(normalise(ir.from_proto(onnx.parser.parse_model(text))).graph) == 1
+
+
+def test_an_input_of_strings_is_refused() -> None:
+    text = """<ir_version: 10, opset_import: ["": 20]>
+      g (string[n] x) => (string[n] y) { y = Identity(x) }"""
+    with pytest.raises(ModelError, match="input 'x' is of strings"):
+        normalise(ir.from_proto(onnx.parser.parse_model(text)))

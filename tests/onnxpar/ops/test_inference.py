@@ -104,3 +104,10 @@ def test_a_quotient_that_is_a_number_broadcasts_as_one() -> None:
     )
     assert [str(d) for d in env.shapes["tall"]] == ["batch", "1", "3"]
     assert [str(d) for d in env.shapes["y"]] == ["batch", "batch", "3"]
+
+
+def test_parts_of_sizes_that_are_not_constant_are_not_taken_to_be_equal() -> None:
+    text = "g (float[n,6] x, int64[2] s) => (float[n,a] y, float[n,b] z) "
+    found = shapes_of(text + "{ y, z = Split <axis=1> (x, s) }").shapes
+    sizes = {str(found[name][1]) for name in ("y", "z")}
+    assert len(sizes) == 2 and "3" not in sizes
