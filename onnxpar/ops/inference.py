@@ -13,7 +13,7 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext, registry
 
-from onnxpar.ops import quantized_inference
+from onnxpar.ops import quantized_inference, resize_inference
 from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
 from onnxpar.ops.control_inference import CONTROL
 from onnxpar.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
@@ -222,5 +222,9 @@ CORRECTIONS: tuple[tuple[str, int, InferFn], ...] = (
     *_wrapped(infer_expand, "Expand"),
     *_wrapped(infer_reshape, "Reshape"),
     *CONTROL,
+<<<<<<< onnxpar/ops/inference.py
+    *resize_inference.CORRECTIONS,
+=======
     *_wrapped(infer_split, "Split"),
+>>>>>>> /tmp/w/hm.new
 )

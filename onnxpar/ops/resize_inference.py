@@ -1,0 +1,83 @@
+"""Shape inference of Resize and Upsample where `onnx-shape-inference` says too little, or less.
+
+It rounds down where an aspect ratio is kept, and knows neither the scales that Resize of opset 10
+has as its second operand nor those that Upsample of opset 7 has as an attribute.
+"""
+
+from collections.abc import Callable, Sequence
+from math import floor
+
+import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext, registry
+
+
+def _library(op_type: str) -> Callable[[ShapeInferenceContext, ir.Node], None]:
+    registry.collect()
+    found: Callable[[ShapeInferenceContext, ir.Node], None] | None = registry.get("", op_type, 10)
+    assert found is not None, f"onnx-shape-inference has no {op_type}"
+    return found
+
+
+_RESIZE, _UPSAMPLE = _library("Resize"), _library("Upsample")
+
+
+def infer_resize(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Resize of opset 11 and on: a kept aspect ratio rounds to the nearest size, halves up."""
+    _RESIZE(context, node)
+    policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
+    x = node.inputs[0]
+    sizes = node.inputs[3] if len(node.inputs) > 3 else None
+    known = None if sizes is None else ir.convenience.get_const_tensor(sizes)
+    if policy == "stretch" or x is None or x.shape is None or known is None:
+        return
+    dims = list(x.shape)
+    axes = [a % len(dims) for a in node.attributes.get_ints("axes", range(len(dims)))]
+    before = [dims[a] for a in axes]
+    if not all(isinstance(d, int) for d in before):
+        return
+    wanted = [int(s) for s in known.numpy()]
+    ratios = [w / int(d) for w, d in zip(wanted, before, strict=True)]  # type: ignore[arg-type]
+    ratio = min(ratios) if policy == "not_larger" else max(ratios)
+    for axis, size in zip(axes, before, strict=True):
+        dims[axis] = floor(int(size) * ratio + 0.5)  # type: ignore[arg-type]
+    node.outputs[0].shape = ir.Shape(dims)
+
+
+def infer_old_resize(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Resize of opset 10: the scales are the second operand."""
+    scales = node.inputs[1] if len(node.inputs) > 1 else None
+    known = None if scales is None else ir.convenience.get_const_tensor(scales)
+    _scaled(context, node, None if known is None else [float(s) for s in known.numpy().ravel()])
+
+
+def infer_upsample(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Upsample: the scales are an attribute until opset 9."""
+    if "scales" not in node.attributes:
+        _UPSAMPLE(context, node)
+        return
+    _scaled(context, node, node.attributes["scales"].as_floats())
+
+
+def _scaled(context: ShapeInferenceContext, node: ir.Node, scales: Sequence[float] | None) -> None:
+    x = node.inputs[0]
+    if x is None or x.shape is None:
+        return
+    dims: list[int | ir.SymbolicDim] = []
+    for place, size in enumerate(x.shape):
+        scale = None if scales is None else scales[place]
+        if scale == 1:
+            dims.append(size)
+        elif scale is not None and isinstance(size, int):
+            dims.append(floor(size * scale))
+        elif scale is not None and scale == int(scale):
+            dims.append(size * int(scale))
+        else:
+            dims.append(context.new_symbolic_dim())
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), x.dtype)
+
+
+CORRECTIONS = (
+    ("Resize", 10, infer_old_resize),
+    ("Resize", 11, infer_resize),
+    ("Upsample", 1, infer_upsample),
+)
