@@ -222,9 +222,6 @@ CORRECTIONS: tuple[tuple[str, int, InferFn], ...] = (
     *_wrapped(infer_expand, "Expand"),
     *_wrapped(infer_reshape, "Reshape"),
     *CONTROL,
-<<<<<<< onnxpar/ops/inference.py
     *resize_inference.CORRECTIONS,
-=======
     *_wrapped(infer_split, "Split"),
->>>>>>> /tmp/w/hm.new
 )
