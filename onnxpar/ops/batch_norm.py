@@ -12,11 +12,18 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import axis_names
-from onnxpar.ops.forms import cast, count_of, reduce, reduced, work_dtype
+from onnxpar.ops.forms import cast, reduce, reduced, work_dtype
 from onnxpar.ops.gradients.batch_norm import BATCH_NORM_GRAD, batch_norm_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.ops.statistics import (
+    global_count,
+    inverse_deviation,
+    masker,
+    mean_and_variance,
+    split_atoms,
+)
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.symbols import Dim
 
@@ -54,9 +61,8 @@ def batch_norm_rule(view: NodeView) -> OpRule:
 def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     """Copies the inference form; writes out the training form, whatever is split.
 
-    Written out it works in any opset and on any of onnxruntime's devices, of which CUDA has no
-    kernel for the training form. Mean first and squares of what is centred then: E[x²] - E[x]²
-    loses all digits where the mean is large (Chan, Golub & LeVeque, 1983).
+    Written out it works in any opset and on any of onnxruntime's devices: on CUDA there is no
+    kernel for the training form, and the CPU's writes new statistics over the old ones.
     """
     view = node.view
     if not view.attr("training_mode", 0):
@@ -65,24 +71,10 @@ def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     wide = work_dtype(dtype)
     channels = [shape[1]]
     axes = _axes(len(shape))
-    split = node.split_factors("special")
-    atoms = tuple(a for factor in split for a in node.atoms(factor))
     x = cast(node, node.input(0), wide, shape)
-    count = count_of(node, [view.shape(0)[axis] for axis in axes], wide)
-    kept = reduced(shape, axes)
-
-    def mean_of(op_type: str, values: ir.Value) -> ir.Value:
-        total = node.all_reduce(reduce(node, op_type, values, axes, shape), atoms, kept)
-        return node.op("Div", total, count, shape=kept)
-
-    whole = x
-    for factor in split:
-        whole = node.masked(whole, 0, factor, 0, known_zero=node.zero[0])
-    mean = mean_of("ReduceSum", whole)
-    centred = node.op("Sub", x, mean, shape=shape)
-    for factor in split:
-        centred = node.masked(centred, 0, factor, 0)
-    variance = mean_of("ReduceSumSquare", centred)
+    sizes = [view.shape(0)[axis] for axis in axes]
+    _, mean, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
+    assert mean is not None
     statistics = [node.builder.reshape(value, channels) for value in (mean, variance)]
     scale, bias = (cast(node, node.input(i), wide, channels) for i in (1, 2))
     epsilon = float(view.attr("epsilon", 1e-5))
@@ -123,23 +115,18 @@ def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     wide = work_dtype(node.out_dtype())
     axes = _axes(len(shape))
     kept = reduced(shape, axes)
-    split = node.split_factors("special")
-    atoms = tuple(a for factor in split for a in node.atoms(factor))
+    mask, atoms = masker(node), split_atoms(node)
     dy, x = (cast(node, node.input(i), wide, shape) for i in (0, 1))
     scale, mean, variance = (
         node.builder.reshape(cast(node, node.input(i), wide, [shape[1]]), kept) for i in (2, 3, 4)
     )
-    count = count_of(node, [view.shape(0)[axis] for axis in axes], wide)
-    epsilon = node.builder.const(float(view.attr("epsilon", 1e-5)), wide)
-    deviation = node.op("Sqrt", node.op("Add", variance, epsilon, shape=kept), shape=kept)
-    inverse = node.op("Reciprocal", deviation, shape=kept)
+    count = global_count(node, [view.shape(0)[axis] for axis in axes], wide)
+    inverse = inverse_deviation(node, variance, float(view.attr("epsilon", 1e-5)), kept)
     centred = node.op("Sub", x, mean, shape=shape)
     along = node.op("Mul", dy, centred, shape=shape)
-    counted = []
-    for values in (dy, along):
-        for factor in split:
-            values = node.masked(values, 0, factor, 0)
-        counted.append(reduce(node, "ReduceSum", values, axes, shape))
+    counted = [
+        reduce(node, "ReduceSum", mask(values, False), axes, shape) for values in (dy, along)
+    ]
     total, slope = _summed(node, counted, atoms, kept)
     slope = node.op("Mul", slope, inverse, shape=kept)
     step = node.op("Mul", scale, inverse, shape=kept)

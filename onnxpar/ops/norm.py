@@ -1,4 +1,4 @@
-"""Softmax, LogSoftmax, LayerNormalization: a split axis communicates statistics, not the data."""
+"""Softmax and normalisations of rows: a split axis communicates statistics, not the data."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,15 +7,17 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.mesh import Atoms
 from onnxpar.ops.broadcast import aligned, axis_names
-from onnxpar.ops.forms import cast, copy_or, count_of, normal_axis, reduce, reduced, work_dtype
+from onnxpar.ops.forms import cast, copy_or, normal_axis, reduce, reduced, work_dtype
 from onnxpar.ops.gradients.norm import (
     layer_norm_gradient,
     log_softmax_gradient,
+    rms_norm_gradient,
     softmax_gradient,
 )
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.ops.statistics import inverse_deviation, masker, mean_and_variance, split_atoms
 from onnxpar.symbols import Dim
 
 
@@ -48,11 +50,6 @@ def _softmax(*, log: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
 
     special.__doc__ = "The maximum, then the sum of powers, each all-reduced, one number a row."
     return special
-
-
-def split_atoms(node: LocalNode) -> Atoms:
-    """Returns the atoms that split the node's special factors."""
-    return tuple(a for f in node.split_factors("special") for a in node.atoms(f))
 
 
 def _normalised(
@@ -114,46 +111,45 @@ def layer_norm_rule(view: NodeView) -> OpRule:
     return parse_rule(rule)
 
 
-def layer_norm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Mean, then the centred sum of squares, each summed over the parts and the global count.
+def _normalised_local(
+    *, centre: bool, statistics: tuple[str, ...]
+) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    """The local form of LayerNormalization and of what leaves the mean in.
 
-    Two passes, since E[x²] - E[x]² loses all digits where the mean is large (Chan, Golub and
-    LeVeque, 1983).
+    Args:
+        centre: Whether the mean is taken off.
+        statistics: What the further outputs are: "mean", "inverse".
     """
-    view = node.view
-    axes = _norm_axes(view)
-    atoms = split_atoms(node)
-    shape = node.in_shape(0)
-    kept = reduced(shape, axes)
-    dtype = node.out_dtype()
-    wide = work_dtype(dtype)
-    split = node.split_factors("special")
-    x = cast(node, node.input(0), wide, shape)
-    for factor in split:
-        x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
-    sizes = view.shape(0)
-    count = count_of(node, [sizes[axis] for axis in axes], wide)
-    total = node.all_reduce(reduce(node, "ReduceSum", x, axes, shape), atoms, kept)
-    mean = node.op("Div", total, count, shape=kept)
-    centred = node.op("Sub", x, mean, shape=shape)
-    for factor in split:
-        centred = node.masked(centred, 0, factor, 0)
-    squares = node.op("Mul", centred, centred, shape=shape)
-    total = node.all_reduce(reduce(node, "ReduceSum", squares, axes, shape), atoms, kept)
-    variance = node.op("Div", total, count, shape=kept)
-    epsilon = node.builder.const(float(view.attr("epsilon", 1e-5)), wide)
-    deviation = node.op("Sqrt", node.op("Add", variance, epsilon, shape=kept), shape=kept)
-    inverse = node.op("Reciprocal", deviation, shape=kept)
-    y = cast(node, node.op("Mul", centred, inverse, shape=shape), dtype, shape)
-    if view.has(1):
-        y = node.op("Mul", y, node.input(1), shape=shape)
-    if view.has(2):
-        y = node.op("Add", y, node.input(2), shape=shape)
-    outputs = [y, mean, inverse][: len(view.node.outputs)]
-    return [
-        cast(node, value, node.out_dtype(index), node.out_shape(index))
-        for index, value in enumerate(outputs)
-    ]
+
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        view, shape, dtype = node.view, node.in_shape(0), node.out_dtype()
+        axes = _norm_axes(view)
+        wide = work_dtype(node.input(0).dtype)
+        x = cast(node, node.input(0), wide, shape)
+        sizes = [view.shape(0)[axis] for axis in axes]
+        centred, mean, variance = mean_and_variance(
+            node, x, shape, axes, sizes, masker(node), centre=centre
+        )
+        kept = reduced(shape, axes)
+        inverse = inverse_deviation(node, variance, float(view.attr("epsilon", 1e-5)), kept)
+        y = cast(node, node.op("Mul", centred, inverse, shape=shape), dtype, shape)
+        if view.has(1):
+            y = node.op("Mul", y, node.input(1), shape=shape)
+        if view.has(2):
+            y = node.op("Add", y, node.input(2), shape=shape)
+        known = {"mean": mean, "inverse": inverse}
+        outputs = [y]
+        for what, _ in zip(statistics, view.node.outputs[1:], strict=False):
+            value = known[what]
+            assert value is not None
+            outputs.append(value)
+        return [
+            cast(node, value, node.out_dtype(index), node.out_shape(index))
+            for index, value in enumerate(outputs)
+        ]
+
+    local.__doc__ = "Statistics summed over the parts, two numbers a row at most."
+    return local
 
 
 DEFS = (
@@ -178,7 +174,19 @@ DEFS = (
         "LayerNormalization",
         17,
         layer_norm_rule,
-        copy_or(layer_norm_local),
+        copy_or(_normalised_local(centre=True, statistics=("mean", "inverse"))),
         gradient=layer_norm_gradient(_norm_axes),
+    ),
+    *(
+        OpDef(
+            "",
+            name,
+            since,
+            layer_norm_rule,
+            copy_or(_normalised_local(centre=False, statistics=("inverse",))),
+            gradient=rms_norm_gradient(_norm_axes),
+        )
+        # The second is onnxruntime's name for it, in ONNX's own domain.
+        for name, since in (("RMSNormalization", 23), ("SimplifiedLayerNormalization", 1))
     ),
 )

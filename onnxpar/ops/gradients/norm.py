@@ -1,6 +1,7 @@
-"""Gradients of Softmax, LogSoftmax and LayerNormalization, from what the forward pass computed."""
+"""Gradients of Softmax and of normalisations of rows."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -86,6 +87,79 @@ def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | 
 
     gradient.__doc__ = layer_norm_gradient.__doc__
     return gradient
+
+
+def rms_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
+    """Returns the rule of RMSNormalization (Zhang & Sennrich, 2019).
+
+    With x̂ = x · inverse and g = dy · scale: dx = inverse (g - x̂ mean(g x̂)) and dscale = Σ dy x̂ over
+    the leading dims.
+    """
+
+    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
+        if any(c is not None for c in node.cotangents[1:]):
+            raise ModelError(
+                f"node {node.view.name!r} ({node.view.node.op_type}): the loss depends on its "
+                "inverse deviation, for which there is no gradient"
+            )
+        x, scale = node.input(0), node.input(1)
+        assert x.dtype is not None and scale.dtype is not None
+        dy = node.builder.cast(node.cotangent(), x.dtype)
+        over = axes(node.view)
+        g = node.op("Mul", dy, node.builder.cast(scale, x.dtype)) if node.wants(0) else None
+        pulled = pull_back(node, x, g, over, centre=False)
+        result: list[ir.Value | None] = [pulled.dx, None]
+        if node.wants(1):
+            along = node.unbroadcast(node.op("Mul", dy, pulled.normal), 1)
+            result[1] = node.builder.cast(along, scale.dtype)
+        return result
+
+    gradient.__doc__ = rms_norm_gradient.__doc__
+    return gradient
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The gradient of a normalisation by itself.
+
+    Attributes:
+        normal: What is normalised, x̂.
+        dx: The cotangent of x; None where that of x̂ was not given.
+    """
+
+    normal: ir.Value
+    dx: ir.Value | None
+
+
+def pull_back(
+    node: GradNode, x: ir.Value, g: ir.Value | None, axes: Sequence[int], *, centre: bool = True
+) -> Pulled:
+    """Emits x̂ = (x - mean) · inverse over `axes` anew, and the cotangent of x from that of x̂.
+
+    Args:
+        node: The node, whose attribute `epsilon` is added to the variance.
+        x: What is normalised.
+        g: The cotangent of x̂, if that of x is wanted.
+        axes: The axes that statistics run over.
+        centre: Whether the mean is taken off.
+    """
+    build = node.builder
+    centred = x
+    if centre:
+        centred = node.op("Sub", x, build.reduce("ReduceMean", x, axes, keepdims=True))
+    square = node.op("Mul", centred, centred)
+    variance = build.reduce("ReduceMean", square, axes, keepdims=True)
+    epsilon = node.number(float(node.view.attr("epsilon", 1e-5)), x)
+    root = node.op("Sqrt", node.op("Add", variance, epsilon))
+    inverse = node.op("Reciprocal", root)
+    normal = node.op("Mul", centred, inverse)
+    if g is None:
+        return Pulled(normal, None)
+    mean_both = build.reduce("ReduceMean", node.op("Mul", g, normal), axes, keepdims=True)
+    rest = node.op("Sub", g, node.op("Mul", normal, mean_both))
+    if centre:
+        rest = node.op("Sub", rest, build.reduce("ReduceMean", g, axes, keepdims=True))
+    return Pulled(normal, node.op("Mul", rest, inverse))
 
 
 def _is_plain(node: GradNode, over: Sequence[int]) -> bool:

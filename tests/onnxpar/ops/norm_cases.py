@@ -38,4 +38,54 @@ BATCH = (
     ),
 )
 
-CASES = (*BATCH,)
+_WITH_ZEROS = np.arange(30).reshape(5, 6) * (np.arange(5) != 2)[:, None]
+_ROWS = {"x": "float[N,3,7]", "s": "float[7]"}
+ROWS = (
+    Case("y = RMSNormalization(x, s)", _ROWS, N5, opset=23),
+    Case(
+        "y = RMSNormalization<axis=1, epsilon=0.1>(x, s)",
+        {"x": "float[N,3,5]", "s": "float[3,5]"},
+        N5,
+        opset=23,
+    ),
+    Case(
+        "y = RMSNormalization<axis=-1>(x, s)",
+        {"x": "float16[N,7]", "s": "float16[7]"},
+        N5,
+        opset=23,
+        rtol=2e-3,
+    ),
+    Case("y, i = SimplifiedLayerNormalization(x, s)", _ROWS, N5),
+    Case("y = SimplifiedLayerNormalization<epsilon=0.1>(x, s)", _ROWS, N5),
+    Case("y = MeanVarianceNormalization(x)", {"x": "float[N,3,2,6]"}, N5),
+    Case("y = MeanVarianceNormalization<axes=[1]>(x)", {"x": "float[N,7]"}, N5),
+    Case("y = LpNormalization<axis=1, p=2>(x)", {"x": "float[N,7,3]"}, N5),
+    Case("y = LpNormalization<axis=-1, p=1>(x)", {"x": "float[N,6]"}, N5),
+    Case("y = LpNormalization(x)", {"x": "float[N,6]"}, N5, feeds={"x": _WITH_ZEROS}),
+)
+_AFFINE = {k: "float[6]" for k in "sb"}
+GROUPS = (
+    Case("y = InstanceNormalization(x, s, b)", {"x": "float[N,6,7]", **_AFFINE}, N5),
+    Case("y = InstanceNormalization<epsilon=0.1>(x, s, b)", {"x": "float[N,6,3,5]", **_AFFINE}, N5),
+    Case(
+        "y = GroupNormalization<num_groups=3>(x, s, b)",
+        {"x": "float[N,6,5]", **_AFFINE},
+        N5,
+        opset=21,
+    ),
+    Case(
+        "y = GroupNormalization<num_groups=2, epsilon=0.1>(x, s, b)",
+        {"x": "float[N,6,3,2]", **_AFFINE},
+        N5,
+        opset=21,
+    ),
+    Case(
+        "y = GroupNormalization<num_groups=3>(x, s, b)",
+        {"x": "float[N,6,4]", "s": "float[3]", "b": "float[3]"},
+        N5,
+        opset=18,
+    ),
+    Case("y = LRN<size=3, alpha=0.5, beta=0.6, bias=2.0>(x)", {"x": "float[N,6,2,3]"}, N5),
+)
+
+CASES = (*BATCH, *ROWS, *GROUPS)

@@ -92,7 +92,9 @@ EXCUSED = {
     "Gemm": "the bias may wait for a max where beta is above zero",
     "GroupQueryAttention": "values of a single new token could wait for a max",
     "LayerNormalization": "the bias and, with no bias, the scale could wait; nothing makes them so",
-    **dict.fromkeys(("BatchNormalization",), _AFFINE),
+    **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), _AFFINE),
+    **dict.fromkeys(("GroupNormalization", "RMSNormalization"), _AFFINE),
+    "SimplifiedLayerNormalization": _AFFINE,
     "SoftmaxCrossEntropyLoss": "the class weights could wait; nothing makes them so",
     "NegativeLogLikelihoodLoss": "the class weights could wait; nothing makes them so",
 }
