@@ -88,7 +88,7 @@ def conv_transpose_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy()
     dims = transpose_dims(node.view)
     group = int(_transposed_channels(node.view).local_group(node))
-    return (spread(node, dims, group, bias_once(node, "M")),)
+    return (spread(node, dims, node.input(1), group, bias_once(node, "M")),)
 
 
 DEFS = (

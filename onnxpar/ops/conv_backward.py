@@ -54,7 +54,7 @@ def input_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     group = int(_input_channels(node.view).local_group(node))
     turned = _turned_dims(node, dims)
     if turned is None:
-        return (spread(node, dims, group),)
+        return (spread(node, dims, node.input(1), group),)
     image = windowed(node, 0, turned)
     result = node.op(
         "Conv",

@@ -135,7 +135,48 @@ class Spreading:
         return o + self.before - self.stride * self.first(o)
 
 
-Reach = Sliding | Spreading
+@dataclass(frozen=True)
+class Covering:
+    """Of an element the whole image of all results that read it; attributes as `Sliding`."""
+
+    stride: int
+    extent: int
+    before: int
+
+    @property
+    def _spread(self) -> Spreading:
+        return Spreading(self.stride, self.extent, self.before)
+
+    @property
+    def _slide(self) -> Sliding:
+        return Sliding(self.stride, self.extent, self.before)
+
+    def first(self, o: int) -> int:
+        """First element that the results read that read element `o`, or one before it."""
+        return self._slide.first(self._spread.first(o))
+
+    def last(self, o: int) -> int:
+        """Last element that the results read that read element `o`."""
+        return self._slide.last(self._spread.last(o))
+
+    def span(self, count: Dim) -> Dim:
+        """Length of the window of `count` elements."""
+        return self._slide.span(self._spread.span(count))
+
+    def emit_first(self, node: LocalNode, o: ir.Value) -> ir.Value:
+        """Emits `first` of an int64 [1]."""
+        return self._slide.emit_first(node, self._spread.emit_first(node, o))
+
+    def aligned(self, node: LocalNode, held: Dim, made: Dim) -> bool:
+        """Whether blocks of `held` elements are proved to begin at results that begin there."""
+        return node.view.table.equal(held, made) and node.view.table.divisible(held, self.stride)
+
+    def skipped(self, o: int) -> int:
+        """Elements of the window before `o`."""
+        return o - self.first(o)
+
+
+Reach = Sliding | Spreading | Covering
 
 
 def _floor(top: sympy.Expr, bottom: int) -> Dim:
@@ -178,6 +219,7 @@ def window(
     *,
     slack: int = 0,
     zero: bool = False,
+    strict: bool = False,
 ) -> tuple[ir.Value, list[Dim]]:
     """Emits what the device's results read along one dim.
 
@@ -191,12 +233,14 @@ def window(
         fill: What elements outside of the dim hold; see `onnxpar.passes.padding.fill_value`.
         slack: How many elements more than needed the window may have, where that saves a copy.
         zero: Whether the padding of `x` is known to be zero.
+        strict: Whether elements that only padding reads hold `fill` too.
 
     Returns:
         The window, and its shape.
     """
     if isinstance(split.size, int) and isinstance(split.results, int):
-        found = _Known(node, split, split.size, split.results).emit(x, shape, fill, slack, zero)
+        known = _Known(node, split, split.size, split.results, strict)
+        found = known.emit(x, shape, fill, slack, zero)
     else:
         ends = _even_halos(node, split)
         found = (
@@ -268,7 +312,9 @@ class _Known:
     p needs element j of its window and there is such an element.
     """
 
-    def __init__(self, node: LocalNode, split: Split, size: int, results: int) -> None:
+    def __init__(
+        self, node: LocalNode, split: Split, size: int, results: int, strict: bool
+    ) -> None:
         self.node, self.split = node, split
         self.held = places(node, split.atoms, size)
         made = places(node, split.atoms, results)
@@ -294,6 +340,8 @@ class _Known:
             known = np.where(inside, index, 0)
             self.distance[place] = holder[known] - place
             self.at[place] = offset[known]
+        if strict:
+            self.border = ~self.take
 
     def emit(
         self, x: ir.Value, shape: Sequence[Dim], fill: float | str, slack: int, zero: bool
@@ -450,28 +498,32 @@ def _gathered(
 
 
 def skipped(node: LocalNode, split: Split) -> int | ir.Value:
-    """Returns how many results a transposed convolution of a window makes before the own block.
+    """Returns how much is made of a window before the device's own block of results.
 
     Args:
         node: The node.
-        split: How the dim is split; its reach is `Spreading`.
+        split: How the dim is split; its reach is `Spreading` or `Covering`.
 
     Returns:
         A number where all devices have the same, else an int64 [1].
     """
     reach = split.reach
-    assert isinstance(reach, Spreading)
+    assert not isinstance(reach, Sliding)
     if isinstance(split.size, int) and isinstance(split.results, int):
-        starts = [start for start, _, _ in places(node, split.atoms, split.results)]
-        table = np.array([reach.skipped(start) for start in starts], np.int64)
-        held = [valid > 0 for _, valid, _ in places(node, split.atoms, split.results)]
-        if len(np.unique(table[held])) == 1:
-            return int(table[held][0])
-        return by_place(node, split.atoms, table)
+        blocks = places(node, split.atoms, split.results)
+        table = np.array([reach.skipped(start) for start, _, _ in blocks], np.int64)
+        held = table[[valid > 0 for _, valid, _ in blocks]]
+        return int(held[0]) if len(np.unique(held)) == 1 else by_place(node, split.atoms, table)
     if _even_halos(node, split) is not None:
         return reach.skipped(0)
     start = split.start(node)
-    first = reach.emit_first(node, start)
-    made = node.op("Mul", first, node.builder.const([reach.stride]), shape=[1])
-    begin = node.op("Add", start, node.builder.const([reach.before]), shape=[1])
-    return node.op("Sub", begin, made, shape=[1])
+    begin = reach.emit_first(node, start)
+    if isinstance(reach, Spreading):
+        begin = node.op("Mul", begin, node.builder.const([reach.stride]), shape=[1])
+        start = node.op("Add", start, node.builder.const([reach.before]), shape=[1])
+    return node.op("Sub", start, begin, shape=[1])
+
+
+def begin(node: LocalNode, split: Split) -> ir.Value:
+    """Returns the global index of the first element of the device's window, int64 [1]."""
+    return split.reach.emit_first(node, split.start(node))

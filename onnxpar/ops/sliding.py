@@ -83,6 +83,11 @@ def conv_dims(view: NodeView) -> tuple[Spatial, ...]:
     return spatial_dims(view, kernel_of(view, 1), view.shape(0)[2:], view.out_shape()[2:])
 
 
+def pool_dims(view: NodeView) -> tuple[Spatial, ...]:
+    """Returns the geometry of each spatial dim of a pool; see `spatial_dims`."""
+    return spatial_dims(view, kernel_of(view, None), view.shape(0)[2:], view.out_shape()[2:])
+
+
 def spatial_dims(
     view: NodeView, kernel: Sequence[int], image: Sequence[Dim], results: Sequence[Dim]
 ) -> tuple[Spatial, ...]:
@@ -153,12 +158,13 @@ class Words:
 def words(dims: Sequence[Spatial]) -> Words:
     """Returns the spatial dims of a rule.
 
-    A dim whose padding is not known before the model runs is whole; one of a kernel of one element
-    without stride and padding has no halo and is parallel.
+    Where the padding is not known before the model runs, all dims are whole. A dim whose kernel has
+    one element has no halo and is parallel, without stride and padding.
     """
     image, results, scaled, whole = [], [], [], []
+    known = all(dim.before is not None for dim in dims)
     for name, dim in zip(axis_names(len(dims)), dims, strict=True):
-        if dim.before is None:
+        if not known:
             image.append(f"{name}_in")
             results.append(f"{name}_out")
             whole += [image[-1], results[-1]]

@@ -49,19 +49,32 @@ def transpose_dims(view: NodeView) -> tuple[Spatial, ...]:
 
 
 def spread(
-    node: LocalNode, dims: Sequence[Spatial], group: int, bias: Sequence[ir.Value] = ()
+    node: LocalNode,
+    dims: Sequence[Spatial],
+    weights: ir.Value,
+    group: int,
+    bias: Sequence[ir.Value] = (),
+    *,
+    x: ir.Value | None = None,
+    out: Sequence[Dim] | None = None,
 ) -> ir.Value:
-    """Emits a transposed convolution of operand 0 with the weights that operand 1 is.
+    """Emits a transposed convolution.
 
     Args:
         node: The node; its rule names the spatial factors as `axis_names` does.
         dims: The geometry of the convolution that it transposes.
+        weights: Local weights.
         group: Local number of groups.
         bias: The bias, where there is one.
+        x: The local operand, by default operand 0, whose spatial dims it has.
+        out: Local shape of the result, by default that of output 0.
     """
-    x, shape = node.input(0), list(node.in_shape(0))
+    shape = list(node.in_shape(0))
+    if x is None or out is None:
+        x, out = node.input(0), node.out_shape()
+    else:
+        shape[:2] = [out[0], 1]
     split = split_dims(node, dims)
-    out = list(node.out_shape())
     made = list(out)
     begins, ends, extra = [], [], []
     slices: list[tuple[int, ir.Value | int, Dim]] = []
@@ -91,7 +104,7 @@ def spread(
     y = node.op(
         "ConvTranspose",
         x,
-        node.input(1),
+        weights,
         *bias,
         shape=made,
         strides=[d.stride for d in dims],
@@ -102,12 +115,12 @@ def spread(
         group=group,
     )
     for axis, begin, size in slices:
-        y = _kept(node, y, made, axis, begin, size)
+        y = kept(node, y, made, axis, begin, size)
         made[axis] = size
     return y
 
 
-def _kept(
+def kept(
     node: LocalNode,
     x: ir.Value,
     shape: Sequence[Dim],
@@ -115,8 +128,8 @@ def _kept(
     begin: ir.Value | int,
     size: Dim,
 ) -> ir.Value:
-    """Slices a number of elements off one dim."""
+    """Emits the slice of one dim that begins somewhere and has this local size."""
     start = node.builder.const([begin]) if isinstance(begin, int) else begin
     end = node.op("Add", start, node.builder.size(size), shape=[1])
-    kept = [*shape[:axis], size, *shape[axis + 1 :]]
-    return node.op("Slice", x, start, end, node.builder.const([axis]), shape=kept)
+    made = [*shape[:axis], size, *shape[axis + 1 :]]
+    return node.op("Slice", x, start, end, node.builder.const([axis]), shape=made)

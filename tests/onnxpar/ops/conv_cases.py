@@ -25,7 +25,7 @@ class Bounded(Case):
 # Sums of up to 3 * 27 products of both signs round by 1e-6 of the greatest.
 _RTOL = 1e-5
 # Split by 2, 3, 4 and, with a stride of 2, still evenly.
-_TWELVES = {"H": Symbol(divisor=12)}
+TWELVES = {"H": Symbol(divisor=12)}
 
 
 def _conv(x: str, w: str, attributes: str = "", bias: str = "", **more: object) -> Case:
@@ -66,17 +66,17 @@ CONV = (
     _conv("float[1,2,7,6]", "float[2,2,2,3]", 'auto_pad="VALID", dilations=[2,1]'),
     _conv("float[1,2,4,6,5]", "float[3,2,3,1,2]", "pads=[1,0,0,1,0,1], strides=[1,2,1]"),
     # Symbolic sizes: proved even, not proved, a halo that may be wider than a block.
-    _conv("float[N,2,H]", "float[2,2,3]", "pads=[1,1]", sizes={"N": 2, "H": 12}, symbols=_TWELVES),
+    _conv("float[N,2,H]", "float[2,2,3]", "pads=[1,1]", sizes={"N": 2, "H": 12}, symbols=TWELVES),
     _conv(
         "float[N,2,H]",
         "float[2,2,3]",
         "pads=[1,1], strides=[2]",
         sizes={"N": 2, "H": 24},
-        symbols=_TWELVES,
+        symbols=TWELVES,
     ),
     _conv("float[N,2,H]", "float[2,2,3]", "pads=[1,1]", sizes={"N": 2, "H": 7}),
     _conv("float[N,2,H]", "float[2,2,3]", "strides=[2]", sizes={"N": 2, "H": 11}),
-    _conv("float[1,1,H]", "float[1,1,9]", "pads=[4,4]", sizes={"H": 12}, symbols=_TWELVES),
+    _conv("float[1,1,H]", "float[1,1,9]", "pads=[4,4]", sizes={"H": 12}, symbols=TWELVES),
 )
 
 CONV_TRANSPOSE = (
@@ -92,13 +92,13 @@ CONV_TRANSPOSE = (
     _back("float[1,2,5]", "float[2,1,4]", 'strides=[2], auto_pad="SAME_LOWER"'),
     _back("float[N,2,4,5]", "float[2,2,3,3]", "strides=[2,1], pads=[1,1,0,1]"),
     _back("float[1,2,3,4,3]", "float[2,1,2,3,2]", "strides=[1,2,1]"),
-    _back("float[2,2,H]", "float[2,2,2]", "strides=[2]", sizes={"H": 12}, symbols=_TWELVES),
+    _back("float[2,2,H]", "float[2,2,2]", "strides=[2]", sizes={"H": 12}, symbols=TWELVES),
     _back(
         "float[2,2,H]",
         "float[2,2,4]",
         "strides=[2], pads=[1,1]",
         sizes={"H": 12},
-        symbols=_TWELVES,
+        symbols=TWELVES,
     ),
     _back("float[N,2,H]", "float[2,2,3]", "strides=[2]", sizes={"N": 2, "H": 5}),
     _back("float[N,2,H]", "float[2,2,3]", "pads=[1,1]", sizes={"N": 2, "H": 5}),

@@ -1,0 +1,103 @@
+"""Gradients of the pools.
+
+A maximum passes the cotangent on to the first element that has it (as PyTorch does), a mean to all
+elements that it counts. Both are operators of their own on the global graph, so that a spatial
+split of them exchanges halos as the pool does.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.errors import ModelError
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.sliding import pool_dims
+from onnxpar.passes.builder import DOMAIN
+from onnxpar.symbols import Dim
+
+MAX_POOL_GRAD, SUM_POOL_GRAD = "MaxPoolGrad", "SumPoolGrad"
+# ScatterElements adds since then.
+_MIN_OPSET = 16
+
+
+def max_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Cotangent of the image; indices have none."""
+    x, dy = node.input(0), node.cotangent()
+    return [node.op(MAX_POOL_GRAD, dy, x, shape=node.shape(x), domain=DOMAIN, **_attributes(node))]
+
+
+def average_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Cotangent of the image: to each counted element its share."""
+    return [_spread(node, node.cotangent(), mean=1)]
+
+
+def lp_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Gives sign(x) |x|^(p-1) Σ dy y^(1-p), the sum over the results that read x; 0 where y is."""
+    x, y, dy = node.input(0), node.output(), node.cotangent()
+    p = int(node.view.attr("p", 2))
+    if p == 1:
+        return [node.op("Mul", node.op("Sign", x), _spread(node, dy, mean=0))]
+    zero = node.op("Equal", y, node.number(0, y), dtype=ir.DataType.BOOL)
+    safe = node.op("Where", zero, node.number(1, y), y, dtype=y.dtype, shape=node.shape(y))
+    power = safe if p == 2 else node.op("Pow", safe, node.number(p - 1, y))
+    # Where y is 0 so is every x that it read, and the product below.
+    total = _spread(node, node.op("Div", dy, power), mean=0)
+    if p == 2:
+        return [node.op("Mul", x, total)]
+    slope = node.op("Pow", node.op("Abs", x), node.number(p - 1, x))
+    return [node.op("Mul", node.op("Mul", node.op("Sign", x), slope), total)]
+
+
+def max_unpool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Takes the cotangent from where each element went."""
+    dy, index = node.cotangent(), node.input(1)
+    count: Dim = 1
+    for size in node.shape(dy):
+        count = count * size
+    flat = node.op("Reshape", dy, node.builder.const(np.array([-1], np.int64)), shape=[count])
+    dx = node.op("Gather", flat, index, shape=node.shape(index), axis=0)
+    return [dx, *[None for _ in range(node.view.arity - 1)]]
+
+
+def _spread(node: GradNode, dy: ir.Value, mean: int) -> ir.Value:
+    include = int(node.view.attr("count_include_pad", 0))
+    return node.op(
+        SUM_POOL_GRAD,
+        dy,
+        shape=node.shape(node.input(0)),
+        domain=DOMAIN,
+        mean=mean,
+        count_include_pad=include,
+        **_attributes(node),
+    )
+
+
+def _attributes(node: GradNode) -> dict[str, Any]:
+    """The geometry in numbers.
+
+    Raises:
+        ModelError: The padding depends on sizes that are not numbers, or the opset is before 16.
+    """
+    view = node.view
+    what = f"node {view.name!r} ({view.node.op_type})"
+    if node.builder.opset < _MIN_OPSET:
+        raise ModelError(
+            f"{what}: a gradient needs opset {_MIN_OPSET}, the model has {node.builder.opset}"
+        )
+    dims = pool_dims(view)
+    before = [d.before for d in dims if d.before is not None]
+    after = [d.after for d in dims if d.after is not None]
+    if len(before) != len(dims):
+        raise ModelError(
+            f"{what}: a gradient needs sizes from which the padding of "
+            f"auto_pad={view.attr('auto_pad', 'NOTSET')!r} follows"
+        )
+    return {
+        "kernel_shape": [d.kernel for d in dims],
+        "strides": [d.stride for d in dims],
+        "dilations": [d.dilation for d in dims],
+        "pads": [*before, *after],
+        "ceil_mode": int(view.attr("ceil_mode", 0)),
+    }
