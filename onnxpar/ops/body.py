@@ -7,6 +7,7 @@ ONNX's IR specification, "Functions"), which may depend on the attributes of the
 types of its operands.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.analysis.shapes import NodeView
+from onnxpar.analysis.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, NodeView
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import Dim
@@ -83,6 +84,17 @@ class BodyNode(GlobalNode):
 
 BodyFn = Callable[[BodyNode], Sequence[ir.Value | None]]
 """Emits what a node does and returns its outputs, None for those that nobody reads."""
+
+
+def origin(node: ir.Node) -> dict[str, str]:
+    """Returns the metadata of the nodes that take the place of `node`."""
+    if EXPANDED_FROM in node.metadata_props:
+        return {k: node.metadata_props[k] for k in (EXPANDED_FROM, EXPANDED_OPERANDS)}
+    operands = {
+        "in": [None if v is None else v.name for v in node.inputs],
+        "out": [v.name for v in node.outputs],
+    }
+    return {EXPANDED_FROM: node.name or "", EXPANDED_OPERANDS: json.dumps(operands)}
 
 
 def has_schema_body(node: ir.Node, opset: int) -> bool:

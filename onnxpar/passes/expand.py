@@ -5,7 +5,6 @@ metadata which node that was, so that a strategy for it still reaches them. What
 are called, the body's are called.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
@@ -13,17 +12,16 @@ import onnx_ir.passes.common as common
 from onnx_shape_inference import ShapeInferenceContext, registry
 
 from onnxpar.analysis.shapes import (
-    EXPANDED_FROM,
-    EXPANDED_OPERANDS,
     NOT_EXPANDED,
     NodeView,
     read_shapes,
     shapes,
 )
 from onnxpar.errors import ModelError
-from onnxpar.ops.body import BodyNode, fill_defaults, has_schema_body, schema_body
+from onnxpar.ops.body import BodyNode, fill_defaults, has_schema_body, origin, schema_body
 from onnxpar.ops.cast import fold_casts
 from onnxpar.ops.registry import ByBody, OpDef, expanded
+from onnxpar.ops.sequence import fold_sequences
 from onnxpar.ops.table import REGISTRY
 from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.global_graph import GlobalBuilder
@@ -38,6 +36,7 @@ def expand_unknown(
 ) -> None:
     """Replaces every node whose operator has a body and no rule. The model is changed.
 
+    Sequences whose length and positions are known are folded away too, which is the same to them.
     What cannot be replaced stays as it is, is computed whole by every device, and says why in its
     metadata.
 
@@ -48,11 +47,11 @@ def expand_unknown(
     """
     opset = _opset(model)
     for _ in range(MAX_DEPTH):
+        changed, failed = fold_sequences(model), False
         # A body of ours is emitted with shapes; what ONNX's give is inferred afterwards.
         builder: GlobalBuilder | None = None
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
         names = {node.name or "" for node in nodes}
-        changed, failed = False, False
         for node in nodes:
             definition = _definition(model, node, opset)
             if definition is not None and definition.rule is not expanded:
@@ -111,17 +110,6 @@ def expand_by_body(
                 _by_our_body(node, definition, builder)
             else:
                 _infer(model, _by_schema(model, node, opset, names), builder)
-
-
-def origin(node: ir.Node) -> dict[str, str]:
-    """Returns the metadata of the nodes that take the place of `node`."""
-    if EXPANDED_FROM in node.metadata_props:
-        return {k: node.metadata_props[k] for k in (EXPANDED_FROM, EXPANDED_OPERANDS)}
-    operands = {
-        "in": [None if v is None else v.name for v in node.inputs],
-        "out": [v.name for v in node.outputs],
-    }
-    return {EXPANDED_FROM: node.name or "", EXPANDED_OPERANDS: json.dumps(operands)}
 
 
 def _opset(model: ir.Model) -> int:

@@ -272,6 +272,10 @@ def _name_nodes(graph: ir.Graph) -> None:
 
 
 def _name_dims(graph: ir.Graph) -> None:
+    for what, values in (("input", graph.inputs), ("output", graph.outputs)):
+        for value in values:
+            if isinstance(value.type, ir.SequenceType | ir.OptionalType | ir.SparseTensorType):
+                raise ModelError(f"{what} {value.name!r}: expected a tensor, got {value.type}")
     for value in graph.inputs:
         if value.shape is None:
             raise ModelError(f"input {value.name!r} has no shape: its rank must be known")

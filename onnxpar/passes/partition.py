@@ -239,6 +239,8 @@ class _Partition:
             keeps = False
         for value, sharding, made in zip(node.outputs, plan.outputs, outputs, strict=True):
             out = value.name or ""
+            if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+                made.type, made.shape = value.type, None
             self._keep_name(out, made)
             if out in self.plan.resharded:
                 self.made[out] = self.plan.resharded[out]
