@@ -6,7 +6,7 @@ in numpy over all devices.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from math import erf
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from norm_reference import OPERATORS as NORMS
 from sliding_reference import OPERATORS as SLIDING
 
 from onnxpar.mesh import Mesh
@@ -181,7 +182,7 @@ class Lockstep:
             functions=[ir.to_proto(FUNCTIONS[name].made(self.opset)) for name in sorted(called)],
             ir_version=10,
         )
-        evaluate = evaluator(model, self.reference)
+        evaluate = _kept_evaluator(model.SerializeToString(), self.reference)
         for here in memory:
             here.update(evaluate({v.name or "": here[v.name or ""] for v in entering}))
 
@@ -309,7 +310,13 @@ class LayerNormalization(OpRun):  # type: ignore[misc]
         return y if bias is None else y + bias, mean, inverse.astype(kind)
 
 
-REFERENCE_OPS = [*SLIDING, Erf, Gelu, FusedMatMul, LayerNormalization]
+REFERENCE_OPS = [*SLIDING, *NORMS, Erf, Gelu, FusedMatMul, LayerNormalization]
+
+
+@lru_cache(maxsize=16)
+def _kept_evaluator(model: bytes, reference: bool) -> Evaluate:
+    """An evaluator for a model that is run again and again, as by differences."""
+    return evaluator(onnx.ModelProto.FromString(model), reference)
 
 
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
