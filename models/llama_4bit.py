@@ -6,8 +6,8 @@ Inputs: `input_ids` [batch, seq] and `attention_mask` [batch, total] int64, and 
 `past_key_values.<n>.key` and `.value` [batch, kv_heads, past, head_dim] float32. Outputs: `logits`
 [batch, seq, vocab] float32 and `present.<n>.key` and `.value`, which are given to the next step. A
 prompt has an empty cache (past = 0, total = seq), or zeros of the length that the cache is to have
-to the end; the mask says how much of it counts. A divided model needs the latter, since no symbol of
-it may be 0.
+to the end; the mask says how much of it counts. A divided model needs the latter, since no symbol
+of it may be 0.
 
 Projections are `MatMulNBits`, attention is `GroupQueryAttention` with rotary embedding inside,
 norms are `SimplifiedLayerNormalization` and `SkipSimplifiedLayerNormalization` (Touvron et al.,

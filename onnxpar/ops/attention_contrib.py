@@ -6,8 +6,15 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
-from onnxpar.ops.forms import BOOL, global_index
-from onnxpar.ops.heads import Heads, Operands, head_size, heads_of, in_range, local_heads
+from onnxpar.ops.heads import (
+    Heads,
+    Operands,
+    head_size,
+    heads_of,
+    in_range,
+    local_heads,
+    valid_along,
+)
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -65,14 +72,7 @@ def group_query_local(node: LocalNode) -> Sequence[ir.Value]:
         lengths, shape = node.input(_SEQLENS), node.in_shape(_SEQLENS)
         total = node.builder.reshape(node.input(_TOTAL), [1])
         longest = node.op("Sub", total, node.builder.const([1], INT32), shape=[1])
-        here = node.op(
-            "Less",
-            global_index(node, "b"),
-            node.builder.size(node.size("b")),
-            dtype=BOOL,
-            shape=shape[:1],
-        )
-        here = node.builder.reshape(here, shape)
+        here = node.builder.reshape(valid_along(node, "b"), shape)
         inputs[_SEQLENS] = node.op("Where", here, lengths, longest, dtype=INT32, shape=shape)
         if node.view.has(_POSITIONS):
             inputs[_POSITIONS] = in_range(node, _POSITIONS, ("b",))

@@ -12,7 +12,10 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
+from onnxpar.ops.forms import BOOL, iota
 from onnxpar.ops.local import LocalNode
+from onnxpar.passes.padding import valid_count
+from onnxpar.sharding import local_size
 from onnxpar.symbols import Dim
 
 
@@ -107,6 +110,25 @@ class Operands:
         while len(self.texts) < self.view.arity:
             self.add()
         return ", ".join(self.texts[: self.view.arity])
+
+
+def valid_along(node: LocalNode, factor: str) -> ir.Value:
+    """Returns which local places along a factor are no padding, booleans [local size]."""
+    found: ir.Value | None = None
+    length: Dim = 1
+    for component in node.components(factor):
+        size = local_size(component, node.mesh, node.view.table)
+        count = valid_count(node.builder, component)
+        here = node.op("Less", iota(node, size), count, dtype=BOOL, shape=[size])
+        if found is None:
+            found, length = here, size
+            continue
+        major = node.builder.reshape(found, [length, 1])
+        both = node.op("And", major, here, shape=[length, size])
+        length = length * size
+        found = node.builder.reshape(both, [length])
+    assert found is not None
+    return found
 
 
 def in_range(node: LocalNode, index: int, factors: Sequence[str], fill: int = 0) -> ir.Value:

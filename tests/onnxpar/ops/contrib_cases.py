@@ -184,4 +184,51 @@ GROUPED = (
     _grouped(4, 2, 1, 6, [6, 6, 6, 6, 6], further=', "", "", h', h="float[4]"),
 )
 
-CASES = (*QUANTISED, *ROTARY, *GROUPED)
+_Q, _K, _V = "float[N,4,24]", "float[N,5,12]", "float[N,5,9]"
+_QKV = {"q": _Q, "k": _K, "v": _V}
+_GROUPS = "q_num_heads=6, kv_num_heads=3"
+_FOUR = {"q": "float[N,2,6,3]", "k": "float[N,2,5,3]", "v": "float[N,2,5,3]"}
+_GROWN = {"pk": "float[N,3,3,4]", "pv": "float[N,3,3,3]"}
+_LONG = {"q": "float[N,2,3,4]", "k": "float[N,2,6,4]", "v": "float[N,2,6,4]"}
+
+
+def _attention(
+    attributes: str, inputs: Mapping[str, str], operands: str = "q, k, v", **more: Any
+) -> Case:
+    results = more.pop("results", "y")
+    text = f"{results} = Attention<{attributes}>({operands})"
+    text = text.replace("<>", "")
+    return Case(text, inputs, N5, opset=more.pop("opset", 23), **more)
+
+
+ATTENTION = (
+    _attention(_GROUPS, _QKV),
+    _attention(f"{_GROUPS}, is_causal=1, scale=0.3", _QKV),
+    _attention(f"{_GROUPS}, softcap=1.5", {**_QKV, "m": "float[6,4,5]"}, "q, k, v, m"),
+    _attention("", _FOUR),
+    _attention("is_causal=1", {**_FOUR, "m": "float[6,5]"}, "q, k, v, m"),
+    _attention("", {**_FOUR, "m": "float[N,1,6,5]"}, "q, k, v, m", results="y, a, b"),
+    _attention(
+        f"{_GROUPS}, is_causal=1",
+        {**_QKV, **_GROWN, "m": "float[4,8]"},
+        "q, k, v, m, pk, pv",
+        results="y, a, b",
+    ),
+    _attention("qk_matmul_output_mode=0", _FOUR, results="y, a, b, c"),
+    _attention(
+        "is_causal=1",
+        {**_LONG, "n": "int64[N]"},
+        'q, k, v, "", "", "", n',
+        opset=24,
+        feeds={"n": _ints(6, 4, 5, 3, 6)},
+    ),
+    _attention(
+        "",
+        {**_LONG, "n": "int64[N]", "m": "bool[3,6]"},
+        'q, k, v, m, "", "", n',
+        opset=24,
+        feeds={"n": _ints(6, 4, 5, 3, 6), "m": np.tri(3, 6, 2) > 0},
+    ),
+)
+
+CASES = (*ATTENTION, *QUANTISED, *ROTARY, *GROUPED)
