@@ -24,8 +24,11 @@ NOT_CHOSEN = "not chosen"
 EMPTY = "no element"
 ONE_ELEMENT = "one element"
 STATISTIC = "running statistic"
+BUFFER = "buffer of the module"
 
 _COPY_OF = "onnxpar.copy_of"
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+"""Metadata key of PyTorch's exporter: what an initializer was, PARAMETER or BUFFER for one."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,9 @@ def select(
     """Chooses what is trained: floating-point initializers of the file, as the patterns say.
 
     A tensor of one element is trained where it is the bias or scale of a layer, or named by
-    `trainable`; others of one element are constants of formulas. Whether the loss depends on a
-    parameter is not looked at here.
+    `trainable`; others of one element are constants of formulas. What PyTorch's exporter marks as a
+    buffer, such as the frequencies of rotary positions, is trained if it is named. Whether the loss
+    depends on a parameter is not looked at here.
 
     Args:
         model: The normalised model; it is not changed.
@@ -256,6 +260,8 @@ def _unfit(value: ir.Value, *, named: bool) -> str:
     uses = value.uses()
     if uses and all(is_statistic(node, index) for node, index in uses):
         return STATISTIC
+    if not named and value.metadata_props.get(_KIND) == "BUFFER":
+        return BUFFER
     elements = prod(_sizes(value))
     if elements == 0:
         return EMPTY

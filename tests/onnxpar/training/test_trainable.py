@@ -331,3 +331,15 @@ def test_pytorchs_exports_train_as_much_as_pytorch(traced: bool, tmp_path: Path)
     assert counts.trained_tensors == len(parameters)
     assert not selection.shared({})
     assert sum(not p.decay for p in selection.trained) == sum(p.ndim < 2 for p in parameters)
+
+
+def test_buffers_of_pytorch_are_trained_only_by_name() -> None:
+    model, originals = sample()
+    kind = "pkg.torch.export.graph_signature.InputSpec.kind"
+    model.graph.initializers["w1"].metadata_props[kind] = "PARAMETER"
+    model.graph.initializers["w2"].metadata_props[kind] = "BUFFER"
+    reasons = {t.name: t.reason for t in select(model, originals).tensors}
+    assert reasons["w2"] == "buffer of the module"
+    assert not reasons["w1"] and not reasons["table"]
+    named = select(model, originals, trainable=["w*"])
+    assert {p.name for p in named.trained} == {"w1", "w2"}
