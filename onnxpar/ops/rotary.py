@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
+from onnxpar.ops.attention_parts import places, reshape
+from onnxpar.ops.body import BodyNode
 from onnxpar.ops.forms import global_index
 from onnxpar.ops.heads import head_size, in_range
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import BY_BODY, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.passes.builder import INT64
 from onnxpar.symbols import Dim
@@ -97,7 +100,106 @@ def contrib_rotary_local(node: LocalNode) -> Sequence[ir.Value]:
     return node.copy(inputs, {"num_heads": int(node.local_size("h"))} if named else {})
 
 
+def rotary_body(node: BodyNode) -> Sequence[ir.Value]:
+    """Pairs of elements as points of a plane, turned by the angle of their place."""
+    cos, sin = node.input(1), node.input(2)
+    rank = len(node.view.shape(0))
+    if node.has(3):
+        cos, sin = (_looked_up(node, table, node.input(3)) for table in (cos, sin))
+    angles = tuple(node.builder.unsqueeze(table, [2 if rank == 3 else 1]) for table in (cos, sin))
+    return (_turned(node, angles, int(node.view.attr("num_heads", 0))),)
+
+
+def contrib_rotary_body(node: BodyNode) -> Sequence[ir.Value]:
+    """The same for com.microsoft.
+
+    Raises:
+        ModelError: Sequences of a packed batch.
+    """
+    if node.view.attr("is_packed_batching", 0):
+        raise node.fail("expected a batch that is not packed")
+    x = node.view.shape(0)
+    positions, length = node.input(1), x[1 if len(x) == 3 else 2]
+    axes = [2 if len(x) == 3 else 1]
+    if len(node.view.shape(1)) == 1:
+        positions = node.op("Add", places(node, length), positions, shape=[length])
+        axes = [0, 2] if len(x) == 3 else [0, 1]
+    angles = tuple(
+        node.builder.unsqueeze(_looked_up(node, node.input(i), positions), axes) for i in (2, 3)
+    )
+    return (_turned(node, angles, _contrib_heads(node.view)),)
+
+
+def _looked_up(node: BodyNode, table: ir.Value, positions: ir.Value) -> ir.Value:
+    shape = [*node.shape(positions), node.shape(table)[-1]]
+    return node.op("Gather", table, positions, shape=shape, axis=0)
+
+
+def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
+    """The operand turned by the cosines and sines, which broadcast against its halves."""
+    x, given = node.input(0), node.view.shape(0)
+    shape = list(given)
+    if len(given) == 3:
+        size = head_size(node.view, given[2], heads)
+        shape = [*given[:2], heads, size]
+        x = reshape(node, x, shape)
+    whole = shape[-1]
+    half = node.shape(angles[0])[-1]
+    if not isinstance(whole, int) or not isinstance(half, int):
+        raise node.fail(f"expected heads of known size, got {whole}")
+    rest: list[ir.Value] = []
+    if 2 * half < whole:
+        x, other = _split(node, x, [2 * half, whole - 2 * half])
+        rest = [other]
+    lead = shape[:-1]
+    pairs = bool(node.view.attr("interleaved", 0))
+    if pairs:
+        parts = _split(node, reshape(node, x, [*lead, half, 2]), [1, 1])
+        first, second = (reshape(node, part, [*lead, half]) for part in parts)
+    else:
+        first, second = _split(node, x, [half, half])
+    cos, sin = angles
+    turned = [
+        node.op(sign, node.op("Mul", a, cos), node.op("Mul", b, sin))
+        for sign, a, b in (("Sub", first, second), ("Add", second, first))
+    ]
+    if pairs:
+        turned = [reshape(node, part, [*lead, half, 1]) for part in turned]
+        y = node.op("Concat", *turned, shape=[*lead, half, 2], axis=-1)
+        y = reshape(node, y, [*lead, 2 * half])
+        y = node.op("Concat", y, *rest, shape=shape, axis=-1) if rest else y
+    else:
+        y = node.op("Concat", *turned, *rest, shape=shape, axis=-1)
+    return reshape(node, y, given)
+
+
+def _split(node: BodyNode, x: ir.Value, sizes: Sequence[int]) -> tuple[ir.Value, ...]:
+    lead = node.shape(x)[:-1]
+    return node.builder.ops(
+        "Split",
+        [x, node.builder.const(np.array(sizes))],
+        [(x.dtype, [*lead, size]) for size in sizes],
+        {"axis": -1},
+    )
+
+
 DEFS = (
-    OpDef("", "RotaryEmbedding", 23, rotary_rule, rotary_local),
-    OpDef(MICROSOFT, "RotaryEmbedding", 1, contrib_rotary_rule, contrib_rotary_local),
+    OpDef(
+        "",
+        "RotaryEmbedding",
+        23,
+        rotary_rule,
+        rotary_local,
+        gradient=BY_BODY,
+        body=rotary_body,
+    ),
+    OpDef(
+        MICROSOFT,
+        "RotaryEmbedding",
+        1,
+        contrib_rotary_rule,
+        contrib_rotary_local,
+        gradient=BY_BODY,
+        body=contrib_rotary_body,
+    ),
 )

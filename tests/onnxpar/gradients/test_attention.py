@@ -106,3 +106,65 @@ def test_lengths_of_a_cache() -> None:
         data={"n": lengths},
         opset=24,
     ).check()
+
+
+PLACES = np.array([[0, 3, 1], [2, 2, 0], [1, 0, 3]])
+
+
+def rotary(heads: int = 0, *, pairs: bool = False, contrib: bool = False) -> Any:
+    """Rotary embedding in PyTorch, by complex numbers."""
+
+    def function(torch: Any, x: Any, c: Any, s: Any, p: Any = None) -> Any:
+        given = x.shape
+        if x.dim() == 3:
+            x = x.unflatten(2, (heads, -1)).transpose(1, 2)
+        if p is not None:
+            p = p + torch.arange(x.shape[2]) if p.dim() == 1 else p
+            c, s = c[p], s[p]
+        turn = torch.complex(c, s).unsqueeze(-3)
+        half = turn.shape[-1]
+        x, rest = x[..., : 2 * half], x[..., 2 * half :]
+        a, b = (x[..., ::2], x[..., 1::2]) if pairs else (x[..., :half], x[..., half:])
+        y = torch.complex(a.contiguous(), b.contiguous()) * turn
+        parts = [y.real, y.imag]
+        y = torch.stack(parts, -1).flatten(-2) if pairs else torch.cat(parts, -1)
+        y = torch.cat([y, rest], -1)
+        return y.transpose(1, 2).reshape(given) if len(given) == 3 else y
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("attributes", "inputs", "torch"),
+    [
+        (
+            "num_heads=2",
+            {"x": "double[N,3,8]", "p": "int64[N,3]", "c": "double[4,2]", "s": "double[4,2]"},
+            rotary(2),
+        ),
+        (
+            "interleaved=1",
+            {"x": "double[N,2,3,4]", "p": "int64[1]", "c": "double[4,2]", "s": "double[4,2]"},
+            rotary(pairs=True),
+        ),
+        (
+            "num_heads=2, rotary_embedding_dim=4",
+            {"x": "double[N,3,12]", "p": "int64[N,3]", "c": "double[4,2]", "s": "double[4,2]"},
+            rotary(2),
+        ),
+    ],
+    ids=["positions", "pairs", "a part of a head"],
+)
+def test_rotary_embedding(attributes: str, inputs: Mapping[str, str], torch: Any) -> None:
+    """ONNX's own has no float64; its body is this one's. PyTorch stands in for differences too."""
+    places = PLACES if inputs["p"] == "int64[N,3]" else np.array([1])
+    case = GradCase(
+        f"y = com.microsoft.RotaryEmbedding<{attributes}>(x, p, c, s)",
+        inputs,
+        torch,
+        sizes=N3,
+        data={"p": places},
+    )
+    case.check_program()
+    case.check_torch()
+    case.check_meshes()

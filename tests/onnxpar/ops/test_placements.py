@@ -95,6 +95,8 @@ EXCUSED = {
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), _AFFINE),
     **dict.fromkeys(("GroupNormalization", "RMSNormalization"), _AFFINE),
     "SimplifiedLayerNormalization": _AFFINE,
+    "SkipLayerNormalization": _AFFINE,
+    "SkipSimplifiedLayerNormalization": _AFFINE,
     "SoftmaxCrossEntropyLoss": "the class weights could wait; nothing makes them so",
     "NegativeLogLikelihoodLoss": "the class weights could wait; nothing makes them so",
 }
