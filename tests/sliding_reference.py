@@ -212,4 +212,56 @@ class AveragePool(OpRun):  # type: ignore[misc]
         return (total / sum(counted[cut] for _, cut in g.taps()),)
 
 
-OPERATORS = [Conv, ConvTranspose, MaxPool, AveragePool]
+class LpPool(OpRun):  # type: ignore[misc]
+    """LpPool."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        auto_pad: str = "NOTSET",
+        ceil_mode: int = 0,
+        dilations: Sequence[int] | None = None,
+        kernel_shape: Sequence[int] | None = None,
+        p: int = 2,
+        pads: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> tuple[Array]:
+        assert kernel_shape is not None
+        g = _Geometry(
+            x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad or "NOTSET", ceil_mode
+        )
+        whole = g.padded(np.abs(x) ** p, 0)
+        total: Array = np.sum([whole[cut] for _, cut in g.taps()], axis=0)
+        return (total ** (1 / p),)
+
+
+class GlobalLpPool(OpRun):  # type: ignore[misc]
+    """GlobalLpPool."""
+
+    op_domain = ""
+
+    def _run(self, x: Array, p: int = 2) -> tuple[Array]:
+        axes = tuple(range(2, x.ndim))
+        return ((np.abs(x) ** p).sum(axes, keepdims=True) ** (1 / p),)
+
+
+class GlobalMaxPool(OpRun):  # type: ignore[misc]
+    """GlobalMaxPool."""
+
+    op_domain = ""
+
+    def _run(self, x: Array) -> tuple[Array]:
+        return (x.max(tuple(range(2, x.ndim)), keepdims=True),)
+
+
+OPERATORS = [
+    Conv,
+    ConvTranspose,
+    MaxPool,
+    AveragePool,
+    LpPool,
+    GlobalLpPool,
+    GlobalMaxPool,
+]

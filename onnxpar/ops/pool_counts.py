@@ -62,8 +62,8 @@ def counts(node: LocalNode, dim: Spatial, atoms: Atoms) -> ir.Value:
             return node.builder.const(table)
         blocks = places(node, atoms, dim.results)
         rows = np.ones((len(blocks), int(own)), np.int64)
-        for place, (start, valid, _) in enumerate(blocks):
-            rows[place, :valid] = table[start : start + valid]
+        for place, (low, valid, _) in enumerate(blocks):
+            rows[place, :valid] = table[low : low + valid]
         return node.builder.reshape(by_place(node, atoms, rows), [own])
     at_first = node.op("Mul", iota(node, own), node.builder.const([dim.stride]), shape=[own])
     start = block_start(node.builder, Component(dim.results, atoms))
@@ -72,6 +72,7 @@ def counts(node: LocalNode, dim: Spatial, atoms: Atoms) -> ir.Value:
     at_first = node.op("Sub", at_first, node.builder.const([dim.before]), shape=[own])
     ends = []
     for limit in (node.builder.size(dim.size + high), node.builder.const([-low])):
+        # How many elements of the kernel lie before the limit.
         room = node.op("Sub", limit, at_first, shape=[own])
         room = node.op("Max", room, node.builder.const([0]), shape=[own])
         steps = node.op("Add", room, node.builder.const([dim.dilation - 1]), shape=[own])

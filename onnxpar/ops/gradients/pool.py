@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxpar.errors import ModelError
 from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.gradients.reduce import spread_extremum, spread_mean
 from onnxpar.ops.sliding import pool_dims
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.symbols import Dim
@@ -39,15 +40,8 @@ def lp_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     p = int(node.view.attr("p", 2))
     if p == 1:
         return [node.op("Mul", node.op("Sign", x), _spread(node, dy, mean=0))]
-    zero = node.op("Equal", y, node.number(0, y), dtype=ir.DataType.BOOL)
-    safe = node.op("Where", zero, node.number(1, y), y, dtype=y.dtype, shape=node.shape(y))
-    power = safe if p == 2 else node.op("Pow", safe, node.number(p - 1, y))
-    # Where y is 0 so is every x that it read, and the product below.
-    total = _spread(node, node.op("Div", dy, power), mean=0)
-    if p == 2:
-        return [node.op("Mul", x, total)]
-    slope = node.op("Pow", node.op("Abs", x), node.number(p - 1, x))
-    return [node.op("Mul", node.op("Mul", node.op("Sign", x), slope), total)]
+    total = _spread(node, node.op("Div", dy, _root_power(node, y, p)), mean=0)
+    return [_powers(node, x, total, p)]
 
 
 def max_unpool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -59,6 +53,44 @@ def max_unpool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     flat = node.op("Reshape", dy, node.builder.const(np.array([-1], np.int64)), shape=[count])
     dx = node.op("Gather", flat, index, shape=node.shape(index), axis=0)
     return [dx, *[None for _ in range(node.view.arity - 1)]]
+
+
+def global_average_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Gives every element dy by their number."""
+    return [spread_mean(node, _space(node), node.cotangent())]
+
+
+def global_max_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Gives dy to the greatest element, in even shares where several are."""
+    return [spread_extremum(node, _space(node), node.cotangent())]
+
+
+def global_lp_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Gives dy y^(1-p) sign(x) |x|^(p-1), and 0 where y is 0."""
+    x, y, dy = node.input(0), node.output(), node.cotangent()
+    p = int(node.view.attr("p", 2))
+    if p == 1:
+        return [node.op("Mul", node.op("Sign", x), dy)]
+    return [_powers(node, x, node.op("Div", dy, _root_power(node, y, p)), p)]
+
+
+def _space(node: GradNode) -> tuple[int, ...]:
+    return tuple(range(2, len(node.shape(node.input(0)))))
+
+
+def _root_power(node: GradNode, y: ir.Value, p: int) -> ir.Value:
+    """y^(p-1), 1 where y is 0: so is every x that it read then, and the product with it."""
+    zero = node.op("Equal", y, node.number(0, y), dtype=ir.DataType.BOOL)
+    safe = node.op("Where", zero, node.number(1, y), y, dtype=y.dtype, shape=node.shape(y))
+    return safe if p == 2 else node.op("Pow", safe, node.number(p - 1, y))
+
+
+def _powers(node: GradNode, x: ir.Value, total: ir.Value, p: int) -> ir.Value:
+    """sign(x) |x|^(p-1) times a cotangent."""
+    if p == 2:
+        return node.op("Mul", x, total)
+    slope = node.op("Pow", node.op("Abs", x), node.number(p - 1, x))
+    return node.op("Mul", node.op("Mul", node.op("Sign", x), slope), total)
 
 
 def _spread(node: GradNode, dy: ir.Value, mean: int) -> ir.Value:

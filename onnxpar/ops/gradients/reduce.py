@@ -62,7 +62,7 @@ def _spread_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value
     return _expand(node, dy, axes)
 
 
-def _spread_mean(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_mean(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy / count to every element."""
     sizes = [node.shape(node.input(0))[axis] for axis in axes]
     # 16-bit floats end before many counts do.
@@ -79,7 +79,7 @@ def _spread_mean(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Valu
     return _expand(node, node.builder.cast(share, dy.dtype or work_dtype(None)), axes)
 
 
-def _spread_extremum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_extremum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy to the greatest (least) element, in even shares where several are."""
     x = node.input(0)
     assert x.dtype is not None
@@ -146,9 +146,9 @@ REDUCTIONS: Mapping[str, Gradient] = MappingProxyType(
             "ReduceL2": _spread_l2,
             "ReduceLogSum": _spread_log_sum,
             "ReduceLogSumExp": _spread_log_sum_exp,
-            "ReduceMax": _spread_extremum,
-            "ReduceMean": _spread_mean,
-            "ReduceMin": _spread_extremum,
+            "ReduceMax": spread_extremum,
+            "ReduceMean": spread_mean,
+            "ReduceMin": spread_extremum,
             "ReduceProd": _spread_product,
             "ReduceSum": _spread_sum,
             "ReduceSumSquare": _spread_sum_square,

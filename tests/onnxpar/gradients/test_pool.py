@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Data, GradCase
+from harness import Data, GradCase, away_from_zero
 
 _N3 = {"N": 3}
 
@@ -88,6 +88,68 @@ AVERAGE_POOL = (
 )
 
 
-@pytest.mark.parametrize("case", (*MAX_POOL, *AVERAGE_POOL), ids=lambda c: c.nodes)
+_AXES = {3: (2,), 4: (2, 3)}
+
+LP_POOL = (
+    _pool(
+        "LpPool<kernel_shape=[2], strides=[2]>",
+        "double[N,2,6]",
+        lambda torch, x: torch.nn.functional.lp_pool1d(x, 2, 2, 2),
+    ),
+    _pool("LpPool<kernel_shape=[3], p=3, pads=[1,1]>", "double[N,1,5]", data=away_from_zero),
+    _pool("LpPool<kernel_shape=[2,2], p=1>", "double[2,1,3,4]", data=away_from_zero),
+)
+
+GLOBAL_POOL = tuple(
+    case
+    for shape in ("double[N,2,5]", "double[2,2,3,4]", "double[N,2,S]")
+    for case in (
+        _pool(
+            "GlobalAveragePool",
+            shape,
+            lambda torch, x: x.mean(_AXES[x.dim()], keepdim=True),
+            sizes={"N": 3, "S": 4},
+        ),
+        _pool(
+            "GlobalMaxPool",
+            shape,
+            lambda torch, x: x.amax(_AXES[x.dim()], keepdim=True),
+            sizes={"N": 3, "S": 4},
+        ),
+    )
+)
+
+GLOBAL_LP_POOL = tuple(
+    GradCase(
+        f"y = GlobalLpPool<p={p}>(x)",
+        {"x": shape},
+        lambda torch, x, p=p: torch.linalg.vector_norm(x, p, _AXES[x.dim()], keepdim=True),
+        _N3,
+    )
+    for p, shape in ((1, "double[N,2,4]"), (2, "double[2,2,3,2]"), (3, "double[N,1,5]"))
+)
+
+_PLACES = np.array([[[0, 3], [4, 7]], [[8, 10], [13, 14]]])
+
+OTHERS = (
+    GradCase(
+        "y = MaxUnpool<kernel_shape=[2], strides=[2]>(x, i, s)",
+        {"x": "double[2,2,2]", "i": "int64[2,2,2]"},
+        lambda torch, x, i: (
+            torch.zeros(16, dtype=x.dtype).index_add(0, i.flatten(), x.flatten()).reshape(2, 2, 4)
+        ),
+        data={"i": _PLACES},
+        consts={"s": np.array([2, 2, 4])},
+    ),
+    GradCase(
+        "y = Col2Im<strides=[2,1], pads=[1,0,1,0]>(x, i, b)",
+        {"x": "double[2,12,6]"},
+        consts={"i": np.array([5, 4]), "b": np.array([2, 3])},
+    ),
+)
+_EVERY = (*MAX_POOL, *AVERAGE_POOL, *LP_POOL, *GLOBAL_POOL, *GLOBAL_LP_POOL, *OTHERS)
+
+
+@pytest.mark.parametrize("case", _EVERY, ids=str)
 def test_pools(case: GradCase) -> None:
     case.check()

@@ -69,4 +69,47 @@ MAX_UNPOOL = (
     ),
 )
 
-CASES = (*MAX_POOL, *AVERAGE_POOL, *LP_POOL, *MAX_UNPOOL)
+GLOBAL_POOL = (
+    *(
+        Case(f"y = {op}(x)", {"x": "float[N,2,5,4]"}, _N3)
+        for op in ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "GlobalLpPool<p=3>")
+    ),
+    *(
+        Case(f"y = {op}(x)", {"x": "float[2,3,H]"}, {"H": 7})
+        for op in ("GlobalAveragePool", "GlobalLpPool<p=1>")
+    ),
+)
+
+_IMAGE = np.array([5, 4])
+_BLOCK = np.array([2, 3])
+
+COL2IM = (
+    Case(
+        "y = Col2Im(x, i, b)",
+        {"x": "float[N,18,8]"},
+        _N3,
+        consts={"i": _IMAGE, "b": _BLOCK},
+    ),
+    Case(
+        "y = Col2Im<pads=[1,0,1,0], strides=[2,1]>(x, i, b)",
+        {"x": "float[2,12,6]"},
+        consts={"i": _IMAGE, "b": _BLOCK},
+    ),
+)
+
+
+def _deformed(attributes: str, **shapes: str) -> Case:
+    """A DeformConv of these operands; its offsets are of both signs and no whole numbers."""
+    operands = ", ".join(shapes.get(n, "") and n for n in "xwobm").rstrip(", ")
+    types = {n: f"float[{shapes[n]}]" for n in "xwobm" if n in shapes}
+    return Case(f"y = DeformConv<{attributes}>({operands})", types, _N3, opset=22)
+
+
+DEFORM = (
+    _deformed("pads=[1,1,1,1]", x="N,4,4,3", w="3,4,3,3", o="N,18,4,3", b="3"),
+    _deformed("offset_group=2", x="N,4,4,3", w="3,4,2,2", o="N,16,3,2", m="N,8,3,2"),
+    _deformed("group=2", x="N,4,4,3", w="6,2,2,2", o="N,8,3,2", b="6", m="N,4,3,2"),
+    _deformed("group=3, offset_group=3", x="2,3,4,3", w="6,1,2,2", o="2,24,3,2"),
+)
+
+CASES = (*MAX_POOL, *AVERAGE_POOL, *LP_POOL, *MAX_UNPOOL, *GLOBAL_POOL, *COL2IM, *DEFORM)
