@@ -62,6 +62,19 @@ def _longer(past: int | ir.SymbolicDim, total: int | ir.SymbolicDim) -> int | ir
     return length if isinstance(length, int) else ir.SymbolicDim(dim_str(length))
 
 
+def infer_skip_norm(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Normalisations of a residual sum: as the first operand, statistics one number a row."""
+    x = node.inputs[0]
+    if x is None or x.shape is None:
+        return
+    rows = ir.Shape([*x.shape.dims[:-1], 1])
+    for index, out in enumerate(node.outputs):
+        if index in (1, 2):
+            context.set_shape_and_dtype(out, rows, ir.DataType.FLOAT)
+        else:
+            context.set_shape_and_dtype(out, x.shape, x.dtype)
+
+
 registry.collect()
 _GROUPED = registry.get(MICROSOFT, "GroupQueryAttention", 1)
 assert _GROUPED is not None, "onnx-shape-inference has no GroupQueryAttention"
@@ -71,6 +84,8 @@ INFERENCE = (
     ("GroupQueryAttention", infer_group_query_attention),
     ("MatMulBnb4", infer_matmul_bnb4),
     ("GatherBlockQuantized", infer_gather_block_quantized),
+    ("SkipLayerNormalization", infer_skip_norm),
+    ("SkipSimplifiedLayerNormalization", infer_skip_norm),
 )
 """Operators of the domain `com.microsoft`, version 1."""
 

@@ -88,4 +88,24 @@ GROUPS = (
     Case("y = LRN<size=3, alpha=0.5, beta=0.6, bias=2.0>(x)", {"x": "float[N,6,2,3]"}, N5),
 )
 
-CASES = (*BATCH, *ROWS, *GROUPS)
+
+def _skip(call: str, skip: str = "float[N,3,7]", kind: str = "float") -> Case:
+    outputs, rest = call.split(" = ")
+    vectors = {k: "float[7]" for k in "gbc" if f" {k}" in rest}
+    operands = {"x": "float[N,3,7]", "k": skip, **vectors}
+    operands = {k: v.replace("float", kind) for k, v in operands.items()}
+    text = f"{outputs} = com.microsoft.{rest}"
+    return Case(text, operands, N5, rtol=1e-5 if kind == "float" else 2e-3)
+
+
+RESIDUAL = (
+    _skip("y = SkipLayerNormalization<epsilon=0.1>(x, k, g)"),
+    _skip("y, m, i, t = SkipLayerNormalization(x, k, g, b, c)"),
+    _skip("y, , , t = SkipLayerNormalization(x, k, g, b)"),
+    _skip("y, , , t = SkipLayerNormalization<epsilon=0.1>(x, k, g, , c)", "float[1,3,7]"),
+    _skip("y, , , t = SkipSimplifiedLayerNormalization<epsilon=0.1>(x, k, g)"),
+    _skip("y, , i = SkipSimplifiedLayerNormalization(x, k, g, c)"),
+    _skip("y, , , t = SkipSimplifiedLayerNormalization(x, k, g)", kind="float16"),
+)
+
+CASES = (*BATCH, *ROWS, *GROUPS, *RESIDUAL)
