@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.body import BodyNode
 from onnxpar.ops.broadcast import broadcast_rule
+from onnxpar.ops.forms import BOOL
 from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.gradients.elementwise import SEVERAL, UNARY
 from onnxpar.ops.local import LocalNode, copy_node
@@ -42,6 +43,16 @@ def _mean_body(node: BodyNode) -> Sequence[ir.Value]:
     return [node.op("Div", total, node.number(len(operands), total))]
 
 
+def _shrink_body(node: BodyNode) -> Sequence[ir.Value]:
+    """Gives x + bias below -lambd, x - bias above lambd, and 0 between them."""
+    x, view = node.input(0), node.view
+    edge, bias = float(view.attr("lambd", 0.5)), node.number(view.attr("bias", 0.0), x)
+    low = node.op("Less", x, node.number(-edge, x), dtype=BOOL)
+    high = node.op("Greater", x, node.number(edge, x), dtype=BOOL)
+    upper = node.op("Where", high, node.op("Sub", x, bias), node.number(0, x), dtype=x.dtype)
+    return [node.op("Where", low, node.op("Add", x, bias), upper, dtype=x.dtype)]
+
+
 def _extremum_rule(view: NodeView) -> OpRule:
     """Max and Min: any one operand, since max and min distribute over one another; or all."""
     everyone = "+".join(str(i) for i in range(view.arity))
@@ -72,6 +83,13 @@ def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
 def _hard_sigmoid_rule(view: NodeView) -> OpRule:
     """Every dim; a pending max or min passes where the slope alpha is not negative."""
     return broadcast_rule(view, _MONOTONE if view.attr("alpha", 0.2) >= 0 else "")
+
+
+def _shrink_rule(view: NodeView) -> OpRule:
+    """Every dim; a pending max or min passes where no jump goes down: bias at most lambd (or 0)."""
+    edge, bias = float(view.attr("lambd", 0.5)), float(view.attr("bias", 0.0))
+    rises = bias <= edge if edge >= 0 else bias <= 0
+    return broadcast_rule(view, _MONOTONE if rises else "")
 
 
 # Operators that keep the order of all their operands may come before a pending max or min. Sqrt
@@ -151,9 +169,11 @@ DEFS = (
     _op("Pow", 7, _rule()),
     _op("Mod", 10, _rule(), _quotient_local),
     _op("PRelu", 7, _rule(), zero=True),
-    _op("Sum", 8, _sum_rule, zero=True),
-    OpDef("", "Mean", 8, _sum_rule, gradient=BY_BODY, keeps_zero=True, body=_mean_body),
-    _op("Max", 8, _extremum_rule, zero=True),
-    _op("Min", 8, _extremum_rule, zero=True),
+    _op("Sum", 6, _sum_rule, zero=True),
+    OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body),
+    OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True),
+    OpDef("", "Mean", 6, _sum_rule, gradient=BY_BODY, keeps_zero=True, body=_mean_body),
+    _op("Max", 6, _extremum_rule, zero=True),
+    _op("Min", 6, _extremum_rule, zero=True),
     _op("Clip", 6, _rule(_MONOTONE)),
 )

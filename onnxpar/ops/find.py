@@ -62,7 +62,7 @@ def graph_rules(
             except NodeError:
                 raise
             except ModelError as error:
-                reasons[name] = str(error)
+                reasons[name] = node.metadata_props.get(NOT_EXPANDED, str(error))
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                 raise RuleError(
                     f"node {name!r} ({node.op_type}): its sharding rule failed: {error}"

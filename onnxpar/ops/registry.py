@@ -80,7 +80,7 @@ class OpDef:
 
 
 def expanded(view: NodeView) -> OpRule:
-    """Replaced by its body before anything is divided.
+    """Replaced by its body, in operators that have rules, before anything is divided.
 
     Raises:
         ModelError: Always: a node that is still there could not be replaced.

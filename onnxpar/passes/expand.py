@@ -63,7 +63,12 @@ def expand_unknown(
                     if builder is None:
                         env = shapes(model, table())
                         builder = GlobalBuilder.over(model.graph, opset, env)
-                    _by_our_body(node, definition, builder)
+                    try:
+                        _by_our_body(node, definition, builder)
+                    except ModelError:
+                        if not has_schema_body(node, opset):
+                            raise
+                        _by_schema(model, node, opset, names)
                 elif has_schema_body(node, opset):
                     _by_schema(model, node, opset, names)
                 else:

@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, shapes
 from onnxpar.mesh import Mesh
+from onnxpar.ops import find
 from onnxpar.ops.body import BodyNode
 from onnxpar.ops.functions import attach_functions
 from onnxpar.ops.registry import BY_BODY, OpDef, Registry, expanded
@@ -41,6 +42,13 @@ def with_definitions(monkeypatch: pytest.MonkeyPatch, *definitions: OpDef) -> No
         monkeypatch.setattr(module, "REGISTRY", registry)
 
 
+def without_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the rules of Shrink and Swish away, so that ONNX's bodies are all there is of them."""
+    kept = Registry(tuple(d for d in REGISTRY.defs if d.op_type not in ("Shrink", "Swish")))
+    for module in (expand, find):
+        monkeypatch.setattr(module, "REGISTRY", kept)
+
+
 FORWARD = {
     "bodies in a row": (
         "g (float[n, 6] x) => (float[n, 6] y) { a = Swish<alpha=1.5>(x) y = Shrink<lambd=0.3>(a) }",
@@ -58,7 +66,8 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("title", FORWARD)
-def test_divided_through_its_body(title: str) -> None:
+def test_divided_through_its_body(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_definitions(monkeypatch)
     text, opset = FORWARD[title]
     proto = parse(text, opset)
     del proto.opset_import[1:]
@@ -76,7 +85,8 @@ def test_divided_through_its_body(title: str) -> None:
         np.testing.assert_allclose(made[output.name], want, rtol=1e-6, atol=1e-7)
 
 
-def test_names_and_origin() -> None:
+def test_names_and_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_definitions(monkeypatch)
     model = normalise(
         ir.from_proto(parse("g (float[n] x) => (float[n] y) { a = Neg(x) y = Shrink(a) }", 20))
     )
@@ -90,7 +100,8 @@ def test_names_and_origin() -> None:
     assert inner[-1].outputs[0].name == "y" == model.graph.outputs[0].name
 
 
-def test_what_cannot_be_replaced_is_told() -> None:
+def test_what_cannot_be_replaced_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_definitions(monkeypatch)
     # Shrink's body is written with CastLike, of opset 15.
     proto = parse("g (float[n] x) => (float[n] y) { y = Shrink(x) }", 13)
     analysed = analyse(ir.from_proto(proto), {})

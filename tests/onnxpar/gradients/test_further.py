@@ -76,6 +76,13 @@ CASES = (
         data={"x": [-2, -1, -0.3, 0.2, 0.9, 1.7]},
     ),
     GradCase(
+        "y = Shrink<lambd=0.25, bias=0.5>(x)",
+        {"x": "double[N,S]"},
+        opset=13,
+        data={"x": lambda rng, shape: rng.choice([-2, -1, -0.2, 0.1, 0.9, 1.7], shape)},
+        sizes=NS,
+    ),
+    GradCase(
         "y = Shrink<lambd=1.0>(x)",
         {"x": "double[N,1,S]"},
         lambda torch, x: torch.nn.functional.hardshrink(x, 1.0),

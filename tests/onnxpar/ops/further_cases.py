@@ -38,6 +38,9 @@ MATRICES = (
     Case("y = Det(x)", {"x": "float[N,2,2]"}, N5, opset=11),
 )
 OTHER = (
+    Case("y = Shrink<lambd=0.7, bias=0.2>(x)", {"x": "float[N,6]"}, N5),
+    Case("y = Shrink<lambd=-1.0, bias=1.5>(x)", {"x": "float[N,3,2]"}, N5, opset=9),
+    Case("y = Swish<alpha=1.5>(x)", {"x": "float[N,6]"}, N5, opset=24),
     Case("y = Mean(a, b, c)", {"a": "float[N,6]", "b": "float[6]", "c": "float[N,1]"}, N5),
     Case("y = BitCast<to=6>(x)", {"x": "float[N,6]"}, N5, opset=26, reference=True),
 )
