@@ -253,11 +253,13 @@ class _Backward:
         parts = self.parts.get(value)
         if not parts:
             return None
-        if len(parts) == 1:
-            total = parts[0]
-        else:
-            op_type = "Add" if len(parts) == 2 else "Sum"
-            total = self.builder.op(op_type, *parts, shape=self.builder.shape_of(value))
+        total = parts[-1]
+        if len(parts) > 1:
+            # In pairs, the first reader's part first: those of queries, keys and values, which may
+            # be pending over the same devices, are one sum before it meets the residual's.
+            for part in reversed(parts[:-1]):
+                self.links.setdefault(total.name or "", value.name or "")
+                total = self.builder.op("Add", part, total, shape=self.builder.shape_of(value))
             self.builder.rename(total, f"{GRADIENT_PREFIX}{value.name}")
         self.links.setdefault(total.name or "", value.name or "")
         self.done[value] = total

@@ -1,0 +1,50 @@
+"""Sums that wait for a reduction meet before they are reduced."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx.parser
+import onnx_ir as ir
+from training_cases import cut
+
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.verify import verify_training
+
+# Attention after a norm, as in BERT: the norm's result is read by queries, keys, values and the
+# residual sum. The product of the three stands for attention.
+POST_NORM = """<ir_version: 10, opset_import: ["": 20]>
+g (float[batch, 8] x) => (float[batch, 8] y)
+<float[8, 8] wq, float[8, 8] wk, float[8, 8] wv, float[8, 8] wo, float[8] scale> {
+  h = LayerNormalization(x, scale)
+  q = MatMul(h, wq)
+  k = MatMul(h, wk)
+  v = MatMul(h, wv)
+  qk = Mul(q, k)
+  a = Mul(qk, v)
+  o = MatMul(a, wo)
+  y = Add(h, o)
+}"""
+
+
+def post_norm() -> ir.Model:
+    proto = onnx.parser.parse_model(POST_NORM)
+    rng = np.random.default_rng(0)
+    for info in proto.graph.value_info:
+        shape = [d.dim_value for d in info.type.tensor_type.shape.dim]
+        array = rng.standard_normal(shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, info.name))
+    del proto.graph.value_info[:]
+    return ir.serde.deserialize_model(proto)
+
+
+def test_cotangents_of_a_split_projection_are_reduced_once(tmp_path: Path) -> None:
+    ranks = cut(tmp_path / "ranks", post_norm(), "tp=2", loss="mse", optimizer="adamw")
+    found = Manifest.load(ranks).program("training_model").collectives
+    # One forward, of the rows of wo, and one backward, of what wq, wk and wv make together.
+    assert Counter(c.op for c in found) == {"AllReduce": 2}
+    whole = cut(
+        tmp_path / "one", post_norm(), "replicate", loss="mse", optimizer="adamw", devices=1
+    )
+    cases = verify_training(ranks, whole, [{"batch": 5}])
+    assert [problem for case in cases for problem in case.problems] == []
