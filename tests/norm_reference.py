@@ -33,4 +33,63 @@ class MeanVarianceNormalization(OpRun):  # type: ignore[misc]
         return (np.asarray((x - mean) / (deviation + 1e-9), x.dtype),)
 
 
-OPERATORS = [LRN, MeanVarianceNormalization]
+class SkipLayerNormalization(OpRun):  # type: ignore[misc]
+    """In any type, without statistics; onnxruntime has it in float32 and narrower."""
+
+    op_domain = "com.microsoft"
+
+    def _run(
+        self,
+        x: Array,
+        skip: Array,
+        scale: Array,
+        beta: Array | None = None,
+        bias: Array | None = None,
+        epsilon: float = 1e-12,
+    ) -> tuple[Array, ...]:
+        total = np.asarray(x + skip if bias is None else x + skip + bias)
+        centred = total - np.mean(total, axis=-1, keepdims=True)
+        y = centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + epsilon) * scale
+        return y if beta is None else y + beta, total, total, total
+
+
+class SkipSimplifiedLayerNormalization(OpRun):  # type: ignore[misc]
+    """In any type, without statistics; onnxruntime has it in float32 and narrower."""
+
+    op_domain = "com.microsoft"
+
+    def _run(
+        self,
+        x: Array,
+        skip: Array,
+        scale: Array,
+        bias: Array | None = None,
+        epsilon: float = 1e-12,
+    ) -> tuple[Array, ...]:
+        total = np.asarray(x + skip if bias is None else x + skip + bias)
+        root = np.sqrt(np.mean(total**2, axis=-1, keepdims=True) + epsilon)
+        return total / root * scale, total, total, total
+
+
+class SimplifiedLayerNormalization(OpRun):  # type: ignore[misc]
+    """Known to onnxruntime only, in ONNX's own domain."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+    ) -> tuple[Array]:
+        square = np.asarray(x) ** 2
+        over = tuple(range(axis % x.ndim, x.ndim))
+        return (
+            np.asarray(x / np.sqrt(np.mean(square, axis=over, keepdims=True) + epsilon) * scale),
+        )
+
+
+OPERATORS = [
+    LRN,
+    MeanVarianceNormalization,
+    SimplifiedLayerNormalization,
+    SkipLayerNormalization,
+    SkipSimplifiedLayerNormalization,
+]

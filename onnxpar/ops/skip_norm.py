@@ -13,7 +13,7 @@ from onnxpar.errors import ModelError
 from onnxpar.ops.body import BodyNode
 from onnxpar.ops.broadcast import aligned, axis_names
 from onnxpar.ops.contrib_inference import MICROSOFT
-from onnxpar.ops.forms import FLOAT, cast, reduced, work_dtype
+from onnxpar.ops.forms import cast, reduced, work_dtype
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import BY_BODY, LocalFn, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -121,7 +121,8 @@ def _body(kind: _Kind) -> Callable[[BodyNode], Sequence[ir.Value | None]]:
         total = node.op("Add", x, node.input(1))
         if view.has(kind.bias):
             total = node.op("Add", total, node.input(kind.bias))
-        row = (FLOAT, [*shape[:-1], 1])
+        stash = work_dtype(x.dtype)
+        row = (stash, [*shape[:-1], 1])
         operands = [total, node.input(2)]
         if kind.centre and view.has(3):
             operands.append(node.input(3))
@@ -134,7 +135,7 @@ def _body(kind: _Kind) -> Callable[[BodyNode], Sequence[ir.Value | None]]:
             name,
             operands,
             [(x.dtype, shape), *([row] * len(statistics) if read else [])],
-            {"axis": -1, "epsilon": _epsilon(view)},
+            {"axis": -1, "epsilon": _epsilon(view), "stash_type": int(stash)},
         )
         found: list[ir.Value | None] = [made[0], None, None, total]
         for index, value in zip(statistics, made[1:], strict=False):

@@ -140,3 +140,43 @@ def test_lrn(size: int, shape: str) -> None:
         return x * (2 + 0.5 / size * total) ** -0.75
 
     GradCase(text, {"x": shape}, function).check()
+
+
+@pytest.mark.parametrize(
+    ("x", "skip", "vectors"),
+    [
+        ("double[N,S,6]", "double[N,S,6]", "gb"),
+        ("double[N,S,6]", "double[1,S,6]", "gbc"),
+        ("double[N,6]", "double[N,6]", "g"),
+    ],
+)
+def test_layer_norm_of_a_residual_sum(x: str, skip: str, vectors: str) -> None:
+    operands = {"x": x, "k": skip, **{v: "double[6]" for v in vectors}}
+    outputs = "y, , , t" if "b" in vectors else "y"
+    text = f"{outputs} = com.microsoft.SkipLayerNormalization<epsilon={EPSILON}>"
+
+    def function(torch: Any, x: Any, k: Any, g: Any, b: Any = None, c: Any = 0) -> Any:
+        total = x + k + c
+        y = torch.nn.functional.layer_norm(total, (6,), g, b, EPSILON)
+        return (y, total) if "b" in vectors else y
+
+    GradCase(f"{text}({', '.join(operands)})", operands, function).check()
+
+
+@pytest.mark.parametrize(
+    ("x", "skip", "vectors"),
+    [
+        ("double[N,S,6]", "double[N,S,6]", "g"),
+        ("double[N,S,6]", "double[1,S,6]", "gc"),
+        ("double[2,S,6]", "double[2,S,6]", "g"),
+    ],
+)
+def test_rms_norm_of_a_residual_sum(x: str, skip: str, vectors: str) -> None:
+    operands = {"x": x, "k": skip, **{v: "double[6]" for v in vectors}}
+    call = f"com.microsoft.SkipSimplifiedLayerNormalization<epsilon={EPSILON}>"
+
+    def function(torch: Any, x: Any, k: Any, g: Any, c: Any = 0) -> Any:
+        total = x + k + c
+        return torch.nn.functional.rms_norm(total, (6,), g, EPSILON), total
+
+    GradCase(f"y, , , t = {call}({', '.join(operands)})", operands, function).check()
