@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
+from norm_reference import OPERATORS as NORMS
 from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from norm_reference import OPERATORS as NORMS
 from sliding_reference import OPERATORS as SLIDING
 
 from onnxpar.mesh import Mesh

@@ -187,7 +187,9 @@ class BodyAnalysis:
                 continue
             for dim, names in zip(dims, operand.dims, strict=True):
                 if names:
-                    self.parts.unify((dim,), [factors[n] for n in names], why)
+                    # As a rule does of the operands of its node (see `analysis.equalities`).
+                    parts = [factors[n] for n in names]
+                    self.parts.unify((dim,), parts, why, assume=len(names) == 1)
                 else:
                     self.parts.forbid((dim,), why)
         for factor, kind in rule.kinds.items():
@@ -197,7 +199,7 @@ class BodyAnalysis:
 
     def _port(self, port: Port) -> None:
         why = "a body has no known rank for it"
-        if port.outer is None:
+        if port.outer is None or not port.outer.name:
             return
         outer = self.dims(port.outer)
         if outer is None:
@@ -227,12 +229,15 @@ class BodyAnalysis:
         """Follows pending reductions to the results; False where that forbade another split."""
         before = len(self.parts.fixed)
         entering: dict[str, Pending] = {v.name or "": {} for _, v, _ in self.wiring.states}
+        zeros = {v.name or "" for begin, v, _ in self.wiring.states if is_zero(begin)}
         while True:
             self.pending = dict(entering)
             for body in self.bodies.values():
                 for node in body.graph:
-                    if not self._follow(body, node):
+                    if not self._follow(body, node, zeros):
                         return False
+            for name in zeros:
+                entering[name] = self.pending[name]
             grown = False
             for begin, inner, after in self.wiring.states:
                 old, new = entering[inner.name or ""], self.pending.get(after.name or "", {})
@@ -254,7 +259,7 @@ class BodyAnalysis:
         self.parts.forbid(list(pending), why)
         return False
 
-    def _follow(self, body: Body, node: ir.Node) -> bool:
+    def _follow(self, body: Body, node: ir.Node, zeros: set[str]) -> bool:
         name = node.name or ""
         rule, factors = body.rules.rules[name], self._factors[name]
         why = f"{name!r} ({node.op_type}) in its body is not linear in a sum over it"
@@ -269,6 +274,10 @@ class BodyAnalysis:
         carried: Pending = {}
         if held:
             carried = next(iter(held.values()))
+            for index, value in enumerate(node.inputs):
+                # A sum of zeros waits for whatever reduction the other operands wait for.
+                if value is not None and value.name in zeros and not self.pending[value.name]:
+                    self.pending[value.name] = held[index] = carried
             every: Pending = {k: r for p in held.values() for k, r in p.items()}
             own = set(self.parts.leaves(list(factors.values())))
             kinds = set(carried.values())
@@ -312,7 +321,7 @@ class BodyAnalysis:
                     )
         reached = {leaf for p in waiting for leaf in p}
         for port in self.wiring.results:
-            if port.outer is not None:
+            if port.outer is not None and port.outer.name:
                 reached |= self._leaves(port.outer)
         for value in self._outside():
             for leaf in self._leaves(value) - reached:

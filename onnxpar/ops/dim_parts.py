@@ -49,12 +49,20 @@ class DimParts:
         for leaf in self.leaves(parts):
             self.fixed.setdefault(leaf, why)
 
-    def unify(self, ones: Sequence[int], others: Sequence[int], why: str) -> None:
+    def unify(
+        self, ones: Sequence[int], others: Sequence[int], why: str, *, assume: bool = False
+    ) -> None:
         """Says that two lists of parts are the same, cutting parts where one list is finer.
 
-        Parts that cannot be shown to be of one size must not be split, for the reason given.
+        Parts that cannot be shown to be of one size must not be split, for the reason given; but
+        with `assume`, one part is taken to be as large as another unless both are numbers.
         """
         left, right = self.leaves(ones), self.leaves(others)
+        if assume and len(left) == len(right) == 1:
+            sizes = [self.size(p) for p in (*left, *right)]
+            if not all(isinstance(size, int) for size in sizes):
+                self._join(left[0], right[0])
+                return
         while left and right:
             a, b = left[0], right[0]
             one, other = self.size(a), self.size(b)

@@ -189,7 +189,9 @@ def scan_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     values = scan_node(builder, copy, begin, scanned, outputs, stacks)
     places = [i for i in range(scan.states) if copy_is_float(scan.body, i)]
     results_by_place = dict(zip([*places, *sums, *slices], values, strict=True))
-    return [results_by_place.get(i) for i in range(len(scan.node.inputs))]
+    return [
+        results_by_place.get(i) if i in node.wanted else None for i in range(len(scan.node.inputs))
+    ]
 
 
 def copy_is_float(body: ir.Graph, index: int) -> bool:

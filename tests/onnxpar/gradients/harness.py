@@ -31,6 +31,7 @@ from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule
 from onnxpar.passes.autodiff import Differentiated, differentiate
 from onnxpar.passes.builder import DOMAIN, GraphBuilder, ir_shape
+from onnxpar.passes.closure import bodies_of
 from onnxpar.passes.expand import expand_by_body
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.passes.load import normalise, symbol_table
@@ -98,6 +99,8 @@ class GradCase:
         reference: Whether onnx.reference runs the nodes, or onnxruntime, which has fewer of them in
             float64 and some of them better.
         split: Which node is split; the others follow.
+        alone: Whether that runs the nodes as they stand; where neither has them in float64, it runs
+            what takes their place in training.
         rtol: Tolerance against differences, relative to the greatest gradient and the loss.
         torch_rtol: The same against PyTorch.
     """
@@ -113,6 +116,7 @@ class GradCase:
     opset: int = 20
     reference: bool = True
     split: int = 0
+    alone: bool = True
     rtol: float = RTOL
     torch_rtol: float = TORCH_RTOL
 
@@ -208,8 +212,12 @@ class GradCase:
         done, graph = self.program.done, self.program.model.graph
         assert set(done.unreached) == set(self.flat), f"{self}: unreached {dict(done.unreached)}"
         read = {v for node in graph for v in node.inputs} | set(graph.outputs)
+        # A loop has all of its states as results, and each result of a loop must have a name.
         dead = [
-            v.name for n in self.program.backward for v in n.outputs if v.name and v not in read
+            v.name
+            for n in self.program.backward
+            for v in n.outputs
+            if v.name and v not in read and not bodies_of(n)
         ]
         assert not dead, f"{self}: nobody reads {dead}"
 
@@ -288,6 +296,8 @@ class GradCase:
     @cached_property
     def _forward(self) -> Evaluate | None:
         """The forward model by itself; None where nodes of it are ours, such as random ones."""
+        if not self.alone:
+            return None
         forward = {n.name for n in self.program.forward}
         ours = [n for n in self._divided.builder.nodes if n.domain == DOMAIN]
         if any((n.name or "").split("/")[0] in forward for n in ours):
