@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxpar.analysis.plan import Plan, factor_sizes
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.analysis.shapes import NodeView, ShapeEnv
 from onnxpar.errors import MeshError, StrategyError
 from onnxpar.layout import TensorLayout
 from onnxpar.mesh import Atoms, Mesh
@@ -34,6 +34,7 @@ from onnxpar.strategy.operands import (
     units_of,
 )
 from onnxpar.strategy.outputs import factors_from_outputs, wanted
+from onnxpar.strategy.replaced import Replaced
 from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy, TensorEntry
 from onnxpar.symbols import Dim, dim_str
 
@@ -82,11 +83,19 @@ class _Resolver:
 
     def run(self) -> Seeds:
         strategy, graph = self.strategy, self.model.graph
-        choices = [self.choose(*item) for item in self.entries()]
+        bodies = self.bodies()
+        entries = self.entries(bodies)
+        choices = [self.choose(*item) for item in entries if item[0] in self.rules.views]
+        replaced = [
+            Replaced.of(*item, bodies[item[0]], self.env, self.tensor)
+            for item in entries
+            if item[0] not in self.rules.views
+        ]
         inputs = self.tensors("dataset", "graph input", [v.name or "" for v in graph.inputs])
         parameters = self.tensors("parameters", "parameter", list(graph.initializers))
         self.mesh = self.build_mesh()
-        nodes = {c.site.view.name: self.seed(c) for c in choices}
+        nodes = {seed.node: seed for r in replaced for seed in r.seeds(self.rules, self.mesh)}
+        nodes |= {c.site.view.name: self.seed(c) for c in choices}
         if strategy.rest == "data_parallel":
             nodes = {**self.data_parallel_nodes(nodes), **nodes}
         shardings = self.data_parallel() if strategy.dataset == "data_parallel" else {}
@@ -102,12 +111,28 @@ class _Resolver:
 
     # -- nodes -----------------------------------------------------------------------------------
 
-    def entries(self) -> list[tuple[str, str, NodeEntry]]:
-        """Name, place and entry of every node that has one, in the order of the graph."""
+    def bodies(self) -> dict[str, list[NodeView]]:
+        """The nodes of each body, by the name of the node in whose place they stand."""
+        found: dict[str, list[NodeView]] = {}
+        for view in self.rules.views.values():
+            if view.origin and not view.is_backward:
+                found.setdefault(view.origin, []).append(view)
+        return found
+
+    def entries(self, bodies: Mapping[str, Sequence[NodeView]]) -> list[tuple[str, str, NodeEntry]]:
+        """Name, place and entry of every node that has one, in the order of the graph.
+
+        A pattern that holds for a node and, since they begin with its name, for those of its body
+        too, is meant for the node.
+        """
         where = {key: self.strategy.where("nodes", key) for key in self.strategy.nodes}
         views = self.rules.views.values()
         names = [view.name for view in views if not view.is_backward]
-        found = match(self.strategy.nodes, names, "node", where)
+        found = match(self.strategy.nodes, [*names, *bodies], "node", where)
+        for origin, inner in bodies.items():
+            for view in inner:
+                if origin in found and view.name in found and found[view.name][0] != view.name:
+                    del found[view.name]
         return [(name, where[key], entry) for name, (key, entry) in found.items()]
 
     def choose(self, name: str, where: str, entry: NodeEntry) -> _Choice:

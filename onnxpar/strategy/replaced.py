@@ -1,0 +1,123 @@
+"""Strategies for nodes in whose place a body stands (see `onnxpar.passes.expand`).
+
+The user's entry speaks of the operands and results of the node, which the body's nodes read and
+make. So each of these nodes is divided as the entry divides what it has of them; the rest of the
+body follows by propagation.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from onnxpar.analysis.plan import factor_sizes, project
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.seeds import NodeSeed
+from onnxpar.analysis.shapes import EXPANDED_OPERANDS, NodeView, ShapeEnv
+from onnxpar.errors import StrategyError
+from onnxpar.mesh import Mesh
+from onnxpar.ops.rule import OpRule
+from onnxpar.sharding import DimSharding, Sharding
+from onnxpar.strategy.schema import NodeEntry, TensorEntry
+from onnxpar.symbols import Dim
+
+Laid = Callable[[Mesh], Sharding]
+Tensor = Callable[[str, Sequence[Dim], TensorEntry], Laid]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A strategy for a node that is no more.
+
+    Attributes:
+        where: Where the user said so.
+        views: The nodes of its body.
+        inputs: How each of its operands is laid out, by the name of the value.
+        outputs: The same of its results.
+    """
+
+    where: str
+    views: tuple[NodeView, ...]
+    inputs: Mapping[str, Laid]
+    outputs: Mapping[str, Laid]
+
+    @staticmethod
+    def of(
+        name: str,
+        where: str,
+        entry: NodeEntry,
+        views: Sequence[NodeView],
+        env: ShapeEnv,
+        tensor: Tensor,
+    ) -> "Replaced":
+        """Reads the entry of a node.
+
+        Args:
+            name: The node's name.
+            where: Place of the entry.
+            entry: The entry.
+            views: The nodes of its body.
+            env: Shapes of the model.
+            tensor: Reads the entry of one tensor: what it is called, its shape, the entry.
+
+        Raises:
+            StrategyError: It has not an entry for each operand.
+        """
+        values = json.loads(views[0].node.metadata_props[EXPANDED_OPERANDS])
+        title = f"{where}: node {name!r}, in whose place its body stands"
+
+        def read(side: str, entries: Sequence[TensorEntry | None] | None) -> dict[str, Laid]:
+            names: list[str | None] = values[side]
+            if entries is None:
+                return {}
+            if len(entries) != len(names):
+                names = [n for n in names if n]
+            if len(entries) != len(names):
+                raise StrategyError(
+                    f"{title}: expected an entry for each of its {len(names)} tensors under "
+                    f"{side!r} (~ for what is not divided), got {len(entries)}"
+                )
+            return {
+                n: tensor(f"{title}: {n!r}", env.shapes[n], e)
+                for n, e in zip(names, entries, strict=True)
+                if n and e is not None and n in env.shapes
+            }
+
+        return Replaced(where, tuple(views), read("in", entry.inputs), read("out", entry.out))
+
+    def seeds(self, rules: Rules, mesh: Mesh) -> Iterator[NodeSeed]:
+        """The strategies of those nodes of the body that read or make what the entry lays out."""
+        inputs = {name: laid(mesh) for name, laid in self.inputs.items()}
+        outputs = {name: laid(mesh) for name, laid in self.outputs.items()}
+        for view in self.views:
+            factors = _factors(rules.rules[view.name], view, inputs, outputs, mesh)
+            made = tuple(outputs.get(v.name or "") for v in view.node.outputs)
+            if factors or any(made):
+                yield NodeSeed(view.name, factors, made, self.where)
+
+
+def _factors(
+    rule: OpRule,
+    view: NodeView,
+    inputs: Mapping[str, Sharding],
+    outputs: Mapping[str, Sharding],
+    mesh: Mesh,
+) -> dict[str, DimSharding]:
+    """The splits of a node's factors that layouts imply; of two that clash the first."""
+    sizes = factor_sizes(rule, view)
+    found: dict[str, DimSharding] = {}
+    used: set[int] = set()
+    sides = [
+        *zip(rule.inputs, view.node.inputs, [inputs] * len(rule.inputs), strict=False),
+        *zip(rule.outputs, view.node.outputs, [outputs] * len(rule.outputs), strict=True),
+    ]
+    for operand, value, known in sides:
+        sharding = known.get(value.name or "") if value is not None else None
+        if sharding is None or operand.mode:
+            continue
+        parts = project(operand, sharding, sizes, mesh, view.table, rule.scaled)
+        for name, dim in parts.items():
+            atoms = {a for component in dim for a in component.atoms}
+            if name in rule.splittable and name not in found and atoms and not atoms & used:
+                found[name] = dim
+                used |= atoms
+    return found
