@@ -57,12 +57,13 @@ LOOPS = (
     # A state that grows, and an index that counts the steps.
     Case(
         """h, z = Loop (m, t, h0, z0) < body = b
-            (int64 i, bool go, float[N,4] s, float[N,q] e) => (bool on, float[N,4] u, float[N,r] o)
-            { on = Identity(go) g = Gather(x, i) u = Mul(s, g) o = Concat<axis=1>(e, s) }
+            (int64 i, bool go, float[N,4] s, int64[N,q] e) => (bool on, float[N,4] u, int64[N,r] o)
+            { on = Identity(go) g = Gather(x, i) u = Mul(s, g)
+              k = Cast<to=7>(s) o = Concat<axis=1>(e, k) }
         >""",
-        {"h0": "float[N,4]", "x": "float[6,N,4]"},
+        {"h0": "float[N,4]", "z0": "int64[N,2]", "x": "float[6,N,4]"},
         N5,
-        {**TRUE, "m": np.array(3), "z0": np.ones((5, 2), np.float32)},
+        {**TRUE, "m": np.array(3)},
     ),
     # A condition that ends the loop, of a value that all devices have.
     Case(
