@@ -1,4 +1,4 @@
-"""Blocks of networks as exporters write them: a Llama-like decoder, and a mixture of experts.
+"""Blocks of networks as exporters write them: a Llama, a mixture of experts, a residual network.
 
 Weights are random and seeded; sizes are the least at which every split is even on four devices.
 """
@@ -18,13 +18,14 @@ class _Writer:
         self.rng = np.random.default_rng(seed)
         self.lines: list[str] = []
         self.weights: dict[str, Array] = {}
+        self.constants: dict[str, Array] = {}
 
     def weight(self, name: str, *shape: int) -> str:
         self.weights[name] = (self.rng.standard_normal(shape) * 0.2).astype(np.float32)
         return name
 
     def const(self, name: str, value: object, dtype: type = np.int64) -> str:
-        self.weights[name] = np.asarray(value, dtype)
+        self.constants[name] = np.asarray(value, dtype)
         return name
 
     def add(self, *lines: str) -> None:
@@ -33,6 +34,14 @@ class _Writer:
     def model(self, inputs: str, outputs: str, opset: int = 20) -> ir.Model:
         text = f"g ({inputs}) => ({outputs}) {{ {' '.join(self.lines)} }}"
         graph = onnx.parser.parse_graph(text)
+        # Nodes, as exporters write them: an initializer of floats would be trained.
+        constants = [
+            onnx.helper.make_node("Constant", [], [n], value=onnx.numpy_helper.from_array(a))
+            for n, a in self.constants.items()
+        ]
+        nodes = [*constants, *graph.node]
+        del graph.node[:]
+        graph.node.extend(nodes)
         for name, array in self.weights.items():
             graph.initializer.append(onnx.numpy_helper.from_array(array, name))
         model = onnx.helper.make_model(
@@ -166,35 +175,81 @@ def _llama_layer(w: _Writer, p: str, x: str) -> str:
     return f"{p}out"
 
 
-def mixture(experts: int = 4, capacity: int = 8, seed: int = 0) -> ir.Model:
-    """`x` [tokens, HIDDEN] -> `y` of the same shape: one layer of experts, one a token (GShard).
+def mixture(experts: int = 4, capacity: int = 8, wide: int = 1024, seed: int = 0) -> ir.Model:
+    """`x` [groups, tokens, HIDDEN] -> `y` of the same shape: one layer of experts, one a token.
 
-    Each token goes to its best expert's next free place of `capacity`; a token that finds none is
-    passed over. Tokens meet places in two products with a one-hot tensor [tokens, expert, place].
+    GShard's dense form (Lepikhin et al., 2020): each group of tokens has `capacity` places with
+    every expert; a token goes to its best expert's next free place of its group, one that finds
+    none is passed over. Tokens meet places in two products with a one-hot tensor [groups, tokens,
+    experts, places]. Without a loss of its own it has no gradient at the choice of the expert.
     """
     w = _Writer(seed)
-    w.weight("router", HIDDEN, experts)
-    w.weight("up", experts, HIDDEN, WIDE), w.weight("down", experts, WIDE, HIDDEN)
-    w.const("values", [0, 1], np.float32), w.const("first", 0)
+    w.weight("enter", HIDDEN, HIDDEN), w.weight("router", HIDDEN, experts)
+    w.weight("up", experts, HIDDEN, wide), w.weight("down", experts, wide, HIDDEN)
+    w.const("values", [0, 1], np.float32), w.const("along", 1)
     w.const("experts", experts), w.const("capacity", capacity)
     w.const("last", [-1])
     w.add(
-        "scores = MatMul(x, router)",
+        "h = MatMul(x, enter)",
+        "scores = MatMul(h, router)",
         "shares = Softmax<axis = -1>(scores)",
         "best = ArgMax<axis = -1, keepdims = 0>(shares)",
         "chosen = OneHot<axis = -1>(best, experts, values)",
-        "counted = CumSum<exclusive = 1>(chosen, first)",
+        "counted = CumSum<exclusive = 1>(chosen, along)",
         "mine = Mul(counted, chosen)",
         "place = ReduceSum<keepdims = 0>(mine, last)",
         "slot = Cast<to = 7>(place)",
         "places = OneHot<axis = -1>(slot, capacity, values)",
         "weighted = Mul(shares, chosen)",
-        'sent = Einsum<equation = "te,tc->tec">(chosen, places)',
-        'back = Einsum<equation = "te,tc->tec">(weighted, places)',
-        'packed = Einsum<equation = "tec,th->ech">(sent, x)',
-        "wide = MatMul(packed, up)",
+        'sent = Einsum<equation = "gte,gtc->gtec">(chosen, places)',
+        'back = Einsum<equation = "gte,gtc->gtec">(weighted, places)',
+        'packed = Einsum<equation = "gtec,gth->gech">(sent, h)',
+        'wide = Einsum<equation = "gech,ehf->gecf">(packed, up)',
         "active = Relu(wide)",
-        "made = MatMul(active, down)",
-        'y = Einsum<equation = "tec,ech->th">(back, made)',
+        'made = Einsum<equation = "gecf,efh->gech">(active, down)',
+        'y = Einsum<equation = "gtec,gech->gth">(back, made)',
     )
-    return w.model(f"float[tokens, {HIDDEN}] x", f"float[tokens, {HIDDEN}] y")
+    kind = f"float[groups, tokens, {HIDDEN}]"
+    return w.model(f"{kind} x", f"{kind} y")
+
+
+CHANNELS = 8
+
+
+def residual(blocks: int = 2, seed: int = 0) -> ir.Model:
+    """`image` [batch, 3, 16, 16] -> `logits` [batch, 10]: ResNet's basic blocks, as evaluated.
+
+    Convolution, BatchNormalization, Relu, twice, and what entered added (He et al., 2015); a
+    MaxPool before the blocks, a mean over all places and a linear layer behind them.
+    """
+    w = _Writer(seed)
+    w.const("places", [2, 3])
+    x = _convolved(w, "stem", "image", 3, 3)
+    w.add(f"pooled = MaxPool<kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]>({x})")
+    x = "pooled"
+    for i in range(blocks):
+        first = _convolved(w, f"b{i}_first", x, CHANNELS, 3)
+        second = _convolved(w, f"b{i}_second", first, CHANNELS, 3, last=True)
+        w.add(f"b{i}_sum = Add({second}, {x})", f"b{i}_out = Relu(b{i}_sum)")
+        x = f"b{i}_out"
+    w.weight("head", 10, CHANNELS), w.weight("head_bias", 10)
+    w.add(
+        f"mean = ReduceMean<keepdims = 0>({x}, places)",
+        "logits = Gemm<transB = 1>(mean, head, head_bias)",
+    )
+    return w.model("float[batch, 3, 16, 16] image", "float[batch, 10] logits")
+
+
+def _convolved(w: _Writer, p: str, x: str, channels: int, size: int, last: bool = False) -> str:
+    w.weight(f"{p}_kernel", CHANNELS, channels, size, size)
+    for name in ("scale", "bias", "mean"):
+        w.weight(f"{p}_{name}", CHANNELS)
+    w.weights[f"{p}_var"] = w.rng.uniform(0.5, 2, CHANNELS).astype(np.float32)
+    pad = ", ".join([str(size // 2)] * 4)
+    operands = ", ".join(f"{p}_{n}" for n in ("conv", "scale", "bias", "mean", "var"))
+    w.add(
+        f"{p}_conv = Conv<pads = [{pad}]>({x}, {p}_kernel)",
+        f"{p}_norm = BatchNormalization({operands})",
+        *([] if last else [f"{p}_out = Relu({p}_norm)"]),
+    )
+    return f"{p}_norm" if last else f"{p}_out"

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.pipeline import shard
+from onnxpar.strategy import Strategy
 from onnxpar.training.divide import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
@@ -23,7 +24,7 @@ MLP_STRATEGY = Path(__file__).parents[1] / "models" / "mlp.strategy.yaml"
 def cut(
     out: Path,
     model: ir.Model,
-    strategy: str | Path,
+    strategy: str | Path | Strategy,
     *,
     loss: str = CROSS_ENTROPY,
     optimizer: str = "sgd",
