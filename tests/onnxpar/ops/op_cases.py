@@ -2,6 +2,7 @@
 
 import numpy as np
 from contrib_cases import CASES as CONTRIB
+from control_cases import CASES as CONTROL
 from further_cases import CASES as FURTHER
 from index_cases import CASES as INDEX
 from norm_cases import CASES as FURTHER_NORMS
@@ -380,4 +381,5 @@ ALL = (
     *INDEX,
     *QUANTIZED,
     *CONTRIB,
+    *CONTROL,
 )
