@@ -168,3 +168,30 @@ def test_rotary_embedding(attributes: str, inputs: Mapping[str, str], torch: Any
     case.check_program()
     case.check_torch()
     case.check_meshes()
+
+
+def test_multi_head_attention() -> None:
+    """By PyTorch; onnx.reference does not have it, so nothing is differenced."""
+
+    def function(torch: Any, q: Any, k: Any, v: Any, b: Any, m: Any, a: Any) -> Any:
+        parts = [x + y for x, y in zip((q, k, v), b.chunk(3), strict=True)]
+        hidden = -10000.0 * (m == 0).double()[:, None, None, :]
+        return attention((2, 2))(torch, *parts, m=a + hidden)
+
+    case = GradCase(
+        "y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v, b, m, a)",
+        {
+            "q": "double[N,3,4]",
+            "k": "double[N,4,4]",
+            "v": "double[N,4,4]",
+            "b": "double[12]",
+            "m": "int32[N,4]",
+            "a": "double[1,2,3,4]",
+        },
+        function,
+        sizes=N3,
+        data={"m": np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]])},
+    )
+    case.check_program()
+    case.check_torch()
+    case.check_meshes()

@@ -231,4 +231,49 @@ ATTENTION = (
     ),
 )
 
-CASES = (*ATTENTION, *QUANTISED, *ROTARY, *GROUPED)
+_MHA = {"q": "float[N,3,12]", "k": "float[N,4,12]", "v": "float[N,4,6]"}
+_EVEN = {**_MHA, "v": "float[N,4,12]"}
+_HELD = {"pk": "float[N,3,2,4]", "pv": "float[N,3,2,4]"}
+
+MULTI_HEAD = (
+    contrib("y = MultiHeadAttention<num_heads=3>(q, k, v)", _MHA),
+    contrib("y = MultiHeadAttention<num_heads=3>(q, k, v, b)", {**_EVEN, "b": "float[36]"}),
+    contrib(
+        'y = MultiHeadAttention<num_heads=3, scale=0.4>(q, k, v, "", m, a)',
+        {**_EVEN, "m": "int32[N,4]", "a": "float[N,1,3,4]"},
+        feeds={"m": np.arange(20).reshape(5, 4) % 3 % 2 + (np.arange(4) < 1)},
+    ),
+    contrib(
+        "y = MultiHeadAttention<num_heads=3>(q, k, v)",
+        {"q": "float[N,3,12]", "k": "float[N,3,4,4]", "v": "float[N,3,4,4]"},
+    ),
+    contrib(
+        'y, a, b = MultiHeadAttention<num_heads=3, unidirectional=1>(q, k, v, "", "", "", pk, pv)',
+        {**_EVEN, "k": "float[N,3,12]", "v": "float[N,3,12]", **_HELD},
+    ),
+)
+
+_X = {"x": "float[N,4,6]", "w": "float[6,24]", "b": "float[24]"}
+_ENDS = np.array([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+
+# Operators that are divided by their bodies.
+BODIES = (
+    contrib("y = Attention<num_heads=2>(x, w, b)", _X),
+    contrib(
+        "y = Attention<num_heads=2, unidirectional=1>(x, w, b, m)",
+        {**_X, "m": "int32[N,4]"},
+        feeds={"m": _ENDS},
+    ),
+    contrib(
+        'y, p = Attention<num_heads=2, unidirectional=1>(x, w, b, "", c)',
+        {**_X, "c": "float[2,N,2,3,4]"},
+    ),
+    contrib(
+        "y = Attention<num_heads=2, scale=0.3>(x, w, b, m)",
+        {**_X, "m": "int32[N]"},
+        feeds={"m": _ENDS.sum(1)},
+    ),
+    contrib('y, p = Attention<num_heads=2>(x, w, b, "", "", a)', {**_X, "a": "float[1,2,4,4]"}),
+)
+
+CASES = (*MULTI_HEAD, *ATTENTION, *QUANTISED, *ROTARY, *GROUPED)

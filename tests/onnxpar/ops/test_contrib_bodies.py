@@ -1,0 +1,51 @@
+"""Bodies of contrib operators make what the operators make."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from contrib_cases import BODIES, MULTI_HEAD, ROTARY
+from lockstep import evaluator, run_model
+from op_harness import Case
+
+from onnxpar.analysis.propagate import propagate
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import NodeView, shapes
+from onnxpar.mesh import Mesh
+from onnxpar.ops.body import BodyNode
+from onnxpar.ops.find import find_rules
+from onnxpar.passes.global_graph import GlobalBuilder
+from onnxpar.passes.load import normalise, symbol_table
+from onnxpar.passes.partition import partition
+
+CASES = (*MULTI_HEAD, *ROTARY, *BODIES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.node)
+def test_a_body_is_the_operator(case: Case) -> None:
+    """Both compute in float32: sums of a few products differ by a few ulp."""
+    model = normalise(ir.from_proto(case.model))
+    env = shapes(model, symbol_table(model, {}))
+    builder = GlobalBuilder.over(model.graph, case.opset, env)
+    (operator,) = (n.op_type for n in case.model.graph.node)
+    nodes = [n for n in model.graph if n.op_type == operator]
+    # One without a rule of its own has been replaced when the model was read.
+    assert bool(nodes) == (case not in BODIES)
+    for node in nodes:
+        body = case.definition.body
+        assert body is not None
+        made = body(BodyNode(NodeView(node, env, case.opset), builder))
+        for index, (old, new) in enumerate(zip(node.outputs, made, strict=True)):
+            assert new is not None
+            assert builder.shape_of(new) == env.shapes[old.name or ""]
+            model.graph.outputs[index] = new
+        model.graph.remove(node)
+    rules, ops = find_rules(model, builder.env)
+    plan = propagate(model, builder.env, rules, Seeds(Mesh.of()))
+    divided = partition(model, builder.env, rules, ops, plan)
+    arrays = {**case.arrays, **case.consts}
+    got = run_model(divided, arrays, case.opset, case.sizes).values()
+    want = evaluator(case.model, False)(case.arrays)
+    for value, expected in zip(got, (want[o.name] for o in case.model.graph.output), strict=True):
+        assert value.dtype == expected.dtype
+        limit = 3e-6 * float(np.max(np.abs(expected)))
+        np.testing.assert_allclose(value, expected, rtol=0, atol=limit)
