@@ -30,7 +30,7 @@ def conv_rule(view: NodeView) -> OpRule:
     linear = "sum 0, sum 1"
     if view.has(2):
         text += f", {channel.results}"
-        linear = "sum 0+2, sum 1+2"
+        linear = "sum 0+2, sum 1+2, max 2, min 2"
     elif view.arity > 2:
         text += ", -"
     text += f" -> {BATCH} {channel.results} {space.results}{channel.summed}{space.clauses()}"
@@ -75,7 +75,7 @@ def conv_transpose_rule(view: NodeView) -> OpRule:
     linear = "sum 0, sum 1"
     if view.has(2):
         text += f", {channel.image}"
-        linear = "sum 0+2, sum 1+2"
+        linear = "sum 0+2, sum 1+2, max 2, min 2"
     elif view.arity > 2:
         text += ", -"
     text += f" -> {BATCH} {channel.image} {space.image}{channel.gathered}{space.clauses()}"

@@ -64,6 +64,7 @@ def deform_conv_rule(view: NodeView) -> OpRule:
     text = f"{', '.join(operands)} -> {BATCH} {results} q p; whole: {' '.join(whole)}"
     text += f"; sum: {' '.join(summed)}" if summed else ""
     text += f"; linear: {', '.join(f'sum {i}{with_bias}' for i in linear)}"
+    text += ", max 3, min 3" if view.has(3) else ""
     return parse_rule(text, sizes)
 
 

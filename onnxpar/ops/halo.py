@@ -85,6 +85,10 @@ class Sliding:
         """Length of the window of `count` results."""
         return (count - 1) * self.stride + self.extent
 
+    def length(self, o: int, count: int) -> int:
+        """Length of the window of `count` results from `o` on."""
+        return self.last(o + count - 1) - self.first(o) + 1
+
     def emit_first(self, node: LocalNode, o: ir.Value) -> ir.Value:
         """Emits `first` of an int64 [1]."""
         scaled = node.op("Mul", o, node.builder.const([self.stride]), shape=[1])
@@ -104,8 +108,17 @@ class Spreading:
     before: int
 
     def first(self, o: int) -> int:
-        """An element no later than the first that result `o` reads, by less than one stride."""
-        return (o + self.before - self.extent + 1) // self.stride
+        """First element that result `o` reads; with gaps between windows, or one before it."""
+        return (o + self._shift) // self.stride
+
+    @property
+    def _gaps(self) -> bool:
+        return self.extent < self.stride
+
+    @property
+    def _shift(self) -> int:
+        # Rounded up; but down with gaps, as no window may begin behind the result.
+        return self.before - self.extent + (1 if self._gaps else self.stride)
 
     def last(self, o: int) -> int:
         """Last element that result `o` reads."""
@@ -114,14 +127,18 @@ class Spreading:
     def span(self, count: Dim) -> Dim:
         """Length of a window that has all that `count` results read, wherever it begins."""
         # One more where results between the windows of two elements read nothing.
-        more = 2 if self.extent < self.stride else 1
+        more = 2 if self._gaps else 1
         top = count + self.extent + self.stride - 3
         return (top // self.stride if isinstance(top, int) else _floor(top, self.stride)) + more
+
+    def length(self, o: int, count: int) -> int:
+        """Length of the window of `count` results from `o` on."""
+        return self.last(o + count - 1) - self.first(o) + (2 if self._gaps else 1)
 
     def emit_first(self, node: LocalNode, o: ir.Value) -> ir.Value:
         """Emits `first` of an int64 [1]."""
         # Div rounds towards zero, so the numerator is kept positive.
-        above = node.builder.const([self.before - self.extent + 1 + self.extent * self.stride])
+        above = node.builder.const([self._shift + self.extent * self.stride])
         top = node.op("Add", o, above, shape=[1])
         quotient = node.op("Div", top, node.builder.const([self.stride]), shape=[1])
         return node.op("Sub", quotient, node.builder.const([self.extent]), shape=[1])
@@ -162,6 +179,10 @@ class Covering:
     def span(self, count: Dim) -> Dim:
         """Length of the window of `count` elements."""
         return self._slide.span(self._spread.span(count))
+
+    def length(self, o: int, count: int) -> int:
+        """Length of the window of `count` elements from `o` on."""
+        return self._slide.length(0, self._spread.length(o, count))
 
     def emit_first(self, node: LocalNode, o: ir.Value) -> ir.Value:
         """Emits `first` of an int64 [1]."""
@@ -319,7 +340,7 @@ class _Known:
         self.held = places(node, split.atoms, size)
         made = places(node, split.atoms, results)
         count = len(self.held)
-        self.length = int(split.reach.span(made[0][2]))
+        self.length = max(split.reach.length(start, own) for start, _, own in made)
         # Who holds each element, and where.
         holder, offset = np.zeros(size, np.int64), np.zeros(size, np.int64)
         for place, (start, valid, _) in enumerate(self.held):

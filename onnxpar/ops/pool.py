@@ -149,7 +149,7 @@ def max_unpool_rule(view: NodeView) -> OpRule:
     read, made = (" ".join(f"{end}{d}" for d in range(rank)) for end in ("i", "o"))
     shape = ", ." if view.has(2) else ", -" if view.arity > 2 else ""
     text = f"N C {read}, N C {read}{shape} -> N C {made}; special: N C; whole: {read} {made}"
-    return parse_rule(text)
+    return parse_rule(f"{text}; linear: any 0")
 
 
 def max_unpool_local(node: LocalNode) -> Sequence[ir.Value]:

@@ -18,7 +18,7 @@ _WINDOWS = (
     ("kernel_shape=[3], pads=[1,1]", "float[N,2,8]"),
     ("kernel_shape=[2], strides=[2]", "float[N,2,9]"),
     ("kernel_shape=[3], strides=[2], pads=[1,1], ceil_mode=1", "float[2,2,10]"),
-    ("kernel_shape=[2], strides=[3]", "float[1,2,11]"),
+    ("kernel_shape=[2], strides=[3]", "float[1,2,13]"),
     ("kernel_shape=[5], pads=[2,2]", "float[1,1,6]"),
     ("kernel_shape=[3,2], strides=[2,1], pads=[1,0,1,1]", "float[1,2,7,6]"),
     ('kernel_shape=[2,3], auto_pad="SAME_UPPER", strides=[2,1]', "float[1,2,7,5]"),
