@@ -3,10 +3,12 @@
 import numpy as np
 from contrib_cases import CASES as CONTRIB
 from control_cases import CASES as CONTROL
+from conv_cases import CASES as CONV
 from further_cases import CASES as FURTHER
 from index_cases import CASES as INDEX
 from norm_cases import CASES as FURTHER_NORMS
 from op_harness import Case
+from pool_cases import CASES as POOL
 from quantized_cases import CASES as QUANTIZED
 
 F, I64, B = "float", "int64", "bool"
@@ -381,5 +383,7 @@ ALL = (
     *INDEX,
     *QUANTIZED,
     *CONTRIB,
+    *CONV,
+    *POOL,
     *CONTROL,
 )
