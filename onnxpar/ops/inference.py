@@ -28,7 +28,8 @@ def correct_inference() -> None:
     for op_type, version, infer in CORRECTIONS:
         if registry.get("", op_type, version) is not infer:
             registry.register("", op_type, version)(infer)
-    for op_type, infer in (*INFERENCE, *quantized_inference.INFERENCE):
+    further = (*quantized_inference.INFERENCE, *resize_inference.MICROSOFT)
+    for op_type, infer in (*INFERENCE, *further):
         if registry.get(MICROSOFT, op_type, 1) is not infer:
             registry.register(MICROSOFT, op_type, 1)(infer)
 

@@ -1,7 +1,8 @@
-"""Shape inference of Resize and Upsample where `onnx-shape-inference` says too little, or less.
+"""Shape inference of operators on images where `onnx-shape-inference` says too little, or else.
 
 It rounds down where an aspect ratio is kept, and knows neither the scales that Resize of opset 10
-has as its second operand nor those that Upsample of opset 7 has as an attribute.
+has as its second operand nor those that Upsample of opset 7 has as an attribute. A symbolic number
+of regions is another symbol to it after RoiAlign.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,8 +77,32 @@ def _scaled(context: ShapeInferenceContext, node: ir.Node, scales: Sequence[floa
     context.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), x.dtype)
 
 
+def infer_roi_align(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """RoiAlign, CropAndResize: a result for each region and channel, symbolic numbers too."""
+    x, rois = node.inputs[:2]
+    if x is None or rois is None or x.shape is None or rois.shape is None:
+        return
+    bins: list[int | ir.SymbolicDim]
+    if node.op_type == "RoiAlign":
+        bins = [node.attributes.get_int(f"output_{n}", 1) for n in ("height", "width")]
+    else:
+        size = node.inputs[3]
+        known = None if size is None else ir.convenience.get_const_tensor(size)
+        if known is None:
+            bins = [context.new_symbolic_dim() for _ in range(2)]
+        else:
+            bins = [int(n) for n in known.numpy()]
+    context.set_shape_and_dtype(
+        node.outputs[0], ir.Shape([rois.shape[0], x.shape[1], *bins]), x.dtype
+    )
+
+
 CORRECTIONS = (
+    ("RoiAlign", 10, infer_roi_align),
     ("Resize", 10, infer_old_resize),
     ("Resize", 11, infer_resize),
     ("Upsample", 1, infer_upsample),
 )
+
+MICROSOFT = (("CropAndResize", infer_roi_align),)
+"""Operators of the domain `com.microsoft`, version 1."""
