@@ -36,6 +36,19 @@ def infer_gather_block_quantized(context: ShapeInferenceContext, node: ir.Node) 
     context.set_shape_and_dtype(node.outputs[0], shape, scales.dtype)
 
 
+def infer_fused_gemm(context: ShapeInferenceContext, node: ir.Node) -> None:
+    """FusedGemm: as Gemm."""
+    left, right = node.inputs[:2]
+    if left is None or right is None:
+        return
+    shape = None
+    if left.shape is not None and right.shape is not None:
+        rows = left.shape[node.attributes.get_int("transA", 0)]
+        columns = right.shape[1 - node.attributes.get_int("transB", 0)]
+        shape = ir.Shape([rows, columns])
+    context.set_shape_and_dtype(node.outputs[0], shape, left.dtype)
+
+
 def infer_group_query_attention(context: ShapeInferenceContext, node: ir.Node) -> None:
     """GroupQueryAttention: the cache grows to the total length, or is as long as it was.
 
@@ -82,6 +95,7 @@ _LIBRARY_GROUPED = _GROUPED
 
 INFERENCE = (
     ("GroupQueryAttention", infer_group_query_attention),
+    ("FusedGemm", infer_fused_gemm),
     ("MatMulBnb4", infer_matmul_bnb4),
     ("GatherBlockQuantized", infer_gather_block_quantized),
     ("SkipLayerNormalization", infer_skip_norm),

@@ -276,4 +276,20 @@ BODIES = (
     contrib('y, p = Attention<num_heads=2>(x, w, b, "", "", a)', {**_X, "a": "float[1,2,4,4]"}),
 )
 
-CASES = (*MULTI_HEAD, *ATTENTION, *QUANTISED, *ROTARY, *GROUPED)
+FUSED = (
+    contrib("y = Gelu(x)", {"x": "float[N,6]"}),
+    contrib("y = BiasGelu(x, b)", {"x": "float[N,2,6]", "b": "float[6]"}),
+    contrib("y = FastGelu(x)", {"x": "float[N,6]"}),
+    contrib("y = FastGelu(x, b)", {"x": "float[N,6]", "b": "float[6]"}, opset=17),
+    contrib("y = QuickGelu<alpha=1.5>(x)", {"x": "float[N,6]"}),
+    contrib(
+        'y = FusedGemm<activation="Relu", transB=1, beta=0.5>(a, b, c)',
+        {"a": "float[N,6]", "b": "float[4,6]", "c": "float[4]"},
+    ),
+    contrib(
+        'y = FusedGemm<activation="LeakyRelu", activation_alpha=0.2>(a, b)',
+        {"a": "float[N,6]", "b": "float[6,4]"},
+    ),
+)
+
+CASES = (*FUSED, *MULTI_HEAD, *ATTENTION, *QUANTISED, *ROTARY, *GROUPED)

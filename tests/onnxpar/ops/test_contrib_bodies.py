@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from contrib_cases import BODIES, MULTI_HEAD, ROTARY
+from contrib_cases import BODIES, FUSED, MULTI_HEAD, ROTARY
 from lockstep import evaluator, run_model
 from op_harness import Case
 
@@ -17,7 +17,7 @@ from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.passes.load import normalise, symbol_table
 from onnxpar.passes.partition import partition
 
-CASES = (*MULTI_HEAD, *ROTARY, *BODIES)
+CASES = (*FUSED, *MULTI_HEAD, *ROTARY, *BODIES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.node)

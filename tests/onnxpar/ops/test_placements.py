@@ -90,6 +90,7 @@ EXCUSED = {
     "Pow": "a product passes for integer exponents only, and they are an operand",
     "Dropout": "a scale above zero; with the mask as output, that would be pending too",
     "Gemm": "the bias may wait for a max where beta is above zero",
+    "FusedGemm": "as Gemm, where its activation keeps the order",
     "GroupQueryAttention": "values of a single new token could wait for a max",
     "LayerNormalization": "the bias and, with no bias, the scale could wait; nothing makes them so",
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), _AFFINE),
