@@ -34,6 +34,6 @@ def command(
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table)
     console.print(
-        f"{len(rows)} definitions. An operator without one is computed whole by every device, and "
+        f"{len(rows)} definitions. Any other operator is computed whole by every device, and "
         "`onnxpar inspect` names it."
     )

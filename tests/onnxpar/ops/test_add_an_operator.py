@@ -1,6 +1,7 @@
 """The worked example of docs/add_an_operator.md does what the page says."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ from op_harness import Case
 
 from onnxpar.mesh import Mesh
 from onnxpar.ops import find
-from onnxpar.ops.registry import Registry
+from onnxpar.ops.registry import BY_BODY, Registry
 from onnxpar.ops.report import operator_table
 from onnxpar.ops.rule import format_rule, parse_rule
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes import autodiff
+from onnxpar.passes import autodiff, expand
 
 PAGE = (Path(__file__).parents[3] / "docs" / "add_an_operator.md").read_text(encoding="utf-8")
 MESH = Mesh((), (2, 2))
@@ -25,11 +26,16 @@ def blocks(kind: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def registry() -> Registry:
+def example() -> dict[str, Any]:
     namespace: dict[str, Any] = {}
     exec("\n".join(blocks("python")), namespace)
+    return namespace
+
+
+@pytest.fixture(scope="module")
+def registry(example: dict[str, Any]) -> Registry:
     others = [d for d in REGISTRY.defs if d.op_type != "LpNormalization"]
-    return Registry.join((others, namespace["DEFS"]))
+    return Registry.join((others, example["DEFS"]))
 
 
 @pytest.mark.parametrize("text", blocks("python case")[0].splitlines())
@@ -42,11 +48,21 @@ def test_the_example_divides_the_operator(text: str, registry: Registry) -> None
         case.check(MESH, factors)
 
 
+@pytest.mark.parametrize("by_body", [False, True])
 @pytest.mark.parametrize("text", blocks("python gradient")[0].splitlines())
 def test_the_example_is_differentiated(
-    text: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    text: str,
+    by_body: bool,
+    registry: Registry,
+    example: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (find, autodiff):
+    if by_body:
+        (definition,) = example["DEFS"]
+        changed = replace(definition, gradient=BY_BODY, body=example["lp_norm_body"])
+        others = [d for d in registry.defs if d is not definition]
+        registry = Registry.join((others, (changed,)))
+    for module in (find, autodiff, expand):
         monkeypatch.setattr(module, "REGISTRY", registry)
     (formula,) = re.findall(r"`(lambda torch, x: .*?)`", PAGE)
     case: GradCase = eval(text, {"GradCase": GradCase, "normalized": eval(formula)})
