@@ -103,6 +103,7 @@ DEFS: tuple[OpDef, ...] = (
             quantize_rule,
             linear_local,
             gradient=quantize_gradient,
+            carries_integers=True,
         )
         for domain, since in _LINEAR
     ),

@@ -65,6 +65,8 @@ class OpDef:
             range that its elements must lie in, and one element that may lie outside (None: none).
         body: Emits what the operator does in operators that have rules; None where the function
             body of ONNX's own schema says it, if the schema has one.
+        carries_integers: Whether integers that the operator makes stand for floats, as quantised
+            ones do, so that what reads them may pass a cotangent on, which is a float.
     """
 
     domain: str
@@ -77,6 +79,7 @@ class OpDef:
     keeps_zero: bool = False
     indices: IndicesFn | None = None
     body: BodyFn | None = None
+    carries_integers: bool = False
 
 
 def expanded(view: NodeView) -> OpRule:

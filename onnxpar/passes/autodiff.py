@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import GRADIENT_OF, NodeView, ShapeEnv
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.registry import Missing, NotDifferentiable
+from onnxpar.ops.registry import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.table import REGISTRY
 from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.expand import expand_by_body
@@ -196,17 +196,25 @@ class _Backward:
             if isinstance(self._gradient(node), NotDifferentiable):
                 stopped.update(read)
                 continue
+            carried = self._carries_integers(node)
             for value in node.outputs:
-                if value.dtype is None or value.dtype.is_floating_point():
+                if carried or value.dtype is None or value.dtype.is_floating_point():
                     varying.add(value)
                 else:
                     stopped.update(read)
         return varying, stopped
 
-    def _gradient(self, node: ir.Node) -> object:
+    def _definition(self, node: ir.Node) -> OpDef | None:
         standard = node.domain in ("", "ai.onnx")
         version = self.builder.opset if standard else self.opsets.get(node.domain, 1)
-        definition = REGISTRY.find(node.domain, node.op_type, version)
+        return REGISTRY.find(node.domain, node.op_type, version)
+
+    def _carries_integers(self, node: ir.Node) -> bool:
+        definition = self._definition(node)
+        return definition is not None and definition.carries_integers
+
+    def _gradient(self, node: ir.Node) -> object:
+        definition = self._definition(node)
         if definition is None:
             return Missing(f"the operator {node.domain or 'onnx'}::{node.op_type} is not known")
         return definition.gradient
@@ -240,7 +248,10 @@ class _Backward:
 
     def _check(self, node: ir.Node, index: int, value: ir.Value, made: ir.Value) -> None:
         want, have = self.builder.shapes.get(value.name or ""), self.builder.shape_of(made)
-        if made.dtype != value.dtype or (want is not None and len(want) != len(have)):
+        # The cotangent of integers is of the floats that they stand for.
+        real = value.dtype is None or value.dtype.is_floating_point()
+        wrong = real and made.dtype != value.dtype
+        if wrong or (want is not None and len(want) != len(have)):
             raise RuleError(
                 f"node {node.name!r} ({node.op_type}): the gradient of input {index} must be "
                 f"{value.dtype} {want}, its rule made {made.dtype} {have}"

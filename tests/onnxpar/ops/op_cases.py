@@ -10,6 +10,8 @@ from norm_cases import CASES as FURTHER_NORMS
 from op_harness import Case
 from pool_cases import CASES as POOL
 from quantized_cases import CASES as QUANTIZED
+from resize_cases import CASES as RESIZE
+from sample_cases import CASES as SAMPLE
 
 F, I64, B = "float", "int64", "bool"
 
@@ -382,6 +384,8 @@ ALL = (
     *RANDOM,
     *INDEX,
     *QUANTIZED,
+    *RESIZE,
+    *SAMPLE,
     *CONTRIB,
     *CONV,
     *POOL,
