@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.ops import attention_contrib
+from onnxpar.ops import attention_contrib, attention_state
 from onnxpar.ops.attention_parts import (
     Sizes,
     Window,
@@ -338,4 +338,5 @@ DEFS: tuple[OpDef, ...] = (
         body=attention_body,
     ),
     *attention_contrib.DEFS,
+    *attention_state.DEFS,
 )

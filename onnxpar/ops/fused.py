@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -12,7 +13,7 @@ from onnxpar.ops.broadcast import broadcast_rule
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.matmul import gemm_rule, on_first
 from onnxpar.ops.registry import BY_BODY, OpDef
-from onnxpar.ops.rule import OpRule, parse_rule
+from onnxpar.ops.rule import OpRule
 
 MICROSOFT = "com.microsoft"
 _GELU_OPSET = 20
@@ -65,7 +66,7 @@ _ACTIVATIONS = {
 }
 
 
-def _activation(view: NodeView) -> tuple[str, dict[str, float]]:
+def _activation(view: NodeView) -> tuple[str, dict[str, Any]]:
     """The operator that follows a product, and its attributes.
 
     Raises:

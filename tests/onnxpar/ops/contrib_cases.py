@@ -292,4 +292,79 @@ FUSED = (
     ),
 )
 
-CASES = (*FUSED, *MULTI_HEAD, *ATTENTION, *QUANTISED, *ROTARY, *GROUPED)
+_SEQ = "float[N,3,12]"
+
+STATES = (
+    Case(
+        "y = TensorScatter(c, u, n)",
+        {"c": "float[N,2,7,3]", "u": "float[N,2,2,3]", "n": "int64[N]"},
+        N5,
+        feeds={"n": _ints(0, 2, 5, 3, 1)},
+        opset=24,
+    ),
+    Case(
+        'y = TensorScatter<axis=1, mode="circular">(c, u)',
+        {"c": "float[N,7,3]", "u": "float[N,2,3]"},
+        N5,
+        opset=24,
+    ),
+    contrib(
+        'y, z = LinearAttention<q_num_heads=3, kv_num_heads=3, update_rule="gated_delta">'
+        "(q, k, v, p, g, b)",
+        {
+            "q": _SEQ,
+            "k": _SEQ,
+            "v": _SEQ,
+            "p": "float[N,3,4,4]",
+            "g": "float[N,3,3]",
+            "b": "float[N,3,3]",
+        },
+        feeds={"g": -np.linspace(0.1, 1, 45).reshape(5, 3, 3), "b": np.full((5, 3, 3), 0.3)},
+    ),
+    contrib(
+        'y, z = LinearAttention<q_num_heads=3, kv_num_heads=3, update_rule="linear">(q, k, v)',
+        {"q": _SEQ, "k": _SEQ, "v": _SEQ},
+    ),
+    contrib(
+        'y, z = CausalConvWithState<activation="silu">(x, w, b, p)',
+        {"x": "float[N,6,4]", "w": "float[6,1,3]", "b": "float[6]", "p": "float[N,6,2]"},
+    ),
+)
+
+
+def _experts(rows: int, inner: int, width: int = 8, count: int = 4) -> dict[str, Array]:
+    rng = np.random.default_rng(7)
+    shapes = {"w": (count, rows, width), "b": (count, rows), "x": (count, width, inner)}
+    made = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    return made | {"c": rng.standard_normal((count, width)).astype(np.float32)}
+
+
+_ROUTED = {"t": "float[N,8]", "r": "float[N,4]"}
+_BYTES = {
+    "w": drawn((4, 12, 16), np.uint8),
+    "s": drawn((4, 12), np.float32) / 8,
+    "x": drawn((4, 32, 6), np.uint8, 1),
+    "z": drawn((4, 32), np.float32, 2) / 8,
+}
+
+EXPERTS = (
+    contrib(
+        'y = MoE<k=2, activation_type="silu", normalize_routing_weights=1>(t, r, w, b, x, c)',
+        _ROUTED,
+        _experts(6, 6),
+    ),
+    contrib(
+        'y = MoE<k=2, activation_type="swiglu", swiglu_fusion=1, activation_alpha=1.7, '
+        "activation_beta=1.0, normalize_routing_weights=1>(t, r, w, b, x, c)",
+        {"t": "float[N,2,8]", "r": "float[M,4]"},
+        _experts(12, 6),
+        {"N": 5, "M": 10},
+    ),
+    contrib(
+        'y = QMoE<k=2, activation_type="silu", normalize_routing_weights=1>(t, r, w, s, "", x, z)',
+        {"t": "float[N,32]", "r": "float[N,4]"},
+        _BYTES,
+    ),
+)
+
+CASES = (*STATES, *EXPERTS, *FUSED, *MULTI_HEAD, *ATTENTION, *QUANTISED, *ROTARY, *GROUPED)

@@ -92,6 +92,7 @@ EXCUSED = {
     "Gemm": "the bias may wait for a max where beta is above zero",
     "FusedGemm": "as Gemm, where its activation keeps the order",
     "GroupQueryAttention": "values of a single new token could wait for a max",
+    "LinearAttention": "some update rules are linear in keys and in values; nothing makes them so",
     "LayerNormalization": "the bias and, with no bias, the scale could wait; nothing makes them so",
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), _AFFINE),
     **dict.fromkeys(("GroupNormalization", "RMSNormalization"), _AFFINE),
