@@ -17,7 +17,6 @@ from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import (
     BY_BODY,
     NOT_DIFFERENTIABLE,
-    UNWRITTEN,
     Missing,
     OpDef,
     expanded,
@@ -91,6 +90,7 @@ def suppression_rule(view: NodeView) -> OpRule:
     )
 
 
+_ELSEWHERE = Missing("no gradient rule is written for it; RoiAlign has one")
 DEFS: tuple[OpDef, ...] = (
     *(
         OpDef(domain, "GridSample", since, grid_rule, gradient=BY_BODY, body=grid_body)
@@ -98,14 +98,14 @@ DEFS: tuple[OpDef, ...] = (
     ),
     OpDef("", "AffineGrid", 20, expanded, gradient=BY_BODY, body=affine_body),
     OpDef("", "RoiAlign", 10, align_rule, align_local, gradient=BY_BODY, body=roi_body),
-    OpDef("com.microsoft", "CropAndResize", 1, crop_rule, align_local, gradient=UNWRITTEN),
+    OpDef("com.microsoft", "CropAndResize", 1, crop_rule, align_local, gradient=_ELSEWHERE),
     OpDef(
         "",
         "MaxRoiPool",
         1,
         max_rule,
         max_local,
-        gradient=Missing("no gradient rule is written for it; RoiAlign has one"),
+        gradient=_ELSEWHERE,
     ),
     OpDef("", "NonMaxSuppression", 10, suppression_rule, gradient=NOT_DIFFERENTIABLE),
 )
