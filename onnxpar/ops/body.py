@@ -186,19 +186,61 @@ def _schema(node: ir.Node, opset: int) -> Any:
     return onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
 
 
+def adopt_opset(function: ir.Function, opset: int) -> None:
+    """Takes a function of another opset as one of `opset`. The function is changed.
+
+    Raises:
+        ModelError: An operator of it means something else, or does not exist, in that opset.
+    """
+    version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
+    for node in ir.traversal.RecursiveGraphIterator(function.graph):
+        if node.domain in ("", "ai.onnx") and version != opset:
+            why = _difference(node.op_type, len(node.inputs), list(node.attributes), version, opset)
+            if why:
+                raise ModelError(
+                    f"the function {function.domain}::{function.name} is of opset {version}, in "
+                    f"which {node.op_type} {why} opset {opset} of the model; convert the model"
+                )
+    function.opset_imports.pop("ai.onnx", None)
+    function.opset_imports[""] = opset
+
+
 def _check_older(nodes: Sequence[onnx.NodeProto], what: str, version: int, opset: int) -> None:
     """Refuses a body of which a node would be another, or none, in an older opset."""
     for node in nodes:
-        older = (
-            onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
-            if onnx.defs.has(node.op_type, max_inclusive_version=opset)
-            else None
-        )
-        if (
-            older is None
-            or len(node.input) > older.max_input
-            or any(a.name not in older.attributes for a in node.attribute)
-        ):
+        names = [a.name for a in node.attribute]
+        if _difference(node.op_type, len(node.input), names, version, opset):
             raise ModelError(
                 f"{what}: its body needs opset {version} (for {node.op_type}), got {opset}"
             )
+
+
+_OTHER_MEANING = {("GroupNormalization", 18, 21)}
+"""Operators whose meaning changed with a version, and nothing that their schemas tell."""
+
+
+def _difference(name: str, arity: int, attributes: Sequence[str], given: int, wanted: int) -> str:
+    """What a node of opset `given` would be in opset `wanted`; "" where it would be the same.
+
+    A later version that adds operands and attributes leaves what does not give them as it was. One
+    that takes some away, or changes a default, means something else.
+    """
+    if not onnx.defs.has(name, max_inclusive_version=wanted):
+        return "is, unlike in"
+    schemas = [onnx.defs.get_schema(name, max_inclusive_version=v) for v in (given, wanted)]
+    ours, theirs = schemas
+    if ours.since_version == theirs.since_version:
+        return ""
+    low, high = sorted(s.since_version for s in schemas)
+    changed = "is another operator than in"
+    if (name, low, high) in _OTHER_MEANING or arity > theirs.max_input:
+        return changed
+    if any(attribute not in theirs.attributes for attribute in attributes):
+        return changed
+    for attribute, described in ours.attributes.items():
+        other = theirs.attributes.get(attribute)
+        if attribute not in attributes and (
+            other is None or other.default_value != described.default_value
+        ):
+            return changed
+    return ""

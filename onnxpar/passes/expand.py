@@ -1,11 +1,11 @@
-"""Replaces nodes by their bodies: operators without a rule, and those differentiated by their body.
+"""Replaces nodes by their bodies: calls of functions, operators without a rule, and gradients.
 
 A body's nodes are named `<node>/<inner name>`, stand where the node stood, and say in their
 metadata which node that was, so that a strategy for it still reaches them. What the node's results
 are called, the body's are called.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -18,7 +18,14 @@ from onnxpar.analysis.shapes import (
     shapes,
 )
 from onnxpar.errors import ModelError
-from onnxpar.ops.body import BodyNode, fill_defaults, has_schema_body, origin, schema_body
+from onnxpar.ops.body import (
+    BodyNode,
+    adopt_opset,
+    fill_defaults,
+    has_schema_body,
+    origin,
+    schema_body,
+)
 from onnxpar.ops.cast import fold_casts
 from onnxpar.ops.registry import ByBody, OpDef, expanded
 from onnxpar.ops.sequence import fold_sequences
@@ -29,6 +36,36 @@ from onnxpar.symbols import SymbolTable, dim_str, symbols_of
 
 MAX_DEPTH = 16
 """Bodies within bodies; ONNX's go three deep."""
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Replaces every call of a function of the model by its body. The model is changed.
+
+    Raises:
+        ModelError: A function calls itself, takes a graph, or is written for another opset in which
+            an operator of it means something else.
+    """
+    if not model.functions:
+        return
+    opset = _opset(model)
+    for function in model.functions.values():
+        adopt_opset(function, opset)
+        for domain, version in function.opset_imports.items():
+            model.opset_imports.setdefault(domain, version)
+    for _ in range(MAX_DEPTH):
+        nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+        names = _names(nodes)
+        calls = [node for node in nodes if node.op_identifier() in model.functions]
+        if not calls:
+            model.functions.clear()
+            return
+        for node in calls:
+            if not node.name:
+                node.name = _unused(names, node.op_type)
+            _by_function(model, node, model.functions[node.op_identifier()], names)
+    raise ModelError(
+        f"node {calls[0].name!r}: the functions of the model call one another without end"
+    )
 
 
 def expand_unknown(
@@ -51,11 +88,13 @@ def expand_unknown(
         # A body of ours is emitted with shapes; what ONNX's give is inferred afterwards.
         builder: GlobalBuilder | None = None
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
-        names = {node.name or "" for node in nodes}
-        for node in nodes:
-            definition = _definition(model, node, opset)
-            if definition is not None and definition.rule is not expanded:
-                continue
+        unknown = [
+            (n, d)
+            for n in nodes
+            if (d := _definition(model, n, opset)) is None or d.rule is expanded
+        ]
+        names = _names(nodes) if unknown else set()
+        for node, definition in unknown:
             try:
                 if definition is not None and definition.body is not None:
                     if node.graph is not model.graph:
@@ -109,7 +148,7 @@ def expand_by_body(
         ]
         if not nodes:
             return
-        names = {node.name or "" for node in model.graph}
+        names = _names(model.graph)
         for node, definition in nodes:
             if definition.body is not None:
                 _by_our_body(node, definition, builder)
@@ -158,15 +197,27 @@ def _by_our_body(node: ir.Node, definition: OpDef, builder: GlobalBuilder) -> No
 def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> list[ir.Node]:
     """Puts the nodes of ONNX's body in the place of a node; their shapes are not known yet."""
     function = schema_body(node, opset)
+    fill_defaults(node, opset)
+    return _by_function(model, node, function, names)
+
+
+def _by_function(
+    model: ir.Model, node: ir.Node, function: ir.Function, names: set[str]
+) -> list[ir.Node]:
+    """Puts the nodes of a function in the place of a node; their shapes are not known yet."""
     # The body is instantiated on operands of its own, one each even where one value is two.
     operands = [
         None if v is None else ir.Value(name=f"operand.{i}", type=v.type, shape=v.shape)
         for i, v in enumerate(node.inputs)
     ]
     call = ir.Node(
-        "", node.op_type, operands, node.attributes.values(), num_outputs=len(node.outputs)
+        function.domain,
+        function.name,
+        operands,
+        node.attributes.values(),
+        overload=function.overload,
+        num_outputs=len(node.outputs),
     )
-    fill_defaults(call, opset)
     for index, value in enumerate(call.outputs):
         value.name = f"result.{index}"
     scratch = ir.Model(
@@ -179,7 +230,10 @@ def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> l
         ir_version=model.ir_version,
         functions=[function],
     )
-    common.InlinePass()(scratch)
+    try:
+        common.InlinePass()(scratch)
+    except (ValueError, ir.passes.PreconditionError) as error:
+        raise ModelError(f"node {node.name!r} ({node.op_type}): {error}") from error
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(scratch)
     fold_casts(scratch.graph)
     made = list(scratch.graph)
@@ -190,14 +244,15 @@ def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> l
     scratch.graph.remove(made)
     assert node.graph is not None
     for value in constants:
-        value.name = f"{node.name}/{value.name}"
+        value.name = _unused(names, f"{node.name}/{value.name}")
         node.graph.register_initializer(value)
     for inner in made:
-        inner.name = _unused(names, f"{node.name}/{_title(inner)}")
         inner.metadata_props.update(origin(node))
+    for inner in _within(made):
+        inner.name = _unused(names, f"{node.name}/{_title(inner)}")
         for value in inner.outputs:
             if value.name:
-                value.name = f"{node.name}/{value.name}"
+                value.name = _unused(names, f"{node.name}/{value.name}")
     node.graph.insert_before(node, made)
     for operand, own in zip(operands, node.inputs, strict=True):
         if operand is not None and own is not None:
@@ -205,6 +260,24 @@ def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> l
             results = [own if result is operand else result for result in results]
     _replace(node, results, None)
     return made
+
+
+def _within(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """The nodes, and those of their bodies at any depth."""
+    for node in nodes:
+        yield node
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from ir.traversal.RecursiveGraphIterator(attribute.as_graph())
+
+
+def _names(nodes: Iterable[ir.Node]) -> set[str]:
+    """The names of nodes and of what they read and make."""
+    taken: set[str] = set()
+    for node in nodes:
+        taken.add(node.name or "")
+        taken.update(v.name or "" for v in (*node.inputs, *node.outputs) if v is not None)
+    return taken
 
 
 def _title(inner: ir.Node) -> str:

@@ -24,6 +24,7 @@ from onnx_shape_inference import (
 from onnxpar.errors import ModelError
 from onnxpar.ops.control_inference import BRANCHES
 from onnxpar.ops.inference import correct_inference
+from onnxpar.ops.packed_heads import unpack_heads
 from onnxpar.ops.limits import size_limits
 from onnxpar.passes.closure import (
     close,
@@ -32,7 +33,7 @@ from onnxpar.passes.closure import (
     lift_constants,
     uncapture,
 )
-from onnxpar.passes.expand import expand_unknown
+from onnxpar.passes.expand import expand_unknown, inline_functions
 from onnxpar.passes.nodes import check_inferred, check_operators
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 
@@ -130,8 +131,8 @@ def normalise(model: ir.Model) -> ir.Model:
     except ValueError as error:
         raise ModelError(f"the graph has a cycle: {_cycle(model.graph)}") from error
     hand_on_results(model)
+    inline_functions(model)
     for step in (
-        common.InlinePass(),
         common.RemoveInitializersFromInputsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.RemoveUnusedNodesPass(),
@@ -139,6 +140,7 @@ def normalise(model: ir.Model) -> ir.Model:
         model = step(model).model
     inline_constant_branches(model, BRANCHES)
     lift_constants(model)
+    unpack_heads(model)
     _name_nodes(model.graph)
     _name_dims(model.graph)
     _infer(model, opset)

@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, shapes
+from onnxpar.errors import ModelError
 from onnxpar.mesh import Mesh
 from onnxpar.ops import find
 from onnxpar.ops.body import BodyNode
@@ -187,3 +188,63 @@ def test_differentiated_by_its_body(monkeypatch: pytest.MonkeyPatch, body: objec
     slopes = (mish_of(mish_of(x) * (w + step)) - mish_of(mish_of(x) * (w - step))) / (2 * step)
     # A central difference errs by step² of the third derivative and by 1e-16 / step.
     np.testing.assert_allclose(gradient, slopes, rtol=1e-8, atol=1e-9)
+
+
+CALLS = "g (float[n, 6] x) => (float[n, 6] y) { [c1] a = l.F<k=2>(x) [c2] y = l.F<k=3>(a) }\n"
+
+
+def called(functions: str, calls: str = CALLS) -> ir.Model:
+    head = '<ir_version: 10, opset_import: ["": 20, "l": 1]>\n'
+    return normalise(ir.from_proto(onnx.parser.parse_model(head + calls + functions)))
+
+
+def test_functions_of_the_model() -> None:
+    model = called(
+        """<domain: "l", opset_import: ["": 18, "m": 1]> F <k> (x) => (y) {
+          c = Constant<value_int: int = @k>() d = CastLike(c, x) [m] s = Mul(x, d) [n] y = m.G(s)
+        }
+        <domain: "m", opset_import: ["": 20]> G (x) => (y) { y = Neg(x) }"""
+    )
+    names = [n.name for n in model.graph if n.op_type != "CastLike"]
+    assert names == ["c1/m", "c1/n/Neg", "c2/m", "c2/n/Neg"]
+    assert {n.metadata_props[EXPANDED_FROM] for n in model.graph} == {"c1", "c2"}
+    x = np.arange(6, dtype=np.float32).reshape(1, 6)
+    (y,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
+    np.testing.assert_array_equal(y, 6 * x)
+    assert not model.functions
+
+
+def test_a_function_in_a_branch() -> None:
+    model = called(
+        '<domain: "l", opset_import: ["": 20]> F (x) => (y) { s = Neg(x) y = Exp(s) }',
+        """g (float[n] x, bool p) => (float[n] y) {
+          y = If (p) <then_branch = t () => (float[n] q) { [c] q = l.F(x) },
+                      else_branch = e () => (float[n] r) { r = Neg(x) }>
+        }""",
+    )
+    (node,) = model.graph
+    names = [n.name for n in node.attributes["then_branch"].as_graph()]
+    assert names == ["c/Neg", "c/Exp"]
+
+
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        (
+            '<domain: "l", opset_import: ["": 11]> F <k> (x) => (y) { y = Softmax(x) }',
+            r"l::F is of opset 11, in which Softmax is another operator than in opset 20",
+        ),
+        (
+            '<domain: "l", opset_import: ["": 20, "l": 1]> F <k> (x) => (y) { y = l.F(x) }',
+            "'c1' .*Cyclic",
+        ),
+        (
+            """<domain: "l", opset_import: ["": 20, "m": 1]> F <k> (x) => (y) { y = m.G(x) }
+            <domain: "m", opset_import: ["": 20, "l": 1]> G (x) => (y) { y = l.F(x) }""",
+            "call one another without end",
+        ),
+    ],
+)
+def test_functions_that_cannot_be_inlined(functions: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        called(functions)
