@@ -24,8 +24,8 @@ from onnx_shape_inference import (
 from onnxpar.errors import ModelError
 from onnxpar.ops.control_inference import BRANCHES
 from onnxpar.ops.inference import correct_inference
-from onnxpar.ops.packed_heads import unpack_heads
 from onnxpar.ops.limits import size_limits
+from onnxpar.ops.packed_heads import unpack_heads
 from onnxpar.passes.closure import (
     close,
     hand_on_results,

@@ -126,6 +126,17 @@ def test_logits_equal_a_forward_pass_in_numpy(model: Path) -> None:
     np.testing.assert_allclose(two[0], want[:, 6:], atol=1e-5 * np.abs(want).max())
 
 
+def test_packed_projections_are_cut_by_heads_too(tmp_path: Path) -> None:
+    """As the builder of onnxruntime-genai packs them: one product, then one operand of three."""
+    path = tmp_path / "packed.onnx"
+    save(llama_4bit.build(SMALL, packed=True), path)
+    divided = shard(path, "tp=4", tmp_path / "out")
+    assert collectives(divided.partitioned) == {"AllReduce": 2 * SMALL.layers + 1}
+    np.savez(tmp_path / "prompt.npz", **feeds(IDS[:, :5], [5, 3, 4], 9))
+    (case,) = execute.verify(divided.out, path, inputs=tmp_path / "prompt.npz")
+    assert case.ok, case
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_divided_steps_equal_the_undivided_model(
     model: Path, strategy: str, tmp_path: Path
