@@ -28,6 +28,7 @@ from onnxpar.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.symbols import Dim
 
 Pending = dict[int, str]
+_SAME_ZEROS = ("Expand", "Identity", "Reshape", "Unsqueeze", "Squeeze")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,11 @@ def is_zero(value: ir.Value | None) -> bool:
         tensor = value.const_value
         return tensor.size <= CONST_LIMIT and not np.any(np.asarray(tensor.numpy()))
     node = value.producer()
-    if node is None or node.domain not in ("", "ai.onnx") or node.op_type != "ConstantOfShape":
+    if node is None or node.domain not in ("", "ai.onnx"):
+        return False
+    if node.op_type in _SAME_ZEROS:
+        return is_zero(node.inputs[0])
+    if node.op_type != "ConstantOfShape":
         return False
     fill = node.attributes.get("value")
     return fill is None or not np.any(fill.as_tensor().numpy())
@@ -120,6 +125,7 @@ class BodyAnalysis:
     pending: dict[str, Pending] = field(default_factory=dict)
     _dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _factors: dict[str, dict[str, int]] = field(default_factory=dict)
+    _carried: dict[str, dict[int, Pending]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -275,9 +281,13 @@ class BodyAnalysis:
         if held:
             carried = next(iter(held.values()))
             for index, value in enumerate(node.inputs):
-                # A sum of zeros waits for whatever reduction the other operands wait for.
-                if value is not None and value.name in zeros and not self.pending[value.name]:
-                    self.pending[value.name] = held[index] = carried
+                # Zeros wait for whatever sum the other operands wait for.
+                if index in held or value is None or rule.inputs[index].mode:
+                    continue
+                if value.name in zeros:
+                    self.pending[value.name or ""] = held[index] = carried
+                elif is_zero(value) and ("sum", frozenset(held)) not in rule.linear:
+                    held[index] = carried
             every: Pending = {k: r for p in held.values() for k, r in p.items()}
             own = set(self.parts.leaves(list(factors.values())))
             kinds = set(carried.values())
@@ -288,6 +298,7 @@ class BodyAnalysis:
                 or own & set(carried)
             ):
                 return self._refuse(every, why)
+        self._carried[name] = held
         for value, operand in zip(node.outputs, rule.outputs, strict=True):
             has = {f for names in operand.dims for f in names}
             waiting = dict(carried)
@@ -453,13 +464,8 @@ class BodyPlans:
                 f: self.components((part,)) for f, part in self.analysis._factors[name].items()
             }
             factors = {f: c for f, c in factors.items() if any(p.atoms for p in c)}
-            carried = {}
-            for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=False)):
-                waiting = self.analysis.pending.get(value.name or "") if value is not None else None
-                if waiting and not operand.mode:
-                    atoms, reduction = self._held(waiting)
-                    if atoms:
-                        carried[index] = (atoms, reduction)
+            held = {i: self._held(p) for i, p in self.analysis._carried[name].items()}
+            carried = {i: (atoms, kind) for i, (atoms, kind) in held.items() if atoms}
             found[name] = shardings(
                 rule,
                 view,

@@ -77,20 +77,27 @@ class _Emit:
         sizes = self.builder.const(np.full(count, whole // count, np.int64))
         return self.builder.ops("Split", [x, sizes], [(x.dtype, shape)] * count, {"axis": axis})
 
-    def squeeze(self, x: ir.Value, axis: int) -> ir.Value:
-        shape = [s for i, s in enumerate(self.builder.shape_of(x)) if i != axis]
-        axes = self.builder.const(np.array([axis], np.int64))
-        return self.builder.op("Squeeze", x, axes, shape=shape)
-
     def transpose(self, x: ir.Value, order: Sequence[int]) -> ir.Value:
         shape = self.builder.shape_of(x)
         return self.builder.op("Transpose", x, shape=[shape[i] for i in order], perm=list(order))
 
-    def activate(self, x: ir.Value, by: Activation, clip: float | None) -> ir.Value:
-        """An activation, its operand clipped before."""
-        name, alpha, beta = by
+    def reshape(self, x: ir.Value, sizes: Sequence[int], shape: Sequence[Dim]) -> ir.Value:
+        """`x` reshaped to `sizes` in ONNX's notation (0: as before), which are `shape`."""
+        return self.builder.op(
+            "Reshape", x, self.builder.const(np.array(sizes, np.int64)), shape=shape
+        )
+
+    def activate(self, x: ir.Value, by: Sequence[Activation], clip: float | None) -> ir.Value:
+        """The activation of each direction, the first axis of `x`, its operand clipped before."""
         if clip is not None:
             x = self.op("Clip", x, self.number(-clip, x), self.number(clip, x))
+        if len(set(by)) == 1:
+            return self._activate(x, by[0])
+        parts = [self._activate(*pair) for pair in zip(self.split(x, len(by), 0), by, strict=True)]
+        return self.builder.op("Concat", *parts, shape=self.builder.shape_of(x), axis=0)
+
+    def _activate(self, x: ir.Value, by: Activation) -> ir.Value:
+        name, alpha, beta = by
         simple = {
             "sigmoid": "Sigmoid",
             "tanh": "Tanh",
@@ -131,78 +138,86 @@ _KNOWN = (
 
 
 @dataclass(frozen=True)
-class _Direction:
-    """The operands of one direction.
+class _Cell:
+    """What all steps share.
 
     Attributes:
-        r: Recurrent weights, [hidden, gates * hidden].
-        rb: Recurrent bias of the last gate where it is added apart (GRU), else None.
-        p: Peepholes of the gates i, o, f (LSTM), or nothing.
-        activations: f, g, h.
+        r: Recurrent weights, [directions, hidden, gates * hidden].
+        bias: Biases of input and recurrence, [directions, 2 * gates * hidden], or None.
+        peepholes: Those of the gates i, o, f, [directions, 3 * hidden], or None (LSTM).
+        activations: f, g, h of each direction.
+        after: Whether the reset gate is applied after the product (GRU).
         clip: Bound of the operands of activations.
-        coupled: Whether the forget gate is 1 minus the input gate.
+        coupled: Whether the forget gate is 1 minus the input gate (LSTM).
     """
 
     r: ir.Value
-    rb: ir.Value | None
-    p: tuple[ir.Value, ...]
-    activations: tuple[Activation, ...]
+    bias: ir.Value | None
+    peepholes: ir.Value | None
+    activations: tuple[tuple[Activation, ...], ...]
+    after: bool
     clip: float | None
     coupled: bool
 
+    def activate(self, e: _Emit, x: ir.Value, which: int) -> ir.Value:
+        """Activation f, g or h (0, 1, 2)."""
+        return e.activate(x, [each[which] for each in self.activations], self.clip)
 
-def _rnn_step(e: _Emit, d: _Direction, x: ir.Value, states: Sequence[ir.Value]) -> list[ir.Value]:
-    total = e.op("Add", x, e.matmul(states[0], d.r))
-    return [e.activate(total, d.activations[0], d.clip)]
+
+def _rnn_step(e: _Emit, cell: _Cell, x: ir.Value, states: Sequence[ir.Value]) -> list[ir.Value]:
+    return [cell.activate(e, e.op("Add", x, e.matmul(states[0], cell.r)), 0)]
 
 
-def _gru_step(e: _Emit, d: _Direction, x: ir.Value, states: Sequence[ir.Value]) -> list[ir.Value]:
+def _gru_step(e: _Emit, cell: _Cell, x: ir.Value, states: Sequence[ir.Value]) -> list[ir.Value]:
     h = states[0]
-    f, g = d.activations
     xz, xr, xh = e.split(x, 3)
-    rz, rr, rh = e.split(d.r, 3)
-    if d.rb is not None:
-        hz, hr, hh = e.split(e.matmul(h, d.r), 3)
+    if cell.after:
+        hz, hr, hh = e.split(e.matmul(h, cell.r), 3)
     else:
-        hz, hr, hh = e.matmul(h, rz), e.matmul(h, rr), h
-    z = e.activate(e.op("Add", xz, hz), f, d.clip)
-    r = e.activate(e.op("Add", xr, hr), f, d.clip)
-    if d.rb is not None:
-        inner = e.op("Mul", r, e.op("Add", hh, d.rb))
-    else:
-        inner = e.matmul(e.op("Mul", r, hh), rh)
-    new = e.activate(e.op("Add", xh, inner), g, d.clip)
+        rz, rr, rh = e.split(cell.r, 3)
+        hz, hr = e.matmul(h, rz), e.matmul(h, rr)
+    z = cell.activate(e, e.op("Add", xz, hz), 0)
+    r = cell.activate(e, e.op("Add", xr, hr), 0)
+    inner = e.op("Mul", r, hh) if cell.after else e.matmul(e.op("Mul", r, h), rh)
+    if cell.after and cell.bias is not None:
+        # The input's product has this bias already, all of it: r (h R + b) = r h R + b + (r - 1) b.
+        bias = e.builder.unsqueeze(e.split(cell.bias, 6)[5], [1])
+        inner = e.op("Add", inner, e.op("Mul", e.op("Sub", r, e.number(1, r)), bias))
+    new = cell.activate(e, e.op("Add", xh, inner), 1)
     # (1 - z) new + z h
     return [e.op("Add", new, e.op("Mul", z, e.op("Sub", h, new)))]
 
 
-def _lstm_step(e: _Emit, d: _Direction, x: ir.Value, states: Sequence[ir.Value]) -> list[ir.Value]:
+def _lstm_step(e: _Emit, cell: _Cell, x: ir.Value, states: Sequence[ir.Value]) -> list[ir.Value]:
     h, c = states
-    f, g, last = d.activations
-    gi, go, gf, gc = e.split(e.op("Add", x, e.matmul(h, d.r)), 4)
-    if d.p:
-        gi = e.op("Add", gi, e.op("Mul", c, d.p[0]))
-        gf = e.op("Add", gf, e.op("Mul", c, d.p[2]))
-    i = e.activate(gi, f, d.clip)
-    forget = (
-        e.builder.op("Sub", e.number(1, i), i, shape=e.builder.shape_of(i), dtype=i.dtype)
-        if d.coupled
-        else e.activate(gf, f, d.clip)
-    )
-    cell = e.op("Mul", i, e.activate(gc, g, d.clip))
-    cell = e.op("Add", e.op("Mul", forget, c), cell)
-    if d.p:
-        go = e.op("Add", go, e.op("Mul", cell, d.p[1]))
-    o = e.activate(go, f, d.clip)
-    return [e.op("Mul", o, e.activate(cell, last, d.clip)), cell]
+    gi, go, gf, gc = e.split(e.op("Add", x, e.matmul(h, cell.r)), 4)
+    peepholes: Sequence[ir.Value] = ()
+    if cell.peepholes is not None:
+        peepholes = [e.builder.unsqueeze(p, [1]) for p in e.split(cell.peepholes, 3)]
+        gi = e.op("Add", gi, e.op("Mul", c, peepholes[0]))
+        gf = e.op("Add", gf, e.op("Mul", c, peepholes[2]))
+    i = cell.activate(e, gi, 0)
+    if cell.coupled:
+        one = e.number(1, i)
+        forget = e.builder.op("Sub", one, i, shape=e.builder.shape_of(i))
+    else:
+        forget = cell.activate(e, gf, 0)
+    new = e.op("Mul", i, cell.activate(e, gc, 1))
+    new = e.op("Add", e.op("Mul", forget, c), new)
+    if peepholes:
+        go = e.op("Add", go, e.op("Mul", new, peepholes[1]))
+    o = cell.activate(e, go, 0)
+    return [e.op("Mul", o, cell.activate(e, new, 2)), new]
 
 
-StepFn = Callable[[_Emit, _Direction, ir.Value, Sequence[ir.Value]], list[ir.Value]]
+StepFn = Callable[[_Emit, _Cell, ir.Value, Sequence[ir.Value]], list[ir.Value]]
 _STEPS: Mapping[str, StepFn] = {"RNN": _rnn_step, "GRU": _gru_step, "LSTM": _lstm_step}
 
 
 def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """One Scan for each direction.
+    """One Scan, of both directions where there are two.
+
+    The weights of both are kept together, so that their gradients are made as they lie.
 
     Raises:
         ModelError: An activation is none of ONNX's, or a size that must be known is not.
@@ -213,109 +228,64 @@ def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
     for name in {name for each in lists for name, _, _ in each}:
         if name not in _KNOWN:
             raise node.fail(f"its activation {name!r} has no gradient")
-    count = len(lists)
     hidden = node.shape(node.input(2))[-1]
     if not isinstance(hidden, int):
         raise node.fail(f"the hidden size must be a number, got {hidden}")
     batch_first = view.attr("layout", 0) == 1
     x = e.transpose(node.input(0), (1, 0, 2)) if batch_first else node.input(0)
     steps, batch, _ = node.shape(x)
-    lengths = _lengths(node, e, steps, batch)
-    states = [_initial(node, e, index, batch_first) for index in _states(kind)]
-    ways = ["forward", "reverse"] if count == 2 else [view.attr("direction", "forward")]
-    outputs: list[list[ir.Value]] = []
-    for index, way in enumerate(ways):
-        xw, direction = _direction(node, e, x, index, lists[index])
-        begin = [_begin(e, whole, index, count, xw, (batch, hidden)) for whole in states]
-        made = _run(e, _STEPS[kind], direction, xw, begin, lengths, way == "reverse")
-        outputs.append([made[-1], *made[:-1]])
-    results: list[ir.Value | None] = []
-    for place, out in enumerate(view.node.outputs):
-        if not out.name:
-            results.append(None)
-            continue
-        axis = 1 if place == 0 else 0
-        parts = [_insert(e, each[place], axis) for each in outputs]
-        shape = list(node.shape(parts[0]))
-        shape[axis] = count
-        y = parts[0] if count == 1 else e.builder.op("Concat", *parts, shape=shape, axis=axis)
-        if batch_first:
-            y = e.transpose(y, (2, 0, 1, 3) if place == 0 else (1, 0, 2))
-        results.append(y)
+    count = len(lists)
+    cell = _Cell(
+        e.transpose(node.input(2), (0, 2, 1)),
+        node.input(3) if node.has(3) else None,
+        node.input(7) if kind == "LSTM" and node.has(7) else None,
+        lists,
+        kind == "GRU" and bool(view.attr("linear_before_reset", 0)),
+        view.attr("clip"),
+        kind == "LSTM" and bool(view.attr("input_forget", 0)),
+    )
+    begin = []
+    for operand in (5, 6) if kind == "LSTM" else (5,):
+        if node.has(operand):
+            state = node.input(operand)
+            begin.append(e.transpose(state, (1, 0, 2)) if batch_first else state)
+        else:
+            shape = [count, batch, hidden]
+            zero = e.number(0, x)
+            begin.append(e.builder.op("Expand", zero, e.builder.sizes(shape), shape=shape))
+    ways = [False, True] if count == 2 else [view.attr("direction", "forward") == "reverse"]
+    gates = e.split(_gates(node, e, x, count), count, 1)
+    *last, y = _run(e, _STEPS[kind], cell, gates, begin, _lengths(node, e, steps), ways)
+    results: list[ir.Value | None] = [e.transpose(y, (2, 0, 1, 3)) if batch_first else y]
+    results += [e.transpose(state, (1, 0, 2)) if batch_first else state for state in last]
     return results
 
 
-def _states(kind: str) -> tuple[int, ...]:
-    return (5, 6) if kind == "LSTM" else (5,)
-
-
-def _insert(e: _Emit, x: ir.Value, axis: int) -> ir.Value:
-    return e.builder.unsqueeze(x, [axis])
-
-
-def _initial(node: BodyNode, e: _Emit, index: int, batch_first: bool) -> ir.Value | None:
-    if not node.has(index):
-        return None
-    value = node.input(index)
-    return e.transpose(value, (1, 0, 2)) if batch_first else value
-
-
-def _begin(
-    e: _Emit,
-    whole: ir.Value | None,
-    index: int,
-    count: int,
-    like: ir.Value,
-    shape: Sequence[Dim],
-) -> ir.Value:
-    if whole is not None:
-        return e.squeeze(e.split(whole, count, 0)[index], 0)
-    zero = e.number(0, like)
-    return e.builder.op("Expand", zero, e.builder.sizes(shape), shape=shape)
-
-
-def _direction(
-    node: BodyNode, e: _Emit, x: ir.Value, index: int, activations: tuple[Activation, ...]
-) -> tuple[ir.Value, _Direction]:
-    """The product of the input with the weights of a direction, biases added, and the rest."""
-    view, kind = node.view, node.view.node.op_type
-    count = 2 if view.attr("direction", "forward") == "bidirectional" else 1
-
-    def part(operand: int) -> ir.Value:
-        return e.squeeze(e.split(node.input(operand), count, 0)[index], 0)
-
-    w, r = (e.transpose(part(i), (1, 0)) for i in (1, 2))
-    xw = e.matmul(x, w)
-    apart: ir.Value | None = None
+def _gates(node: BodyNode, e: _Emit, x: ir.Value, count: int) -> ir.Value:
+    """X W + b for all steps and directions, [steps, directions, batch, gates * hidden]."""
+    w = node.input(1)
+    rows, size = node.shape(w)[1:]
+    steps, batch, _ = node.shape(x)
+    if not isinstance(rows, int) or not isinstance(size, int):
+        raise node.fail(f"the shape of its weights must be numbers, got {node.shape(w)}")
+    flat = e.transpose(e.reshape(w, [-1, size], [count * rows, size]), (1, 0))
+    y = e.matmul(x, flat)
     if node.has(3):
-        wb, rb = e.split(part(3), 2)
-        if kind == "GRU" and view.attr("linear_before_reset", 0):
-            gates = e.split(rb, 3)
-            wbs = e.split(wb, 3)
-            shape = e.builder.shape_of(wb)
-            pair = [e.op("Add", wbs[i], gates[i]) for i in (0, 1)]
-            bias = e.builder.op("Concat", *pair, wbs[2], shape=shape, axis=0)
-            apart = gates[2]
-        else:
-            bias = e.op("Add", wb, rb)
-        xw = e.op("Add", xw, bias)
-    elif kind == "GRU" and view.attr("linear_before_reset", 0):
-        hidden = node.shape(node.input(2))[-1]
-        apart = e.builder.const(np.zeros(int(hidden)), x.dtype)
-    peepholes = e.split(part(7), 3) if kind == "LSTM" and node.has(7) else ()
-    clip = view.attr("clip")
-    coupled = kind == "LSTM" and bool(view.attr("input_forget", 0))
-    return xw, _Direction(r, apart, peepholes, activations, clip, coupled)
+        pairs = e.reshape(node.input(3), [count, 2, rows], [count, 2, rows])
+        bias = e.builder.reduce("ReduceSum", pairs, [1], keepdims=True)
+        y = e.op("Add", y, e.reshape(bias, [-1], [count * rows]))
+    y = e.reshape(y, [0, 0, count, rows], [steps, batch, count, rows])
+    return e.transpose(y, (0, 2, 1, 3))
 
 
-def _lengths(node: BodyNode, e: _Emit, steps: Dim, batch: Dim) -> tuple[ir.Value, ir.Value] | None:
+def _lengths(node: BodyNode, e: _Emit, steps: Dim) -> tuple[ir.Value, ir.Value] | None:
     """The numbers of the steps, and the length of each row as int64 [batch, 1]."""
     if not node.has(4):
         return None
     lengths = e.builder.cast(node.input(4), INT64)
     zero, one = (e.builder.const(np.array(n, np.int64)) for n in (0, 1))
     stop = e.builder.sizes([steps])
-    stop = e.squeeze(stop, 0)
+    stop = e.builder.op("Squeeze", stop, shape=[])
     numbers = e.builder.op("Range", zero, stop, one, shape=[steps], dtype=INT64)
     return numbers, e.builder.unsqueeze(lengths, [1])
 
@@ -323,31 +293,50 @@ def _lengths(node: BodyNode, e: _Emit, steps: Dim, batch: Dim) -> tuple[ir.Value
 def _run(
     e: _Emit,
     step: StepFn,
-    direction: _Direction,
-    xw: ir.Value,
+    cell: _Cell,
+    gates: Sequence[ir.Value],
     begin: Sequence[ir.Value],
     lengths: tuple[ir.Value, ir.Value] | None,
-    reverse: bool,
+    ways: Sequence[bool],
 ) -> tuple[ir.Value, ...]:
-    """Emits the Scan of one direction and returns the last states and all hidden states."""
-    along = Along(0, reverse)
+    """Emits the Scan and returns the last states and all hidden states."""
+    count = len(ways)
 
     def one_step(
         inner: GlobalBuilder, states: Sequence[ir.Value], slices: Sequence[ir.Value]
     ) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
         here = _Emit(inner)
-        new = step(here, direction, slices[0], states)
+        parts, numbers = slices[:count], slices[count:]
+        new = step(here, cell, _join(here, parts), states)
         result = new[0]
         if lengths is not None:
-            shape = inner.shape_of(lengths[1])
-            going = inner.op("Less", slices[1], lengths[1], shape=shape, dtype=BOOL)
+            going = _join(here, [_going(here, number, lengths[1]) for number in numbers])
             zero = here.number(0, result)
             new = [_where(here, going, a, b) for a, b in zip(new, states, strict=True)]
             result = _where(here, going, result, zero)
-        return new, [result]
+        return new, here.split(result, count, 0)
 
-    scanned = [(xw, along)] + ([(lengths[0], along)] if lengths is not None else [])
-    return scan(e.builder, begin, scanned, one_step, [along])
+    along = [Along(0, reverse) for reverse in ways]
+    scanned = list(zip(gates, along, strict=True))
+    if lengths is not None:
+        scanned += [(lengths[0], a) for a in along]
+    made = scan(e.builder, begin, scanned, one_step, along)
+    return *made[: len(begin)], _join(e, made[len(begin) :], 1)
+
+
+def _going(e: _Emit, number: ir.Value, lengths: ir.Value) -> ir.Value:
+    """Whether a step is of a row, bool [1, batch, 1]."""
+    shape = e.builder.shape_of(lengths)
+    going = e.builder.op("Less", number, lengths, shape=shape, dtype=BOOL)
+    return e.builder.unsqueeze(going, [0])
+
+
+def _join(e: _Emit, parts: Sequence[ir.Value], axis: int = 0) -> ir.Value:
+    if len(parts) == 1:
+        return parts[0]
+    shape = list(e.builder.shape_of(parts[0]))
+    shape[axis] = len(parts)
+    return e.builder.op("Concat", *parts, shape=shape, axis=axis)
 
 
 def _where(e: _Emit, condition: ir.Value, x: ir.Value, other: ir.Value) -> ir.Value:

@@ -8,6 +8,7 @@ from onnxpar.analysis.plan import NodePlan, Plan
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import ShardingError
+from onnxpar.ops.bodies import is_zero
 from onnxpar.ops.registry import OpDef
 from onnxpar.passes.builder import GraphBuilder, ir_shape
 from onnxpar.passes.cleanup import remove_unused
@@ -16,6 +17,16 @@ from onnxpar.sharding import Sharding
 
 Known = tuple[ir.Value, Sharding, ir.Value, bool]
 """What a body captures: the global value, how it lies, the local one, whether padding is 0."""
+
+
+class _BodyPartition(_Partition):
+    """The partitioner of a body, where zeros may stand for zeros that wait for a sum."""
+
+    def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
+        known = self.versions.get(value.name or "", {})
+        if want.partial and want.reduction == "sum" and want not in known and is_zero(value):
+            want = want.with_partial(())
+        return super()._get(value, want, reason)
 
 
 def partition_body(
@@ -47,7 +58,7 @@ def partition_body(
     """
     inner = builder.nested()
     model = ir.Model(graph, ir_version=10)
-    work = _Partition(model, env, rules, ops, Plan(builder.mesh, plans, {}, {}, {}), inner)
+    work = _BodyPartition(model, env, rules, ops, Plan(builder.mesh, plans, {}, {}, {}), inner)
     for value, sharding, local, zero in captured:
         work._define(value.name or "", sharding, local, zero=zero)
     entering = []
@@ -67,11 +78,7 @@ def partition_body(
         work._node(node)
     leaving: list[ir.Value] = []
     for value, sharding in zip(graph.outputs, outputs, strict=True):
-        known = work.versions.get(value.name or "", {})
-        # Zeros, of which one need not say that they wait for a sum.
-        whole = sharding.with_partial(())
-        want = whole if sharding.partial and sharding not in known and whole in known else sharding
-        local = work._get(value, want, f"result {value.name!r}")
+        local = work._get(value, sharding, f"result {value.name!r}")
         made = any(local in node.outputs for node in inner.nodes)
         if not made or local in leaving:
             local = inner.op("Identity", local, dtype=local.dtype, shape=_shape(local))
