@@ -25,7 +25,9 @@ class _BodyPartition(_Partition):
     def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
         known = self.versions.get(value.name or "", {})
         if want.partial and want.reduction == "sum" and want not in known and is_zero(value):
-            want = want.with_partial(())
+            local = super()._get(value, want.with_partial(()), reason)
+            self._define(value.name or "", want, local, zero=True)
+            return local
         return super()._get(value, want, reason)
 
 
