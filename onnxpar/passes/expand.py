@@ -96,9 +96,9 @@ def expand_unknown(
         names = _names(nodes) if unknown else set()
         for node, definition in unknown:
             try:
-                if definition is not None and definition.body is not None:
-                    if node.graph is not model.graph:
-                        continue
+                ours = definition is not None and definition.body is not None
+                # Shapes within the bodies of control flow are not known to the builder.
+                if definition is not None and ours and node.graph is model.graph:
                     if builder is None:
                         env = shapes(model, table())
                         builder = GlobalBuilder.over(model.graph, opset, env)

@@ -144,7 +144,14 @@ def normalise(model: ir.Model) -> ir.Model:
     _name_nodes(model.graph)
     _name_dims(model.graph)
     _infer(model, opset)
-    expand_unknown(model, lambda: _infer(model, opset), lambda: symbol_table(model, {}))
+
+    def changed() -> None:
+        uncapture(model.graph)
+        inline_constant_branches(model, BRANCHES)
+        lift_constants(model)
+        _infer(model, opset)
+
+    expand_unknown(model, changed, lambda: symbol_table(model, {}))
     return model
 
 

@@ -248,3 +248,33 @@ def test_a_function_in_a_branch() -> None:
 def test_functions_that_cannot_be_inlined(functions: str, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         called(functions)
+
+
+def test_an_operator_in_a_branch() -> None:
+    text = """g (float[n, 6] x, bool p) => (float[n, 4] y) <int64[1] t = {4}> {
+      y = If (p) <
+        then_branch = a () => (float[n, 4] q) { [c] q = CenterCropPad<axes=[1]>(x, t) },
+        else_branch = b () => (float[n, 4] r) { z = Neg(x) [d] r = CenterCropPad<axes=[1]>(z, t) }>
+    }"""
+    proto = parse(text, 20)
+    del proto.opset_import[1:]
+    analysed = analyse(ir.from_proto(proto), {})
+    nodes = list(ir.traversal.RecursiveGraphIterator(analysed.model.graph))
+    assert "CenterCropPad" not in {n.op_type for n in nodes}
+    assert {n.metadata_props.get(EXPANDED_FROM) for n in nodes} >= {"c", "d"}
+    shape = analysed.env.shapes["x"]
+    parted = divide(analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])}))
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    for chosen, want in ((True, x[:, 1:5]), (False, -x[:, 1:5])):
+        made = run_model(parted, {"x": x, "p": np.array(chosen)}, 20, {"n": 5})
+        np.testing.assert_array_equal(made["y"], want)
+
+
+def test_a_branch_that_is_chosen_once_sequences_are_folded() -> None:
+    text = """g (float[n, 6] x) => (float[n, 6] y) {
+      o = Optional(x) p = OptionalHasElement(o)
+      y = If (p) <then_branch = a () => (float[n, 6] q) { q = Neg(x) },
+                  else_branch = b () => (float[n, 6] r) { r = Exp(x) }>
+    }"""
+    model = normalise(ir.from_proto(parse(text, 20)))
+    assert [n.op_type for n in model.graph] == ["Neg", "Identity"]
