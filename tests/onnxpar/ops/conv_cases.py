@@ -83,7 +83,7 @@ CONV_TRANSPOSE = (
     _back("float[N,3,7]", "float[3,2,3]", "", "float[2]"),
     _back("float[N,3,6]", "float[3,2,3]", "strides=[2], pads=[1,1], output_padding=[1]"),
     _back("float[N,4,5]", "float[4,3,3]", "group=2, strides=[2], pads=[0,1]", "float[6]"),
-    _back("float[2,4,5]", "float[4,1,2]", "group=4, strides=[2]"),
+    _back("float[2,4,5]", "float[4,1,3]", "group=4, strides=[2]"),
     _back("float[1,2,5]", "float[2,2,2]", "strides=[3], dilations=[2]"),
     _back("float[1,2,5]", "float[2,1,1]", "strides=[3]"),
     _back("float[1,2,6]", "float[2,2,5]", "pads=[4,0]"),
