@@ -21,6 +21,8 @@ from onnxpar.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
 # Ends beyond this mean "to the end", whichever width of integer they were written for.
 _FAR = 2**31 - 1
+# No tensor has more dims.
+_FEW = 64
 
 
 def correct_inference() -> None:
@@ -80,12 +82,20 @@ def infer_broadcast(library: InferFn, context: ShapeInferenceContext, node: ir.N
 
 
 def infer_expand(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Expand: the operand is broadcast to the target."""
+    """Expand: the operand is broadcast to the target, and so is a size that it holds.
+
+    `torch.onnx.export` writes the bias that a convolution does not have as zeros expanded to a
+    size, and that size as one expanded to one element.
+    """
     library(context, node)
     data, target = node.inputs
     sizes = None if target is None else context.get_symbolic_value(target)
     if sizes is not None and data is not None and data.shape is not None:
         node.outputs[0].shape = _broadcast(context, [data.shape, ir.Shape(sizes)])
+        held = context.get_symbolic_value(data)
+        count = sizes[0] if len(sizes) == 1 else None
+        if held is not None and len(held) == 1 and isinstance(count, int) and 0 < count <= _FEW:
+            context.set_symbolic_value(node.outputs[0], list(held) * count)
 
 
 def infer_split(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:

@@ -56,3 +56,8 @@ def is_statistic(node: ir.Node, index: int) -> bool:
 def is_identity(node: ir.Node) -> bool:
     """Tells whether a node hands its operand on as it is."""
     return node.domain in ("", "ai.onnx") and node.op_type == "Identity"
+
+
+def reads_elements(node: ir.Node) -> bool:
+    """Tells whether a node reads more of its operands than how large they are."""
+    return node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size")

@@ -15,7 +15,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.errors import ModelError
-from onnxpar.ops.roles import is_identity, is_layer_bias, is_scale_or_bias, is_statistic
+from onnxpar.ops.roles import (
+    is_identity,
+    is_layer_bias,
+    is_scale_or_bias,
+    is_statistic,
+    reads_elements,
+)
 from onnxpar.strategy.names import SHOWN, nearest
 from onnxpar.training.optimizer import ParameterInfo
 
@@ -161,7 +167,7 @@ def select(
             reason = NOT_CHOSEN
         elif not trainable or name not in trainable:
             reason = _unfit(value, named=name in chosen)
-        readers = {id(node): node for node, _ in value.uses()}
+        readers = {id(node): node for node, _ in value.uses() if reads_elements(node)}
         used_by = [n.name or "" for n in sorted(readers.values(), key=lambda n: order[id(n)])]
         tensors.append(Tensor(name, prod(_sizes(value)), not reason, reason, tuple(used_by)))
     decays = _decays(values, decay, no_decay)

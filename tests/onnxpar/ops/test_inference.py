@@ -111,3 +111,20 @@ def test_parts_of_sizes_that_are_not_constant_are_not_taken_to_be_equal() -> Non
     found = shapes_of(text + "{ y, z = Split <axis=1> (x, s) }").shapes
     sizes = {str(found[name][1]) for name in ("y", "z")}
     assert len(sizes) == 2 and "3" not in sizes
+
+
+def test_a_size_that_is_expanded_is_still_known() -> None:
+    """As `torch.onnx.export` writes the zeros in the place of a convolution's bias."""
+    ones = ", ".join(["1"] * 216)
+    env = shapes_of(
+        f"""g (float[n, 3, 5, 5] x) => (float[n, 8, a, b] y)
+        <float[8, 3, 3, 3] w = {{{ones}}}, int64[1] one = {{1}}, float zero = {{0}}>
+        {{
+          size = Shape<start = 0, end = 1>(w)
+          same = Expand(size, one)
+          bias = Expand(zero, same)
+          y = Conv(x, w, bias)
+        }}"""
+    )
+    assert env.shapes["bias"] == (8,)
+    assert env.shapes["y"][1:] == (8, 3, 3)

@@ -143,6 +143,18 @@ def test_running_statistics_are_not_trained() -> None:
     assert told == {"scale": "", "bias": "", "mean": reason, "var": reason}
 
 
+def test_who_asks_for_the_size_of_a_parameter_does_not_share_it() -> None:
+    """As `torch.onnx.export` writes the bias that a convolution does not have."""
+    sized = read(
+        """g (float[n, 4] x) => (float[n, 4] y, int64[1] z)
+        <float[4, 4] w>
+        { [size] z = Shape<start = 0, end = 1>(w) [fc] y = MatMul(x, w) }"""
+    )
+    selection = select(*sized)
+    assert [t.used_by for t in selection.tensors] == [("fc",)]
+    assert not selection.shared({})
+
+
 # -- untying -------------------------------------------------------------------------------------
 
 MERGED = """g (float[n, 4] x) => (float[n, 4] y)
