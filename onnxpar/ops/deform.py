@@ -11,7 +11,7 @@ from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.gradients.deform import col2im_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.matmul import on_first
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.symbols import Dim
 
@@ -103,6 +103,13 @@ def col2im_rule(view: NodeView) -> OpRule:
 
 
 DEFS = (
-    OpDef("", "DeformConv", 19, deform_conv_rule, deform_conv_local),
+    OpDef(
+        "",
+        "DeformConv",
+        19,
+        deform_conv_rule,
+        deform_conv_local,
+        gradient=Missing("a gradient by sampled places is not written"),
+    ),
     OpDef("", "Col2Im", 18, col2im_rule, gradient=col2im_gradient),
 )
