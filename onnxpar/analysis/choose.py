@@ -9,6 +9,7 @@ else, so that it is the same on every machine.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from onnxpar.analysis.plan import (
     Factors,
@@ -330,7 +331,17 @@ class Chooser:
                 )
                 whole = self.table.typical(factor_sizes(rule, view)[name])
                 moved += 4 * size * (count - 1) // max(whole, 1)
+        for name in rule.inner.keys() & plan.factors.keys():
+            moved += self._inside(rule, plan, name, situation)
         return moved, moves, elements
+
+    def _inside(self, rule: OpRule, plan: NodePlan, name: str, situation: Situation) -> int:
+        """Bytes that a device sends where its local form all-reduces statistics."""
+        split = {f: self.mesh.count(a for c in p for a in c.atoms) for f, p in plan.factors.items()}
+        count = split.pop(name)
+        held = self.table.typical(rule.inner[name]) // max(prod(split.values()), 1)
+        itemsize = situation.itemsizes[len(situation.operands)]
+        return 2 * held * itemsize * (count - 1) // count
 
     def _elements(self, sharding: Sharding) -> int:
         total = 1

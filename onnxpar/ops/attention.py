@@ -8,6 +8,7 @@ prompt, and parts of a sum for a few tokens behind a long cache.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -112,7 +113,12 @@ def attention_rule(view: NodeView) -> OpRule:
         special = "; special: s"
     fixed -= {"t"} if grown else set()
     text += f"; whole: {' '.join(sorted(fixed))}{special}"
-    return parse_rule(text + ("; linear: sum 2" if len(outputs) == 1 else ""), heads.sizes)
+    rule = parse_rule(text + ("; linear: sum 2" if len(outputs) == 1 else ""), heads.sizes)
+    if rule.kinds.get("t") != "sum":
+        return rule
+    # The maximum and the sum of each row.
+    rows = view.shape(0)[0] * heads.kv * heads.groups * _lengths(view)[0]
+    return replace(rule, inner={"t": 2 * rows})
 
 
 def attention_local(node: LocalNode) -> Sequence[ir.Value]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
@@ -89,7 +90,7 @@ def fused_gemm_rule(view: NodeView) -> OpRule:
     _activation(view)
     rule = gemm_rule(view)
     kinds = {name: "special" if name == "K" else kind for name, kind in rule.kinds.items()}
-    return OpRule(rule.inputs, rule.outputs, kinds, (), rule.sizes)
+    return replace(rule, kinds=kinds, linear=())
 
 
 def fused_gemm_local(node: LocalNode) -> Sequence[ir.Value]:

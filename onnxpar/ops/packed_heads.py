@@ -85,7 +85,8 @@ def _projection(graph: ir.Graph, value: ir.Value | None) -> _Projection | None:
     found = _Projection(node, bias)
     constant = all(_is_constant(node.inputs[i]) for i in found.weights)
     weight = node.inputs[1]
-    plain = weight is not None and weight.shape is not None and len(weight.shape) in (2, 3)
+    rank = 2 if node.op_type == _ROWS_LAST else 3
+    plain = weight is not None and weight.shape is not None and len(weight.shape) == rank
     return found if constant and plain else None
 
 

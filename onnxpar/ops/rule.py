@@ -67,6 +67,8 @@ class OpRule:
         sizes: Sizes of the factors that stand only in merged dims.
         scaled: The special or reduced factors that have another size in each operand, and are a dim
             of their own there. Their one size, where one is asked for, is that of the first output.
+        inner: Elements, of the whole node, that a split of a reduced factor makes its local form
+            all-reduce: statistics without which no device can make its part of the result.
     """
 
     inputs: tuple[Operand, ...]
@@ -75,6 +77,7 @@ class OpRule:
     linear: tuple[tuple[str, frozenset[int]], ...] = ()
     sizes: Mapping[str, Dim] = field(default_factory=dict)
     scaled: frozenset[str] = frozenset()
+    inner: Mapping[str, Dim] = field(default_factory=dict)
 
     @property
     def factors(self) -> tuple[str, ...]:

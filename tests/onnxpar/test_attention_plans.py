@@ -1,0 +1,68 @@
+"""What a split sequence costs: keys and values are gathered, or nothing but statistics."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxpar import execute
+from onnxpar.pipeline import shard
+
+HEADS = 2
+
+
+def attention(path: Path, queries: int | str, keys: int | str, attributes: str = "") -> Path:
+    """A model of one Attention over q [N, heads, queries, 8] and k and v [N, heads, keys, 8]."""
+    q, k = (f"float[N,{HEADS},{n},8]" for n in (queries, keys))
+    text = f"g ({q} q, {k} k, {k} v) => (float[N,M,S,D] y) {{ y = Attention{attributes}(q, k, v) }}"
+    model = onnx.helper.make_model(
+        onnx.parser.parse_graph(text),
+        opset_imports=[onnx.helper.make_opsetid("", 23)],
+        ir_version=11,
+    )
+    onnx.save(model, path)
+    return path
+
+
+def divided(
+    tmp_path: Path, model: Path, query: str, key: str, feeds: dict[str, tuple[int, ...]]
+) -> tuple[Counter[str], Counter[str]]:
+    """Cuts and verifies; returns the collectives and the values that they move."""
+    strategy = tmp_path / "s.yaml"
+    entry = f"{{q: {query}, k: {key}, v: {key}}}"
+    strategy.write_text(f"mesh: {{sp: 2}}\ndataset: {entry}\n")
+    made = shard(model, strategy, tmp_path / "out")
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.standard_normal(s).astype(np.float32) for n, s in feeds.items()}
+    np.savez(tmp_path / "in.npz", **arrays)
+    (case,) = execute.verify(made.out, model, inputs=tmp_path / "in.npz")
+    assert case.ok, case
+    sent = made.partitioned.builder.collectives
+    return Counter(c.op for c in sent), Counter(c.value for c in sent)
+
+
+@pytest.mark.parametrize("attributes", ["", "<is_causal=1>"])
+@pytest.mark.parametrize("length", [6, 7])
+def test_a_long_prompt_gathers_keys_and_values_but_no_query(
+    tmp_path: Path, attributes: str, length: int
+) -> None:
+    model = attention(tmp_path / "m.onnx", "S", "S", attributes)
+    half = "[~, ~, sp, ~]"
+    shape = (2, HEADS, length, 8)
+    ops, values = divided(tmp_path, model, half, half, dict.fromkeys("qkv", shape))
+    assert ops == {"AllGather": 2}
+    assert values == {"k": 1, "v": 1}
+
+
+@pytest.mark.parametrize("length", [6, 7])
+def test_a_token_behind_a_long_cache_sends_statistics_and_a_sum(
+    tmp_path: Path, length: int
+) -> None:
+    model = attention(tmp_path / "m.onnx", 1, "T")
+    shapes = {"q": (2, HEADS, 1, 8)} | dict.fromkeys("kv", (2, HEADS, length, 8))
+    ops, values = divided(tmp_path, model, "[~, ~, ~, ~]", "[~, ~, sp, ~]", shapes)
+    # Of each row the maximum, the sum of the powers, and the result.
+    assert ops == {"AllReduce": 3}
+    assert not {"q", "k", "v"} & set(values)
