@@ -211,7 +211,10 @@ def _shard(
         )
     else:
         originals = frozenset(loaded.graph.initializers)
+        # Those of bodies become the model's, and may have to take another name.
+        inner = [v for g in loaded.graphs() for v in g.initializers.values()]
         normal = normalise(loaded)
+        originals |= {v.name or "" for v in inner if v.is_initializer()}
         if dumper:
             dumper.model("normalised", normal)
         divided = divide_training(normal, originals, strategy, constraints, training)

@@ -194,13 +194,6 @@ def _open(graph: ir.Graph, change: Callable[[ir.Value], ir.Value | None]) -> Non
             graph.outputs[index] = new
 
 
-def open_model(model: ir.Model) -> ir.Model:
-    """Returns a copy of a model in which no node is closed, as ONNX has it."""
-    copy = model.clone()
-    uncapture(copy.graph)
-    return copy
-
-
 def inline_constant_branches(
     model: ir.Model, condition: Mapping[tuple[str, str], tuple[str, str]]
 ) -> None:
@@ -236,7 +229,7 @@ def _inline(
     body.remove(nodes)
     graph.insert_before(node, nodes)
     for old, new in zip(list(node.outputs), results, strict=True):
-        if old in graph.outputs or new.producer() is None:
+        if new.producer() not in nodes:
             same = ir.Node("", "Identity", [new], num_outputs=1, name=f"{node.name}/Identity")
             graph.insert_before(node, [same])
             new = same.outputs[0]

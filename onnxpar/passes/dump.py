@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.errors import ArtifactError
+from onnxpar.passes.closure import close, uncapture
 
 TEXT_ELEMENTS = 64
 
@@ -58,9 +59,11 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
         if value.const_value is None or value.const_value.size > TEXT_ELEMENTS
     }
     values = {name: model.graph.initializers.pop(name) for name in large}
+    uncapture(model.graph)
     try:
         proto = ir.serde.serialize_model(model)
     finally:
+        close(model.graph)
         model.graph.initializers.update(values)
     named = {i.name for i in proto.graph.input}
     for name in sorted(large - named):
