@@ -53,7 +53,10 @@ def _rule(view: NodeView) -> OpRule:
     scales = " ".join(by)
     text = f"{' '.join(rows)}, {scales}"
     if view.arity > 2:
-        text += f", {scales if view.has(2) else '-'}"
+        # A scale of [1] may go with a zero point of no dims, and the other way round.
+        single = view.has(2) and all(size == 1 for size in view.shape(2)) and set(by) <= {"1"}
+        point = " ".join("1" for _ in view.shape(2)) if single else scales
+        text += f", {point if view.has(2) else '-'}"
     text += f" -> {' '.join(rows)}"
     if whole:
         text += f"; whole: {' '.join(whole)}"

@@ -12,6 +12,7 @@ from pool_cases import CASES as POOL
 from quantized_cases import CASES as QUANTIZED
 from resize_cases import CASES as RESIZE
 from sample_cases import CASES as SAMPLE
+from signal_cases import CASES as SIGNAL
 
 F, I64, B = "float", "int64", "bool"
 
@@ -386,6 +387,7 @@ ALL = (
     *QUANTIZED,
     *RESIZE,
     *SAMPLE,
+    *SIGNAL,
     *CONTRIB,
     *CONV,
     *POOL,

@@ -69,6 +69,13 @@ LINEAR = (
         feeds={"x": np.arange(-30, 30).reshape(5, 12)},
         opset=21,
     ),
+    # onnxruntime's own tool writes a scale of one dim and a zero point of none.
+    Case(
+        "y = DequantizeLinear(x, s, z)",
+        {"x": "int32[7]"},
+        {},
+        {"s": _real(0.5), "z": _at(0, np.int32)},
+    ),
     Case("y, s, z = DynamicQuantizeLinear(x)", {"x": "float[N,7]"}, N5),
     Case("y, s, z = DynamicQuantizeLinear(x)", {"x": "float[7]"}, feeds={"x": _real(*range(2, 9))}),
 )
