@@ -152,6 +152,8 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
     function.ParseFromString(data)
     if not function.node or len(function.output) < len(node.outputs):
         raise ModelError(f"{what}: ONNX has no body of it for these operands and attributes")
+    if any(a.HasField("g") for n in function.node for a in n.attribute):
+        raise ModelError(f"{what}: what ONNX's body of it does depends on what its operands hold")
     if version > opset:
         _check_older(function.node, what, version, opset)
     made = ir.serde.deserialize_function(function)

@@ -59,8 +59,11 @@ def graph_rules(
                 rules[name] = settle(definition.rule(view), view)
                 ops[name] = definition
                 continue
-            except NodeError:
-                raise
+            except NodeError as error:
+                # Of a body it is not the user's mistake: it holds what only the run decides.
+                if not view.origin:
+                    raise
+                reasons[name] = str(error)
             except ModelError as error:
                 reasons[name] = node.metadata_props.get(NOT_EXPANDED, str(error))
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:

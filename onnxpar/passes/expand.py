@@ -104,9 +104,10 @@ def expand_unknown(
                         builder = GlobalBuilder.over(model.graph, opset, env)
                     try:
                         _by_our_body(node, definition, builder)
-                    except ModelError:
+                    except ModelError as error:
                         if not has_schema_body(node, opset):
                             raise
+                        node.metadata_props[NOT_EXPANDED] = str(error)
                         _by_schema(model, node, opset, names)
                 elif has_schema_body(node, opset):
                     _by_schema(model, node, opset, names)
@@ -114,7 +115,7 @@ def expand_unknown(
                     continue
                 changed = True
             except ModelError as error:
-                node.metadata_props[NOT_EXPANDED] = str(error)
+                node.metadata_props.setdefault(NOT_EXPANDED, str(error))
                 failed = True
         if changed or failed:
             common.RemoveUnusedNodesPass()(model)
@@ -246,9 +247,8 @@ def _by_function(
     for value in constants:
         value.name = _unused(names, f"{node.name}/{value.name}")
         node.graph.register_initializer(value)
-    for inner in made:
-        inner.metadata_props.update(origin(node))
     for inner in _within(made):
+        inner.metadata_props.update(origin(node))
         inner.name = _unused(names, f"{node.name}/{_title(inner)}")
         for value in inner.outputs:
             if value.name:

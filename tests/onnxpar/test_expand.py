@@ -277,4 +277,5 @@ def test_a_branch_that_is_chosen_once_sequences_are_folded() -> None:
                   else_branch = b () => (float[n, 6] r) { r = Exp(x) }>
     }"""
     model = normalise(ir.from_proto(parse(text, 20)))
-    assert [n.op_type for n in model.graph] == ["Neg", "Identity"]
+    operators = {n.op_type for n in model.graph}
+    assert "Neg" in operators and not {"If", "Exp"} & operators
