@@ -256,8 +256,62 @@ class GlobalMaxPool(OpRun):  # type: ignore[misc]
         return (x.max(tuple(range(2, x.ndim)), keepdims=True),)
 
 
+class DeformConv(OpRun):  # type: ignore[misc]
+    """DeformConv; onnx.reference rounds places to float32."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: Array,
+        w: Array,
+        offset: Array,
+        b: Array | None = None,
+        mask: Array | None = None,
+        dilations: Sequence[int] | None = None,
+        group: int = 1,
+        kernel_shape: Sequence[int] | None = None,
+        offset_group: int = 1,
+        pads: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> tuple[Array]:
+        g = _Geometry(x.shape[2:], w.shape[2:], strides, dilations, pads, "NOTSET")
+        group, parts = group or 1, offset_group or 1
+        moves = offset.reshape([len(x), parts, -1, 2, *g.results])
+        image = x.reshape([len(x), parts, -1, *x.shape[2:]])
+        y = np.zeros([len(x), w.shape[0], *g.results], x.dtype)
+        batch, part = (a.reshape([-1, 1, 1]) for a in np.indices([len(x), parts]).reshape(2, -1))
+        for tap, place in enumerate(product(*(range(k) for k in g.kernel))):
+            grid = np.indices(g.results)
+            at = [
+                grid[d] * g.strides[d]
+                - g.before[d]
+                + place[d] * g.dilations[d]
+                + moves[:, :, tap, d].reshape([-1, *g.results])
+                for d in (0, 1)
+            ]
+            read: Array = np.zeros([len(x) * parts, *g.results, image.shape[2]], x.dtype)
+            for step in product((0, 1), repeat=2):
+                corner = [np.floor(a).astype(int) + s for a, s in zip(at, step, strict=True)]
+                weight = np.prod([1 - np.abs(a - c) for a, c in zip(at, corner, strict=True)], 0)
+                for c, size in zip(corner, x.shape[2:], strict=True):
+                    weight = weight * ((c >= 0) & (c < size))
+                row, column = (
+                    np.clip(c, 0, size - 1) for c, size in zip(corner, x.shape[2:], strict=True)
+                )
+                read += weight[..., None] * image[batch, part, :, row, column]
+            if mask is not None:
+                share = mask.reshape([len(x), parts, -1, *g.results])[:, :, tap]
+                read = read * share.reshape([-1, *g.results])[..., None]
+            columns = np.moveaxis(read, -1, 1).reshape([len(x), group, -1, *g.results])
+            weights = w[(..., *place)].reshape([group, -1, w.shape[1]])
+            y += np.einsum("gmc,ngc...->ngm...", weights, columns).reshape(y.shape)
+        return (y if b is None else y + b.reshape([-1, 1, 1]),)
+
+
 OPERATORS = [
     Conv,
+    DeformConv,
     ConvTranspose,
     MaxPool,
     AveragePool,

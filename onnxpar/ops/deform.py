@@ -7,11 +7,12 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.channels import BATCH, FEW, GROUP, MANY, channels
+from onnxpar.ops.deform_body import deform_conv_body
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.gradients.deform import col2im_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.matmul import on_first
-from onnxpar.ops.registry import Missing, OpDef
+from onnxpar.ops.registry import BY_BODY, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.symbols import Dim
 
@@ -109,7 +110,8 @@ DEFS = (
         19,
         deform_conv_rule,
         deform_conv_local,
-        gradient=Missing("a gradient by sampled places is not written"),
+        gradient=BY_BODY,
+        body=deform_conv_body,
     ),
     OpDef("", "Col2Im", 18, col2im_rule, gradient=col2im_gradient),
 )
