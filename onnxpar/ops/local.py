@@ -116,7 +116,7 @@ class LocalNode:
             (out.dtype, self.plan.outputs[i].local_shape(self.mesh, self.view.table))
             for i, out in enumerate(node.outputs)
         ]
-        return self.builder.ops(
+        made = self.builder.ops(
             node.op_type,
             list(self.inputs if inputs is None else inputs),
             outputs,
@@ -125,6 +125,10 @@ class LocalNode:
             name=self.builder.fresh_node(self.view.name),
             metadata=dict(node.metadata_props),
         )
+        for value, source in zip(made, node.outputs, strict=True):
+            if source.type is not None and not isinstance(source.type, ir.TensorType):
+                value.type = source.type  # a sequence, or an optional value
+        return made
 
     def op(
         self,

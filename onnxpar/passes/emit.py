@@ -8,6 +8,7 @@ and a rank's graph is the template with these few fields filled in.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -19,8 +20,10 @@ from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.closure import every_node
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.weight_layout import WeightLayout, layout
+from onnxpar.sharding import split
 
 DOMAIN_VERSION = 1
+_SHAPE_SIZE = 64
 MIN_IR_VERSION = 11
 """The first version with multi-device fields."""
 MAX_IR_VERSION = 13
@@ -39,6 +42,8 @@ class Template:
             graph, the atoms of its groups, source and destination positions in the group (Permute),
             and the root's position in the group (Broadcast; None elsewhere).
         weights: `(parameter, position among the initializers)` of each weight kept in a file.
+        shapes: The same of what may say a shape. onnxruntime may read it while it infers shapes,
+            when it refuses external data, so that the rank's shard stands in the graph as well.
     """
 
     model: PartitionedModel
@@ -46,6 +51,7 @@ class Template:
     proto: onnx.ModelProto
     collectives: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int | None], ...]
     weights: tuple[tuple[str, int], ...]
+    shapes: tuple[tuple[Parameter, int], ...]
 
 
 def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
@@ -131,15 +137,17 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
             raise ArtifactError(f"constant {value.name!r} has no value")
         ir.serde.serialize_tensor_into(graph.initializer.add(), value.const_value)
         graph.initializer[-1].name = value.name or ""
-    weights = []
+    weights, shapes = [], []
     for parameter in pm.parameters:
         if parameter.fed:
             continue
-        if parameter.name in places.shards:
+        if _says_a_shape(parameter):
+            shapes.append((parameter, len(graph.initializer)))
+        elif parameter.name in places.shards:
             weights.append((parameter.name, len(graph.initializer)))
         _put_parameter(graph.initializer.add(), parameter, places, mesh)
     collectives = tuple(_put_nodes(graph, pm))
-    return Template(pm, places, proto, collectives, tuple(weights))
+    return Template(pm, places, proto, collectives, tuple(weights), tuple(shapes))
 
 
 def fill(form: Template, rank: int) -> onnx.ModelProto:
@@ -175,6 +183,13 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
             location.value = shard.file
             offset.value = str(shard.offset)
             length.value = str(shard.length)
+    for parameter, index in form.shapes:
+        content = parameter.source.const_value
+        assert content is not None
+        shard_of = split(np.asarray(content.numpy()), parameter.sharding, mesh, rank)
+        graph.initializer[index].raw_data = shard_of.astype(
+            shard_of.dtype.newbyteorder("<")
+        ).tobytes()
     return form.proto
 
 
@@ -220,6 +235,13 @@ def _put_value(proto: onnx.ValueInfoProto, item: GraphInput, mesh: Mesh) -> None
     )
 
 
+def _says_a_shape(parameter: Parameter) -> bool:
+    content = parameter.source.const_value
+    if content is None or content.size > _SHAPE_SIZE:
+        return False
+    return content.dtype in (ir.DataType.INT64, ir.DataType.INT32)
+
+
 def _put_parameter(
     proto: onnx.TensorProto, parameter: Parameter, places: WeightLayout, mesh: Mesh
 ) -> None:
@@ -235,7 +257,7 @@ def _put_parameter(
     proto.name = parameter.local.name or parameter.name
     proto.data_type = int(source.dtype or ir.DataType.UNDEFINED)
     proto.dims.extend(shard.shape)
-    if shard.length:
+    if shard.length and not _says_a_shape(parameter):
         proto.data_location = onnx.TensorProto.EXTERNAL
         for key in ("location", "offset", "length"):
             proto.external_data.add(key=key)
