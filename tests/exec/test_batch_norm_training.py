@@ -10,11 +10,17 @@ import pytest
 from numpy.typing import NDArray
 from training_cases import batch_of, cut, hyper
 
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, ShardingError
+from onnxpar.pipeline import shard
+from onnxpar.symbols import Symbol
+from onnxpar.training.divide import TrainingSpec
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
+from onnxpar_runtime.training.verify import TrainingSettings, verify_training
 
 Array = NDArray[Any]
 STEPS = 6
@@ -163,3 +169,53 @@ def test_frozen_statistics_do_not_change(tmp_path: Path) -> None:
 def test_the_oldest_opset_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="expected a model of opset 13 or newer"):
         cut(tmp_path / "out", model(12), "dp=2")
+
+
+RESIDUAL = """g (float[n, 3, 8, 8] x) => (float[n, 10] y) {
+  c = Conv<pads = [1, 1, 1, 1], strides = [2, 2]>(x, w)
+  h = BatchNormalization<momentum = 0.75>(c, s, b, m, v)
+  r = Relu(h)
+  g = GroupNormalization<num_groups = 3>(r, gs, gb)
+  t = Add(h, g)
+  p = GlobalAveragePool(t)
+  f = Flatten(p)
+  y = MatMul(f, fc)
+}"""
+
+
+def test_a_convolution_sends_statistics_and_nothing_else(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {RESIDUAL}')
+    rng = np.random.default_rng(0)
+    shapes = {
+        "w": (6, 3, 3, 3),
+        "fc": (6, 10),
+        **dict.fromkeys(("s", "b", "m", "v", "gs", "gb"), (6,)),
+    }
+    for name, shape in shapes.items():
+        array = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    whole = cut(tmp_path / "1", ir.from_proto(proto), "dp=1")
+    out = cut(tmp_path / "2", ir.from_proto(proto), "dp=2")
+    sent = Manifest.load(out).program("training_model").collectives
+    # Mean, variance and both sums of the backward pass, of 6 channels, and the loss. Of two ranks
+    # each sends as many bytes as a sum has.
+    assert sorted((c.op, c.bytes) for c in sent) == [("AllReduce", n) for n in (4, 24, 24, 48)]
+    (case,) = verify_training(out, whole, [{"n": 7}], settings=TrainingSettings(steps=2))
+    assert case.ok, case.problems
+
+
+def test_sizes_of_each_rank_are_refused(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[n, 6, seq] x) => (float[n, 6, seq] y)
+        { y = BatchNormalization<training_mode = 0>(x, s, b, m, v) }"""
+    )
+    for name in "sbmv":
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(6, np.float32), name))
+    path = tmp_path / "model.onnx"
+    onnx.save(proto, path)
+    spec = TrainingSpec(parse_loss("mse"), parse_optimizer("sgd"))
+    with pytest.raises(
+        ShardingError, match="statistics run over the size 'seq', which is per-rank"
+    ):
+        shard(path, "dp=2", tmp_path / "out", training=spec, symbols={"seq": Symbol(per_rank=True)})
