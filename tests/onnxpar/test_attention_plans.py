@@ -9,6 +9,9 @@ import pytest
 
 from onnxpar import execute
 from onnxpar.pipeline import shard
+from onnxpar.training.divide import TrainingSpec
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
 
 HEADS = 2
 
@@ -66,3 +69,40 @@ def test_a_token_behind_a_long_cache_sends_statistics_and_a_sum(
     # Of each row the maximum, the sum of the powers, and the result.
     assert ops == {"AllReduce": 3}
     assert not {"q", "k", "v"} & set(values)
+
+
+WIDTH = 16
+BLOCK = """
+    {x}q = MatMul({x}, {x}wq)  {x}k = MatMul({x}, {x}wk)  {x}v = MatMul({x}, {x}wv)
+    {x}a = Attention<q_num_heads=4, kv_num_heads=2, is_causal=1>({x}q, {x}k, {x}v)
+    {x}o = MatMul({x}a, {x}wo)
+    {next} = Add({x}, {x}o)
+"""
+
+
+def test_training_keeps_heads_where_they_are(tmp_path: Path) -> None:
+    """Two layers over tp: one reduction a layer forward, and one backward where x has a gradient.
+
+    Attention is differentiated by its body, whose heads stay split: nothing is gathered.
+    """
+    rng = np.random.default_rng(0)
+    body = BLOCK.format(x="x", next="h") + BLOCK.format(x="h", next="y")
+    kind = f"float[N,S,{WIDTH}]"
+    graph = onnx.parser.parse_graph(f"g ({kind} x) => ({kind} y) {{{body}}}")
+    shapes = {"q": (WIDTH, 16), "k": (WIDTH, 8), "v": (WIDTH, 8), "o": (16, WIDTH)}
+    for layer in "xh":
+        for part, shape in shapes.items():
+            array = rng.standard_normal(shape).astype(np.float32) / 4
+            graph.initializer.append(onnx.numpy_helper.from_array(array, f"{layer}w{part}"))
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=11
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    spec = TrainingSpec(parse_loss("mse"), parse_optimizer("sgd"))
+    made = shard(tmp_path / "m.onnx", "tp=2", tmp_path / "out", training=spec)
+    assert made.training is not None
+    programs = {p.program: p for p in made.training.programs}
+    sent = Counter(c.op for c in programs["training_model"].builder.collectives)
+    assert sent == {"AllReduce": 2 + 1}
+    (case,) = execute.verify(made.out, tmp_path / "m.onnx", cases=["N=3,S=5"], steps=3)
+    assert case.ok, case
