@@ -13,7 +13,8 @@ of which nothing can be folded, merged or fused away. They become initializers a
 under the names of `state_dict()` and laid out as there. The price is one Transpose for each
 `nn.Linear`, which onnxruntime computes with the product.
 
-Nodes are named by their module: `/h.0/attn/c_attn/Gemm`.
+Parameters that require no gradient are marked as buffers, which `onnxpar shard --train` does not
+train. Nodes are named by their module: `/h.0/attn/c_attn/Gemm`.
 """
 
 import argparse
@@ -40,6 +41,8 @@ WHOLE_OPSET = 23
 """The first with Attention, RMSNormalization and RotaryEmbedding, which stay whole then."""
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+"""Metadata keys that PyTorch's exporter writes."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ def export(example: Example, opset: int = OPSET) -> ir.Model:
         value.name = name
     _canonical_names(graph, module)
     _simplify(model, frozenset(module.state_dict()))
+    for name, parameter in module.named_parameters():
+        if name in graph.initializers and not parameter.requires_grad:
+            graph.initializers[name].metadata_props[_KIND] = "BUFFER"
     _name_nodes(graph)
     model.ir_version = IR_VERSION
     model.producer_name = "export_torch"

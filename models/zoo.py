@@ -25,6 +25,7 @@ from torch import nn
 VOCAB = 96
 WIDTH = 32
 CLASSES = 10
+LAYERS = 2
 LANGUAGE = {"batch": 3, "seq": 7}
 
 Outer = Mapping[str, Mapping[int, str]]
@@ -46,75 +47,61 @@ def _ids() -> dict[str, int]:
     return {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-class Mlp(nn.Module):
-    """Two hidden layers with a LayerNorm each."""
-
-    def __init__(self) -> None:
-        """Draws the weights."""
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(64, 128), nn.LayerNorm(128), nn.ReLU(),
-            nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU(),
-            nn.Linear(128, CLASSES),
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of classes, [batch, 10]."""
-        scores: torch.Tensor = self.layers(x)
-        return scores
+def mlp(layers: int) -> Example:
+    """A classifier of linear layers with norms between them."""
+    modules: list[nn.Module] = [nn.Linear(64, 128)]
+    for _ in range(layers):
+        modules += [nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 128)]
+    module = nn.Sequential(*modules, nn.GELU(), nn.Linear(128, CLASSES))
+    return Example(module, {"input": torch.zeros(3, 64)}, {"input": {0: "batch"}})
 
 
-def mlp() -> Example:
-    """A classifier of linear layers."""
-    return Example(Mlp(), {"x": torch.zeros(3, 64)}, {"x": {0: "batch"}})
-
-
-def gpt2() -> Example:
+def gpt2(layers: int) -> Example:
     """GPT-2 (Radford et al. 2019); the output projection is the token table."""
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=WIDTH, n_layer=2, n_head=4,
+        vocab_size=VOCAB, n_positions=64, n_embd=WIDTH, n_layer=layers, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **_ids(),
     )  # fmt: skip
     return Example(transformers.GPT2LMHeadModel(config), *_tokens("input_ids"))
 
 
-def bert() -> Example:
+def bert(layers: int) -> Example:
     """BERT with its masked-language head (Devlin et al. 2019)."""
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=4,
         intermediate_size=4 * WIDTH, max_position_embeddings=64,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, use_cache=False,
     )  # fmt: skip
     return Example(transformers.BertForMaskedLM(config), *_tokens("input_ids", "token_type_ids"))
 
 
-def _llama_sizes() -> dict[str, Any]:
+def _llama_sizes(layers: int) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 64, "use_cache": False, **_ids(),
     }  # fmt: skip
 
 
-def llama() -> Example:
+def llama(layers: int) -> Example:
     """Llama (Touvron et al. 2023) with two query heads to each key and value head."""
-    config = transformers.LlamaConfig(**_llama_sizes())
+    config = transformers.LlamaConfig(**_llama_sizes(layers))
     return Example(transformers.LlamaForCausalLM(config), *_tokens("input_ids"))
 
 
-def mixtral() -> Example:
+def mixtral(layers: int) -> Example:
     """Mixtral (Jiang et al. 2024): Llama with four experts, two to each token."""
     config = transformers.MixtralConfig(
-        **_llama_sizes(), num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+        **_llama_sizes(layers), num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
         experts_implementation="batched_mm",
     )  # fmt: skip
     return Example(transformers.MixtralForCausalLM(config), *_tokens("input_ids"))
 
 
-def qwen3_moe() -> Example:
+def qwen3_moe(layers: int) -> Example:
     """Qwen3-MoE (Yang et al. 2025): eight experts, two to each token, queries and keys normed."""
     config = transformers.Qwen3MoeConfig(
-        **_llama_sizes(), head_dim=8, num_experts=8, num_experts_per_tok=2,
+        **_llama_sizes(layers), head_dim=8, num_experts=8, num_experts_per_tok=2,
         moe_intermediate_size=WIDTH, norm_topk_prob=True, experts_implementation="batched_mm",
     )  # fmt: skip
     return Example(transformers.Qwen3MoeForCausalLM(config), *_tokens("input_ids"))
@@ -133,10 +120,10 @@ def _two_sequences() -> tuple[dict[str, torch.Tensor], Outer]:
     }
 
 
-def t5() -> Example:
+def t5(layers: int) -> Example:
     """T5 (Raffel et al. 2020): relative positions in buckets, no biases."""
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=WIDTH, d_kv=8, d_ff=3 * WIDTH, num_layers=2, num_heads=4,
+        vocab_size=VOCAB, d_model=WIDTH, d_kv=8, d_ff=3 * WIDTH, num_layers=layers, num_heads=4,
         dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
         use_cache=False,
         attn_implementation="eager", # PyTorch 2.13 cannot export the other form with a bias
@@ -144,22 +131,23 @@ def t5() -> Example:
     return Example(transformers.T5ForConditionalGeneration(config), *_two_sequences())
 
 
-def bart() -> Example:
+def bart(layers: int) -> Example:
     """BART (Lewis et al. 2020)."""
     config = transformers.BartConfig(
         vocab_size=VOCAB, d_model=WIDTH, max_position_embeddings=64,
-        encoder_layers=2, decoder_layers=2, encoder_ffn_dim=3 * WIDTH, decoder_ffn_dim=3 * WIDTH,
-        encoder_attention_heads=4, decoder_attention_heads=4, dropout=0.0, use_cache=False,
+        encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=3 * WIDTH, decoder_ffn_dim=3 * WIDTH,
+        dropout=0.0, use_cache=False,
         decoder_start_token_id=2, **_ids(),
     )  # fmt: skip
     return Example(transformers.BartForConditionalGeneration(config), *_two_sequences())
 
 
-def whisper() -> Example:
+def whisper(layers: int) -> Example:
     """Whisper (Radford et al. 2022): two convolutions over 16 mel bands, then as BART."""
     config = transformers.WhisperConfig(
         vocab_size=VOCAB, d_model=WIDTH, num_mel_bins=16, max_source_positions=20,
-        max_target_positions=64, encoder_layers=2, decoder_layers=2,
+        max_target_positions=64, encoder_layers=layers, decoder_layers=layers,
         encoder_ffn_dim=3 * WIDTH, decoder_ffn_dim=3 * WIDTH, encoder_attention_heads=4,
         decoder_attention_heads=4, use_cache=False, decoder_start_token_id=2, **_ids(),
     )  # fmt: skip
@@ -169,16 +157,16 @@ def whisper() -> Example:
     return Example(module, inputs, {"input_features": {0: "batch"}, **dims})
 
 
-def vit() -> Example:
+def vit(layers: int) -> Example:
     """The vision transformer (Dosovitskiy et al. 2021) on images of 32×32 in 16 patches."""
     config = transformers.ViTConfig(
-        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=4 * WIDTH,
-        image_size=32, patch_size=8, num_labels=CLASSES,
+        hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=4 * WIDTH, image_size=32, patch_size=8, num_labels=CLASSES,
     )  # fmt: skip
     return Example(transformers.ViTForImageClassification(config), *_images(32))
 
 
-def resnet50() -> Example:
+def resnet50(layers: int) -> Example:
     """ResNet-50 (He et al. 2016), every width an eighth, on images of 64×64."""
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3],
@@ -187,7 +175,7 @@ def resnet50() -> Example:
     return Example(transformers.ResNetForImageClassification(config), *_images(64))
 
 
-def convnext() -> Example:
+def convnext(layers: int) -> Example:
     """ConvNeXt (Liu et al. 2022) on images of 64×64."""
     config = transformers.ConvNextConfig(
         hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 3, 2], image_size=64, num_labels=CLASSES,
@@ -196,17 +184,17 @@ def convnext() -> Example:
     return Example(transformers.ConvNextForImageClassification(config), *_images(64))
 
 
-def mamba() -> Example:
+def mamba(layers: int) -> Example:
     """Mamba (Gu and Dao 2023); its scan is unrolled, so that the length is fixed, at 8 tokens."""
     config = transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=2, time_step_rank=4,
-        use_cache=False, use_associative_scan=False, use_mambapy=False, **_ids(),
+        vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=layers,
+        time_step_rank=4, use_cache=False, use_associative_scan=False, use_mambapy=False, **_ids(),
     )  # fmt: skip
     inputs = {"input_ids": torch.zeros(3, 8, dtype=torch.int64)}
     return Example(transformers.MambaForCausalLM(config), inputs, {"input_ids": {0: "batch"}})
 
 
-ZOO: Mapping[str, Callable[[], Example]] = {
+ZOO: Mapping[str, Callable[[int], Example]] = {
     f.__name__: f
     for f in (
         mlp, gpt2, bert, llama, mixtral, qwen3_moe, t5, bart, vit, resnet50, convnext, whisper,
@@ -215,8 +203,13 @@ ZOO: Mapping[str, Callable[[], Example]] = {
 }  # fmt: skip
 
 
-def example(name: str, seed: int = 0) -> Example:
+def example(name: str, seed: int = 0, layers: int = LAYERS) -> Example:
     """Returns a network of the zoo, its weights drawn from the seed, in evaluation mode.
+
+    Args:
+        name: A name in `ZOO`.
+        seed: Seed of the weights.
+        layers: How many; `resnet50` and `convnext` have their own number.
 
     Raises:
         KeyError: There is none of that name.
@@ -224,7 +217,7 @@ def example(name: str, seed: int = 0) -> Example:
     make = ZOO[name]
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(seed)
-    made = make()
+    made = make(layers)
     _draw(made.module)
     return replace(made, module=made.module.eval())
 
@@ -244,6 +237,12 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="the .onnx file to write")
     parser.add_argument("--opset", type=int, default=OPSET, help=f"default {OPSET}")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=LAYERS,
+        help=f"default {LAYERS}; but for resnet50 and convnext",
+    )
     parser.add_argument("--list", action="store_true", help="print the names")
     options = parser.parse_args()
     if options.list:
@@ -252,7 +251,7 @@ def main() -> None:
         return
     if options.name is None or options.output is None:
         parser.error("expected a name and -o FILE, or --list")
-    made = example(options.name, options.seed)
+    made = example(options.name, options.seed, options.layers)
     model = export(made, options.opset)
     save(model, options.output)
     report(made.module, model, options.output)
