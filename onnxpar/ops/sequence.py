@@ -131,7 +131,9 @@ class _Fold:
         self.changed = self.changed or bool(old.uses()) or old.is_graph_output()
         maker = value.producer()
         if old.is_graph_output():
-            ours = maker is not None and EXPANDED_FROM in maker.metadata_props
+            # A body's result must be made in the body.
+            here = maker is not None and maker.graph is node.graph
+            ours = maker is not None and here and EXPANDED_FROM in maker.metadata_props
             if not ours or value.is_graph_output():
                 value = self.emit(node, "Identity", [value])[0]
             value.name, old.name = old.name, f"{old.name}.replaced"

@@ -147,6 +147,24 @@ def test_models_take_and_give_tensors(text: str, said: str) -> None:
         normalise(ir.from_proto(parse(text)))
 
 
+def test_a_list_that_branches_read() -> None:
+    proto = parse(
+        """g (float[n, 6] x, bool p) => (float[n, 2] y) <int64 two = {2}, int64 i = {1}> {
+          s = SplitToSequence<axis=1>(x, two)
+          y = If (p) <then_branch = a () => (float[n, 2] q) { q = SequenceAt(s, i) },
+                      else_branch = b () => (float[n, 2] r) { u = SequenceAt(s, i) r = Neg(u) }>
+        }"""
+    )
+    analysed = analyse(ir.from_proto(proto), {})
+    assert not analysed.rules.reasons
+    shape = analysed.env.shapes["x"]
+    parted = divide(analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])}))
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    for chosen, want in ((True, x[:, 2:4]), (False, -x[:, 2:4])):
+        made = run_model(parted, {"x": x, "p": np.array(chosen)}, 20, {"n": 5})
+        np.testing.assert_array_equal(made["y"], want)
+
+
 LEFT = {
     "a length that depends on a symbol": (
         """g (float[n, 6] x) => (float[k, 6] y) <int64 i = {0}> {
