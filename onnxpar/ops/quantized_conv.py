@@ -12,7 +12,14 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.quantized_forms import INT32, filled, is_single, output_scale, requantised
+from onnxpar.ops.quantized_forms import (
+    INT32,
+    can_mask,
+    filled,
+    is_single,
+    output_scale,
+    requantised,
+)
 from onnxpar.ops.quantized_products import FOR_INFERENCE, INTEGERS
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
@@ -34,7 +41,7 @@ class _Conv:
             )
         self.view = view
         self.sizes: dict[str, Dim] = {}
-        self.inner = _merged(self.sizes, group, _IN, w[1])
+        self.inner = "1" if group == w[1] == 1 else _merged(self.sizes, group, _IN, w[1])
         self.outer = _merged(self.sizes, group, _OUT, w[0] // group)
         spatial = axis_names(len(x) - 2)
         self.last = bool(view.attr("channels_last", 0))
@@ -63,6 +70,7 @@ class _Conv:
         shown = ", ".join(operands[: self.view.arity])
         text = f"{shown} -> {self.y}; whole: {' '.join(self.whole)}"
         if self.channels != 1:
+            kind = kind if can_mask(self.view) else "whole"
             text += f"{f' {_IN}' if kind == 'whole' else f'; {kind}: {_IN}'}"
         return parse_rule(text, self.sizes)
 

@@ -139,10 +139,17 @@ def output_scale(
         out: Scale of one element of the result; None for 1.
         shape: Local shape of `right` and of what is returned.
     """
-    both = node.op("Mul", node.builder.reshape(left, []), right, shape=shape)
+    one = cast(node, node.builder.reshape(left, []), FLOAT, [])
+    both = node.op("Mul", one, cast(node, right, FLOAT, shape), shape=shape)
     if out is None:
         return both
-    return node.op("Div", both, node.builder.reshape(out, []), shape=shape)
+    divisor = cast(node, node.builder.reshape(out, []), FLOAT, [])
+    return node.op("Div", both, divisor, shape=shape)
+
+
+def can_mask(view: NodeView) -> bool:
+    """Whether the opset has what padding of a summed dim is set with (Range, of opset 11)."""
+    return view.opset >= 11
 
 
 def is_single(view: NodeView, index: int) -> bool:

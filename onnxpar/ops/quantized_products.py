@@ -14,7 +14,15 @@ from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import aligned, axis_names
 from onnxpar.ops.forms import FLOAT, cast
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.quantized_forms import INT32, filled, output_scale, ranged, requantised
+from onnxpar.ops.quantized_forms import (
+    INT32,
+    can_mask,
+    filled,
+    is_single,
+    output_scale,
+    ranged,
+    requantised,
+)
 from onnxpar.ops.registry import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.rule import OpRule, parse_rule
 from onnxpar.symbols import Dim
@@ -85,7 +93,7 @@ def integer_rule(view: NodeView) -> OpRule:
     """MatMulInteger: `b m k, k n, m, n -> b m n; sum: k`."""
     p = _Product(view, 0, 1)
     points = [p.scale(2, rows=True) if view.arity > 2 else "", p.scale(3) if view.arity > 3 else ""]
-    return p.rule([p.left, p.right, *points], f"; sum: {_K}")
+    return p.rule([p.left, p.right, *points], f"; {'sum' if can_mask(view) else 'whole'}: {_K}")
 
 
 def integer_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -124,13 +132,10 @@ def qlinear_rule(view: NodeView) -> OpRule:
     p = _Product(view, 0, 3)
     one = [p.scale(1, rows=True), p.scale(2, rows=True)]
     other = [p.scale(4), p.scale(5)]
-    kind = "special" if _is_one(view, 1) and _is_one(view, 6) else "whole"
+    split = can_mask(view) and is_single(view, 1) and is_single(view, 6)
+    kind = "special" if split else "whole"
     operands = [p.left, *one, p.right, *other, p.scale(6, rows=True), p.scale(7, rows=True)]
     return p.rule(operands, f"; {kind}: {_K}")
-
-
-def _is_one(view: NodeView, index: int) -> bool:
-    return not view.has(index) or all(size == 1 for size in view.shape(index))
 
 
 def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:

@@ -163,6 +163,7 @@ CONV = (
     Case(
         "y = ConvInteger<group=3, pads=[1,1]>(x, w, za, zb)", _GROUPS, N5, {"za": _ONE, "zb": _TWO}
     ),
+    Case("y = ConvInteger(x, w)", {"x": "uint8[N,1,4]", "w": "uint8[6,1,3]"}, N5),
     Case("y = ConvInteger<group=6>(x, w)", {"x": "uint8[N,6,4]", "w": "uint8[6,1,3]"}, N5),
     Case(f"y = {_QCONV.format('<pads=[1,0,1,0]>', '')}", _IMAGE, N5, _Q),
     Case(
