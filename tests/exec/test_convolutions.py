@@ -1,5 +1,6 @@
 """A convolutional network whose images are split in space, trained beside one device."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from training_cases import cut
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
 
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
 # Padding, strides, overlapping pools, groups, a convolution of one element and a global pool.
 _NODES = """
     c1 = Conv<pads=[1,1,1,1]>(x, w1, b1)
@@ -49,14 +51,14 @@ def _network(height: str) -> ir.Model:
     return ir.from_proto(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
 
 
-@pytest.mark.parametrize(
-    ("height", "mesh", "rows"),
-    [
-        ("24", "{dp: 2, sp: 2}", "[dp, ~, sp, ~]"),
-        ("22", "{sp: 4}", "[~, ~, sp, ~]"),
-        ("23", "{sp: 2, q: 2}", "[~, ~, sp, q]"),
-    ],
+_SPLITS = (
+    ("23", "{sp: 2, q: 2}", "[~, ~, sp, q]"),
+    ("24", "{dp: 2, sp: 2}", "[dp, ~, sp, ~]"),
+    ("22", "{sp: 4}", "[~, ~, sp, ~]"),
 )
+
+
+@pytest.mark.parametrize(("height", "mesh", "rows"), _SPLITS if FULL else _SPLITS[:1])
 def test_images_split_in_space_train_as_whole_ones(
     tmp_path: Path, height: str, mesh: str, rows: str
 ) -> None:
