@@ -14,6 +14,7 @@ from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
 from onnxpar.ops.forms import cast, locate, zero_unless
 from onnxpar.ops.local import LocalNode
+from onnxpar.ops.quantized_forms import can_mask
 from onnxpar.ops.registry import (
     BY_BODY,
     NOT_DIFFERENTIABLE,
@@ -43,7 +44,8 @@ def grid_rule(view: NodeView) -> OpRule:
 def align_rule(view: NodeView) -> OpRule:
     """RoiAlign: `n c h w, r 1, r -> r c y x; sum: n; whole: h w y x; linear: sum 0` (or max)."""
     linear = "sum 0" if view.attr("mode", "avg") == "avg" else "max 0"
-    return parse_rule(f"N C h w, R 1, R -> R C y x; sum: N; whole: h w y x; linear: {linear}")
+    kinds = "sum: N; whole: h w y x" if can_mask(view) else "whole: N R h w y x"
+    return parse_rule(f"N C h w, R 1, R -> R C y x; {kinds}; linear: {linear}")
 
 
 def align_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -69,7 +71,8 @@ def crop_rule(view: NodeView) -> OpRule:
 
 def max_rule(view: NodeView) -> OpRule:
     """MaxRoiPool: `n c h w, r 1 -> r c y x; whole: n h w y x`; a region begins with its image."""
-    return parse_rule("N C h w, R 1 -> R C y x; whole: N h w y x; linear: max 0")
+    regions = "" if can_mask(view) else "R "
+    return parse_rule(f"N C h w, R 1 -> R C y x; whole: {regions}N h w y x; linear: max 0")
 
 
 def max_local(node: LocalNode) -> Sequence[ir.Value]:

@@ -201,7 +201,9 @@ def affine_body(node: BodyNode) -> Sequence[ir.Value | None]:
     left = node.builder.const(places, theta.dtype)
     made = node.op("MatMul", left, right, shape=[batch, prod(spatial), len(lines)])
     out = [batch, *spatial, len(lines)]
-    return [node.op("Reshape", made, node.builder.sizes(out), shape=out)]
+    # The batch stays (0), whatever it is: this body may be put in before symbols have values.
+    target = node.builder.const(np.array([0, *spatial, len(lines)], np.int64))
+    return [node.op("Reshape", made, target, shape=out)]
 
 
 def roi_body(node: BodyNode) -> Sequence[ir.Value | None]:
