@@ -97,6 +97,14 @@ def causal_conv_rule(view: NodeView) -> OpRule:
 DEFS = (
     OpDef("", "TensorScatter", 24, tensor_scatter_rule, tensor_scatter_local, gradient=_DECODING),
     OpDef(
+        "",
+        "LinearAttention",
+        27,
+        linear_attention_rule,
+        linear_attention_local,
+        gradient=_DECODING,
+    ),
+    OpDef(
         MICROSOFT,
         "LinearAttention",
         1,

@@ -121,7 +121,10 @@ def matmul_nbits_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def gather_block_quantized_rule(view: NodeView) -> OpRule:
-    """GatherBlockQuantized: `V (z w), i, V z -> i (z q); sum: V`; w bytes hold the q of a block."""
+    """GatherBlockQuantized: `V (z w), i, V z -> i (z q); sum: V`; w bytes hold the q of a block.
+
+    Zero points that are packed several to a byte keep the blocks whole.
+    """
     shape = view.shape(0)
     axis = normal_axis(view, view.attr("gather_axis", 0), len(shape))
     quantised = normal_axis(view, view.attr("quantize_axis", 1), len(shape))
@@ -130,8 +133,9 @@ def gather_block_quantized_rule(view: NodeView) -> OpRule:
     stored = 8 // bits if value is not None and value.dtype == ir.DataType.UINT8 else 1
     length = shape[quantised]
     named = _WHOLE
-    if isinstance(length, int) and quantised != axis and block % stored == 0:
-        named = _blocks(length * stored, block, _per_byte(view, 3, bits) if stored > 1 else 1)
+    packed = stored > 1 and _per_byte(view, 3, bits) > 1
+    if isinstance(length, int) and quantised != axis and block % stored == 0 and not packed:
+        named = _blocks(length * stored, block, 1)
     names = axis_names(len(shape))
 
     def table(rows: str, quantised_text: str) -> str:
