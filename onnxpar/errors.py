@@ -27,6 +27,10 @@ class MeshError(OnnxparError):
     """A device mesh that cannot be built, or device matrices that no common refinement has."""
 
 
+class MachineError(OnnxparError):
+    """A machine file that is malformed, or a machine that nobody described."""
+
+
 class SymbolError(OnnxparError):
     """A symbolic dimension whose value or constraint does not hold."""
 

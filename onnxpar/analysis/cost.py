@@ -1,0 +1,230 @@
+"""What a plan costs: seconds of computing and of communication, bytes of memory.
+
+Costs are taken at one size of every symbol: the user's, else `Symbol.typical`. Time is modelled as
+a sum, operators and collectives one after another, which is how one stream runs them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log2, prod
+
+from onnxpar.analysis.plan import NodePlan, factor_sizes
+from onnxpar.analysis.reshard import Step, plan_reshard, reachable
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.machine import Machine
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.rule import ANY, SPECIAL, OpRule
+from onnxpar.sharding import REDUCTIONS, Component, Sharding, local_size
+from onnxpar.symbols import Dim, SymbolTable
+
+_NUMBERS = SymbolTable({})
+_ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_ORDER = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather")
+_WHOLE = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does for one node.
+
+    Attributes:
+        flops: Arithmetic operations.
+        traffic: Bytes read and written.
+        seconds: How long that takes.
+        special: Seconds of the collectives inside the node's own local form.
+    """
+
+    flops: float
+    traffic: float
+    seconds: float
+    special: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The cost of nodes and reshards on one machine.
+
+    Attributes:
+        machine: The machine.
+        mesh: The device mesh.
+        table: What is known of the symbols.
+        sizes: The sizes at which symbols are taken; `Symbol.typical` for those not named.
+    """
+
+    machine: Machine
+    mesh: Mesh
+    table: SymbolTable
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    _values: dict[Dim, int] = field(default_factory=dict, compare=False, repr=False)
+    _fixed: dict[Sharding, Sharding] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[Sharding, Sharding, int], float] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def value(self, size: Dim) -> int:
+        """Returns a size as a number."""
+        if isinstance(size, int):
+            return size
+        if size not in self._values:
+            self._values[size] = self.table.typical(size, self.sizes)
+        return self._values[size]
+
+    def fixed(self, sharding: Sharding) -> Sharding:
+        """Returns a sharding with every size a number."""
+        if sharding not in self._fixed:
+            dims = tuple(
+                tuple(Component(max(self.value(c.size), 1), c.atoms) for c in dim)
+                for dim in sharding.dims
+            )
+            self._fixed[sharding] = Sharding(dims, sharding.partial, sharding.reduction)
+        return self._fixed[sharding]
+
+    def elements(self, sharding: Sharding) -> int:
+        """Returns the number of elements that one device holds, padding included."""
+        shape = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
+        return prod(self.value(size) for size in shape)
+
+    # -- communication ---------------------------------------------------------------------------
+
+    def collective(self, kind: str, atoms: Atoms, moved: float) -> float:
+        """Returns the seconds of one collective in which every rank sends `moved` bytes."""
+        if kind == "slice" or not atoms:
+            return 0.0
+        link = self.machine.link(self.mesh, atoms)
+        rounds = _ROUNDS.get(kind, 1.0) * max(log2(self.mesh.count(atoms)), 1.0)
+        return rounds * link.latency + moved / link.bandwidth
+
+    def step(self, step: Step) -> float:
+        """Returns the seconds of one step of a reshard."""
+        return self.collective(step.kind, step.atoms, self.value(step.bytes))
+
+    def reshard(self, source: Sharding, target: Sharding, itemsize: int) -> float:
+        """Returns the seconds to bring a value from one sharding into another.
+
+        Infinity where that is impossible: the target waits for a reduction that is not pending.
+        """
+        if source == target:
+            return 0.0
+        key = (source, target, itemsize)
+        if key not in self._known:
+            here, there = self.fixed(source), self.fixed(target)
+            if here == there:
+                seconds = 0.0
+            elif not reachable(here, there):
+                seconds = float("inf")
+            else:
+                quick = self._independent(here, there, itemsize)
+                if quick is None:
+                    steps = plan_reshard(here, there, self.mesh, _NUMBERS, itemsize)
+                    quick = sum(map(self.step, steps))
+                seconds = quick
+            self._known[key] = seconds
+        return self._known[key]
+
+    def _independent(self, source: Sharding, target: Sharding, itemsize: int) -> float | None:
+        """Seconds of a reshard in which every atom changes by itself.
+
+        What makes the value smaller comes first, what makes it larger last: the order that the
+        search over sequences of collectives finds where dims have the same components. None where
+        they have not, or where atoms of one component change their order.
+        """
+        gone: dict[int, tuple[int, int] | None] = dict.fromkeys(source.partial)
+        come: dict[int, tuple[int, int] | None] = dict.fromkeys(target.partial)
+        for d, (old, new) in enumerate(zip(source.dims, target.dims, strict=True)):
+            if len(old) != len(new) or any(a.size != b.size for a, b in zip(old, new, strict=True)):
+                # A dim that is whole on one side has the components of the other.
+                if any(c.atoms for c in old) and any(c.atoms for c in new):
+                    return None
+            for c, part in enumerate(old):
+                gone.update((atom, (d, c)) for atom in part.atoms)
+            for c, part in enumerate(new):
+                come.update((atom, (d, c)) for atom in part.atoms)
+            for a, b in zip(old, new, strict=False):
+                kept = [x for x in a.atoms if x in b.atoms]
+                if kept != [x for x in b.atoms if x in a.atoms]:
+                    return None
+        moves: dict[tuple[str, object, object], list[int]] = {}
+        for atom in sorted({*gone, *come}):
+            was = gone.get(atom, _WHOLE)
+            now = come.get(atom, _WHOLE)
+            if was == now:
+                continue
+            if was == _WHOLE:
+                kind = "slice"
+            elif was is None:
+                kind = "all_reduce" if now == _WHOLE else "reduce_scatter"
+            else:
+                kind = "all_gather" if now == _WHOLE else "all_to_all"
+            moves.setdefault((kind, was, now), []).append(atom)
+        size = float(self.elements(source) * itemsize)
+        seconds = 0.0
+        for (kind, _, _), atoms in sorted(moves.items(), key=lambda m: _ORDER.index(m[0][0])):
+            count = self.mesh.count(atoms)
+            if kind in ("slice", "reduce_scatter"):
+                moved, size = size * (count - 1) / count, size / count
+            elif kind == "all_gather":
+                moved, size = size * (count - 1), size * count
+            else:
+                moved = (2 if kind == "all_reduce" else 1) * size * (count - 1) / count
+            seconds += self.collective(kind, tuple(atoms), moved)
+        return seconds
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def node(self, rule: OpRule, view: NodeView, plan: NodePlan) -> Work:
+        """Returns what one device does for a node under a plan."""
+        local = {
+            name: self._local(size, plan, name) for name, size in factor_sizes(rule, view).items()
+        }
+        node = view.node
+        itemsizes = [
+            int(v.dtype.itemsize) if v is not None and v.dtype is not None else 0
+            for v in (*node.inputs, *node.outputs)
+        ]
+        layouts = [*plan.inputs, *plan.outputs]
+        traffic = float(
+            sum(
+                self.elements(s) * size
+                for s, size, operand in zip(
+                    layouts, itemsizes, (*rule.inputs, *rule.outputs), strict=True
+                )
+                if s is not None and operand.mode != ANY
+            )
+        )
+        contracts = len([i for i in rule.inputs if i.dims]) > 1 and any(
+            kind in REDUCTIONS for kind in rule.kinds.values()
+        )
+        flops = float(prod(local.values())) * (2 if contracts else 1) if local else 0.0
+        dtype = node.outputs[0].dtype if node.outputs else None
+        rate = self.machine.rate(dtype.name.lower() if dtype is not None else "float32")
+        seconds = max(flops / rate, traffic / self.machine.bandwidth) + self.machine.overhead
+        return Work(flops, traffic, seconds, self._special(rule, view, plan, local))
+
+    def _local(self, size: Dim, plan: NodePlan, name: str) -> int:
+        parts = plan.factors.get(name)
+        if parts is None:
+            return max(self.value(size), 1)
+        return prod(
+            self.value(
+                local_size(Component(max(self.value(c.size), 1), c.atoms), self.mesh, _NUMBERS)
+            )
+            for c in parts
+        )
+
+    def _special(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, local: Mapping[str, int]
+    ) -> float:
+        """Statistics over the split dims: what the largest output has without them, reduced."""
+        seconds = 0.0
+        for name, parts in plan.factors.items():
+            atoms = tuple(a for c in parts for a in c.atoms)
+            if rule.kinds[name] != SPECIAL or not atoms:
+                continue
+            size = max(map(self.elements, plan.outputs), default=0)
+            dtype = view.node.outputs[0].dtype
+            width = int(dtype.itemsize) if dtype is not None else 4
+            count = self.mesh.count(atoms)
+            held = any(name in names for o in rule.outputs for names in o.dims)
+            moved = 2 * width * size / (max(local[name], 1) if held else 1) * (count - 1) / count
+            seconds += 2 * self.collective("all_reduce", tuple(sorted(atoms)), moved)
+        return seconds

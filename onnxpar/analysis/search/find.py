@@ -1,0 +1,231 @@
+"""From a model and a machine to the plans of all its nodes."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from time import perf_counter
+
+import onnx_ir as ir
+
+from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.plan import NodePlan, shardings
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.search.exact import Solution, best, least
+from onnxpar.analysis.search.flow import Flow, Item, flow
+from onnxpar.analysis.search.options import Option, options
+from onnxpar.analysis.search.problem import Problem, Weights, build
+from onnxpar.analysis.search.recursive import recurse
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.errors import ShardingError
+from onnxpar.machine import Machine
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.sharding import Sharding
+
+LEVELS = {
+    0: Weights(communication=10.0),
+    1: Weights(memory_first=True),
+    2: Weights(),
+}
+"""What each level of the objective weighs; see `SearchSpec`."""
+
+
+@dataclass(frozen=True)
+class SearchSpec:
+    """How to search.
+
+    Attributes:
+        machine: What computes and communicates.
+        algorithm: "recursive" or "ilp".
+        level: 0 keeps communication small against computing (a second of it counts ten), 1 memory
+            (the least first, time among equals), 2 the time of a step.
+        memory: Bytes that a device may hold; the machine's where it is None.
+        sizes: Sizes of symbols to plan for.
+        gap: The exact search stops where no better plan than this share is possible.
+        seconds: Time limit of the exact search for one mesh.
+    """
+
+    machine: Machine
+    algorithm: str = "recursive"
+    level: int = 2
+    memory: int | None = None
+    sizes: Mapping[str, int] = ()  # type: ignore[assignment]
+    gap: float = 0.01
+    seconds: float = 60.0
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a device may hold."""
+        return float(self.machine.memory if self.memory is None else self.memory)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One mesh that was tried.
+
+    Attributes:
+        axes: Its axes.
+        seconds: Time of a step of the best plan on it; infinite where none fits.
+        memory: Bytes of one device.
+        bound: No plan on this mesh takes less time; 0 where nothing was proved.
+        elapsed: Seconds that the search took.
+        reason: Why there is no plan, or empty.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    seconds: float
+    memory: float
+    bound: float
+    elapsed: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        seeds: The plan of every node, for propagation to carry out.
+        chosen: The candidate that won.
+        candidates: All that were tried, in order.
+    """
+
+    seeds: Seeds
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+def find(
+    model: ir.Model,
+    env: ShapeEnv,
+    rules: Rules,
+    seeds: Seeds,
+    spec: SearchSpec,
+    *,
+    named: bool,
+    free_inputs: bool,
+    trained: Collection[str] = (),
+) -> Found:
+    """Searches for the strategy of every forward node that the user did not fix.
+
+    Args:
+        model: The normalised model, or one with its backward program; it is not changed.
+        env: Its shapes.
+        rules: The rule of each of its nodes.
+        seeds: What the user fixed, on the mesh that the user gave.
+        spec: How to search.
+        named: Whether the mesh is the user's; else its shape is searched, too.
+        free_inputs: Whether graph inputs may be split as suits the nodes best.
+        trained: Names of the parameters that are trained; none for a forward program.
+
+    Raises:
+        ShardingError: Nothing fits into the memory of a device.
+    """
+    seen = flow(model, env, rules, trained, seeds.nodes)
+    tried: list[Candidate] = []
+    winner: tuple[float, Candidate, Seeds] | None = None
+    pinned = replace(seeds, inputs={} if free_inputs else seeds.inputs)
+    for mesh in _meshes(seeds.mesh, spec, named):
+        started = perf_counter()
+        cost = CostModel(spec.machine, mesh, env.table, dict(spec.sizes or {}))
+        run = _Search(seen, cost, replace(pinned, mesh=mesh), spec)
+        try:
+            problem, solution = run.solve()
+        except ShardingError as error:
+            spent = perf_counter() - started
+            tried.append(Candidate(mesh.axes, inf, 0.0, 0.0, spent, str(error)))
+            continue
+        plain = problem.seconds(solution.choice)
+        candidate = Candidate(
+            mesh.axes, plain, solution.memory, solution.bound, perf_counter() - started
+        )
+        tried.append(candidate)
+        if winner is None or solution.seconds < winner[0]:
+            winner = solution.seconds, candidate, run.seeds_of(problem, solution.choice)
+    if winner is None:
+        raise ShardingError(tried[0].reason)
+    return Found(winner[2], winner[1], tuple(tried))
+
+
+def _meshes(mesh: Mesh, spec: SearchSpec, named: bool) -> Iterator[Mesh]:
+    """The meshes to try: the user's; every pair of axes; or, halving, the row of all atoms."""
+    if named or mesh.size == 1:
+        yield mesh
+        return
+    if spec.algorithm == "recursive":
+        atoms = Mesh.of({"x": mesh.size}).atoms
+        yield Mesh.of({f"x{i}": n for i, n in enumerate(reversed(atoms))})
+        return
+    sizes = [n for n in range(1, mesh.size) if mesh.size % n == 0]
+    for first in sizes:
+        if first == 1 and len(sizes) > 1:
+            continue
+        axes = {"x": first, "y": mesh.size // first} if first > 1 else {"x": mesh.size}
+        yield Mesh.of(axes)
+
+
+@dataclass
+class _Search:
+    flow: Flow
+    cost: CostModel
+    seeds: Seeds
+    spec: SearchSpec
+
+    def solve(self) -> tuple[Problem, Solution]:
+        mesh = self.cost.mesh
+        axes = [mesh.axis_atoms(name) for name, size in mesh.axes if size > 1]
+        if not mesh.axes:
+            axes = [(atom,) for atom in range(len(mesh.atoms))]
+        if self.spec.algorithm == "recursive":
+            return recurse(
+                self.flow,
+                axes,
+                self.cost,
+                self._options,
+                lambda problem, later: self._best(problem, later * self.spec.limit),
+                pins=self._pins,
+                weights=LEVELS[self.spec.level],
+            )
+        known: dict[object, tuple[Option, ...]] = {}
+        for item in self.flow.items:
+            key = (item.kind, item.pin)
+            if key not in known:
+                known[key] = self._options(item, axes, None)
+        found = [known[item.kind, item.pin] for item in self.flow.items]
+        problem = build(self.flow, found, self.cost, self._pins, LEVELS[self.spec.level])
+        return problem, self._best(problem, self.spec.limit)
+
+    def _best(self, problem: Problem, limit: float) -> Solution:
+        if LEVELS[self.spec.level].memory_first:
+            return least(problem, limit)
+        return best(problem, limit, gap=self.spec.gap, seconds=self.spec.seconds)
+
+    @property
+    def _pins(self) -> Mapping[str, Sharding]:
+        return {**self.seeds.inputs, **self.seeds.parameters}
+
+    def _options(
+        self, item: Item, axes: Sequence[Atoms], before: Option | None
+    ) -> tuple[Option, ...]:
+        seed = self.seeds.nodes.get(item.name)
+        if seed is None:
+            return options(item, axes, self.cost, before)
+        plan = shardings(item.rule, item.view, seed.factors, self.cost.mesh, pinned=True)
+        return (Option(plan, (None,) * len(axes)),)
+
+    def seeds_of(self, problem: Problem, choice: Sequence[int]) -> Seeds:
+        """What propagation is given: the plan of every node, and how inputs and parameters lie."""
+        plans: dict[str, NodePlan] = {}
+        for item, found, c in zip(self.flow.items, problem.options, choice, strict=False):
+            plans[item.name] = found[c].plan
+        lying = problem.lying(choice)
+        parameters = {v.name for v in self.flow.values if v.parameter}
+        inputs = {n: s for n, s in lying.items() if n not in parameters}
+        laid = {n: s for n, s in lying.items() if n in parameters}
+        return replace(
+            self.seeds,
+            inputs={**inputs, **self.seeds.inputs},
+            parameters={**laid, **self.seeds.parameters},
+            parameter_axes=(),
+            plans=plans,
+        )

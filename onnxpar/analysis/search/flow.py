@@ -1,0 +1,180 @@
+"""What a search sees of a model: its nodes, and which value goes from where to where."""
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.analysis.structure import Parts, structure
+from onnxpar.ops.rule import ANY, OpRule
+from onnxpar.symbols import Dim, SymbolTable
+
+WEIGHT = 1024
+"""Elements from which a constant counts as a weight. What depends on no weight (masks, positions,
+casts of the inputs) is computed whole on every device, and sliced for nothing where it is read."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A node.
+
+    Attributes:
+        name: Its name.
+        rule: Its sharding rule.
+        view: What its rule saw.
+        fixed: Whether there is nothing to choose: it is computed replicated.
+        trained: Whether its results vary with a trained parameter, so that it has a backward.
+        parts: For each operand, the parts of its dims.
+        kind: What nodes with the same options and costs have in common.
+        pin: Its name where the user fixed it, else "".
+    """
+
+    name: str
+    rule: OpRule
+    view: NodeView
+    fixed: bool
+    trained: bool
+    parts: tuple[tuple[Parts, ...] | None, ...]
+    kind: tuple[Hashable, ...]
+    pin: str = ""
+
+
+@dataclass(frozen=True)
+class Use:
+    """An operand that reads a value: operand `operand` of item `item`."""
+
+    item: int
+    operand: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value and who reads it.
+
+    Attributes:
+        name: Its name.
+        producer: Item and output that make it; None for an input or a parameter.
+        uses: Who reads its elements.
+        shape: Its global shape.
+        itemsize: Bytes of one element.
+        parameter: Whether it is a parameter.
+        trained: Whether a cotangent comes back along it.
+        leaves: Whether it is an output of the graph.
+    """
+
+    name: str
+    producer: tuple[int, int] | None
+    uses: tuple[Use, ...]
+    shape: tuple[Dim, ...]
+    itemsize: int
+    parameter: bool
+    trained: bool
+    leaves: bool
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A model as a search sees it."""
+
+    items: tuple[Item, ...]
+    values: tuple[Value, ...]
+    table: SymbolTable
+
+
+def flow(
+    model: ir.Model,
+    env: ShapeEnv,
+    rules: Rules,
+    trained: Collection[str] = (),
+    pinned: Collection[str] = (),
+) -> Flow:
+    """Reads the flow of a normalised model.
+
+    Args:
+        model: The model; it is not changed.
+        env: Its shapes.
+        rules: The rule of each of its nodes.
+        trained: Names of the parameters that are trained; none for a forward program.
+        pinned: Names of the nodes that the user fixed.
+    """
+    nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
+    parts = structure(nodes, rules.rules, rules.views, env.table)
+    varying: set[str] = set(trained)
+    weighty = {
+        name
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None and value.const_value.size >= WEIGHT
+    } | set(trained)
+    items: list[Item] = []
+    uses: dict[str, list[Use]] = {}
+    made: dict[str, tuple[int, int]] = {}
+    for index, node in enumerate(nodes):
+        name = node.name or ""
+        rule, view = rules.rules[name], rules.views[name]
+        names = [v.name or "" if v is not None else "" for v in node.inputs]
+        moves = any(n in varying for n in names)
+        for position, out in enumerate(node.outputs):
+            made[out.name or ""] = (index, position)
+            if moves and (out.dtype is None or out.dtype.is_floating_point()):
+                varying.add(out.name or "")
+        weighty.update((v.name or "") for v in node.outputs if any(n in weighty for n in names))
+        fixed = (
+            name in rules.reasons
+            or not rule.splittable
+            or not any((v.name or "") in weighty for v in node.outputs)
+        )
+        backward = any((v.name or "") in varying for v in node.outputs)
+        seen = tuple(parts.get(n) for n in names)
+        kind = _kind(rule, view, fixed, backward, seen)
+        items.append(
+            Item(name, rule, view, fixed, backward, seen, kind, name if name in pinned else "")
+        )
+        for position, operand in enumerate(rule.inputs):
+            if view.has(position) and operand.mode != ANY and names[position] in env.shapes:
+                uses.setdefault(names[position], []).append(Use(index, position))
+    leaving = {v.name for v in model.graph.outputs}
+    graph = model.graph
+    values = []
+    for value in (
+        *graph.inputs,
+        *graph.initializers.values(),
+        *(out for node in nodes for out in node.outputs),
+    ):
+        name = value.name or ""
+        if name not in env.shapes or not (name in uses or name in leaving):
+            continue
+        values.append(
+            Value(
+                name,
+                made.get(name),
+                tuple(uses.get(name, ())),
+                env.shapes[name],
+                int(value.dtype.itemsize) if value.dtype is not None else 4,
+                name in graph.initializers,
+                name in varying,
+                name in leaving,
+            )
+        )
+    return Flow(tuple(items), tuple(values), env.table)
+
+
+def _kind(
+    rule: OpRule,
+    view: NodeView,
+    fixed: bool,
+    backward: bool,
+    parts: tuple[tuple[Parts, ...] | None, ...],
+) -> tuple[Hashable, ...]:
+    operands = tuple(
+        None if v is None else (v.dtype, view.env.shapes.get(v.name or ""))
+        for v in (*view.node.inputs, *view.node.outputs)
+    )
+    return (
+        (view.node.domain, view.node.op_type, fixed, backward),
+        (rule.inputs, rule.outputs, tuple(rule.kinds.items())),
+        (rule.linear, tuple(rule.sizes.items())),
+        operands,
+        parts,
+    )

@@ -1,0 +1,354 @@
+"""The choice of one option for every node, as a sum of tables over few variables each.
+
+A variable is a node (its options), a parameter or input that several nodes read (the layouts that
+they want), or the *kept version* of a value that several nodes read. A value is brought from where
+it is made to where each reader wants it, forward, and its cotangent back; one version is kept, so
+that readers who want the same pay once. A value that readers want in more than two layouts is
+priced as if each of the others were brought there by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.search.flow import Flow, Item, Use, Value
+from onnxpar.analysis.search.options import Option
+from onnxpar.sharding import Sharding
+
+Table = NDArray[np.float64]
+TRAINED_STATES = 4
+"""A trained parameter in memory: itself, its gradient and two moments."""
+_UPDATE_PASSES = 7
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the sum weighs.
+
+    Attributes:
+        communication: How much a second of communication counts against one of computing.
+        memory_first: Whether the least memory counts before time.
+    """
+
+    communication: float = 1.0
+    memory_first: bool = False
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Something to choose.
+
+    Attributes:
+        name: Of the node or value.
+        kind: "node", "source" (parameter or input) or "version".
+        cost: Seconds of each option.
+        memory: Bytes of one device for each option.
+    """
+
+    name: str
+    kind: str
+    cost: Table
+    memory: Table
+
+
+@dataclass(frozen=True)
+class Term:
+    """Seconds that depend on several variables together; one dim of the table for each."""
+
+    scope: tuple[int, ...]
+    table: Table
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Variables, and what they cost together.
+
+    Attributes:
+        variables: The variables; the first `items` are the nodes, in the order of the flow.
+        terms: Costs of several variables together.
+        options: The options of each node.
+        sources: How each parameter or input lies: by name, the variable that says it, and the
+            layout for each of its options.
+    """
+
+    variables: tuple[Variable, ...]
+    terms: tuple[Term, ...]
+    options: tuple[tuple[Option, ...], ...]
+    sources: Mapping[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
+
+    def lying(self, choice: Sequence[int]) -> dict[str, Sharding]:
+        """Returns how parameters and inputs lie under a choice."""
+        return {name: layouts[choice[v]] for name, (v, layouts) in self.sources.items()}
+
+    def seconds(self, choice: Sequence[int]) -> float:
+        """Returns what a choice of an option for every variable costs."""
+        total = sum(float(v.cost[c]) for v, c in zip(self.variables, choice, strict=True))
+        return total + sum(float(t.table[tuple(choice[v] for v in t.scope)]) for t in self.terms)
+
+    def memory(self, choice: Sequence[int]) -> float:
+        """Returns the bytes of one device that a choice needs."""
+        return sum(float(v.memory[c]) for v, c in zip(self.variables, choice, strict=True))
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """How a reader wants a value, and over which atoms its share of the cotangent is pending."""
+
+    target: Sharding
+    pending: tuple[int, ...]
+
+
+Wanted = tuple[tuple[_Usage, ...], NDArray[np.intp]]
+
+
+def build(
+    flow: Flow,
+    options: Sequence[tuple[Option, ...]],
+    cost: CostModel,
+    pins: Mapping[str, Sharding] | None = None,
+    weights: Weights = Weights(),
+) -> Problem:
+    """Builds the problem of a model.
+
+    Args:
+        flow: The model.
+        options: The options of each node; the same tuple for nodes that are alike.
+        cost: The cost model.
+        pins: How parameters and inputs lie that the user fixed.
+        weights: What the sum weighs.
+    """
+    return _Builder(flow, tuple(options), cost, pins or {}, weights).run()
+
+
+@dataclass
+class _Builder:
+    flow: Flow
+    options: tuple[tuple[Option, ...], ...]
+    cost: CostModel
+    pins: Mapping[str, Sharding]
+    weights: Weights
+    sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
+    variables: list[Variable] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
+    _units: dict[tuple[int, bool], tuple[Table, Table]] = field(default_factory=dict)
+    _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], Table] = field(default_factory=dict)
+
+    def run(self) -> Problem:
+        for item, found in zip(self.flow.items, self.options, strict=True):
+            seconds, memory = self._unit(item, found)
+            self.variables.append(Variable(item.name, "node", seconds.copy(), memory))
+        for value in self.flow.values:
+            if value.producer is None:
+                self._source(value)
+            else:
+                self._made(value, *value.producer)
+        return Problem(tuple(self.variables), tuple(self.terms), self.options, self.sources)
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _unit(self, item: Item, found: tuple[Option, ...]) -> tuple[Table, Table]:
+        key = (id(found), item.trained)
+        if key not in self._units:
+            seconds, memory = np.zeros(len(found)), np.zeros(len(found))
+            for i, option in enumerate(found):
+                work = self.cost.node(item.rule, item.view, option.plan)
+                # Backward: a product has one product for each of its two operands.
+                passes = (3 if work.flops > 2 * work.traffic else 2) if item.trained else 1
+                seconds[i] = passes * work.seconds + (
+                    self.weights.communication * (2 if item.trained else 1) * work.special
+                )
+                if item.trained:
+                    memory[i] = sum(
+                        self.cost.elements(s) * int(v.dtype.itemsize)
+                        for s, v in zip(option.plan.outputs, item.view.node.outputs, strict=True)
+                        if v.dtype is not None
+                    )
+            self._units[key] = seconds, memory
+        return self._units[key]
+
+    # -- how values are wanted -------------------------------------------------------------------
+
+    def _usages(self, use: Use) -> Wanted:
+        """The distinct usages of an operand, and which of them each option of the node has."""
+        found = self.options[use.item]
+        key = (id(found), use.operand)
+        if key not in self._wanted:
+            item = self.flow.items[use.item]
+            distinct: dict[_Usage, int] = {}
+            index = [
+                distinct.setdefault(self._usage(item, option, use.operand), len(distinct))
+                for option in found
+            ]
+            self._wanted[key] = tuple(distinct), np.array(index, np.intp)
+        return self._wanted[key]
+
+    def _usage(self, item: Item, option: Option, operand: int) -> _Usage:
+        plan, rule = option.plan, item.rule
+        target = plan.inputs[operand]
+        assert target is not None
+        mine = {f for names in rule.inputs[operand].dims for f in names}
+        made = {f for o in rule.outputs for names in o.dims for f in names}
+        pending = {
+            a
+            for name, parts in plan.factors.items()
+            if name in made and name not in mine
+            for c in parts
+            for a in c.atoms
+        }
+        return _Usage(self.cost.fixed(target), tuple(sorted(pending)))
+
+    def _move(self, source: Sharding, usage: _Usage, value: Value) -> float:
+        """Seconds to bring a value to a reader, and its cotangent back."""
+        seconds = self.cost.reshard(source, usage.target, value.itemsize)
+        return self.weights.communication * seconds + self._back(source, usage, value)
+
+    def _back(self, source: Sharding, usage: _Usage, value: Value) -> float:
+        if not value.trained:
+            return 0.0
+        held = {*usage.target.split_atoms, *usage.target.partial}
+        pending = [a for a in usage.pending if a not in held]
+        there = usage.target.with_partial(pending)
+        seconds = self.cost.reshard(there, source.with_partial(()), value.itemsize)
+        return self.weights.communication * seconds
+
+    # -- parameters and inputs -------------------------------------------------------------------
+
+    def _source(self, value: Value) -> None:
+        pin = self.pins.get(value.name)
+        if pin is not None:
+            self._pinned(value, pin)
+            return
+        if len(value.uses) == 1:
+            # It lies as its only reader wants it.
+            use = value.uses[0]
+            usages, index = self._usages(use)
+            wanted = [o.plan.inputs[use.operand] for o in self.options[use.item]]
+            layouts_of = tuple(s.with_partial(()) for s in wanted if s is not None)
+            self.sources[value.name] = use.item, layouts_of
+            seconds, memory = self._lying(value, usages)
+            variable = self.variables[use.item]
+            self.variables[use.item] = Variable(
+                variable.name,
+                variable.kind,
+                variable.cost + seconds[index],
+                variable.memory + memory[index],
+            )
+            return
+        layouts: dict[Sharding, Sharding] = {}
+        for use in value.uses:
+            for option in self.options[use.item]:
+                wanted_here = option.plan.inputs[use.operand]
+                if wanted_here is not None:
+                    whole = wanted_here.with_partial(())
+                    layouts.setdefault(self.cost.fixed(whole), whole)
+        if not layouts:
+            return
+        lying = [_Usage(layout, ()) for layout in layouts]
+        seconds, memory = self._lying(value, lying)
+        self.variables.append(Variable(value.name, "source", seconds, memory))
+        here = len(self.variables) - 1
+        self.sources[value.name] = here, tuple(layouts.values())
+        for use in value.uses:
+            usages, index = self._usages(use)
+            table = np.array([[self._move(s, u, value) for u in usages] for s in layouts])
+            self.terms.append(Term((here, use.item), table[:, index]))
+
+    def _pinned(self, value: Value, pin: Sharding) -> None:
+        """A parameter or input that the user laid out: readers fetch what they want."""
+        here = self.cost.fixed(pin)
+        for use in value.uses:
+            usages, index = self._usages(use)
+            seconds = np.array([self._move(here, usage, value) for usage in usages])
+            variable = self.variables[use.item]
+            self.variables[use.item] = Variable(
+                variable.name, variable.kind, variable.cost + seconds[index], variable.memory
+            )
+
+    def _lying(self, value: Value, usages: Sequence[_Usage]) -> tuple[Table, Table]:
+        """Seconds and bytes of a parameter or input that lies as each usage wants it."""
+        seconds, memory = np.zeros(len(usages)), np.zeros(len(usages))
+        machine = self.cost.machine
+        for i, usage in enumerate(usages):
+            layout = usage.target.with_partial(())
+            size = self.cost.elements(layout) * value.itemsize
+            if value.parameter:
+                memory[i] = size * (TRAINED_STATES if value.trained else 1)
+            if value.parameter and value.trained:
+                reduction = self._back(layout, usage, value)
+                update = _UPDATE_PASSES * size / machine.bandwidth
+                seconds[i] = (1 - machine.overlap) * reduction + update
+        return seconds, memory
+
+    # -- values made by nodes --------------------------------------------------------------------
+
+    def _made(self, value: Value, producer: int, output: int) -> None:
+        made = [self.cost.fixed(o.plan.outputs[output]) for o in self.options[producer]]
+        if value.leaves:
+            self._leave(value, producer, made)
+        if len(value.uses) == 1:
+            use = value.uses[0]
+            self.terms.append(Term((producer, use.item), self._edge(value, producer, output, use)))
+        elif value.uses:
+            self._shared(value, producer, output)
+
+    def _leave(self, value: Value, producer: int, made: Sequence[Sharding]) -> None:
+        reduced = np.array([self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made])
+        variable = self.variables[producer]
+        self.variables[producer] = Variable(
+            variable.name, variable.kind, variable.cost + reduced, variable.memory
+        )
+
+    def _edge(self, value: Value, producer: int, output: int, use: Use) -> Table:
+        options = self.options[producer]
+        key = (id(options), output, id(self.options[use.item]), use.operand, value.trained)
+        if key not in self._tables:
+            usages, index = self._usages(use)
+            made = [self.cost.fixed(o.plan.outputs[output]) for o in options]
+            rows = {s: [self._move(s, u, value) for u in usages] for s in dict.fromkeys(made)}
+            self._tables[key] = np.array([rows[s] for s in made])[:, index]
+        return self._tables[key]
+
+    def _shared(self, value: Value, producer: int, output: int) -> None:
+        """One version of a value is kept for its readers; the others fetch their own."""
+        options = self.options[producer]
+        made = [self.cost.fixed(o.plan.outputs[output]) for o in options]
+        readers: dict[_Usage, int] = {}
+        for use in dict.fromkeys(value.uses):
+            for usage in self._usages(use)[0]:
+                readers[usage] = readers.get(usage, 0) + 1
+        # To keep what one reader wants would spare nobody anything.
+        kept: tuple[_Usage | None, ...] = (None, *(u for u, n in readers.items() if n > 1))
+        self.variables.append(
+            Variable(value.name, "version", np.zeros(len(kept)), np.zeros(len(kept)))
+        )
+        here = len(self.variables) - 1
+        for use in dict.fromkeys(value.uses):
+            usages, index = self._usages(use)
+            key = ("shared", id(options), output, kept, use.operand, id(self.options[use.item]))
+            if key not in self._tables:
+                sources = list(dict.fromkeys(made))
+                small = np.array(
+                    [[[self._fetch(s, k, u, value) for u in usages] for k in kept] for s in sources]
+                )
+                rows = np.array([sources.index(s) for s in made], np.intp)
+                self._tables[key] = small[rows][:, :, index]
+            self.terms.append(Term((producer, here, use.item), self._tables[key]))
+        key = ("kept", id(options), output, kept, value.trained)
+        if key not in self._tables:
+            rows_by = {
+                s: [0.0 if k is None else self._move(s, k, value) for k in kept]
+                for s in dict.fromkeys(made)
+            }
+            self._tables[key] = np.array([rows_by[s] for s in made])
+        self.terms.append(Term((producer, here), self._tables[key]))
+
+    def _fetch(self, source: Sharding, kept: _Usage | None, usage: _Usage, value: Value) -> float:
+        if usage == kept:
+            return 0.0
+        if kept is not None and usage.target == kept.target:
+            return self._back(source, usage, value)
+        return self._move(source, usage, value)

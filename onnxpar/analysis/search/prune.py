@@ -1,0 +1,94 @@
+"""Drops options that cannot be part of a best choice.
+
+Option a is dead where some b of the same variable makes every choice of the neighbours strictly
+cheaper: cost(a) - cost(b) + Σ over terms of the least difference > 0 (Goldstein's criterion for
+dead-end elimination, 1994). What is left has the same minimum.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar.analysis.search.problem import Problem, Table
+
+_HUGE = 1e9
+_ROUNDS = 3
+_MARGIN = 1e-12
+
+
+def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], ...]:
+    """Returns for each variable the options that may be part of a best choice.
+
+    Args:
+        problem: The problem.
+        memory: Whether an option that needs less memory must stay.
+    """
+    kept = [np.arange(len(v.cost)) for v in problem.variables]
+    tables = [np.minimum(t.table, _HUGE) for t in _unique(problem)]
+    number = {id(t.table): i for i, t in enumerate(_unique(problem))}
+    terms: list[list[tuple[int, int]]] = [[] for _ in kept]
+    for index, term in enumerate(problem.terms):
+        for axis, v in enumerate(term.scope):
+            terms[v].append((index, axis))
+    known: dict[tuple[object, ...], NDArray[np.intp]] = {}
+    for _ in range(_ROUNDS):
+        changed = False
+        for v, variable in enumerate(problem.variables):
+            if len(kept[v]) < 2:
+                continue
+            key = (
+                variable.cost.tobytes(),
+                variable.memory.tobytes() if memory else b"",
+                kept[v].tobytes(),
+                tuple(
+                    (
+                        number[id(problem.terms[i].table)],
+                        axis,
+                        tuple(kept[n].tobytes() for n in problem.terms[i].scope),
+                    )
+                    for i, axis in terms[v]
+                ),
+            )
+            if key not in known:
+                parts = [
+                    (tables[number[id(problem.terms[i].table)]], axis, problem.terms[i].scope)
+                    for i, axis in terms[v]
+                ]
+                known[key] = _survivors(
+                    np.minimum(variable.cost, _HUGE),
+                    variable.memory if memory else None,
+                    kept,
+                    v,
+                    parts,
+                )
+            left = known[key]
+            changed |= len(left) < len(kept[v])
+            kept[v] = left
+        if not changed:
+            break
+    return tuple(kept)
+
+
+def _unique(problem: Problem) -> list:  # type: ignore[type-arg]
+    return list({id(t.table): t for t in problem.terms}.values())
+
+
+def _survivors(
+    cost: Table,
+    memory: Table | None,
+    kept: Sequence[NDArray[np.intp]],
+    v: int,
+    parts: Sequence[tuple[Table, int, tuple[int, ...]]],
+) -> NDArray[np.intp]:
+    mine = kept[v]
+    gain = cost[mine][:, None] - cost[mine][None, :]
+    for table, axis, scope in parts:
+        rows = table[np.ix_(*(kept[n] for n in scope))]
+        rows = np.moveaxis(rows, axis, 0).reshape(len(mine), -1)
+        rows = np.unique(rows, axis=1) if rows.shape[1] > 64 else rows
+        gain += (rows[:, None, :] - rows[None, :, :]).min(axis=-1)
+    dead = gain > _MARGIN
+    if memory is not None:
+        dead &= memory[mine][None, :] <= memory[mine][:, None]
+    return mine[~dead.any(axis=1)]
