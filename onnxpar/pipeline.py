@@ -23,7 +23,8 @@ from onnxpar.passes.load import load, normalise, symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.passes.validity import blamed_on_model
-from onnxpar.strategy import Strategy, load_strategy, resolve, resolved
+from onnxpar.strategy import Strategy, load_strategy, resolved
+from onnxpar.strategy.decide import decide
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining, TrainingSpec, divide_training
 
@@ -62,7 +63,7 @@ def analyse(model: ir.Model, symbols: Mapping[str, Symbol]) -> Analysed:
 
 
 def _seeds(analysed: Analysed, strategy: Strategy) -> Seeds:
-    return resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    return decide(strategy, analysed.model, analysed.rules, analysed.env)
 
 
 def divide(analysed: Analysed, seeds: Seeds) -> PartitionedModel:

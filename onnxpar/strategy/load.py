@@ -9,6 +9,8 @@ from onnxpar.strategy.names import nearest
 from onnxpar.strategy.schema import DATA_AXIS, PARAMETER_AXIS, Strategy
 
 REPLICATE = "replicate"
+AUTO = "auto"
+_ALGORITHMS = ("recursive", "ilp", "propagation")
 PRESET_AXES = (DATA_AXIS, PARAMETER_AXIS)
 _PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d+))?")
 
@@ -17,7 +19,8 @@ def load_strategy(text: str, devices: int | None = None) -> Strategy:
     """Reads a strategy file, or makes the strategy of a preset.
 
     Presets: `dp` splits the batch; `tp=4` splits parameters; `dp=2,tp=4` both, on a 2x4 mesh; one
-    axis may go without a number and takes the devices that are left; `replicate` splits nothing.
+    axis may go without a number and takes the devices that are left; `replicate` splits nothing;
+    `auto` or `auto:recursive`, `auto:ilp` search; `auto:propagation` splits the batch and follows.
 
     Args:
         text: Path or preset; a file of that name wins.
@@ -31,8 +34,8 @@ def load_strategy(text: str, devices: int | None = None) -> Strategy:
         return Strategy.from_file(path, devices)
     if path.is_dir():
         raise StrategyError(f"strategy {text!r}: expected a file or a preset, got a directory")
-    if text == "auto" or text.startswith("auto:"):
-        raise StrategyError(f"strategy {text!r}: the search for a strategy is not built yet")
+    if text == AUTO or text.startswith(f"{AUTO}:"):
+        return _auto(text, devices)
     if text == REPLICATE:
         content = {"rest": "replicate", "dataset": "full_batch"}
         return Strategy.from_dict(content, devices, f"preset {text!r}")
@@ -40,9 +43,22 @@ def load_strategy(text: str, devices: int | None = None) -> Strategy:
     if path.suffix or any(part is None for part in parts):
         raise StrategyError(
             f"strategy {text!r}: there is no such file, and it is no preset "
-            f"(dp, tp=4, dp=2,tp=4, {REPLICATE})"
+            f"(dp, tp=4, dp=2,tp=4, {REPLICATE}, {AUTO}, {AUTO}:ilp)"
         )
     return _preset(text, [(p[1], p[2]) for p in parts if p is not None], devices)
+
+
+def _auto(text: str, devices: int | None) -> Strategy:
+    algorithm = text.partition(":")[2] or "recursive"
+    if algorithm not in _ALGORITHMS:
+        raise StrategyError(
+            f"strategy {text!r}: expected one of {', '.join(_ALGORITHMS)} after '{AUTO}:', got "
+            f"{algorithm!r}{nearest(algorithm, _ALGORITHMS)}"
+        )
+    content: dict[str, object] = {"search": {"algorithm": algorithm}}
+    if algorithm == "propagation":
+        content = {"rest": "propagate"}
+    return Strategy.from_dict(content, devices, f"preset {text!r}")
 
 
 def _preset(text: str, parts: list[tuple[str, str | None]], devices: int | None) -> Strategy:

@@ -7,11 +7,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from onnxpar.errors import MeshError, StrategyError
 from onnxpar.layout import WHOLE, TensorLayout
+from onnxpar.machine import parse_bytes
 from onnxpar.mesh import Mesh
 from onnxpar.strategy.document import Document, Location, parse_document, read_document
 from onnxpar.strategy.names import nearest
@@ -23,11 +32,12 @@ DimEntry = int | tuple[str, ...]
 TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
 """One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
 
-NOT_BUILT = ("search", "pipeline", "recompute", "optimizer_parallel")
+NOT_BUILT = ("pipeline", "recompute", "optimizer_parallel")
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 MAX_DEVICES = 1 << 16
 """Each has a file of its own, and all are written before the directory appears."""
-Rest = Literal["propagate", "data_parallel", "replicate"]
+Rest = Literal["propagate", "data_parallel", "replicate", "search"]
+SEARCH = "search"
 
 
 def _expected(expected: str, got: object) -> PydanticCustomError:
@@ -89,6 +99,13 @@ def _dataset(entry: object) -> str | dict[str, TensorEntry]:
     raise _expected("data_parallel, full_batch or a mapping of inputs", entry)
 
 
+def _bytes(entry: object) -> int:
+    try:
+        return parse_bytes(entry)
+    except ValueError as error:
+        raise PydanticCustomError("entry", "{text}", {"text": str(error)}) from None
+
+
 def _symbol(entry: object) -> Symbol:
     if isinstance(entry, Symbol):
         return entry
@@ -131,15 +148,34 @@ class NodeEntry(_Section):
         return self
 
 
+class SearchEntry(_Section):
+    """How to search for what the other entries leave open.
+
+    Attributes:
+        algorithm: `recursive` halves the devices again and again; `ilp` is exact.
+        level: 0 little communication for the computing done, 1 memory, 2 speed.
+        memory: Bytes that a device may hold; by default what the machine has.
+        machine: A preset or a machine file.
+        sizes: Sizes of symbols to plan for; a typical size of those not named.
+    """
+
+    algorithm: Literal["recursive", "ilp"] = "recursive"
+    level: Literal[0, 1, 2] = 2
+    memory: Annotated[int, BeforeValidator(_bytes)] | None = None
+    machine: str = "cpu"
+    sizes: dict[str, Annotated[int, Field(ge=1)]] = {}
+
+
 class _File(_Section):
     mesh: dict[str, int] | None = None
     devices: int | None = None
     symbols: dict[str, Annotated[Symbol, PlainValidator(_symbol)]] = {}
-    dataset: Annotated[str | dict[str, TensorEntry], PlainValidator(_dataset)] = "data_parallel"
+    dataset: Annotated[str | dict[str, TensorEntry], PlainValidator(_dataset)] | None = None
     parameters: dict[str, Annotated[TensorEntry, PlainValidator(_tensor)]] = {}
     parameter_axes: list[str] | None = None
     nodes: dict[str, NodeEntry] = {}
-    rest: Rest = "propagate"
+    rest: Rest | None = None
+    search: SearchEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -151,11 +187,13 @@ class Strategy:
         devices: Number of devices.
         axes: Named mesh axes, major first; empty where the strategy is numeric.
         symbols: Constraints on the symbols of the model.
-        dataset: "data_parallel", "full_batch", or an entry for each graph input named.
+        dataset: "data_parallel", "full_batch", an entry for each graph input named, or "search":
+            inputs are laid out as suits the nodes.
         parameters: Entry of the initializers that a name or pattern holds for.
         parameter_axes: Axes that split parameters wherever that is cheapest.
         nodes: Entry of the nodes that a name or pattern holds for.
         rest: What happens to nodes without an entry.
+        search: How to search, where `rest` is "search".
         document: Where each of these stands.
     """
 
@@ -168,6 +206,7 @@ class Strategy:
     parameter_axes: tuple[str, ...] = ()
     nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
     rest: Rest = "propagate"
+    search: SearchEntry = SearchEntry()
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
 
     @staticmethod
@@ -215,8 +254,6 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     for key in NOT_BUILT:
         if key in data:
             raise StrategyError(f"{document.where((key,))}: {key!r} is not built yet")
-    if data.get("rest") == "search":
-        raise StrategyError(f"{document.where(('rest',))}: 'rest: search' is not built yet")
     try:
         parsed = _File.model_validate(dict(data))
     except ValidationError as error:
@@ -224,16 +261,23 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     axes = parsed.mesh or {}
     _check_axes(document, parsed)
     count = _devices(document, parsed, devices)
+    rest: Rest = parsed.rest or ("propagate" if parsed.search is None else SEARCH)
+    if parsed.search is not None and rest != SEARCH:
+        raise StrategyError(
+            f"{document.where(('search',))}: 'search' says how to search for the rest, but 'rest' "
+            f"is {rest!r}"
+        )
     return Strategy(
         document.source,
         count,
         MappingProxyType(axes),
         MappingProxyType(parsed.symbols),
-        parsed.dataset,
+        parsed.dataset or (SEARCH if rest == SEARCH else "data_parallel"),
         MappingProxyType(parsed.parameters),
-        _parameter_axes(parsed),
+        () if rest == SEARCH else _parameter_axes(parsed),
         MappingProxyType(parsed.nodes),
-        parsed.rest,
+        rest,
+        parsed.search or SearchEntry(),
         document,
     )
 
@@ -270,7 +314,7 @@ def _message(document: Document, error: ErrorDetails) -> str:
 def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
     """Every tensor entry with its location."""
     found: list[tuple[Location, TensorEntry]] = []
-    if not isinstance(parsed.dataset, str):
+    if isinstance(parsed.dataset, dict):
         found += [(("dataset", name), entry) for name, entry in parsed.dataset.items()]
     found += [(("parameters", name), entry) for name, entry in parsed.parameters.items()]
     for name, node in parsed.nodes.items():

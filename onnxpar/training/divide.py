@@ -29,6 +29,8 @@ from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import GraphInput, PartitionedModel, States
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Strategy, resolve
+from onnxpar.strategy.decide import decide
+from onnxpar.strategy.schema import SEARCH
 from onnxpar.symbols import Symbol, SymbolTable, dim_str
 from onnxpar.training.loss import (
     LOSS,
@@ -194,7 +196,7 @@ def _micro_batch(
         raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
     env = found.env
     rules, ops = find_rules(model, env)
-    seeds = resolve(strategy, model, rules, env)
+    seeds = decide(strategy, model, rules, env, list(found.gradients))
     # A statistic leaves as it lies, as a gradient leaves split as its parameter.
     plan = propagate(model, env, rules, seeds, {**found.links, **running.updated})
     _check_statistics(plan, running.updated)
@@ -277,7 +279,13 @@ def _evaluation(
     model = info.model
     env = shapes(model, symbol_table(model, symbols))
     rules, ops = find_rules(model, env)
-    seeds = resolve(strategy, model, rules, env)
+    if strategy.rest == SEARCH:
+        # What was found for training holds here, its inputs and its mesh included.
+        names = {v.name for v in model.graph.inputs}
+        held = {n: s for n, s in training.plan.inputs.items() if n in names}
+        seeds = Seeds(training.plan.mesh, inputs=held)
+    else:
+        seeds = resolve(strategy, model, rules, env)
     # What is right for forward and backward together is kept, parameters lying as they do.
     seeds = replace(seeds, parameters={**seeds.parameters, **laid}, plans=dict(training.plan.nodes))
     if seeds.mesh != training.plan.mesh:

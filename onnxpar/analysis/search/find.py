@@ -217,7 +217,8 @@ class _Search:
         """What propagation is given: the plan of every node, and how inputs and parameters lie."""
         plans: dict[str, NodePlan] = {}
         for item, found, c in zip(self.flow.items, problem.options, choice, strict=False):
-            plans[item.name] = found[c].plan
+            if not item.fixed:
+                plans[item.name] = found[c].plan
         lying = problem.lying(choice)
         parameters = {v.name for v in self.flow.values if v.parameter}
         inputs = {n: s for n, s in lying.items() if n not in parameters}

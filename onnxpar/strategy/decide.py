@@ -1,0 +1,65 @@
+"""From a strategy to the seeds of propagation: what the user fixed, and what a search adds."""
+
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.search.find import Found, SearchSpec, find
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.machine import load_machine
+from onnxpar.strategy.resolve import resolve
+from onnxpar.strategy.schema import SEARCH, Strategy
+
+
+def decide(
+    strategy: Strategy,
+    model: ir.Model,
+    rules: Rules,
+    env: ShapeEnv,
+    trained: Collection[str] = (),
+) -> Seeds:
+    """Returns what propagation starts from: of a strategy that searches, the plans found.
+
+    Args:
+        strategy: The strategy.
+        model: The normalised model, its backward program appended where it is trained.
+        rules: The sharding rule of each of its nodes.
+        env: Its shapes.
+        trained: Names of the parameters that are trained; none for a forward program.
+
+    Raises:
+        StrategyError: An entry does not fit the model.
+        ShardingError: Nothing fits into the memory of a device.
+        MachineError: There is no such machine, or its file is malformed.
+    """
+    seeds = resolve(strategy, model, rules, env)
+    if strategy.rest != SEARCH:
+        return seeds
+    return search(strategy, model, rules, env, seeds, trained).seeds
+
+
+def search(
+    strategy: Strategy,
+    model: ir.Model,
+    rules: Rules,
+    env: ShapeEnv,
+    seeds: Seeds,
+    trained: Collection[str] = (),
+) -> Found:
+    """Searches for what a strategy leaves open; as `decide` otherwise."""
+    entry = strategy.search
+    spec = SearchSpec(
+        load_machine(entry.machine), entry.algorithm, entry.level, entry.memory, entry.sizes
+    )
+    return find(
+        model,
+        env,
+        rules,
+        seeds,
+        spec,
+        named=bool(strategy.axes),
+        free_inputs=strategy.dataset == SEARCH,
+        trained=trained,
+    )
