@@ -28,6 +28,7 @@ class NodePlan:
         outputs: Sharding in which each output is made.
         reason: Empty, or why the node is computed replicated.
         pinned: Whether the user set it.
+        carried: For operands that stay partial: their atoms and reduction.
     """
 
     rule: OpRule
@@ -36,6 +37,7 @@ class NodePlan:
     outputs: tuple[Sharding, ...]
     reason: str = ""
     pinned: bool = False
+    carried: Mapping[int, tuple[Atoms, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def shardings(
         partial = () if operand.mode else pending
         outputs.append(sharding.with_partial(partial, reduction).canonical(mesh, table))
     kept = {f: parts for f, parts in factors.items() if any(c.atoms for c in parts)}
-    return NodePlan(rule, kept, tuple(inputs), tuple(outputs), reason, pinned)
+    return NodePlan(rule, kept, tuple(inputs), tuple(outputs), reason, pinned, dict(carried))
 
 
 def _atoms(parts: DimSharding) -> Atoms:

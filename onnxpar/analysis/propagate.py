@@ -103,6 +103,7 @@ def _pinned(nodes: Sequence[ir.Node], rules: Rules, seeds: Seeds) -> dict[str, N
                 rules.views[name],
                 seeds.nodes[name].factors,
                 seeds.mesh,
+                carried=seeds.nodes[name].carried,
                 pinned=True,
             )
     return plans
@@ -208,7 +209,9 @@ class _Walk:
         rule, view = self.rules.rules[name], self.rules.views[name]
         seed = self.seeds.nodes.get(name)
         if seed is not None:
-            plan = shardings(rule, view, seed.factors, self.seeds.mesh, pinned=True)
+            plan = shardings(
+                rule, view, seed.factors, self.seeds.mesh, carried=seed.carried, pinned=True
+            )
         elif name in self.seeds.plans and self.seeds.plans[name].rule == rule:
             plan = self.seeds.plans[name]
         elif name in self.rules.reasons or (

@@ -17,12 +17,14 @@ class NodeSeed:
         factors: Components of each factor of its rule that is split; all others are whole.
         out: For each output, the sharding to bring it into after it is made; None: as it is made.
         where: Where the user said so, `file:line`, for messages.
+        carried: For operands that stay partial: their atoms and reduction.
     """
 
     node: str
     factors: Mapping[str, DimSharding]
     out: tuple[Sharding | None, ...] = ()
     where: str = ""
+    carried: Mapping[int, tuple[Atoms, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from math import gcd, prod
 
 from onnxpar.analysis.plan import factor_sizes
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import StrategyError
+from onnxpar.errors import StrategyError, SymbolError
 from onnxpar.layout import TensorLayout
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import WHOLE, OpRule
-from onnxpar.strategy.schema import TensorEntry
-from onnxpar.symbols import Dim, dim_str
+from onnxpar.sharding import Component, DimSharding
+from onnxpar.strategy.schema import Part, TensorEntry
+from onnxpar.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,46 @@ class Unit:
 
 
 Units = tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a dim or factor is split.
+
+    Attributes:
+        units: The units that split it, outermost first.
+        parts: The parts that they split, major first, each with its size; none where they split
+            the whole.
+    """
+
+    units: Units = ()
+    parts: tuple[tuple[str, Units], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of pieces."""
+        return count_of(self.units)
+
+    def components(self, size: Dim, mesh: Mesh, table: SymbolTable, what: str) -> DimSharding:
+        """Returns the components of a dim of `size` that is split so; `what` is it, for messages.
+
+        Raises:
+            StrategyError: The parts do not make up the dim.
+        """
+        if not self.parts:
+            return (Component(size, atoms_of(self.units, mesh)),)
+        try:
+            parts = tuple(Component(as_dim(n), atoms_of(u, mesh)) for n, u in self.parts)
+        except SymbolError as error:
+            raise StrategyError(f"{what}: {error}") from None
+        whole: Dim = 1
+        for part in parts:
+            whole = whole * part.size
+        if not table.equal(as_dim(whole), size):
+            raise StrategyError(
+                f"{what}: expected parts that multiply to {dim_str(size)}, got {_split_text(self)}"
+            )
+        return parts
 
 
 def atoms_of(units: Units, mesh: Mesh) -> Atoms:
@@ -70,11 +111,20 @@ def counts_of(entry: TensorEntry) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else 1 for d in entry)
 
 
-def units_of(entry: TensorEntry, axes: Mapping[str, Unit]) -> tuple[Units, ...]:
-    """Returns the units of each dim of an entry of mesh axes or of a layout."""
+def splits_of(entry: TensorEntry, axes: Mapping[str, Unit]) -> tuple[Split, ...]:
+    """Returns the split of each dim of an entry of mesh axes or of a layout."""
     if isinstance(entry, TensorLayout):
-        return tuple(tuple(Unit(*entry.axis(name), name) for name in names) for names in entry.dims)
-    return tuple(tuple(axes[n] for n in d) if isinstance(d, tuple) else () for d in entry)
+        return tuple(
+            Split(tuple(Unit(*entry.axis(name), name) for name in names)) for names in entry.dims
+        )
+    return tuple(_split(d if isinstance(d, tuple) else (), axes) for d in entry)
+
+
+def _split(dim: tuple[str | Part, ...], axes: Mapping[str, Unit]) -> Split:
+    parts = tuple((p.size, tuple(axes[n] for n in p.axes)) for p in dim if isinstance(p, Part))
+    if parts:
+        return Split(tuple(unit for _, units in parts for unit in units), parts)
+    return Split(tuple(axes[n] for n in dim if isinstance(n, str)))
 
 
 @dataclass(frozen=True)
@@ -155,10 +205,18 @@ def show(entry: TensorEntry) -> str:
     texts = []
     for dim in dims:
         if isinstance(dim, tuple):
-            texts.append(dim[0] if len(dim) == 1 else f"[{', '.join(dim)}]" if dim else "~")
+            texts.append(_dim_text(dim))
         else:
             texts.append("~" if dim is None else str(dim))
     return f"[{', '.join(texts)}]"
+
+
+def _dim_text(dim: tuple[str | Part, ...]) -> str:
+    names = [n for n in dim if isinstance(n, str)]
+    if len(names) < len(dim):
+        parts = [p for p in dim if isinstance(p, Part)]
+        return f"({' '.join(p.size + (':' + '.'.join(p.axes) if p.axes else '') for p in parts)})"
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]" if names else "~"
 
 
 def numeric_factors(site: Site, operands: Sequence[tuple[int, TensorEntry]]) -> dict[str, int]:
@@ -240,79 +298,117 @@ def _check_whole(site: Site, tensor: str, factor: str, count: int) -> None:
 
 def named_factors(
     site: Site, operands: Sequence[tuple[int, TensorEntry]], axes: Mapping[str, Unit]
-) -> dict[str, Units]:
-    """Returns the units that split each factor.
+) -> dict[str, Split]:
+    """Returns how each factor is split.
 
     Raises:
         StrategyError: A factor split in two ways, a dim that must not be split, or a merged dim
             whose axes cannot be given to its factors.
     """
-    found: dict[str, Units] = {}
+    found: dict[str, Split] = {}
     sources: dict[str, str] = {}
     merged = []
     for index, entry in operands:
         dims = site.rule.inputs[index].dims
-        for position, (names, units) in enumerate(zip(dims, units_of(entry, axes), strict=True)):
+        for position, (names, split) in enumerate(zip(dims, splits_of(entry, axes), strict=True)):
             tensor = f"{site.operand(index)}, dim {position}{_factor(names)}"
             if len(names) > 1:
-                merged.append((tensor, names, units))
+                merged.append((tensor, names, split))
             elif not names:
-                if count_of(units) > 1:
+                if split.count > 1:
                     raise site.fail(
-                        f"{tensor}: expected ~, it is not divided; got {_units_text(units)}"
+                        f"{tensor}: expected ~, it is not divided; got {_split_text(split)}"
                     )
             elif names[0] in found:
-                if found[names[0]] != units:
+                if found[names[0]] != split:
                     raise site.fail(
-                        f"{tensor}: expected {_units_text(found[names[0]])} as "
-                        f"{sources[names[0]]} has, got {_units_text(units)}"
+                        f"{tensor}: expected {_split_text(found[names[0]])} as "
+                        f"{sources[names[0]]} has, got {_split_text(split)}"
                     )
             else:
-                _check_whole(site, tensor, names[0], count_of(units))
-                found[names[0]], sources[names[0]] = units, tensor
-    for tensor, names, units in merged:
-        _merged_units(site, tensor, names, units, found)
+                _check_whole(site, tensor, names[0], split.count)
+                found[names[0]], sources[names[0]] = split, tensor
+    for tensor, names, split in merged:
+        _merged_units(site, tensor, names, split, found)
     return {name: found[name] for name in site.rule.factors if name in found}
 
 
 def _merged_units(
-    site: Site, tensor: str, names: Sequence[str], units: Units, found: dict[str, Units]
+    site: Site, tensor: str, names: Sequence[str], split: Split, found: dict[str, Split]
 ) -> None:
-    """Gives the axes of a merged dim to its factors, major first."""
+    """Gives the axes of a merged dim to its factors, major first; parts one after another."""
+    if split.parts:
+        _merged_parts(site, tensor, names, split, found)
+        return
     sizes = factor_sizes(site.rule, site.view)
-    left = list(units)
+    left = list(split.units)
     for position, name in enumerate(names):
         size = sizes[name]
         known = found.get(name)
         if known is not None:
-            if tuple(left[: len(known)]) != known:
+            if tuple(left[: len(known.units)]) != known.units:
                 raise site.fail(
-                    f"{tensor}: expected it to begin with {_units_text(known)} as another operand "
-                    f"has, got {_units_text(units)}"
+                    f"{tensor}: expected it to begin with {_split_text(known)} as another operand "
+                    f"has, got {_split_text(split)}"
                 )
-            taken = list(known)
+            found_here = known
         elif position == len(names) - 1 or not isinstance(size, int):
-            taken = list(left)
+            found_here = Split(tuple(left))
         else:
             taken, room = [], size
             for unit in left:
                 if room == 1:
                     break
                 if gcd(room, unit.size) != unit.size:
-                    raise _not_contiguous(site, tensor, count_of(units), [sizes[n] for n in names])
+                    raise _not_contiguous(site, tensor, split.count, [sizes[n] for n in names])
                 taken.append(unit)
                 room //= unit.size
-        _check_whole(site, tensor, name, count_of(tuple(taken)))
-        found[name] = tuple(taken)
-        left = left[len(taken) :]
+            found_here = Split(tuple(taken))
+        _check_whole(site, tensor, name, found_here.count)
+        found[name] = found_here
+        left = left[len(found_here.units) :]
     if left:
         raise site.fail(
-            f"{tensor}: expected no more axes than other operands have, got {_units_text(units)}"
+            f"{tensor}: expected no more axes than other operands have, got {_split_text(split)}"
         )
 
 
-def _units_text(units: Units) -> str:
-    return "[" + ", ".join(unit.name for unit in units) + "]" if units else "~"
+def _merged_parts(
+    site: Site, tensor: str, names: Sequence[str], split: Split, found: dict[str, Split]
+) -> None:
+    sizes, table = factor_sizes(site.rule, site.view), site.view.table
+    left = list(split.parts)
+    for name in names:
+        mine: list[tuple[str, Units]] = []
+        rest: Dim = sizes[name]
+        while left and not table.equal(rest, 1):
+            inside = exact_div(rest, as_dim(left[0][0]), table)
+            if inside is None:
+                break
+            mine.append(left.pop(0))
+            rest = inside
+        if not table.equal(rest, 1):
+            merged = " x ".join(dim_str(sizes[n]) for n in names)
+            raise site.fail(
+                f"{tensor}: expected parts that make up the merged dims {merged} one after "
+                f"another, got {_split_text(split)}"
+            )
+        units = tuple(unit for _, part in mine for unit in part)
+        given = Split(units, tuple(mine) if len(mine) > 1 else ())
+        if name in found and found[name] != given:
+            raise site.fail(
+                f"{tensor}: expected {_split_text(found[name])} for {name} as another operand has, "
+                f"got {_split_text(split)}"
+            )
+        _check_whole(site, tensor, name, given.count)
+        found[name] = given
+
+
+def _split_text(split: Split) -> str:
+    if split.parts:
+        parts = (n + (":" + ".".join(x.name for x in u) if u else "") for n, u in split.parts)
+        return f"({' '.join(parts)})"
+    return "[" + ", ".join(unit.name for unit in split.units) + "]" if split.units else "~"
 
 
 def _factor(names: Sequence[str]) -> str:

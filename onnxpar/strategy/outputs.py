@@ -9,12 +9,11 @@ from onnxpar.sharding import REDUCTIONS, DimSharding, Sharding
 from onnxpar.strategy.operands import (
     Site,
     Unit,
-    atoms_of,
     check_rank,
     counts_of,
     is_named,
     show,
-    units_of,
+    splits_of,
 )
 from onnxpar.strategy.schema import TensorEntry
 from onnxpar.symbols import Dim
@@ -47,8 +46,12 @@ def wanted(
         shape = site.view.out_shape(index)
         check_rank(site, tensor, shape, entry)
         if is_named(entry):
-            atoms = [atoms_of(units, mesh) for units in units_of(entry, axes)]
-            sharding = Sharding.of(shape, atoms)
+            sharding = Sharding(
+                tuple(
+                    split.components(size, mesh, site.view.table, f"{site.title}: {tensor}")
+                    for size, split in zip(shape, splits_of(entry, axes), strict=True)
+                )
+            )
         else:
             sharding = _numeric(site, tensor, index, entry, factors, mesh)
         try:

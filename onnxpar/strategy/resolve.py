@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.analysis.plan import Plan, factor_sizes
+from onnxpar.analysis.plan import Plan, factor_sizes, may_stay_partial
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
@@ -19,8 +19,8 @@ from onnxpar.sharding import Component, DimSharding, Sharding
 from onnxpar.strategy.names import match
 from onnxpar.strategy.operands import (
     Site,
+    Split,
     Unit,
-    Units,
     aligned,
     atoms_of,
     axis_units,
@@ -31,7 +31,7 @@ from onnxpar.strategy.operands import (
     numeric_factors,
     rank_of,
     show,
-    units_of,
+    splits_of,
 )
 from onnxpar.strategy.outputs import factors_from_outputs, wanted
 from onnxpar.strategy.replaced import Replaced
@@ -49,11 +49,11 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The units that split each factor of a node."""
+    """How each factor of a node is split."""
 
     site: Site
     entry: NodeEntry
-    factors: Mapping[str, Units]
+    factors: Mapping[str, Split]
 
 
 def resolve(strategy: Strategy, model: ir.Model, rules: Rules, env: ShapeEnv) -> Seeds:
@@ -162,7 +162,7 @@ class _Resolver:
             self.use(tuple(counts.values()), site.title)
             factors, before = {}, 1
             for factor, count in counts.items():
-                factors[factor] = (Unit(before, count, str(count)),) if count > 1 else ()
+                factors[factor] = Split((Unit(before, count, str(count)),) if count > 1 else ())
                 before *= count
         return _Choice(site, entry, factors)
 
@@ -171,8 +171,8 @@ class _Resolver:
         sizes = factor_sizes(site.rule, site.view)
         factors: dict[str, DimSharding] = {}
         owner: dict[int, str] = {}
-        for name, units in choice.factors.items():
-            atoms = atoms_of(units, self.mesh)
+        for name, split in choice.factors.items():
+            atoms = atoms_of(split.units, self.mesh)
             for atom in atoms:
                 if atom in owner:
                     raise site.fail(
@@ -181,11 +181,33 @@ class _Resolver:
                     )
                 owner[atom] = name
             if atoms:
-                factors[name] = (Component(sizes[name], atoms),)
+                what = f"{site.title}: dim {name}"
+                factors[name] = split.components(sizes[name], self.mesh, site.view.table, what)
         out = wanted(site, choice.entry.out or (), factors, self.mesh, self.axes)
         if choice.entry.inputs is None:
             factors = factors_from_outputs(site, out, self.mesh)
-        return NodeSeed(site.view.name, factors, out, site.where)
+        carried = self.carried(choice, owner)
+        return NodeSeed(site.view.name, factors, out, site.where, carried)
+
+    def carried(self, choice: _Choice, owner: Mapping[int, str]) -> dict[int, tuple[Atoms, str]]:
+        """The operands that stay partial through a node."""
+        entry, site = choice.entry.partial, choice.site
+        if entry is None:
+            return {}
+        atoms = tuple(sorted(a for n in entry.axes for a in self.mesh.axis_atoms(n)))
+        taken = [a for a in atoms if a in owner]
+        if taken:
+            raise site.fail(
+                f"'partial': expected mesh axes that split none of its dims, got "
+                f"{self.mesh.describe(taken)}, which splits {owner[taken[0]]}"
+            )
+        if not may_stay_partial(site.rule, frozenset(entry.operands), "sum"):
+            groups = [sorted(s) for r, s in site.rule.linear if r == "sum"]
+            raise site.fail(
+                f"'partial': expected operands that may wait for a sum together: {groups}, got "
+                f"{entry.operands}"
+            )
+        return dict.fromkeys(entry.operands, (atoms, "sum"))
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -217,8 +239,14 @@ class _Resolver:
             counts = counts_of(entry)
             self.use(counts, title)
             return lambda mesh: Sharding.of(shape, mesh.matrix(counts))
-        units = units_of(entry, self.axes)
-        return lambda mesh: Sharding.of(shape, [atoms_of(u, mesh) for u in units])
+        splits = splits_of(entry, self.axes)
+        table = self.env.table
+        return lambda mesh: Sharding(
+            tuple(
+                split.components(size, mesh, table, title)
+                for size, split in zip(shape, splits, strict=True)
+            )
+        )
 
     # -- mesh ------------------------------------------------------------------------------------
 

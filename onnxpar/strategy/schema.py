@@ -26,8 +26,18 @@ from onnxpar.strategy.document import Document, Location, parse_document, read_d
 from onnxpar.strategy.names import nearest
 from onnxpar.symbols import Symbol
 
-DimEntry = int | tuple[str, ...]
-"""A number of pieces, or the mesh axes that split a dim (outermost first, empty: whole)."""
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a dim that was merged from several: its size, and the axes that split it."""
+
+    size: str
+    axes: tuple[str, ...] = ()
+
+
+DimEntry = int | tuple[str, ...] | tuple[Part, ...]
+"""A number of pieces; the mesh axes that split a dim (outermost first, empty: whole); or, for a dim
+that was merged from others or is taken apart later, its parts, major first."""
 
 TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
 """One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
@@ -61,10 +71,19 @@ def _dim(entry: object) -> DimEntry | None:
             raise _expected("a number of pieces of at least 1", entry)
         return entry
     if isinstance(entry, str):
-        return (entry,)
+        return _parts(entry) if entry.startswith("(") else (entry,)
     if isinstance(entry, list | tuple) and entry and all(isinstance(name, str) for name in entry):
         return tuple(entry)
     raise _expected("a number of pieces, a mesh axis, a list of mesh axes or ~", entry)
+
+
+def _parts(text: str) -> tuple[Part, ...]:
+    """Reads `(3 16:tp 64)`, as `onnxpar inspect` shows the parts of a dim."""
+    found = [item.partition(":") for item in text.removeprefix("(").removesuffix(")").split()]
+    parts = tuple(Part(size, tuple(axes.split(".")) if axes else ()) for size, _, axes in found)
+    if not text.endswith(")") or not parts or any(c and not axes for _, c, axes in found):
+        raise _expected("the parts of a dim such as '(3 16:tp 64)'", text)
+    return parts
 
 
 def _tensor(entry: object) -> TensorEntry:
@@ -75,7 +94,7 @@ def _tensor(entry: object) -> TensorEntry:
     dims = tuple(_dim(item) for item in entry)
     if any(isinstance(d, int) for d in dims) and any(isinstance(d, tuple) for d in dims):
         raise _expected("numbers of pieces or mesh axes, not both", entry)
-    names = [name for d in dims if isinstance(d, tuple) for name in d]
+    names = _used(dims)
     for name in names:
         if names.count(name) > 1:
             raise _expected(f"mesh axis {name!r} at most once in a tensor", entry)
@@ -130,20 +149,34 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class PartialEntry(_Section):
+    """Operands of a node that are left waiting for a sum, which its output then waits for.
+
+    Attributes:
+        operands: Their numbers, all those that may wait together.
+        axes: The mesh axes that they wait for.
+    """
+
+    operands: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    axes: Annotated[list[str], Field(min_length=1)]
+
+
 class NodeEntry(_Section):
     """What the user wants of one node.
 
     Attributes:
         inputs: An entry for each operand (key `in`), None where the others say it.
         out: An entry for each output: its layout afterwards.
+        partial: Operands that stay a pending sum through the node.
     """
 
     inputs: _Tensors | None = Field(default=None, alias="in")
     out: _Tensors | None = None
+    partial: PartialEntry | None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
-        if self.inputs is None and self.out is None:
+        if self.inputs is None and (self.out is None or self.partial is not None):
             raise PydanticCustomError("entry", "expected 'in', 'out' or both, got neither")
         return self
 
@@ -206,7 +239,7 @@ class Strategy:
     parameter_axes: tuple[str, ...] = ()
     nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
     rest: Rest = "propagate"
-    search: SearchEntry = SearchEntry()
+    search: SearchEntry = field(default_factory=SearchEntry)
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
 
     @staticmethod
@@ -261,7 +294,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     axes = parsed.mesh or {}
     _check_axes(document, parsed)
     count = _devices(document, parsed, devices)
-    rest: Rest = parsed.rest or ("propagate" if parsed.search is None else SEARCH)
+    rest: Rest = parsed.rest or ("propagate" if parsed.search is None else "search")
     if parsed.search is not None and rest != SEARCH:
         raise StrategyError(
             f"{document.where(('search',))}: 'search' says how to search for the rest, but 'rest' "
@@ -330,7 +363,13 @@ def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
 def _used(entry: TensorEntry) -> list[str]:
     if isinstance(entry, TensorLayout):
         return []
-    return [name for dim in entry if isinstance(dim, tuple) for name in dim]
+    return [
+        name
+        for dim in entry
+        if isinstance(dim, tuple)
+        for item in dim
+        for name in (item.axes if isinstance(item, Part) else (item,))
+    ]
 
 
 def _check_axes(document: Document, parsed: _File) -> None:
@@ -355,6 +394,13 @@ def _check_axes(document: Document, parsed: _File) -> None:
                 raise StrategyError(
                     f"{document.where(location)}: {location[0]} {location[1]!r}: expected a mesh "
                     f"axis, got {name!r}{nearest(name, axes)}"
+                )
+    for node, wanted in parsed.nodes.items():
+        for name in wanted.partial.axes if wanted.partial is not None else ():
+            if name not in axes:
+                raise StrategyError(
+                    f"{document.where(('nodes', node, 'partial'))}: nodes {node!r}: expected a "
+                    f"mesh axis, got {name!r}{nearest(name, axes)}"
                 )
     for name in parsed.parameter_axes or ():
         if name not in axes:

@@ -8,14 +8,14 @@ from time import perf_counter
 import onnx_ir as ir
 
 from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.plan import NodePlan, shardings
+from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.exact import Solution, best, least
 from onnxpar.analysis.search.flow import Flow, Item, flow
 from onnxpar.analysis.search.options import Option, options
 from onnxpar.analysis.search.problem import Problem, Weights, build
 from onnxpar.analysis.search.recursive import recurse
-from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import ShardingError
 from onnxpar.machine import Machine
@@ -210,15 +210,23 @@ class _Search:
         seed = self.seeds.nodes.get(item.name)
         if seed is None:
             return options(item, axes, self.cost, before)
-        plan = shardings(item.rule, item.view, seed.factors, self.cost.mesh, pinned=True)
+        plan = shardings(
+            item.rule,
+            item.view,
+            seed.factors,
+            self.cost.mesh,
+            carried=seed.carried,
+            pinned=True,
+        )
         return (Option(plan, (None,) * len(axes)),)
 
     def seeds_of(self, problem: Problem, choice: Sequence[int]) -> Seeds:
         """What propagation is given: the plan of every node, and how inputs and parameters lie."""
-        plans: dict[str, NodePlan] = {}
+        nodes: dict[str, NodeSeed] = {}
         for item, found, c in zip(self.flow.items, problem.options, choice, strict=False):
             if not item.fixed:
-                plans[item.name] = found[c].plan
+                plan = found[c].plan
+                nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried)
         lying = problem.lying(choice)
         parameters = {v.name for v in self.flow.values if v.parameter}
         inputs = {n: s for n, s in lying.items() if n not in parameters}
@@ -228,5 +236,6 @@ class _Search:
             inputs={**inputs, **self.seeds.inputs},
             parameters={**laid, **self.seeds.parameters},
             parameter_axes=(),
-            plans=plans,
+            nodes={**nodes, **self.seeds.nodes},
+            rest="propagate",
         )
