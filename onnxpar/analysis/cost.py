@@ -131,10 +131,10 @@ class CostModel:
         gone: dict[int, tuple[int, int] | None] = dict.fromkeys(source.partial)
         come: dict[int, tuple[int, int] | None] = dict.fromkeys(target.partial)
         for d, (old, new) in enumerate(zip(source.dims, target.dims, strict=True)):
-            if len(old) != len(new) or any(a.size != b.size for a, b in zip(old, new, strict=True)):
-                # A dim that is whole on one side has the components of the other.
-                if any(c.atoms for c in old) and any(c.atoms for c in new):
-                    return None
+            alike = [c.size for c in old] == [c.size for c in new]
+            # A dim that is whole on one side has the components of the other.
+            if not alike and any(c.atoms for c in old) and any(c.atoms for c in new):
+                return None
             for c, part in enumerate(old):
                 gone.update((atom, (d, c)) for atom in part.atoms)
             for c, part in enumerate(new):

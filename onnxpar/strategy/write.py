@@ -66,7 +66,9 @@ def _node(seed: NodeSeed, rules: Rules, mesh: Mesh) -> dict[str, Any]:
     sizes = factor_sizes(rule, view)
     entry: dict[str, Any] = {
         "in": [
-            _layout(operand_sharding(operand, view.shape(i), seed.factors, sizes), mesh)
+            _layout(
+                operand_sharding(operand, view.shape(i), seed.factors, sizes, rule.scaled), mesh
+            )
             for i, operand in enumerate(rule.inputs)
             if not operand.mode and operand.dims and view.has(i)
         ]

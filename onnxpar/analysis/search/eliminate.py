@@ -61,8 +61,6 @@ def minimise(
 
     def add(scope: tuple[int, ...], table: Table) -> None:
         nonlocal number
-        if len(set(scope)) < len(scope):
-            scope, table = _diagonal(scope, table)
         if len(scope) == 1:
             units[scope[0]] = units[scope[0]] + table
             return
@@ -146,11 +144,3 @@ def _aligned(scope: tuple[int, ...], table: Table, order: tuple[int, ...]) -> Ta
     for axis, i in enumerate(have):
         shape[order.index(scope[i])] = moved.shape[axis]
     return moved.reshape(shape)
-
-
-def _diagonal(scope: tuple[int, ...], table: Table) -> tuple[tuple[int, ...], Table]:
-    """A table in which a variable stands twice, with it once."""
-    letters: dict[int, int] = {}
-    subs = [letters.setdefault(v, len(letters)) for v in scope]
-    out = list(dict.fromkeys(subs))
-    return tuple(dict.fromkeys(scope)), np.einsum(table, subs, out)

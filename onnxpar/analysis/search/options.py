@@ -34,7 +34,7 @@ class Option:
 def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
     """Returns the parts of each factor that may be split: what later views of a dim tell apart."""
     rule = item.rule
-    found = {
+    found: dict[str, tuple[Part, ...]] = {
         f: (Part(s, rule.kinds[f] != WHOLE),) for f, s in factor_sizes(rule, item.view).items()
     }
     for operand, dims in zip(rule.inputs, item.parts, strict=False):

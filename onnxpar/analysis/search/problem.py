@@ -337,14 +337,14 @@ class _Builder:
                 rows = np.array([sources.index(s) for s in made], np.intp)
                 self._tables[key] = small[rows][:, :, index]
             self.terms.append(Term((producer, here, use.item), self._tables[key]))
-        key = ("kept", id(options), output, kept, value.trained)
-        if key not in self._tables:
+        fetched = ("kept", id(options), output, kept, value.trained)
+        if fetched not in self._tables:
             rows_by = {
                 s: [0.0 if k is None else self._move(s, k, value) for k in kept]
                 for s in dict.fromkeys(made)
             }
-            self._tables[key] = np.array([rows_by[s] for s in made])
-        self.terms.append(Term((producer, here), self._tables[key]))
+            self._tables[fetched] = np.array([rows_by[s] for s in made])
+        self.terms.append(Term((producer, here), self._tables[fetched]))
 
     def _fetch(self, source: Sharding, kept: _Usage | None, usage: _Usage, value: Value) -> float:
         if usage == kept:
