@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onnxpar.sharding import Sharding
     from onnxpar.strategy import Strategy
     from onnxpar.symbols import Symbol
-    from onnxpar.training.divide import TrainingSpec
+    from onnxpar.training.prepare import TrainingSpec
     from onnxpar.training.loss import LossKind, LossSpec
     from onnxpar.training.optimizer import OptimizerKind
 

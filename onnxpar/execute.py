@@ -279,7 +279,7 @@ def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
         return
     # The transformer takes a second to load, which the ranks of `run` and `train` do without.
     from onnxpar.pipeline import shard
-    from onnxpar.training.divide import TrainingSpec
+    from onnxpar.training.prepare import TrainingSpec
 
     spec = TrainingSpec.of(manifest.trained().spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:

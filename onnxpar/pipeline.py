@@ -26,7 +26,8 @@ from onnxpar.passes.validity import blamed_on_model
 from onnxpar.strategy import Strategy, load_strategy, resolved
 from onnxpar.strategy.decide import decide
 from onnxpar.symbols import Symbol
-from onnxpar.training.divide import DividedTraining, TrainingSpec, divide_training
+from onnxpar.training.divide import DividedTraining, divide_training
+from onnxpar.training.prepare import TrainingSpec
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from onnxpar.pipeline import shard
 from onnxpar.strategy import Strategy
-from onnxpar.training.divide import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
 

@@ -12,18 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 
 from onnxpar.analysis.plan import Plan, factor_sizes, project
 from onnxpar.analysis.propagate import propagate
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import shapes
 from onnxpar.artifacts.manifest import state_entry
-from onnxpar.errors import ModelError, RuleError
+from onnxpar.errors import RuleError
 from onnxpar.ops.find import find_rules
-from onnxpar.ops.random import idle_dropouts, stop_dropping
-from onnxpar.ops.running import forms, infer_with_statistics, keep_statistics
-from onnxpar.passes.autodiff import Differentiated, differentiate
+from onnxpar.ops.random import stop_dropping
+from onnxpar.ops.running import infer_with_statistics
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import GraphInput, PartitionedModel, States
@@ -32,17 +30,8 @@ from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.decide import decide
 from onnxpar.strategy.schema import SEARCH
 from onnxpar.symbols import Symbol, SymbolTable, dim_str
-from onnxpar.training.loss import (
-    LOSS,
-    LossInfo,
-    LossKind,
-    LossSpec,
-    append_loss,
-    append_metrics,
-)
+from onnxpar.training.loss import LossInfo, append_loss, append_metrics
 from onnxpar.training.optimizer import (
-    NEW,
-    OptimizerKind,
     ParameterInfo,
     StateKind,
     StateProgram,
@@ -50,37 +39,10 @@ from onnxpar.training.optimizer import (
     optimizer_model,
     state_name,
 )
-from onnxpar.training.trainable import FROZEN, Selection, select, untie
+from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
+from onnxpar.training.trainable import Selection
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TrainingSpec:
-    """What the user asks to train, and how.
-
-    Attributes:
-        loss: What is minimised.
-        optimizer: By what.
-        trainable: Patterns of the parameters to train; none means all.
-        freeze: Patterns of parameters not to train.
-        decay: Patterns of parameters with weight decay, besides those of two dims or more.
-        no_decay: Patterns of parameters that it does not apply to, whatever their dims.
-    """
-
-    loss: LossSpec
-    optimizer: OptimizerKind
-    trainable: tuple[str, ...] = ()
-    freeze: tuple[str, ...] = ()
-    decay: tuple[str, ...] = ()
-    no_decay: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(entry: Mapping[str, Any]) -> "TrainingSpec":
-        """Returns what the manifest says: `TrainingSpec.of(asdict(spec)) == spec`."""
-        loss = LossSpec(**{**entry["loss"], "kind": LossKind(entry["loss"]["kind"])})
-        patterns = {key: tuple(entry[key]) for key in ("trainable", "freeze", "decay", "no_decay")}
-        return TrainingSpec(loss, OptimizerKind(entry["optimizer"]), **patterns)
 
 
 @dataclass(frozen=True)
@@ -120,99 +82,44 @@ def divide_training(
         OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
             between them has no gradient.
     """
-    before = set(model.graph.initializers)
-    notices = list(untie(model))
-    originals |= set(model.graph.initializers) - before
-    idle = idle_dropouts(model.graph)
-    if idle:
-        notices.append(
-            f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and drop "
-            "nothing; export the model in training mode to train with them"
-        )
-    selection = select(model, originals, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
-    if not selection.trained:
-        raise ModelError("nothing to train: no floating-point parameter is left")
-    frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
-    notices += _told_forms(model.graph, frozen)
-    evaluation = model.clone()
-    first = _micro_batch(model, strategy, symbols, spec, selection, frozen)
-    trained = tuple(p for p in selection.trained if p.name in first.gradients)
-    states = _States(first.program.plan, trained, first.statistics)
-    kind = spec.optimizer
+    prepared = prepare_training(model, originals, symbols, spec)
+    program = _micro_batch(prepared, strategy)
+    held = prepared.model.graph.initializers
+    statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
+    trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
+    states = _States(program.plan, trained, statistics)
+    kind, opset = spec.optimizer, prepared.opset
     infos = [states.info(p) for p in trained]
-    opset = first.opset
     updates = optimizer_model(kind, infos, opset=opset)
     programs = (
-        first.program,
-        _evaluation(evaluation, strategy, symbols, spec, first.program, states),
+        program,
+        _evaluation(prepared.evaluation, strategy, symbols, spec, program, states),
         states.divided(updates, "optimizer_model"),
         states.divided(accumulation_model(infos, opset=opset), "accumulation_model"),
     )
     entry = {
-        "loss": _loss_entry(first.loss),
+        "loss": _loss_entry(prepared.loss),
         "optimizer": {"kind": str(kind)},
         "states": states.entries(updates),
-        "tensors": selection.entries(first.unreached),
-        "notices": notices,
+        "tensors": prepared.selection.entries(prepared.unreached),
+        "notices": list(prepared.notices),
         "spec": asdict(spec),
     }
-    return DividedTraining(programs, entry, selection, first.unreached)
+    return DividedTraining(programs, entry, prepared.selection, prepared.unreached)
 
 
 # -- one micro-batch -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    program: PartitionedModel
-    loss: LossInfo
-    gradients: Mapping[str, str]
-    statistics: Mapping[str, ir.DataType]
-    unreached: Mapping[str, str]
-    opset: int
-
-
-def _micro_batch(
-    model: ir.Model,
-    strategy: Strategy,
-    symbols: Mapping[str, Symbol],
-    spec: TrainingSpec,
-    selection: Selection,
-    frozen: frozenset[str],
-) -> _MicroBatch:
-    """Forward, loss and backward of one micro-batch."""
-    info = append_loss(model, spec.loss)
-    model = info.model
-    del model.graph.outputs[:-1]
-    model = common.RemoveUnusedNodesPass()(model).model
-    env = shapes(model, symbol_table(model, symbols))
-    running = keep_statistics(model, env, frozen, NEW)
-    env = running.env
-    names = [p.name for p in selection.trained]
-    found: Differentiated = differentiate(
-        model, env, LOSS, [n for n in names if n in model.graph.initializers]
-    )
-    if not found.gradients:
-        raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
-    env = found.env
-    rules, ops = find_rules(model, env)
-    seeds = decide(strategy, model, rules, env, list(found.gradients))
-    # A statistic leaves as it lies, as a gradient leaves split as its parameter.
-    plan = propagate(model, env, rules, seeds, {**found.links, **running.updated})
-    _check_statistics(plan, running.updated)
-    gradients = {g: state_name(StateKind.GRADIENT, p) for p, g in found.gradients.items()}
-    states = States(
-        frozenset((*found.gradients, *running.updated.values())), {**gradients, **running.updated}
-    )
-    program = partition(model, env, rules, ops, plan, program="training_model", states=states)
-    unreached = {n: "the loss does not depend on it" for n in names}
-    unreached = {
-        n: r for n, r in {**unreached, **found.unreached}.items() if n not in found.gradients
-    }
-    held = model.graph.initializers
-    statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in running.updated.values()}
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    return _MicroBatch(program, info, found.gradients, statistics, unreached, opset)
+def _micro_batch(prepared: Prepared, strategy: Strategy) -> PartitionedModel:
+    """Forward, loss and backward of one micro-batch, divided."""
+    p = prepared
+    seeds = decide(strategy, p.model, p.rules, p.env, list(p.gradients))
+    plan = propagate(p.model, p.env, p.rules, seeds, p.links)
+    _check_statistics(plan, p.updated)
+    gradients = {g: state_name(StateKind.GRADIENT, n) for n, g in p.gradients.items()}
+    states = States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated})
+    return partition(p.model, p.env, p.rules, p.ops, plan, program="training_model", states=states)
 
 
 def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
@@ -223,29 +130,6 @@ def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
                 f"running statistic {name!r}: expected {plan.parameters[name]}, its update leaves "
                 f"as {plan.outputs[new]}"
             )
-
-
-def _told_forms(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:
-    """Notices of what is normalised by which statistics."""
-    found = forms(graph, frozen)
-    texts = (
-        (
-            found.put,
-            "were exported for inference and are trained by the statistics of each "
-            "micro-batch; the running ones are kept, and used in evaluation",
-        ),
-        (found.fixed, "keep to their running statistics, which are frozen, in training too"),
-        (
-            found.stuck,
-            "stay in the form in which they were exported: their running statistics are "
-            "computed in the graph, or they stand in a body of control flow",
-        ),
-    )
-    return [
-        f"{len(names)} BatchNormalization nodes ({names[0]!r}{', …' if names[1:] else ''}) {text}"
-        for names, text in texts
-        if names
-    ]
 
 
 def _loss_entry(info: LossInfo) -> Json:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import parser
 
 from onnxpar.pipeline import shard
-from onnxpar.training.divide import TrainingSpec
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar_runtime import Trainer, custom_op_library

@@ -46,7 +46,7 @@ from typing import Any
 from step_cases import BATCHES, MODELS, OPTIMIZERS, QUICK, Job, Side
 
 from onnxpar.pipeline import shard
-from onnxpar.training.divide import TrainingSpec
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment

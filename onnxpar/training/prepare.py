@@ -1,0 +1,176 @@
+"""The program that trains a model, before anything is decided: loss appended, differentiated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.shapes import ShapeEnv, shapes
+from onnxpar.errors import ModelError
+from onnxpar.ops.find import find_rules
+from onnxpar.ops.random import idle_dropouts
+from onnxpar.ops.registry import OpDef
+from onnxpar.ops.running import forms, keep_statistics
+from onnxpar.passes.autodiff import differentiate
+from onnxpar.passes.load import symbol_table
+from onnxpar.symbols import Symbol
+from onnxpar.training.loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
+from onnxpar.training.optimizer import NEW, OptimizerKind
+from onnxpar.training.trainable import FROZEN, Selection, select, untie
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What the user asks to train, and how.
+
+    Attributes:
+        loss: What is minimised.
+        optimizer: By what.
+        trainable: Patterns of the parameters to train; none means all.
+        freeze: Patterns of parameters not to train.
+        decay: Patterns of parameters with weight decay, besides those of two dims or more.
+        no_decay: Patterns of parameters that it does not apply to, whatever their dims.
+    """
+
+    loss: LossSpec
+    optimizer: OptimizerKind
+    trainable: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    decay: tuple[str, ...] = ()
+    no_decay: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> "TrainingSpec":
+        """Returns what the manifest says: `TrainingSpec.of(asdict(spec)) == spec`."""
+        loss = LossSpec(**{**entry["loss"], "kind": LossKind(entry["loss"]["kind"])})
+        patterns = {key: tuple(entry[key]) for key in ("trainable", "freeze", "decay", "no_decay")}
+        return TrainingSpec(loss, OptimizerKind(entry["optimizer"]), **patterns)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The program of one micro-batch, and all that is known of it before anything is decided.
+
+    Attributes:
+        model: Forward, loss and backward.
+        env: Its shapes.
+        rules: The sharding rule of each of its nodes.
+        ops: The operator definition of each node that has one, by node name.
+        links: Of each cotangent its primal, and of each new running statistic the old one.
+        loss: The loss.
+        gradients: Name of the gradient of each parameter that is trained; it is an output.
+        updated: Of each output that is a new running statistic the old one.
+        selection: What is trained, and what is not.
+        unreached: Parameters chosen that the loss does not depend on, with the reason.
+        notices: What the user should know of the model.
+        evaluation: The model without loss and backward.
+        opset: Version of the default domain.
+    """
+
+    model: ir.Model
+    env: ShapeEnv
+    rules: Rules
+    ops: Mapping[str, OpDef]
+    links: Mapping[str, str]
+    loss: LossInfo
+    gradients: Mapping[str, str]
+    updated: Mapping[str, str]
+    selection: Selection
+    unreached: Mapping[str, str]
+    notices: tuple[str, ...]
+    evaluation: ir.Model
+    opset: int
+
+
+def prepare_training(
+    model: ir.Model,
+    originals: frozenset[str],
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+) -> Prepared:
+    """Appends loss and backward to a model. The model given is used up.
+
+    Args:
+        model: The normalised model.
+        originals: Names of the initializers that the file had; others were constants.
+        symbols: Constraints on the symbols of its inputs.
+        spec: What to train and how.
+
+    Raises:
+        OnnxparError: The loss or the parameters do not fit the model, or an operator between them
+            has no gradient.
+    """
+    before = set(model.graph.initializers)
+    notices = list(untie(model))
+    originals |= set(model.graph.initializers) - before
+    idle = idle_dropouts(model.graph)
+    if idle:
+        notices.append(
+            f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and drop "
+            "nothing; export the model in training mode to train with them"
+        )
+    selection = select(model, originals, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
+    if not selection.trained:
+        raise ModelError("nothing to train: no floating-point parameter is left")
+    frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
+    notices += _told_forms(model.graph, frozen)
+    evaluation = model.clone()
+    info = append_loss(model, spec.loss)
+    model = info.model
+    del model.graph.outputs[:-1]
+    model = common.RemoveUnusedNodesPass()(model).model
+    env = shapes(model, symbol_table(model, symbols))
+    running = keep_statistics(model, env, frozen, NEW)
+    names = [p.name for p in selection.trained]
+    found = differentiate(
+        model, running.env, LOSS, [n for n in names if n in model.graph.initializers]
+    )
+    if not found.gradients:
+        raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
+    rules, ops = find_rules(model, found.env)
+    unreached = {n: "the loss does not depend on it" for n in names}
+    unreached = {
+        n: r for n, r in {**unreached, **found.unreached}.items() if n not in found.gradients
+    }
+    return Prepared(
+        model,
+        found.env,
+        rules,
+        ops,
+        # A statistic leaves as it lies, as a gradient leaves split as its parameter.
+        {**found.links, **running.updated},
+        info,
+        found.gradients,
+        running.updated,
+        selection,
+        unreached,
+        tuple(notices),
+        evaluation,
+        model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1)),
+    )
+
+
+def _told_forms(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:
+    """Notices of what is normalised by which statistics."""
+    found = forms(graph, frozen)
+    texts = (
+        (
+            found.put,
+            "were exported for inference and are trained by the statistics of each "
+            "micro-batch; the running ones are kept, and used in evaluation",
+        ),
+        (found.fixed, "keep to their running statistics, which are frozen, in training too"),
+        (
+            found.stuck,
+            "stay in the form in which they were exported: their running statistics are "
+            "computed in the graph, or they stand in a body of control flow",
+        ),
+    )
+    return [
+        f"{len(names)} BatchNormalization nodes ({names[0]!r}{', …' if names[1:] else ''}) {text}"
+        for names, text in texts
+        if names
+    ]
