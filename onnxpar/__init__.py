@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from onnxpar.sharding import Sharding
     from onnxpar.strategy import Strategy
     from onnxpar.symbols import Symbol
-    from onnxpar.training.prepare import TrainingSpec
     from onnxpar.training.loss import LossKind, LossSpec
     from onnxpar.training.optimizer import OptimizerKind
+    from onnxpar.training.prepare import TrainingSpec
 
 __version__ = "0.1.0"
 

@@ -12,9 +12,9 @@ from onnxpar.errors import ModelError, SymbolError
 from onnxpar.pipeline import Summary, shard
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
 
 SHOWN = 5
 TRAINING = "Training"

@@ -8,7 +8,7 @@ from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.find import Found, SearchSpec, find
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.machine import load_machine
+from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
 

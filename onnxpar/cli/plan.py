@@ -1,0 +1,259 @@
+"""`onnxpar plan`: a strategy, searched for and explained."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from onnxpar.analysis.plan import Plan
+from onnxpar.analysis.price import NodePrice, Price
+from onnxpar.cli.options import AsJson
+from onnxpar.cli.shard import parse_symbols
+from onnxpar.errors import StrategyError
+from onnxpar.machine import parse_bytes
+from onnxpar.planning import Planned, plan_strategy, searching
+from onnxpar.strategy import Strategy, load_strategy
+from onnxpar.strategy.load import AUTO
+from onnxpar.strategy.schema import SearchEntry
+from onnxpar.strategy.write import write_strategy
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
+
+_SIZE = re.compile(r"([^:=]+)=(\d+)")
+_DIGITS = re.compile(r"\d+")
+
+
+def command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to plan for.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The strategy file to write.")
+    ],
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What is fixed; the rest is searched for around it."),
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help="recursive (the default) or ilp, exact.")
+    ] = None,
+    level: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2, help="What counts: 0 little communication, 1 memory, 2 speed (default)."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What a device may hold, as 80GiB.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="cpu (the default), a100, h100, h200, or a file."),
+    ] = None,
+    symbol: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SIZE|NAME:CONSTRAINTS",
+            help="The size to plan for, or constraints; may be repeated.",
+        ),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(metavar="LOSS", help="Plan training by this loss, as `shard --train`."),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw or lamb.")
+    ] = "adamw",
+    json_output: AsJson = False,
+) -> None:
+    """Search for a strategy, say why it won, and write it to a file."""
+    sizes, constraints = _symbols(symbol or [])
+    wanted = searching(load_strategy(strategy or AUTO, devices))
+    given: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
+    try:
+        given["memory"] = None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise StrategyError(f"--memory: {error}") from None
+    entry = _entry(wanted, given, sizes)
+    training = None
+    if loss is not None:
+        training = TrainingSpec(parse_loss(loss), parse_optimizer(optimizer))
+    console = Console(stderr=True, highlight=False)
+    with console.status("reading the model") as status:
+        planned = plan_strategy(
+            model,
+            replace(wanted, search=entry),
+            symbols=parse_symbols(constraints),
+            training=training,
+            told=status.update,
+        )
+    data = _data(planned, entry)
+    out.write_text(write_strategy(planned.data, _head(planned, entry)), encoding="utf-8")
+    if json_output:
+        print(json.dumps(data, indent=1))
+        return
+    _print(planned, Console(soft_wrap=True, highlight=False), out)
+
+
+def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:
+    """Sizes to plan for, and the options that are constraints."""
+    sizes: dict[str, int] = {}
+    constraints = []
+    for text in texts:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            constraints.append(text)
+        else:
+            sizes[match[1]] = int(match[2])
+    return sizes, constraints
+
+
+def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int]) -> SearchEntry:
+    stated = {k: v for k, v in given.items() if v is not None}
+    known = strategy.search.model_dump()
+    merged = {**known, **stated, "sizes": {**known["sizes"], **sizes}}
+    algorithms = ("recursive", "ilp")
+    if merged["algorithm"] not in algorithms:
+        raise StrategyError(
+            f"--algorithm: expected one of {', '.join(algorithms)}, got {merged['algorithm']!r}"
+        )
+    return SearchEntry.model_validate(merged)
+
+
+# -- what is printed -----------------------------------------------------------------------------
+
+
+def _head(planned: Planned, entry: SearchEntry) -> str:
+    best = planned.ways[0].price
+    assert best is not None
+    sizes = ", ".join(f"{n}={s}" for n, s in entry.sizes.items()) or "typical sizes"
+    return (
+        f"Found by {entry.algorithm} for {planned.plan.mesh.size} devices "
+        f"({planned.machine.name}), {sizes}.\n"
+        f"A step: {_seconds(best.seconds)}, {_seconds(best.communicating)} of it communication; "
+        f"{_bytes(best.peak)} on a device."
+    )
+
+
+def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
+    return {
+        "machine": planned.machine.name,
+        "devices": planned.plan.mesh.size,
+        "algorithm": entry.algorithm,
+        "sizes": dict(entry.sizes),
+        "memory_limit": planned.limit,
+        "ways": [
+            {
+                "name": way.name,
+                "seconds": way.price.seconds if way.price else None,
+                "computing": way.price.computing if way.price else None,
+                "communicating": way.price.communicating if way.price else None,
+                "held_bytes": way.price.held if way.price else None,
+                "peak_bytes": way.price.peak if way.price else None,
+                "reason": way.reason,
+            }
+            for way in planned.ways
+        ],
+        "meshes": [
+            {
+                "axes": dict(c.axes),
+                "seconds": None if c.reason else c.seconds,
+                "bound": c.bound,
+                "memory": c.memory,
+                "elapsed": c.elapsed,
+                "reason": c.reason,
+            }
+            for c in planned.found.candidates
+        ],
+        "strategy": planned.data,
+    }
+
+
+def _print(planned: Planned, console: Console, out: Path) -> None:
+    best = planned.ways[0].price
+    assert best is not None
+    layers = Table("layers", "strategy", "nodes", "computing", "communication", title=None)
+    for name, strategy, nodes in _layers(best, planned.plan):
+        computing = sum(n.work.seconds for n in nodes)
+        moving = sum(n.work.special + n.moving for n in nodes)
+        layers.add_row(
+            escape(name), escape(strategy), str(len(nodes)), _seconds(computing), _seconds(moving)
+        )
+    console.print(layers)
+    ways = Table("way", "a step", "computing", "communication", "on a device", "")
+    for way in planned.ways:
+        if way.price is None:
+            ways.add_row(way.name, "", "", "", "", escape(way.reason))
+            continue
+        over = way.price.peak > planned.limit
+        ways.add_row(
+            way.name,
+            _seconds(way.price.seconds),
+            _seconds(way.price.computing),
+            _seconds(way.price.communicating),
+            _bytes(way.price.peak),
+            f"more than {_bytes(planned.limit)}" if over else "",
+        )
+    console.print(ways)
+    console.print(escape(_why(planned)))
+    console.print(escape(f"written       {out}"))
+    console.print(escape(f"next          onnxpar shard MODEL --strategy {out} -o DIR"))
+
+
+def _why(planned: Planned) -> str:
+    best = planned.ways[0].price
+    assert best is not None
+    fitting = [w for w in planned.ways[1:] if w.price is not None and w.price.peak <= planned.limit]
+    chosen = planned.found.chosen
+    proof = ""
+    if chosen.bound:
+        gap = max(0.0, 1 - chosen.bound / chosen.seconds) if chosen.seconds else 0.0
+        axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
+        proof = f"; on the mesh {axes} none is more than {100 * gap:.1f} % better"
+    if not fitting:
+        return f"No preset fits into {_bytes(planned.limit)}; the plan found does{proof}."
+    rival = min(fitting, key=lambda w: w.price.seconds if w.price else 0.0)
+    assert rival.price is not None
+    ratio = rival.price.seconds / best.seconds if best.seconds else 1.0
+    less = rival.price.communicating - best.communicating
+    return (
+        f"The best preset is {rival.name}: it takes {ratio:.2f} times as long, of which "
+        f"{_seconds(less)} more communication{proof}."
+    )
+
+
+def _layers(best: Price, plan: Plan) -> list[tuple[str, str, list[NodePrice]]]:
+    """Nodes by layer: those whose names are alike but for numbers, and that are divided alike."""
+    groups: dict[tuple[str, str], list[NodePrice]] = {}
+    for node in best.nodes:
+        chosen = plan.nodes[node.name]
+        if not chosen.factors and not node.moving:
+            continue
+        strategy = " ".join(
+            s.describe(plan.mesh) for s in chosen.inputs if s is not None and s.rank
+        )
+        groups.setdefault((_DIGITS.sub("*", node.name), strategy), []).append(node)
+    return [(name, strategy, nodes) for (name, strategy), nodes in groups.items()]
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us"
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"

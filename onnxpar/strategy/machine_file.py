@@ -1,0 +1,71 @@
+"""Machine files, and the one entry for `--machine NAME|FILE`."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from onnxpar.errors import MachineError
+from onnxpar.machine import PRESETS, Link, Machine, parse_bytes
+from onnxpar.strategy.document import read_document
+from onnxpar.strategy.names import nearest
+
+
+class _LinkFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    devices: Annotated[int, Field(ge=1)] | None = None
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _MachineFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    flops: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+    overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    links: Annotated[list[_LinkFile], Field(min_length=1)]
+    overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+def load_machine(text: str) -> Machine:
+    """Reads a machine file, or returns a preset; a file of that name wins.
+
+    Raises:
+        MachineError: There is neither, or the file is malformed.
+    """
+    path = Path(text)
+    if not path.is_file():
+        if text in PRESETS:
+            return PRESETS[text]
+        raise MachineError(
+            f"machine {text!r}: expected a file or one of {', '.join(PRESETS)}"
+            f"{nearest(text, tuple(PRESETS))}"
+        )
+    document = read_document(path)
+    try:
+        found = _MachineFile.model_validate(document.data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise MachineError(f"{document.where(first['loc'])}: {first['msg']}") from None
+    if "float32" not in found.flops:
+        raise MachineError(f"{document.where(('flops',))}: expected an entry float32")
+    sizes = [link.devices for link in found.links]
+    blocks = sizes[:-1]
+    if None in blocks or any(a is None or (b is not None and a >= b) for a, b in pairwise(sizes)):
+        raise MachineError(
+            f"{document.where(('links',))}: expected blocks of more and more devices, the last one "
+            f"without a number, got {sizes}"
+        )
+    return Machine(
+        found.name,
+        MappingProxyType(dict(found.flops)),
+        found.bandwidth,
+        found.memory,
+        found.overhead,
+        tuple(Link(link.devices or 0, link.bandwidth, link.latency) for link in found.links),
+        found.overlap,
+    )
