@@ -1,7 +1,7 @@
 """From a model and a machine to the plans of all its nodes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
 
@@ -30,6 +30,10 @@ LEVELS = {
 """What each level of the objective weighs; see `SearchSpec`."""
 
 
+# Later halvings cannot halve all memory: how much of what would remain is counted on.
+_SHARES = (1.0, 0.75, 0.5, 0.0)
+
+
 @dataclass(frozen=True)
 class SearchSpec:
     """How to search.
@@ -49,7 +53,7 @@ class SearchSpec:
     algorithm: str = "recursive"
     level: int = 2
     memory: int | None = None
-    sizes: Mapping[str, int] = ()  # type: ignore[assignment]
+    sizes: Mapping[str, int] = field(default_factory=dict)
     gap: float = 0.01
     seconds: float = 60.0
 
@@ -127,7 +131,7 @@ def find(
     pinned = replace(seeds, inputs={} if free_inputs else seeds.inputs)
     for mesh in _meshes(seeds.mesh, spec, named):
         started = perf_counter()
-        cost = CostModel(spec.machine, mesh, env.table, dict(spec.sizes or {}))
+        cost = CostModel(spec.machine, mesh, env.table, spec.sizes)
         run = _Search(seen, cost, replace(pinned, mesh=mesh), spec)
         try:
             problem, solution = run.solve()
@@ -177,15 +181,7 @@ class _Search:
         if not mesh.axes:
             axes = [(atom,) for atom in range(len(mesh.atoms))]
         if self.spec.algorithm == "recursive":
-            return recurse(
-                self.flow,
-                axes,
-                self.cost,
-                self._options,
-                lambda problem, later: self._best(problem, later * self.spec.limit),
-                pins=self._pins,
-                weights=LEVELS[self.spec.level],
-            )
+            return self._recurse(axes)
         known: dict[object, tuple[Option, ...]] = {}
         for item in self.flow.items:
             key = (item.kind, item.pin)
@@ -194,6 +190,33 @@ class _Search:
         found = [known[item.kind, item.pin] for item in self.flow.items]
         problem = build(self.flow, found, self.cost, self._pins, LEVELS[self.spec.level])
         return problem, self._best(problem, self.spec.limit)
+
+    def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution]:
+        """Halves with less and less memory left to later halvings, until all fits at the end."""
+
+        def decide(problem: Problem, later: int) -> Solution:
+            if later == 1:
+                return self._best(problem, self.spec.limit)
+            try:
+                return self._best(problem, share * later * self.spec.limit)
+            except ShardingError:
+                return least(problem)
+
+        for share in _SHARES:
+            try:
+                return recurse(
+                    self.flow,
+                    axes,
+                    self.cost,
+                    self._options,
+                    decide,
+                    pins=self._pins,
+                    weights=LEVELS[self.spec.level],
+                )
+            except ShardingError:
+                if share == _SHARES[-1]:
+                    raise
+        raise AssertionError
 
     def _best(self, problem: Problem, limit: float) -> Solution:
         if LEVELS[self.spec.level].memory_first:
@@ -230,7 +253,9 @@ class _Search:
         lying = problem.lying(choice)
         parameters = {v.name for v in self.flow.values if v.parameter}
         inputs = {n: s for n, s in lying.items() if n not in parameters}
-        laid = {n: s for n, s in lying.items() if n in parameters}
+        # One that is read once follows its reader.
+        several = {v.name for v in self.flow.values if len(v.uses) > 1}
+        laid = {n: s for n, s in lying.items() if n in parameters & several}
         return replace(
             self.seeds,
             inputs={**inputs, **self.seeds.inputs},

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from math import prod
 
 import onnx_ir as ir
 
@@ -12,8 +13,9 @@ from onnxpar.ops.rule import ANY, OpRule
 from onnxpar.symbols import Dim, SymbolTable
 
 WEIGHT = 1024
-"""Elements from which a constant counts as a weight. What depends on no weight (masks, positions,
-casts of the inputs) is computed whole on every device, and sliced for nothing where it is read."""
+"""Elements from which a parameter, or an input of real numbers, counts as a weight. What depends on
+no weight (masks, positions, tokens) is computed whole on every device, and sliced for nothing where
+it is read."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,12 @@ def flow(
     nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
     parts = structure(nodes, rules.rules, rules.views, env.table)
     varying: set[str] = set(trained)
-    weighty = {
-        name
-        for name, value in model.graph.initializers.items()
-        if value.const_value is not None and value.const_value.size >= WEIGHT
-    } | set(trained)
+    weighty = set(trained)
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        shape = env.shapes.get(value.name or "", ())
+        real = value.dtype is None or value.dtype.is_floating_point()
+        if real and prod(map(env.table.typical, shape)) >= WEIGHT:
+            weighty.add(value.name or "")
     items: list[Item] = []
     uses: dict[str, list[Use]] = {}
     made: dict[str, tuple[int, int]] = {}

@@ -1,0 +1,78 @@
+"""The exact search against trying everything."""
+
+from itertools import product
+from math import inf, prod
+
+import numpy as np
+import pytest
+
+from onnxpar.analysis.search.eliminate import solve
+from onnxpar.analysis.search.exact import best, least
+from onnxpar.analysis.search.problem import Problem, Term, Variable
+from onnxpar.errors import ShardingError
+
+
+def random_problem(seed: int) -> Problem:
+    """A sum of random tables over a few variables, some entries of which are impossible."""
+    rng = np.random.default_rng(seed)
+    widths = [int(n) for n in rng.integers(1, 5, rng.integers(2, 8))]
+    variables = tuple(
+        Variable(str(i), "node", rng.random(n), rng.integers(0, 9, n).astype(float))
+        for i, n in enumerate(widths)
+    )
+    possible = [int(rng.integers(n)) for n in widths]
+    terms = []
+    for _ in range(int(rng.integers(1, 10))):
+        size = min(int(rng.integers(1, 4)), len(widths))
+        scope = tuple(int(v) for v in rng.choice(len(widths), size, replace=False))
+        table = rng.random([widths[v] for v in scope])
+        table[rng.random(table.shape) < 0.1] = inf
+        table[tuple(possible[v] for v in scope)] = 0.5
+        terms.append(Term(scope, table))
+    return Problem(variables, tuple(terms), ())
+
+
+def everything(problem: Problem) -> list[tuple[float, float, tuple[int, ...]]]:
+    """Seconds, memory and choice of every assignment."""
+    return [
+        (problem.seconds(choice), problem.memory(choice), choice)
+        for choice in product(*(range(len(v.cost)) for v in problem.variables))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(250))
+def test_elimination_finds_the_least(seed: int) -> None:
+    problem = random_problem(seed)
+    assert prod(len(v.cost) for v in problem.variables) <= 4**7
+    least_seconds = min(seconds for seconds, _, _ in everything(problem))
+    found = problem.seconds(solve(problem))
+    assert found == pytest.approx(least_seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_limit_on_memory_is_kept_at_the_least_cost(seed: int) -> None:
+    problem = random_problem(1000 + seed)
+    tried = [item for item in everything(problem) if item[0] < inf]
+    rng = np.random.default_rng(seed)
+    memories = sorted({memory for _, memory, _ in tried})
+    limit = float(rng.choice(memories))
+    expected = min(seconds for seconds, memory, _ in tried if memory <= limit)
+    found = best(problem, limit)
+    assert found.memory <= limit
+    assert found.seconds == pytest.approx(expected, rel=1e-6)
+    assert found.bound <= found.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_least_memory_and_the_least_time_among_those(seed: int) -> None:
+    problem = random_problem(2000 + seed)
+    tried = [item for item in everything(problem) if item[0] < inf]
+    memory, seconds = min((memory, seconds) for seconds, memory, _ in tried)
+    found = least(problem)
+    assert (found.memory, found.seconds) == (memory, pytest.approx(seconds, rel=1e-9))
+
+
+def test_what_does_not_fit_is_an_error_with_the_least_that_would() -> None:
+    variable = Variable("a", "node", np.array([1.0, 2.0]), np.array([8.0, 4.0]))
+    with pytest.raises(ShardingError, match="is 4 bytes, expected at most 3"):
+        best(Problem((variable,), (), ()), 3.0)
