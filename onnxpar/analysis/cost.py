@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import log2, prod
 
 from onnxpar.analysis.plan import NodePlan, factor_sizes
-from onnxpar.analysis.reshard import Step, plan_reshard, reachable
+from onnxpar.analysis.reshard import legs, reachable
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.machine import Machine
 from onnxpar.mesh import Atoms, Mesh
@@ -94,10 +94,6 @@ class CostModel:
         rounds = _ROUNDS.get(kind, 1.0) * max(log2(self.mesh.count(atoms)), 1.0)
         return rounds * link.latency + moved / link.bandwidth
 
-    def step(self, step: Step) -> float:
-        """Returns the seconds of one step of a reshard."""
-        return self.collective(step.kind, step.atoms, self.value(step.bytes))
-
     def reshard(self, source: Sharding, target: Sharding, itemsize: int) -> float:
         """Returns the seconds to bring a value from one sharding into another.
 
@@ -113,36 +109,30 @@ class CostModel:
             elif not reachable(here, there):
                 seconds = float("inf")
             else:
-                quick = self._independent(here, there, itemsize)
-                if quick is None:
-                    steps = plan_reshard(here, there, self.mesh, _NUMBERS, itemsize)
-                    quick = sum(map(self.step, steps))
-                seconds = quick
+                seconds = sum(
+                    self._independent(a, b, itemsize)
+                    for a, b in legs(here, there, self.mesh, _NUMBERS)
+                )
             self._known[key] = seconds
         return self._known[key]
 
-    def _independent(self, source: Sharding, target: Sharding, itemsize: int) -> float | None:
-        """Seconds of a reshard in which every atom changes by itself.
+    def _independent(self, source: Sharding, target: Sharding, itemsize: int) -> float:
+        """Seconds of a move between equal components in which every atom changes by itself.
 
         What makes the value smaller comes first, what makes it larger last: the order that the
-        search over sequences of collectives finds where dims have the same components. None where
-        they have not, or where atoms of one component change their order.
+        search over sequences of collectives finds, too. Atoms of one component that change their
+        order cost one exchange of everything.
         """
         gone: dict[int, tuple[int, int] | None] = dict.fromkeys(source.partial)
         come: dict[int, tuple[int, int] | None] = dict.fromkeys(target.partial)
+        turned: list[int] = []
         for d, (old, new) in enumerate(zip(source.dims, target.dims, strict=True)):
-            alike = [c.size for c in old] == [c.size for c in new]
-            # A dim that is whole on one side has the components of the other.
-            if not alike and any(c.atoms for c in old) and any(c.atoms for c in new):
-                return None
-            for c, part in enumerate(old):
-                gone.update((atom, (d, c)) for atom in part.atoms)
-            for c, part in enumerate(new):
-                come.update((atom, (d, c)) for atom in part.atoms)
-            for a, b in zip(old, new, strict=False):
+            for c, (a, b) in enumerate(zip(old, new, strict=True)):
+                gone.update((atom, (d, c)) for atom in a.atoms)
+                come.update((atom, (d, c)) for atom in b.atoms)
                 kept = [x for x in a.atoms if x in b.atoms]
                 if kept != [x for x in b.atoms if x in a.atoms]:
-                    return None
+                    turned += kept
         moves: dict[tuple[str, object, object], list[int]] = {}
         for atom in sorted({*gone, *come}):
             was = gone.get(atom, _WHOLE)
@@ -167,7 +157,7 @@ class CostModel:
             else:
                 moved = (2 if kind == "all_reduce" else 1) * size * (count - 1) / count
             seconds += self.collective(kind, tuple(atoms), moved)
-        return seconds
+        return seconds + (self.collective("permute", tuple(turned), size) if turned else 0.0)
 
     # -- nodes -----------------------------------------------------------------------------------
 

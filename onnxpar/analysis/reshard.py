@@ -152,14 +152,25 @@ def _plan(
         for a, b in zip(source.shape, target.shape, strict=True)
     ):
         raise ShardingError(f"cannot reshard a value of shape {source.shape} to {target.shape}")
+    run = _Run(mesh, table, itemsize, cost)
+    return tuple(
+        step for here, there in legs(source, target, mesh, table) for step in run.steps(here, there)
+    )
+
+
+def legs(
+    source: Sharding, target: Sharding, mesh: Mesh, table: SymbolTable
+) -> tuple[tuple[Sharding, Sharding], ...]:
+    """Returns the one or two moves that a reshard is made of, each between equal components.
+
+    Where the components of a dim do not line up, their part of it goes through being whole; what
+    else differs is left for afterwards, when both sides are seen as the target's components.
+    """
     views = [_aligned(a, b, mesh, table) for a, b in zip(source.dims, target.dims, strict=True)]
     here = Sharding(tuple(v.source for v in views), source.partial, source.reduction)
     there = Sharding(tuple(v.target for v in views), target.partial, target.reduction)
-    run = _Run(mesh, table, itemsize, cost)
     if all(v.gathered is None for v in views):
-        return run.steps(here, there)
-    # Where the components of a dim do not line up, their part of it goes through being whole; what
-    # else differs is left for afterwards, when both sides are seen as the target's components.
+        return ((here, there),)
     whole = Sharding(
         tuple(v.source if v.gathered is None else v.gathered for v in views),
         source.partial,
@@ -175,7 +186,7 @@ def _plan(
         source.partial,
         source.reduction,
     )
-    return run.steps(here, whole) + run.steps(seen, there)
+    return ((here, whole), (seen, there))
 
 
 @dataclass(frozen=True)

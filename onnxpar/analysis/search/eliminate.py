@@ -122,10 +122,8 @@ def minimise(
             neighbours[n].discard(v)
         if scope:
             add(scope, least)
-        touched = set(scope)
+        # Those further away have fewer pairs to join at most; their old price will do.
         for n in scope:
-            touched |= neighbours[n]
-        for n in touched:
             now = fill(n)
             if now != price[n]:
                 price[n] = now

@@ -135,6 +135,10 @@ class _Builder:
     terms: list[Term] = field(default_factory=list)
     _units: dict[tuple[int, bool], tuple[Table, Table]] = field(default_factory=dict)
     _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
+    _once: dict[
+        tuple[int, int, bool, bool, int],
+        tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]],
+    ] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], Table] = field(default_factory=dict)
 
     def run(self) -> Problem:
@@ -225,11 +229,8 @@ class _Builder:
         if len(value.uses) == 1:
             # It lies as its only reader wants it.
             use = value.uses[0]
-            usages, index = self._usages(use)
-            wanted = [o.plan.inputs[use.operand] for o in self.options[use.item]]
-            layouts_of = tuple(s.with_partial(()) for s in wanted if s is not None)
+            seconds, memory, layouts_of, index = self._read_once(value, use)
             self.sources[value.name] = use.item, layouts_of
-            seconds, memory = self._lying(value, usages)
             variable = self.variables[use.item]
             self.variables[use.item] = Variable(
                 variable.name,
@@ -256,6 +257,18 @@ class _Builder:
             usages, index = self._usages(use)
             table = np.array([[self._move(s, u, value) for u in usages] for s in layouts])
             self.terms.append(Term((here, use.item), table[:, index]))
+
+    def _read_once(
+        self, value: Value, use: Use
+    ) -> tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]]:
+        found = self.options[use.item]
+        key = (id(found), use.operand, value.parameter, value.trained, value.itemsize)
+        if key not in self._once:
+            usages, index = self._usages(use)
+            wanted = (o.plan.inputs[use.operand] for o in found)
+            layouts = tuple(s.with_partial(()) for s in wanted if s is not None)
+            self._once[key] = (*self._lying(value, usages), layouts, index)
+        return self._once[key]
 
     def _pinned(self, value: Value, pin: Sharding) -> None:
         """A parameter or input that the user laid out: readers fetch what they want."""
