@@ -12,9 +12,9 @@ from onnx import parser
 from onnxpar.errors import ShardingError
 from onnxpar.pipeline import shard
 from onnxpar.symbols import Symbol
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime import TrainerGroup
 
 Array = NDArray[Any]

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from onnx import parser
 
 from onnxpar.pipeline import shard
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime import Trainer, custom_op_library
 
 Array = NDArray[Any]
