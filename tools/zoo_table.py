@@ -156,9 +156,9 @@ def check_training(row: Row, made: "Example", path: Path) -> None:
     """Divides training, verifies three steps, and compares five losses with PyTorch's."""
     from onnxpar import execute
     from onnxpar.pipeline import shard
-    from onnxpar.training.prepare import TrainingSpec
     from onnxpar.training.loss import parse_loss
     from onnxpar.training.optimizer import parse_optimizer
+    from onnxpar.training.prepare import TrainingSpec
 
     out = path.with_name("training")
     spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))

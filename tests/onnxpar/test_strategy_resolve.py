@@ -391,7 +391,8 @@ def test_resolved_says_what_the_plan_does() -> None:
     found = seeds(analysed, "mesh: {dp: 2, tp: 4}\nnodes: {'*1/MatMul': {in: [[dp, tp], ~]}}")
     data = resolved(divide(analysed, found).plan, analysed.model)
     assert data["mesh"] == {"devices": 8, "axes": {"dp": 2, "tp": 4}, "atoms": [2, 2, 2]}
-    assert data["inputs"]["x"] == {"pieces": [2, 1], "text": "[dp, ~]"}
+    # The only reader wants its columns split, so it enters so.
+    assert data["inputs"]["x"] == {"pieces": [2, 4], "text": "[dp, tp]"}
     node = data["nodes"]["/matmul1/MatMul"]
     assert node["in"] == [
         {"pieces": [2, 4], "text": "[dp, tp]"},

@@ -46,9 +46,9 @@ from typing import Any
 from step_cases import BATCHES, MODELS, OPTIMIZERS, QUICK, Job, Side
 
 from onnxpar.pipeline import shard
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 HERE = Path(__file__).resolve().parent
