@@ -115,7 +115,7 @@ def test_operators_said_to_have_no_gradient_have_none() -> None:
     page = (ROOT / "docs" / "reference" / "training.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"Missing, among what is common: (.*?)\.\n", page, re.DOTALL)
     names = re.findall(r"`(\w+)`", listed)
-    assert len(names) > 10
+    assert len(names) > 4
     for name in names:
         known = REGISTRY.find("", name, onnx.defs.onnx_opset_version())
         assert known is None or isinstance(known.gradient, Missing), name
