@@ -222,7 +222,8 @@ class _Walk:
         else:
             if self._stays_free(node, rule):
                 self.free.update(v.name or "" for v in node.outputs)
-                self.parametric.update(v.name or "" for v in node.outputs)
+                if len([o for o in rule.inputs if not o.mode]) == 1:
+                    self.parametric.update(v.name or "" for v in node.outputs)
                 return
             plan = self._choose(node, rule, view)
         self._adopt(node, plan)
@@ -233,14 +234,14 @@ class _Walk:
                 self.values[out] = self.resharded[out]
 
     def _stays_free(self, node: ir.Node, rule: OpRule) -> bool:
-        """Whether the node only rearranges free values, so that its user may say how it lies."""
+        """Whether the node is made of free values only, so that its user may say how it lies."""
         operands = [
             v
             for v, o in zip(node.inputs, rule.inputs, strict=False)
             if v is not None and not o.mode
         ]
         return (
-            len(operands) == 1
+            len(operands) > 0
             and len(node.outputs) == 1
             and not rule.outputs[0].mode
             and all((v.name or "") in self.free for v in operands)

@@ -125,12 +125,16 @@ def check(folder: Path, model: Path, strategy: str | Strategy) -> Manifest:
 
 @pytest.mark.parametrize("kind", ["qdq", "qdq by channel", "operators", "dynamic"])
 @pytest.mark.parametrize("name", ["cnn", "block"])
-def test_data_parallel(tmp_path: Path, name: str, kind: str) -> None:
+def test_presets(tmp_path: Path, name: str, kind: str) -> None:
     manifest = check(tmp_path, quantised(tmp_path, name, kind), "dp=2,tp=2")
     (batch,) = manifest.program("model").inputs
     assert batch.name == "x"
-    if kind != "dynamic":
-        assert manifest.program("model").collectives == ()
+    collectives = [c.op for c in manifest.program("model").collectives]
+    if kind == "operators":
+        assert collectives == []
+    elif kind != "dynamic":
+        # Columns then rows through each pair of products, as without quantisation.
+        assert collectives == ["AllReduce"] * (1 if name == "cnn" else 2)
 
 
 @pytest.mark.parametrize("kind", ["qdq", "operators", "dynamic"])
