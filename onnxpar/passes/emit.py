@@ -108,7 +108,8 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
     if source.model_version:
         proto.model_version = source.model_version
     # onnxruntime does without an import of a custom domain, ONNX's checker does not.
-    used = {node.domain: 1 for node in pm.builder.nodes if node.domain not in ("", "ai.onnx")}
+    nodes = every_node(pm.builder.nodes)
+    used = {node.domain: 1 for node in nodes if node.domain not in ("", "ai.onnx")}
     versions = {**used, **source.opset_imports, DOMAIN: DOMAIN_VERSION}
     for domain, version in versions.items():
         proto.opset_import.add(domain=domain, version=version)

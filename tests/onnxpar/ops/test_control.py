@@ -15,6 +15,7 @@ from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import shapes
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Mesh
+from onnxpar.passes.closure import every_node
 from onnxpar.passes.dump import Dumper
 from onnxpar.passes.load import normalise, symbol_table
 from onnxpar.passes.partitioned import PartitionedModel
@@ -154,3 +155,23 @@ def test_training_a_recurrent_network_sends_the_loss_alone(tmp_path: Path) -> No
     sent = [(c.op, c.value) for c in done.partitioned.builder.collectives]
     assert sent == [("AllReduce", "onnxpar.loss")]
     assert not done.partitioned.replicated
+
+
+def test_domains_that_only_a_body_has_are_imported(tmp_path: Path) -> None:
+    text = """g (float[4, batch, 3] x) => (float[batch, 4] y) <int64[1] first = {0}> {
+      a, s = GRU<hidden_size = 4, linear_before_reset = 1>(x, w, r)
+      y = Squeeze(s, first)
+    }"""
+    proto = onnx.parser.parse_model(HEAD + text)
+    rng = np.random.default_rng(0)
+    for name, size in {"w": (1, 12, 3), "r": (1, 12, 4)}.items():
+        array = rng.standard_normal(size).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    path = tmp_path / "model.onnx"
+    onnx.save(proto, path)
+    spec = TrainingSpec(LossSpec(LossKind.SOFTMAX_CROSS_ENTROPY), OptimizerKind.SGD)
+    shard(path, "dp", tmp_path / "out", devices=1, training=spec)
+    made = onnx.load(tmp_path / "out" / "rank0000.training_model.onnx", load_external_data=False)
+    inner = {n.domain for n in every_node(ir.serde.deserialize_model(made).graph)}
+    assert "com.microsoft" in inner
+    assert inner <= {"", *(i.domain for i in made.opset_import)}
