@@ -222,7 +222,8 @@ def _losses(directory: Path, made: "Example") -> list[float]:
     apart = []
     try:
         with TrainerGroup(directory) as group:
-            trained = {s.parameter for s in group.manifest.trained().states.values()}
+            states = group.manifest.trained().states.values()
+            trained = {state.parameter for state in states if state.kind == "gradient"}
             for step in range(1, STEPS + 1):
                 batch = _batch(group.manifest, rng, SETTINGS[step % 2])
                 labels = torch.tensor(batch["labels"])
