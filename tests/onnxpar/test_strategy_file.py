@@ -77,7 +77,10 @@ def test_tp_and_axes_that_no_entry_places_split_parameters(
     [
         ("mesh: {dp: 2}\nnode: {}", "s:2: unknown key 'node'; nearest: 'nodes'"),
         ("nodes:\n  a:\n    ni: [[1]]", "s:3: unknown key 'ni' in 'nodes': 'a'; nearest: 'in'"),
-        ("mesh: {dp: 2}\nrest: all", "s:2: 'rest': expected 'propagate', 'data_parallel', 'replicate' or"),
+        (
+            "mesh: {dp: 2}\nrest: all",
+            "s:2: 'rest': expected 'propagate', 'data_parallel', 'replicate' or",
+        ),
         (
             "mesh: {dp: 2}\nrest: propagate\nsearch: {level: 1}",
             "s:3: 'search' says how to search for the rest, but 'rest' is 'propagate'",
