@@ -112,8 +112,10 @@ class LocalNode:
         for key, value in (attributes or {}).items():
             merged[key] = value
         kept = {k: v for k, v in merged.items() if v is not None}
+        known = self.view.env.shapes
         outputs = [
-            (out.dtype, self.plan.outputs[i].local_shape(self.mesh, self.view.table))
+            # Of an unknown rank nothing is said, rather than that it is 0.
+            (out.dtype, self.out_shape(i) if out.name in known or not out.name else None)
             for i, out in enumerate(node.outputs)
         ]
         made = self.builder.ops(
