@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log2, prod
 
+import onnx_ir as ir
+
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.reshard import legs, reachable
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.machine import Machine
 from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.cost import CostFn, Share, by_rule
 from onnxpar.ops.rule import ANY, SPECIAL, OpRule
-from onnxpar.sharding import REDUCTIONS, Component, Sharding, local_size
+from onnxpar.sharding import Component, Sharding, local_size
 from onnxpar.symbols import Dim, SymbolTable
 
 _NUMBERS = SymbolTable({})
@@ -161,34 +164,61 @@ class CostModel:
 
     # -- nodes -----------------------------------------------------------------------------------
 
-    def node(self, rule: OpRule, view: NodeView, plan: NodePlan) -> Work:
-        """Returns what one device does for a node under a plan."""
+    def node(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, count: CostFn | None = None
+    ) -> Work:
+        """Returns what one device does for a node under a plan.
+
+        Args:
+            rule: Its rule.
+            view: What its rule saw.
+            plan: How it is divided.
+            count: Counts what its operator computes and moves; the rule's factors where None.
+        """
         local = {
             name: self._local(size, plan, name) for name, size in factor_sizes(rule, view).items()
         }
-        node = view.node
-        itemsizes = [
-            int(v.dtype.itemsize) if v is not None and v.dtype is not None else 0
-            for v in (*node.inputs, *node.outputs)
-        ]
-        layouts = [*plan.inputs, *plan.outputs]
-        traffic = float(
-            sum(
-                self.elements(s) * size
-                for s, size, operand in zip(
-                    layouts, itemsizes, (*rule.inputs, *rule.outputs), strict=True
-                )
-                if s is not None and operand.mode != ANY
-            )
-        )
-        contracts = len([i for i in rule.inputs if i.dims]) > 1 and any(
-            kind in REDUCTIONS for kind in rule.kinds.values()
-        )
-        flops = float(prod(local.values())) * (2 if contracts else 1) if local else 0.0
-        dtype = node.outputs[0].dtype if node.outputs else None
+        share = self._share(rule, view, plan, local)
+        counted = (count or by_rule)(share)
+        dtype = view.node.outputs[0].dtype if view.node.outputs else None
         rate = self.machine.rate(dtype.name.lower() if dtype is not None else "float32")
-        seconds = max(flops / rate, traffic / self.machine.bandwidth) + self.machine.overhead
-        return Work(flops, traffic, seconds, self._special(rule, view, plan, local))
+        seconds = max(counted.flops / rate, counted.traffic / self.machine.bandwidth)
+        if seconds:
+            seconds += self.machine.overhead
+        special = self._special(rule, view, plan, local)
+        return Work(counted.flops, counted.traffic, seconds, special)
+
+    def _share(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, local: Mapping[str, int]
+    ) -> Share:
+        """What one device has of a node."""
+
+        def shape(sharding: Sharding | None, mode: str) -> tuple[int, ...] | None:
+            if sharding is None or mode == ANY:
+                return None
+            sizes = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
+            return tuple(self.value(size) for size in sizes)
+
+        def width(value: ir.Value | None) -> float:
+            return value.dtype.itemsize if value is not None and value.dtype is not None else 0
+
+        inputs = tuple(
+            shape(s, operand.mode) for s, operand in zip(plan.inputs, rule.inputs, strict=True)
+        )
+        outputs = tuple(shape(s, "") or () for s in plan.outputs)
+        node = view.node
+        return Share(
+            rule,
+            view,
+            local,
+            inputs,
+            outputs,
+            tuple(
+                prod(s) * width(v) if s is not None else 0
+                for s, v in zip(inputs, node.inputs, strict=True)
+            ),
+            tuple(prod(s) * width(v) for s, v in zip(outputs, node.outputs, strict=True)),
+        )
 
     def _local(self, size: Dim, plan: NodePlan, name: str) -> int:
         parts = plan.factors.get(name)

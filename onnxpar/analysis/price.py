@@ -145,7 +145,8 @@ class _Pricing:
             peak = max(peak, live)
             for key in last.get(step, ()):
                 live -= bytes_of.pop(key, 0)
-            prices.append(NodePrice(name, self.cost.node(rule, view, chosen), moving))
+            work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
+            prices.append(NodePrice(name, work, moving))
         return Price(tuple(prices), self._leaving(made, itemsizes), held, held + peak)
 
     def _leaving(

@@ -29,6 +29,7 @@ from onnxpar.analysis.reshard import cheapest_way
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, structure
+from onnxpar.ops.cost import CostFn
 from onnxpar.ops.rule import OpRule
 from onnxpar.sharding import DimSharding, Sharding
 from onnxpar.symbols import symbols_of
@@ -46,11 +47,13 @@ class Rules:
         rules: The sharding rules.
         views: What the rules saw.
         reasons: For nodes that are computed replicated: why.
+        costs: What a device computes and moves, for nodes whose operator says it.
     """
 
     rules: Mapping[str, OpRule]
     views: Mapping[str, NodeView]
     reasons: Mapping[str, str]
+    costs: Mapping[str, CostFn] = field(default_factory=dict)
 
 
 def propagate(

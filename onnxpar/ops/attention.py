@@ -27,6 +27,7 @@ from onnxpar.ops.attention_parts import (
     seen,
 )
 from onnxpar.ops.body import BodyNode
+from onnxpar.ops.cost import attends
 from onnxpar.ops.forms import BOOL, global_index, iota
 from onnxpar.ops.heads import (
     Heads,
@@ -341,6 +342,7 @@ DEFS: tuple[OpDef, ...] = (
         attention_rule,
         attention_local,
         gradient=BY_BODY,
+        cost=attends(_PAST_KEY),
         body=attention_body,
     ),
     *attention_contrib.DEFS,

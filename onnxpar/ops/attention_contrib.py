@@ -21,6 +21,7 @@ from onnxpar.ops.attention_parts import (
     seen,
 )
 from onnxpar.ops.body import BodyNode
+from onnxpar.ops.cost import attends
 from onnxpar.ops.forms import BOOL
 from onnxpar.ops.heads import (
     Heads,
@@ -352,6 +353,7 @@ DEFS = (
         group_query_rule,
         group_query_local,
         gradient=Missing("it reads and writes a cache; train a model with Attention"),
+        cost=attends(3),
     ),
     OpDef(
         MICROSOFT,
@@ -360,6 +362,7 @@ DEFS = (
         multi_head_rule,
         multi_head_local,
         gradient=BY_BODY,
+        cost=attends(6),
         body=multi_head_body,
     ),
     OpDef(MICROSOFT, "Attention", 1, expanded, gradient=BY_BODY, body=attention_body),

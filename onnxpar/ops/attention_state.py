@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.cost import convolves, keeps_state
 from onnxpar.ops.forms import normal_axis
 from onnxpar.ops.heads import Operands, head_size, in_range
 from onnxpar.ops.local import LocalNode
@@ -103,6 +104,7 @@ DEFS = (
         linear_attention_rule,
         linear_attention_local,
         gradient=_DECODING,
+        cost=keeps_state,
     ),
     OpDef(
         MICROSOFT,
@@ -111,6 +113,14 @@ DEFS = (
         linear_attention_rule,
         linear_attention_local,
         gradient=_DECODING,
+        cost=keeps_state,
     ),
-    OpDef(MICROSOFT, "CausalConvWithState", 1, causal_conv_rule, gradient=_DECODING),
+    OpDef(
+        MICROSOFT,
+        "CausalConvWithState",
+        1,
+        causal_conv_rule,
+        gradient=_DECODING,
+        cost=convolves(0, 1),
+    ),
 )

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.cost import selects
 from onnxpar.ops.forms import normal_axis, zero_unless
 from onnxpar.ops.gather import indexed_place
 from onnxpar.ops.local import LocalNode
@@ -222,6 +223,7 @@ DEFS = (
         gather_block_quantized_rule,
         gather_block_quantized_local,
         gradient=_INTEGERS,
+        cost=selects,
         indices=gather_block_quantized_indices,
     ),
 )

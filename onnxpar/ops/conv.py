@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.channels import BATCH, FEW, Channels, channels
+from onnxpar.ops.cost import convolves
 from onnxpar.ops.gradients.conv import conv_gradient, conv_transpose_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.matmul import on_first
@@ -92,7 +93,7 @@ def conv_transpose_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 DEFS = (
-    OpDef("", "Conv", 1, conv_rule, conv_local, gradient=conv_gradient),
+    OpDef("", "Conv", 1, conv_rule, conv_local, gradient=conv_gradient, cost=convolves(None, 1)),
     OpDef(
         "",
         "ConvTranspose",
@@ -100,5 +101,6 @@ DEFS = (
         conv_transpose_rule,
         conv_transpose_local,
         gradient=conv_transpose_gradient,
+        cost=convolves(0, 1),
     ),
 )

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.channels import BATCH, Channels, channels
+from onnxpar.ops.cost import convolves
 from onnxpar.ops.forms import reduce
 from onnxpar.ops.gradients.conv import INPUT_GRAD, WEIGHT_GRAD
 from onnxpar.ops.gradients.matmul import MICROSOFT
@@ -211,6 +212,22 @@ def _summed(
 
 
 DEFS = (
-    OpDef(DOMAIN, INPUT_GRAD, 1, input_grad_rule, input_grad_local, gradient=_ITSELF),
-    OpDef(DOMAIN, WEIGHT_GRAD, 1, weight_grad_rule, weight_grad_local, gradient=_ITSELF),
+    OpDef(
+        DOMAIN,
+        INPUT_GRAD,
+        1,
+        input_grad_rule,
+        input_grad_local,
+        gradient=_ITSELF,
+        cost=convolves(0, 1),
+    ),
+    OpDef(
+        DOMAIN,
+        WEIGHT_GRAD,
+        1,
+        weight_grad_rule,
+        weight_grad_local,
+        gradient=_ITSELF,
+        cost=convolves(1, None),
+    ),
 )

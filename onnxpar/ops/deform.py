@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.channels import BATCH, FEW, GROUP, MANY, channels
+from onnxpar.ops.cost import convolves
 from onnxpar.ops.deform_body import deform_conv_body
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.gradients.deform import col2im_gradient
@@ -111,6 +112,7 @@ DEFS = (
         deform_conv_rule,
         deform_conv_local,
         gradient=BY_BODY,
+        cost=convolves(None, 1),
         body=deform_conv_body,
     ),
     OpDef("", "Col2Im", 18, col2im_rule, gradient=col2im_gradient),

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
+from onnxpar.ops.cost import routes
 from onnxpar.ops.heads import Operands
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.matmul import on_first
@@ -133,6 +134,7 @@ DEFS = (
         experts_rule,
         experts_local,
         gradient=Missing("export the experts as operators of their own to train them"),
+        cost=routes(2, 4, 6),
     ),
     OpDef(
         MICROSOFT,
@@ -141,5 +143,6 @@ DEFS = (
         quantised_experts_rule,
         experts_local,
         gradient=Missing("its weights are integers of few bits"),
+        cost=routes(2, 5, 8, bits=4),
     ),
 )

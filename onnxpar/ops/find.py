@@ -8,7 +8,7 @@ from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NOT_EXPANDED, NodeView, ShapeEnv
 from onnxpar.errors import ModelError, NodeError, RuleError
 from onnxpar.ops.fallback import replicated_rule, settle
-from onnxpar.ops.registry import OpDef
+from onnxpar.ops.registry import Missing, OpDef
 from onnxpar.ops.rule import OpRule
 from onnxpar.ops.table import REGISTRY
 
@@ -71,4 +71,5 @@ def graph_rules(
                     f"node {name!r} ({node.op_type}): its sharding rule failed: {error}"
                 ) from error
         rules[name] = replicated_rule(view)
-    return Rules(rules, views, reasons), ops
+    costs = {name: op.cost for name, op in ops.items() if not isinstance(op.cost, Missing)}
+    return Rules(rules, views, reasons, costs), ops

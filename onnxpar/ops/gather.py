@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ShardingError
 from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.cost import moves, selects
 from onnxpar.ops.forms import cast, locate, normal_axis, zero_unless
 from onnxpar.ops.functions import GATHER_GRAD, MIN_OPSET
 from onnxpar.ops.gradients.gather import INDEXED_SUM, gather_gradient
@@ -154,6 +155,7 @@ DEFS = (
         gather_rule,
         gather_local,
         gradient=gather_gradient,
+        cost=selects,
         indices=gather_indices,
     ),
     OpDef(
@@ -163,5 +165,6 @@ DEFS = (
         gather_grad_rule,
         gather_grad_local,
         gradient=Missing("it is a gradient itself"),
+        cost=moves,
     ),
 )

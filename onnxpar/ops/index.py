@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError, ShardingError
 from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.cost import moves, selects
 from onnxpar.ops.forms import (
     BOOL,
     cast,
@@ -452,6 +453,7 @@ DEFS = (
         gather_elements_rule,
         gather_elements_local,
         gradient=gather_elements_gradient,
+        cost=selects,
     ),
     OpDef(
         "",
@@ -459,6 +461,7 @@ DEFS = (
         9,
         scatter_rule,
         gradient=Missing("gradients need opset 13, which has ScatterElements in its place"),
+        cost=moves,
     ),
     OpDef(
         "",
@@ -467,9 +470,18 @@ DEFS = (
         scatter_elements_rule,
         scatter_elements_local,
         gradient=scattered_gradient,
+        cost=moves,
         keeps_zero=True,
     ),
-    OpDef("", "GatherND", 11, gather_nd_rule, gather_nd_local, gradient=gather_nd_gradient),
+    OpDef(
+        "",
+        "GatherND",
+        11,
+        gather_nd_rule,
+        gather_nd_local,
+        gradient=gather_nd_gradient,
+        cost=selects,
+    ),
     OpDef(
         "",
         "ScatterND",
@@ -477,6 +489,7 @@ DEFS = (
         scatter_nd_rule,
         scatter_nd_local,
         gradient=scattered_gradient,
+        cost=moves,
         keeps_zero=True,
     ),
     OpDef(
@@ -486,5 +499,6 @@ DEFS = (
         gather_nd_grad_rule,
         gather_nd_grad_local,
         gradient=Missing("it is a gradient itself"),
+        cost=moves,
     ),
 )

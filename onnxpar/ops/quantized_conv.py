@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.cost import convolves
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.quantized_forms import (
     INT32,
@@ -153,9 +154,25 @@ def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("", "ConvInteger", 10, integer_rule, integer_local, gradient=INTEGERS),
+    OpDef(
+        "",
+        "ConvInteger",
+        10,
+        integer_rule,
+        integer_local,
+        gradient=INTEGERS,
+        cost=convolves(None, 1),
+    ),
     *(
-        OpDef(domain, "QLinearConv", since, qlinear_rule, qlinear_local, gradient=FOR_INFERENCE)
+        OpDef(
+            domain,
+            "QLinearConv",
+            since,
+            qlinear_rule,
+            qlinear_local,
+            gradient=FOR_INFERENCE,
+            cost=convolves(None, 3),
+        )
         for domain, since in (("", 10), ("com.microsoft", 1))
     ),
 )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.ops.cost import recurs
 from onnxpar.ops.forms import BOOL, global_index
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.recurrent_body import BODIES, activation_lists
@@ -112,6 +113,7 @@ DEFS = tuple(
         recurrent_rule,
         recurrent_local,
         gradient=BY_BODY,
+        cost=recurs,
         body=body,
     )
     for op_type, body in BODIES.items()

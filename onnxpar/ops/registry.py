@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.body import BodyFn
+from onnxpar.ops.cost import CostFn
 from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.local import LocalNode, copy_node
 from onnxpar.ops.rule import OpRule
@@ -16,7 +16,6 @@ from onnxpar.symbols import Dim
 
 RuleFn = Callable[[NodeView], OpRule]
 LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
-CostFn = Callable[..., Any]
 IndicesFn = Callable[[NodeView], Iterable[tuple[int, Dim, Dim, int | None]]]
 
 
@@ -59,7 +58,7 @@ class OpDef:
         local: Emits the node's local form; the default copies the node as it is, which is right
             where the rule's parallel factors and pending reductions say all.
         gradient: Emits the gradient, or BY_BODY, or why there is none.
-        cost: Flops and bytes of a node, or why the default holds.
+        cost: Counts what a device computes and moves for its share; else why the default holds.
         keeps_zero: Whether the padding of the outputs is zero where that of all inputs is.
         indices: Returns which operands are indices, as `(operand, least, greatest, ignored)`: the
             range that its elements must lie in, and one element that may lie outside (None: none).

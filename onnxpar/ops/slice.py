@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
 from onnxpar.ops.broadcast import aligned, axis_names, broadcast_rule
+from onnxpar.ops.cost import selects
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.forms import normal_axis
 from onnxpar.ops.gradient import GradNode
@@ -231,7 +232,16 @@ def where_rule(view: NodeView) -> OpRule:
 DEFS = (
     OpDef("", "Split", 2, split_rule, split_local, gradient=split_gradient, keeps_zero=True),
     OpDef("", "Concat", 4, concat_rule, gradient=concat_gradient, keeps_zero=True),
-    OpDef("", "Slice", 1, slice_rule, slice_local, gradient=sliced_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Slice",
+        1,
+        slice_rule,
+        slice_local,
+        gradient=sliced_gradient,
+        cost=selects,
+        keeps_zero=True,
+    ),
     OpDef("", "Expand", 8, expand_rule, expand_local, gradient=expand_gradient, keeps_zero=True),
     OpDef("", "Where", 9, where_rule, gradient=where_gradient, keeps_zero=True),
 )

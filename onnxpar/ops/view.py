@@ -15,6 +15,7 @@ import sympy
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError, NodeError, SymbolError
 from onnxpar.ops.broadcast import axis_names
+from onnxpar.ops.cost import view_only
 from onnxpar.ops.fallback import readable, require_readable
 from onnxpar.ops.forms import normal_axes
 from onnxpar.ops.gradients.view import identity_gradient, reshape_gradient, transpose_gradient
@@ -261,13 +262,51 @@ def identity_rule(view: NodeView) -> OpRule:
 
 DEFS = (
     OpDef(
-        "", "Reshape", 5, reshape_rule, reshape_local, gradient=reshape_gradient, keeps_zero=True
+        "",
+        "Reshape",
+        5,
+        reshape_rule,
+        reshape_local,
+        gradient=reshape_gradient,
+        cost=view_only,
+        keeps_zero=True,
     ),
-    OpDef("", "Flatten", 1, flatten_rule, gradient=reshape_gradient, keeps_zero=True),
-    OpDef("", "Transpose", 1, transpose_rule, gradient=transpose_gradient, keeps_zero=True),
-    OpDef("", "Unsqueeze", 1, unsqueeze_rule, gradient=reshape_gradient, keeps_zero=True),
     OpDef(
-        "", "Squeeze", 1, squeeze_rule, squeeze_local, gradient=reshape_gradient, keeps_zero=True
+        "",
+        "Flatten",
+        1,
+        flatten_rule,
+        gradient=reshape_gradient,
+        cost=view_only,
+        keeps_zero=True,
     ),
-    OpDef("", "Identity", 1, identity_rule, gradient=identity_gradient, keeps_zero=True),
+    OpDef("", "Transpose", 1, transpose_rule, gradient=transpose_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Unsqueeze",
+        1,
+        unsqueeze_rule,
+        gradient=reshape_gradient,
+        cost=view_only,
+        keeps_zero=True,
+    ),
+    OpDef(
+        "",
+        "Squeeze",
+        1,
+        squeeze_rule,
+        squeeze_local,
+        gradient=reshape_gradient,
+        cost=view_only,
+        keeps_zero=True,
+    ),
+    OpDef(
+        "",
+        "Identity",
+        1,
+        identity_rule,
+        gradient=identity_gradient,
+        cost=view_only,
+        keeps_zero=True,
+    ),
 )

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, structure
+from onnxpar.ops.cost import CostFn
 from onnxpar.ops.rule import ANY, OpRule
 from onnxpar.symbols import Dim, SymbolTable
 
@@ -31,6 +32,7 @@ class Item:
         parts: For each operand, the parts of its dims.
         kind: What nodes with the same options and costs have in common.
         pin: Its name where the user fixed it, else "".
+        cost: What a device computes and moves for it, where its operator says that.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Item:
     parts: tuple[tuple[Parts, ...] | None, ...]
     kind: tuple[Hashable, ...]
     pin: str = ""
+    cost: CostFn | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,9 @@ def flow(
         backward = any((v.name or "") in varying for v in node.outputs)
         seen = tuple(parts.get(n) for n in names)
         kind = _kind(rule, view, fixed, backward, seen)
-        items.append(
-            Item(name, rule, view, fixed, backward, seen, kind, name if name in pinned else "")
-        )
+        pin = name if name in pinned else ""
+        count = rules.costs.get(name)
+        items.append(Item(name, rule, view, fixed, backward, seen, kind, pin, count))
         for position, operand in enumerate(rule.inputs):
             if view.has(position) and operand.mode != ANY and names[position] in env.shapes:
                 uses.setdefault(names[position], []).append(Use(index, position))

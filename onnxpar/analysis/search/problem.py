@@ -159,7 +159,7 @@ class _Builder:
         if key not in self._units:
             seconds, memory = np.zeros(len(found)), np.zeros(len(found))
             for i, option in enumerate(found):
-                work = self.cost.node(item.rule, item.view, option.plan)
+                work = self.cost.node(item.rule, item.view, option.plan, item.cost)
                 # Backward: a product has one product for each of its two operands.
                 passes = (3 if work.flops > 2 * work.traffic else 2) if item.trained else 1
                 seconds[i] = passes * work.seconds + (
