@@ -1,21 +1,29 @@
-"""ONNX's own backend node tests, cut along the legal factors of each node."""
+"""ONNX's own backend node tests, cut along the legal factors of each node.
 
-import warnings
+Twice: one node at a time in lockstep, with garbage in the padding; and whole models, expanded
+function bodies too, through the whole pipeline and run by all ranks over the threads transport.
+"""
+
+import random
+import sys
 from collections import defaultdict
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from lockstep import evaluator
 from onnx import TensorProto
-from onnx.backend.test import loader
 from onnxruntime.capi import onnxruntime_pybind11_state as state
-from op_harness import Case, chosen
+from op_harness import FULL, SEED, Case, chosen
 
 from onnxpar.errors import ModelError
 from onnxpar.mesh import Mesh
 from onnxpar.ops.table import REGISTRY
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "operators"))
+import backend
 
 MESH = Mesh((), (2, 2))
 QUICK_CASES, QUICK_SPLITS = 12, 3
@@ -62,14 +70,9 @@ _NO_KERNEL = (state.Fail, state.NotImplemented, state.InvalidArgument, state.Inv
 def node_tests() -> dict[str, list[tuple[str, onnx.ModelProto, list[np.ndarray]]]]:
     """All one-node tests by operator."""
     found = defaultdict(list)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tests' own data overflow on purpose
-        for test in loader.load_model_tests(kind="node"):
-            if test.model is None or len(test.model.graph.node) != 1 or not test.data_sets:
-                continue
-            found[test.model.graph.node[0].op_type].append(
-                (test.name, test.model, list(test.data_sets[0][0]))
-            )
+    for case in backend.cases().values():
+        if case.op_type:
+            found[case.op_type].append((case.name, case.model, list(case.feeds.values())))
     return found
 
 
@@ -126,3 +129,19 @@ def test_backend_nodes_hold_when_they_are_cut(op_type: str) -> None:
                 case.check(MESH, factors)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
+
+
+SHARDED = 24 if not FULL else None
+
+
+def test_whole_models_are_cut_and_run() -> None:
+    """A sample of what `tools/operator_table.py --run` does with all."""
+    names = sorted(backend.cases())
+    draw = random.Random(SEED)
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names if SHARDED is None else draw.sample(names, SHARDED):
+        outcome = backend.examine(backend.cases()[name], 1, SEED)
+        if outcome is not None:
+            found[outcome.status].append(f"{name}: {outcome.detail}")
+    assert not found[backend.WRONG] and not found[backend.CRASHED], dict(found)
+    assert found[backend.PASSED]

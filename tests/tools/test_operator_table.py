@@ -1,0 +1,56 @@
+"""The page of operators is what the table of operators says, and its parts are read right."""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "operators"))
+import page
+from backend import FAILED, PASSED, WRONG, Outcome
+
+from onnxpar.ops.table import REGISTRY
+
+
+def test_the_page_is_up_to_date() -> None:
+    """Where this fails: `tools/operator_table.py`, and look at what changed."""
+    assert page.PAGE.read_text("utf-8") == page.render(page.load())
+
+
+def test_the_page_names_every_operator() -> None:
+    text = page.PAGE.read_text("utf-8")
+    for definition in REGISTRY.defs:
+        name = f"{definition.domain}::{definition.op_type}".removeprefix("::")
+        assert f"| {name} | {definition.since_version} |" in text
+
+
+def test_nothing_of_what_was_run_is_wrong() -> None:
+    results = page.load()
+    assert not [bad for bad in results.bad if bad[1] != FAILED]
+    assert results.split >= 0.8 * results.divisible
+    # Each left whole has its reason, and the counts agree.
+    left = sum(results.reasons.values())
+    refused = len(results.bad)
+    assert results.divisible - refused <= results.split + left <= results.divisible
+
+
+def test_outcomes_are_added_up() -> None:
+    relu, top = ("ai.onnx::Relu 14",), ("ai.onnx::TopK 24",)
+    why = ("TopK", "node 'a' (TopK): the size must be constant, got _d0, _d1")
+    outcomes = [
+        Outcome("a", relu, PASSED, True, 3, 4),
+        Outcome("b", relu, PASSED, True, 0, 4, [("Relu", "every dim has size 1")]),
+        Outcome("c", relu, PASSED, False, 0, 1),
+        Outcome("d", (*relu, *top), PASSED, True, 0, 2, [why, why]),
+        Outcome("e", top, WRONG, True, detail="differs"),
+    ]
+    results = page.summary(outcomes, 9, "1.0")
+    assert (results.total, results.passed, results.divisible, results.split) == (9, 5, 4, 1)
+    assert results.cut == results.left == {"ai.onnx::Relu": 1}
+    assert results.bad == [("e", WRONG, "differs")]
+    assert set(results.reasons) == {
+        "Relu: every dim has size 1",
+        "TopK: the size must be constant, got sizes that depend on data",
+    }
+    text = page.render(results)
+    assert "wrong results: 1" in text and "1 (25.0 %)" in text
+    assert re.search(r"^\| Relu \| \d+ \|.*\| 1 \| 1 \|$", text, re.MULTILINE)

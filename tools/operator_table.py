@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Makes `docs/operators.md` from the table of operators and from ONNX's node tests.
+
+    tools/operator_table.py                   # the page anew, with the tests' results as they were
+    tools/operator_table.py --run             # the tests first: samples of the ways to cut each
+    tools/operator_table.py --run --all       # in all ways
+    tools/operator_table.py --again           # those that did not pass last time
+    tools/operator_table.py --only softmax    # some tests, told here and written nowhere
+
+Exit code 1 where a test gives a wrong result or crashes.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+import onnxruntime
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "operators"))
+import backend
+import page
+from backend import CRASHED, WRONG
+from bench import examine_all
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run", action="store_true", help="run the node tests first")
+    parser.add_argument("--again", action="store_true", help="run those that did not pass")
+    parser.add_argument("--all", action="store_true", help="cut each test in all ways")
+    parser.add_argument("--samples", type=int, default=3, help="ways to cut each, per rank count")
+    parser.add_argument("--only", metavar="TEXT", help="tests whose name has this in it")
+    parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    given = parser.parse_args()
+    bad = False
+    if given.run or given.only or given.again:
+        names = sorted(n for n in backend.cases() if (given.only or "") in n)
+        if given.again:
+            names = [name for name, _, _ in page.load().bad]
+        outcomes = examine_all(names, None if given.all else given.samples, given.workers)
+        for outcome in outcomes:
+            if outcome.detail:
+                print(f"{outcome.name}: {outcome.status}: {outcome.detail}")
+        print(dict(Counter(o.status for o in outcomes)))
+        bad = any(o.status in (WRONG, CRASHED) for o in outcomes)
+        if given.only:
+            for outcome in outcomes:
+                print(f"{outcome.name}: {outcome.splits} of {outcome.plans} plans split a node")
+            return int(bad)
+        page.save(
+            page.again(page.load(), outcomes)
+            if given.again
+            else page.summary(outcomes, len(names), onnxruntime.__version__)
+        )
+    page.PAGE.write_text(page.render(page.load()), "utf-8")
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
