@@ -1,0 +1,40 @@
+"""tools/calibrate.py writes a machine file that is read, of numbers that a computer may have."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
+TOOL = str(Path(__file__).parents[2] / "tools" / "calibrate.py")
+
+
+@pytest.mark.parametrize(("ranks", "blocks"), [(1, ()), (2, ()), (4, (2,))])
+def test_what_it_writes_is_read(ranks: int, blocks: tuple[int, ...], tmp_path: Path) -> None:
+    out = tmp_path / "machine.yaml"
+    command = [sys.executable, TOOL, "-o", str(out), "--seconds", "0.2", "--memory", "3GiB"]
+    command += [word for k in blocks for word in ("--block", str(k))]
+    if ranks > 1:
+        command = [find_mpirun(), "--oversubscribe", "-n", str(ranks), *command]
+    subprocess.run(command, check=True, env=mpirun_environment(), timeout=120, capture_output=True)
+    machine = load_machine(str(out))
+    assert [link.devices for link in machine.links] == [*blocks, 0]
+    assert machine.memory == 3 << 30
+    # Between a slow core that others use, too, and more than a processor of today has.
+    assert 1e8 < machine.flops["float64"] < machine.flops["float32"] * 1.5 < 1e13
+    assert 1e7 < machine.bandwidth < 1e12
+    assert 0 <= machine.overhead < 1e-3
+    for link in machine.links:
+        assert 1e6 < link.bandwidth < 1e12
+        assert 0 < link.latency < 1
+
+
+def test_blocks_that_do_not_divide_the_ranks_are_refused(tmp_path: Path) -> None:
+    command = [sys.executable, TOOL, "-o", str(tmp_path / "m.yaml"), "--block", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--block: expected different divisors of 1 ranks" in done.stderr
+    assert not (tmp_path / "m.yaml").exists()

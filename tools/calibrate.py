@@ -1,0 +1,246 @@
+#!/usr/bin/env python
+"""Measures a machine and writes the file that `--machine FILE` reads.
+
+    mpirun -n 4 python tools/calibrate.py -o machine.yaml [--block 2]… [--threads 2] [--seconds 20]
+
+Start it as the program itself will be started: as many ranks, bound to the same cores, on the same
+machines. All ranks measure at the same time, so what they share (memory, caches, cores) is shared
+here too; each number is that of the slowest rank, from the least of several rounds.
+
+- flops: a chain of MatMuls of 512 × 512 in onnxruntime, for each type that it has kernels of.
+- bandwidth: a chain of additions of vectors that no cache holds; two are read and one is written.
+- overhead: what one more node of a single element adds to a run.
+- links: AllReduce and AllGather of the runtime, in a session, of 1 KiB and of 4 MiB. A block of K
+  neighbours (`--block K`, K a divisor of the ranks, may be repeated) has a link of its own: the
+  ranks of one host, of one socket. The last link is that of all ranks.
+- memory: what the host has, divided by the ranks on it, unless `--memory` says it.
+
+Latency and bandwidth are those of the cost model: a collective of n ranks takes as many rounds of
+latency as log2 n (AllReduce: twice that) and sends the bytes of a ring. `overlap` is 0: the CPU
+runtime computes and communicates in turns.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, log, log2
+from pathlib import Path
+from time import monotonic, perf_counter
+
+import numpy as np
+import onnx.parser
+import onnxruntime
+import yaml
+
+from onnxpar.machine import PRESETS, parse_bytes
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.launch import guarded, init
+from onnxpar_runtime.options import session_options, threads_per_rank
+
+SIDE = 512
+TYPES = {
+    "float32": ("float", np.float32),
+    "float64": ("double", np.float64),
+    "float16": ("float16", np.float16),
+}
+VECTOR = 1 << 23  # elements: 32 MiB
+SMALL, LARGE = 1 << 10, 1 << 22  # bytes
+FEWEST = 5  # rounds
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all measurements share.
+
+    Attributes:
+        rank: This process.
+        threads: Threads that compute.
+        seconds: Time for one measurement.
+    """
+
+    rank: Rank
+    threads: int
+    seconds: float
+
+    def session(self, text: str) -> onnxruntime.InferenceSession:
+        """A session of a graph in ONNX's text form, with the runtime's options."""
+        head = '<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]>'
+        model = onnx.parser.parse_model(f"{head}\n{text}").SerializeToString()
+        options = session_options({}, self.threads)
+        self.rank.register(options)
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    def agreed(self, value: float) -> float:
+        """The greatest value of all ranks."""
+        return float(self.rank.all_reduce(np.array([value]), op="max")[0])
+
+    def least(self, run: Callable[[], object]) -> float:
+        """Seconds of the quickest run of the slowest rank."""
+        run()
+        best = float("inf")
+        started, rounds = monotonic(), 0
+        # All make the same number of rounds, or a collective would wait for ever.
+        while self.agreed(float(rounds < FEWEST or monotonic() - started < self.seconds)):
+            begin = perf_counter()
+            run()
+            best = min(best, perf_counter() - begin)
+            rounds += 1
+        return self.agreed(best)
+
+
+def flops(bench: Bench, dtype: str) -> float | None:
+    """Operations per second of products, None where onnxruntime has no kernel for the type."""
+    name, kind = TYPES[dtype]
+    links = 4
+    nodes = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(links))
+    shape = f"{name}[{SIDE},{SIDE}]"
+    try:
+        session = bench.session(f"g ({shape} a0, {shape} w) => ({shape} a{links}) {{ {nodes} }}")
+    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
+        return None
+    # Powers of a matrix of norm 1: neither overflow nor denormal numbers.
+    w = np.eye(SIDE, dtype=kind)[::-1].copy()
+    feeds = {"a0": w, "w": w}
+    return 2 * SIDE**3 * links / bench.least(lambda: session.run(None, feeds))
+
+
+def bandwidth(bench: Bench) -> float:
+    """Bytes per second between a rank and its memory."""
+    links = 4
+    nodes = " ".join(f"a{i + 1} = Add(a{i}, b)" for i in range(links))
+    shape = f"float[{VECTOR}]"
+    session = bench.session(f"g ({shape} a0, {shape} b) => ({shape} a{links}) {{ {nodes} }}")
+    binding = session.io_binding()
+    x = np.ones(VECTOR, np.float32)
+    binding.bind_cpu_input("a0", x)
+    binding.bind_cpu_input("b", x)
+    result = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros_like(x))
+    binding.bind_ortvalue_output(f"a{links}", result)
+    return 3 * x.nbytes * links / bench.least(lambda: session.run_with_iobinding(binding))
+
+
+def overhead(bench: Bench) -> float:
+    """Seconds that a node of one element adds to a run."""
+    x = {"a0": np.ones(1, np.float32), "b": np.ones(1, np.float32)}
+
+    def chain(links: int) -> float:
+        nodes = " ".join(f"a{i + 1} = Add(a{i}, b)" for i in range(links))
+        session = bench.session(f"g (float[1] a0, float[1] b) => (float[1] a{links}) {{ {nodes} }}")
+        return bench.least(lambda: session.run(None, x))
+
+    few, many = 10, 210
+    return max(chain(many) - chain(few), 0.0) / (many - few)
+
+
+def collective(bench: Bench, kind: str, block: int, size: int) -> float:
+    """Seconds of one collective among `block` neighbours; every rank holds `size` bytes."""
+    first = bench.rank.index // block * block
+    group = ", ".join(str(r) for r in range(first, first + block))
+    links = max(4, min(100, (1 << 22) // size))
+    if kind == "AllReduce":
+        call, shape = f"AllReduce <group = [{group}]>", "float[n]"
+    else:
+        call, shape = f"AllGather <axis = 0, group = [{group}]>", "float[m]"
+    # Gathers read the same: a chain of them would grow.
+    nodes = [f"a0, t0 = onnxpar.{call} (x)"]
+    for i in range(1, links):
+        source = f"a{i - 1}" if kind == "AllReduce" else "x"
+        nodes.append(f"a{i}, t{i} = onnxpar.{call} ({source}, t{i - 1})")
+    session = bench.session(f"g (float[n] x) => ({shape} a{links - 1}) {{ {' '.join(nodes)} }}")
+    feeds = {"x": np.zeros(size // 4, np.float32)}
+    return bench.least(lambda: session.run(None, feeds)) / links
+
+
+def link(bench: Bench, block: int) -> dict[str, float]:
+    """Latency and bandwidth that explain AllReduce and AllGather among `block` neighbours."""
+    latencies, bandwidths = [], []
+    for kind, rounds, sent in (
+        ("AllReduce", 2.0, 2 * (block - 1) / block),
+        ("AllGather", 1.0, block - 1.0),
+    ):
+        small, large = (collective(bench, kind, block, size) for size in (SMALL, LARGE))
+        slope = max(large - small, 1e-12) / (LARGE - SMALL)
+        latencies.append(max(small - slope * SMALL, 1e-9) / (rounds * log2(block)))
+        bandwidths.append(sent / slope)
+    return {"bandwidth": _mean(bandwidths), "latency": _mean(latencies)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return exp(sum(map(log, values)) / len(values))
+
+
+def measure(bench: Bench, blocks: Sequence[int], memory: int, name: str) -> dict[str, object]:
+    """The content of the machine file."""
+    rates = {dtype: flops(bench, dtype) for dtype in TYPES}
+    size = bench.rank.world.size
+    links: list[dict[str, float]] = [{"devices": k, **link(bench, k)} for k in blocks]
+    if size > 1:
+        links.append(link(bench, size))
+    else:
+        preset = PRESETS["cpu"].links[-1]
+        links.append({"bandwidth": preset.bandwidth, "latency": preset.latency})
+    return {
+        "name": name,
+        "flops": {dtype: _rounded(rate) for dtype, rate in rates.items() if rate is not None},
+        "bandwidth": _rounded(bandwidth(bench)),
+        "memory": memory,
+        "overhead": _rounded(overhead(bench)),
+        "links": [
+            {k: v if k == "devices" else _rounded(v) for k, v in one.items()} for one in links
+        ],
+        "overlap": 0.0,
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def host_memory(rank: Rank) -> int:
+    """Bytes of this host, divided by its ranks; the least of all hosts."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", rank.world.size))
+    return int(rank.all_reduce(np.array([total // here]), op="min")[0])
+
+
+def main() -> int:
+    """Measures as one of the ranks; rank 0 writes the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    parser.add_argument("--block", type=int, action="append", default=[])
+    parser.add_argument("--threads", type=int, help="of a rank; those that the runtime gives it")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for all, about")
+    parser.add_argument("--memory", help="of one rank, as 8GiB")
+    parser.add_argument("--name", default="measured")
+    arguments = parser.parse_args()
+    rank = init()
+    size = rank.world.size
+    blocks = sorted(arguments.block)
+    if any(k < 2 or k >= size or size % k for k in blocks) or len(set(blocks)) < len(blocks):
+        parser.error(f"--block: expected different divisors of {size} ranks, got {blocks}")
+
+    def body() -> int:
+        memory = parse_bytes(arguments.memory) if arguments.memory else host_memory(rank)
+        measurements = len(TYPES) + 3 + 4 * (len(blocks) + (size > 1))
+        threads = arguments.threads or threads_per_rank(size, len(rank.world.local_ranks))
+        bench = Bench(rank, threads, arguments.seconds / measurements)
+        data = measure(bench, blocks, memory, arguments.name)
+        if rank.index == 0:
+            head = f"# Measured by tools/calibrate.py: {size} ranks, {threads} threads each"
+            if size == 1:
+                head += "; the link is that of the preset cpu"
+            text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None)
+            arguments.out.write_text(f"{head}.\n{text}", encoding="utf-8")
+            print(text, end="")
+        return 0
+
+    return guarded(rank, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
