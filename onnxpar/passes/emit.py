@@ -24,6 +24,8 @@ from onnxpar.sharding import split
 
 DOMAIN_VERSION = 1
 _SHAPE_SIZE = 64
+_SCALES = 8
+"""Numbers of a Resize's scales at most, one a dim."""
 MIN_IR_VERSION = 11
 """The first version with multi-device fields."""
 MAX_IR_VERSION = 13
@@ -142,7 +144,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
     for parameter in pm.parameters:
         if parameter.fed:
             continue
-        if _says_a_shape(parameter):
+        if _says_a_size(parameter):
             shapes.append((parameter, len(graph.initializer)))
         elif parameter.name in places.shards:
             weights.append((parameter.name, len(graph.initializer)))
@@ -236,10 +238,13 @@ def _put_value(proto: onnx.ValueInfoProto, item: GraphInput, mesh: Mesh) -> None
     )
 
 
-def _says_a_shape(parameter: Parameter) -> bool:
+def _says_a_size(parameter: Parameter) -> bool:
+    """Whether onnxruntime may read it to infer a shape, which it cannot in a weight file."""
     content = parameter.source.const_value
     if content is None or content.size > _SHAPE_SIZE:
         return False
+    if content.dtype == ir.DataType.FLOAT:
+        return len(content.shape) == 1 and content.size <= _SCALES
     return content.dtype in (ir.DataType.INT64, ir.DataType.INT32)
 
 
@@ -258,7 +263,7 @@ def _put_parameter(
     proto.name = parameter.local.name or parameter.name
     proto.data_type = int(source.dtype or ir.DataType.UNDEFINED)
     proto.dims.extend(shard.shape)
-    if shard.length and not _says_a_shape(parameter):
+    if shard.length and not _says_a_size(parameter):
         proto.data_location = onnx.TensorProto.EXTERNAL
         for key in ("location", "offset", "length"):
             proto.external_data.add(key=key)

@@ -88,3 +88,20 @@ def test_scalars_control_flow_and_sizes_that_depend_on_data(tmp_path: Path) -> N
     _, results = cut(tmp_path, model, "dp=3", [{"n": n} for n in (1, 3, 7)])
     for case in results:
         assert case.ok, case.problems
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "dp=2"])
+def test_scales_of_a_whole_resize_can_be_read_at_load(tmp_path: Path, strategy: str) -> None:
+    """onnxruntime infers the shape from them, which it refuses to do from a weight file."""
+    text = """<ir_version: 10, opset_import: ["" : 18]>
+        g (float[batch, 3, 5, 7] x) => (float[batch, 3, 10, 14] y)
+        <float[4] s = {1, 1, 2, 2}, float[8] r = {0, 0, 0.1, 0.1, 1, 1, 0.9, 0.9}> {
+            a = Relu(x)
+            b = Resize<coordinate_transformation_mode = "tf_crop_and_resize", mode = "linear">(
+                a, r, s)
+            c = Resize<mode = "nearest">(a, , s)
+            y = Add(b, c)
+        }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    _, results = cut(tmp_path, model, strategy, [{"batch": 5}])
+    assert [p for case in results for p in case.problems] == []
