@@ -10,7 +10,7 @@ others waiting, and it is never emitted there.
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -233,6 +233,7 @@ class BodyAnalysis:
 
     def _settled(self) -> bool:
         """Follows pending reductions to the results; False where that forbade another split."""
+        self._forbid_twice()
         before = len(self.parts.fixed)
         entering: dict[str, Pending] = {v.name or "": {} for _, v, _ in self.wiring.states}
         zeros = {v.name or "" for begin, v, _ in self.wiring.states if is_zero(begin)}
@@ -260,6 +261,17 @@ class BodyAnalysis:
                 return self._refuse(self.pending[value.name or ""], "what is run depends on it")
         self._check_results()
         return len(self.parts.fixed) == before
+
+    def _forbid_twice(self) -> None:
+        # Devices that split rows and columns alike would make the blocks of the diagonal alone.
+        for name, factors in self._factors.items():
+            self._forbid_repeated(factors.values(), f"two dims of {name!r} in its body are one")
+        for value, dims in self._dims.items():
+            self._forbid_repeated(dims, f"two dims of {value!r} are one")
+
+    def _forbid_repeated(self, parts: Iterable[int], why: str) -> None:
+        leaves = self.parts.leaves(list(parts))
+        self.parts.forbid([leaf for leaf in leaves if leaves.count(leaf) > 1], why)
 
     def _refuse(self, pending: Pending, why: str) -> bool:
         self.parts.forbid(list(pending), why)

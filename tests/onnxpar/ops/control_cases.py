@@ -42,6 +42,17 @@ BRANCHES = (
         N5,
         feeds={"c": np.array(False)},
     ),
+    # Rows and columns of the product are one dim of the operand, which must not be split twice.
+    Case(
+        """y = If (c) <
+            then_branch = a () => (float p) { t = Transpose(x) u = MatMul(x, t)
+                                              p = ReduceSum<keepdims=0>(u) },
+            else_branch = b () => (float r) { r = ReduceSum<keepdims=0>(x) }
+        >""",
+        {"c": "bool", "x": "float[N,4]"},
+        N5,
+        feeds={"c": np.array(True)},
+    ),
 )
 
 LOOPS = (

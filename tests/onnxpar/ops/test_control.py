@@ -110,6 +110,18 @@ def test_what_is_run_may_not_depend_on_a_part() -> None:
     assert op_type == "Loop" and "what is run depends on it" in reason
 
 
+def test_dims_that_change_places_are_not_split() -> None:
+    text = """g (float[6, 6] x) => (float[6, 6] y) <int64 m = {3}, bool t = {1}> {
+      y = Loop (m, t, x) < body = l (int64 i, bool go, float[6, 6] s) => (bool on, float[6, 6] u)
+        { on = Identity(go) u = Transpose(s) } >
+    }"""
+    _, parted = divided(text)
+    ((_, _, reason),) = parted.replicated
+    assert "two dims of 'l/Transpose' in its body are one" in reason
+    x = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
+    assert np.array_equal(run_model(parted, {"x": x}, 20, {})["y"], x.T)
+
+
 def test_random_numbers_in_a_body_are_refused() -> None:
     text = """g (float[n, 6] x, bool c) => (float[n, 6] y) {
       y = If (c) < then_branch = a () => (float[n, 6] r) { u = RandomUniformLike(x) r = Mul(u, x) },
