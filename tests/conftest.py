@@ -1,6 +1,10 @@
 """What holds for all tests."""
 
 import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 # A shell starts background jobs with SIGINT ignored, nohup does so with SIGHUP, and children
 # inherit it: tests that send these signals would wait for programs that never hear them.
@@ -11,3 +15,13 @@ for number, default in (
 ):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, default)
+
+ONE_AT_A_TIME = ("mpi", "collectives")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Gives tests that start many ranks, or time them, to one worker where there are several."""
+    for item in items:
+        folder = Path(item.path).parent.name
+        if folder in ONE_AT_A_TIME:
+            item.add_marker(pytest.mark.xdist_group("ranks"))

@@ -10,11 +10,12 @@ import onnx_ir as ir
 from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.search.exact import Solution, best, least
+from onnxpar.analysis.search.exact import best, least
 from onnxpar.analysis.search.flow import Flow, Item, flow
 from onnxpar.analysis.search.options import Option, options
 from onnxpar.analysis.search.problem import Problem, Weights, build
 from onnxpar.analysis.search.recursive import recurse
+from onnxpar.analysis.search.solution import Solution
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import ShardingError

@@ -10,10 +10,10 @@ that count elements of 2-way cuts; ours are seconds of a cost model, and atoms n
 from collections.abc import Callable, Mapping, Sequence
 
 from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.search.exact import Solution
 from onnxpar.analysis.search.flow import Flow, Item
 from onnxpar.analysis.search.options import Option
 from onnxpar.analysis.search.problem import Problem, Weights, build
+from onnxpar.analysis.search.solution import Solution
 from onnxpar.mesh import Atoms
 from onnxpar.sharding import Sharding
 
