@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnxpar.errors import OnnxparError
+    from onnxpar.functional import Sharded, shard
     from onnxpar.layout import Layout
     from onnxpar.mesh import Mesh
     from onnxpar.passes.load import load
+    from onnxpar.passes.part import part
     from onnxpar.pipeline import plan
     from onnxpar.pipeline import shard as shard_model
     from onnxpar.sharding import Sharding
@@ -30,12 +32,15 @@ __all__ = [
     "Mesh",
     "OnnxparError",
     "OptimizerKind",
+    "Sharded",
     "Sharding",
     "Strategy",
     "Symbol",
     "TrainingSpec",
     "load",
+    "part",
     "plan",
+    "shard",
     "shard_model",
 ]
 
@@ -46,12 +51,15 @@ _HOMES = {
     "Mesh": ("onnxpar.mesh", "Mesh"),
     "OnnxparError": ("onnxpar.errors", "OnnxparError"),
     "OptimizerKind": ("onnxpar.training.optimizer", "OptimizerKind"),
+    "Sharded": ("onnxpar.functional", "Sharded"),
     "Sharding": ("onnxpar.sharding", "Sharding"),
     "Strategy": ("onnxpar.strategy", "Strategy"),
     "Symbol": ("onnxpar.symbols", "Symbol"),
     "TrainingSpec": ("onnxpar.training.divide", "TrainingSpec"),
     "load": ("onnxpar.passes.load", "load"),
+    "part": ("onnxpar.passes.part", "part"),
     "plan": ("onnxpar.pipeline", "plan"),
+    "shard": ("onnxpar.functional", "shard"),
     "shard_model": ("onnxpar.pipeline", "shard"),
 }
 

@@ -35,6 +35,10 @@ class SymbolError(OnnxparError):
     """A symbolic dimension whose value or constraint does not hold."""
 
 
+class CallError(OnnxparError):
+    """An array given to a divided function that is missing or does not fit it."""
+
+
 class RuleError(OnnxparError):
     """A sharding rule whose text is malformed or does not fit the node."""
 

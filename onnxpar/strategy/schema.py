@@ -86,7 +86,12 @@ def _parts(text: str) -> tuple[Part, ...]:
     return parts
 
 
-def _tensor(entry: object) -> TensorEntry:
+def read_tensor(entry: object) -> TensorEntry:
+    """Returns the entry of one tensor.
+
+    Raises:
+        PydanticCustomError: It is malformed.
+    """
     if isinstance(entry, TensorLayout):
         return entry
     if not isinstance(entry, list | tuple):
@@ -107,14 +112,14 @@ def _tensors(entry: object) -> tuple[TensorEntry | None, ...]:
     for item in entry:
         if item is not None and not isinstance(item, list | tuple | TensorLayout):
             raise _expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
-    return tuple(None if item is None else _tensor(item) for item in entry)
+    return tuple(None if item is None else read_tensor(item) for item in entry)
 
 
 def _dataset(entry: object) -> str | dict[str, TensorEntry]:
     if entry in ("data_parallel", "full_batch"):
         return str(entry)
     if isinstance(entry, Mapping):
-        return {str(name): _tensor(item) for name, item in entry.items()}
+        return {str(name): read_tensor(item) for name, item in entry.items()}
     raise _expected("data_parallel, full_batch or a mapping of inputs", entry)
 
 
@@ -204,7 +209,7 @@ class _File(_Section):
     devices: int | None = None
     symbols: dict[str, Annotated[Symbol, PlainValidator(_symbol)]] = {}
     dataset: Annotated[str | dict[str, TensorEntry], PlainValidator(_dataset)] | None = None
-    parameters: dict[str, Annotated[TensorEntry, PlainValidator(_tensor)]] = {}
+    parameters: dict[str, Annotated[TensorEntry, PlainValidator(read_tensor)]] = {}
     parameter_axes: list[str] | None = None
     nodes: dict[str, NodeEntry] = {}
     rest: Rest | None = None

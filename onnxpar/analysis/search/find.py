@@ -130,7 +130,8 @@ def find(
     tried: list[Candidate] = []
     winner: tuple[float, Candidate, Seeds] | None = None
     pinned = replace(seeds, inputs={} if free_inputs else seeds.inputs)
-    for mesh in _meshes(seeds.mesh, spec, named):
+    fixed = bool(pinned.nodes or pinned.inputs or pinned.parameters or pinned.outputs)
+    for mesh in _meshes(seeds.mesh, spec, named, fixed):
         started = perf_counter()
         cost = CostModel(spec.machine, mesh, env.table, spec.sizes)
         run = _Search(seen, cost, replace(pinned, mesh=mesh), spec)
@@ -152,21 +153,40 @@ def find(
     return Found(winner[2], winner[1], tuple(tried))
 
 
-def _meshes(mesh: Mesh, spec: SearchSpec, named: bool) -> Iterator[Mesh]:
-    """The meshes to try: the user's; every pair of axes; or, halving, the row of all atoms."""
+def _meshes(mesh: Mesh, spec: SearchSpec, named: bool, fixed: bool) -> Iterator[Mesh]:
+    """The meshes to try: the user's; every pair of axes; or, halving, the row of all atoms.
+
+    What the user fixed is said in the atoms of the user's mesh, so where anything is fixed these
+    are kept, and pairs of axes that would need others are left out.
+    """
     if named or mesh.size == 1:
         yield mesh
         return
     if spec.algorithm == "recursive":
-        atoms = Mesh.of({"x": mesh.size}).atoms
-        yield Mesh.of({f"x{i}": n for i, n in enumerate(reversed(atoms))})
+        atoms = mesh.atoms if fixed else tuple(reversed(Mesh.of({"x": mesh.size}).atoms))
+        yield Mesh.of({f"x{i}": n for i, n in enumerate(atoms)})
         return
     sizes = [n for n in range(1, mesh.size) if mesh.size % n == 0]
+    tried = 0
     for first in sizes:
         if first == 1 and len(sizes) > 1:
             continue
         axes = {"x": first, "y": mesh.size // first} if first > 1 else {"x": mesh.size}
-        yield Mesh.of(axes)
+        if not fixed or _cuts(mesh, first):
+            tried += 1
+            yield Mesh.refine(mesh.size, [mesh.atoms], axes) if fixed else Mesh.of(axes)
+    if not tried:
+        yield Mesh.refine(mesh.size, [mesh.atoms], {"x": mesh.size})
+
+
+def _cuts(mesh: Mesh, size: int) -> bool:
+    """Whether a row of atoms makes up an axis of a size, and the next ones the other axis."""
+    position = 1
+    for atom in mesh.atoms:
+        if position >= size:
+            break
+        position *= atom
+    return position == size
 
 
 @dataclass
