@@ -24,7 +24,7 @@ from onnxpar.analysis.search.find import LEVELS
 from onnxpar.artifacts import write
 from onnxpar.errors import CallError, ModelError, OnnxparError, StrategyError
 from onnxpar.passes.callable import Exportable, Gates, Source, add_gates, source_of, typed
-from onnxpar.pipeline import analyse, divide
+from onnxpar.pipeline import Analysed, analyse, divide
 from onnxpar.strategy import NodeEntry, Strategy, resolve, resolved
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.document import Document
@@ -35,6 +35,7 @@ from onnxpar.strategy.given import (
     made_by,
     matrix_of,
     read_entry,
+    read_together,
 )
 from onnxpar.strategy.names import match
 from onnxpar.strategy.operands import rank_of, show
@@ -387,12 +388,14 @@ class Sharded:
             made=[i for i, e in enumerate(outputs) if e and not any(given.sliced)],
         )
         analysed = analyse(model, symbols)
-        strategy = self._strategy(gates, dims, values)
+        strategy = self._strategy(analysed, gates, dims, values)
         seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
         # Slices lie as they are given, which says nothing about the nodes that read them.
         pinned = {n: s for n, s in seeds.inputs.items() if not self._slice_of(n, dims)}
         pinned |= seeds.parameters
-        pinned |= {g: made_by(seeds, analysed.rules, g) for g in gates.inputs.values()}
+        pinned |= {
+            g: made_by(seeds, analysed.rules, g) for g in gates.inputs.values() if g in seeds.nodes
+        }
         seeds = followed(seeds, analysed.rules, analysed.env.shapes, pinned)
         seeds = left_as_given(seeds, analysed.rules, gates.outputs, sliced=any(given.sliced))
         found = search(strategy, analysed.model, analysed.rules, analysed.env, seeds)
@@ -415,22 +418,34 @@ class Sharded:
             return None
         return (self.devices, *([1] * (len(shape) - 1)))
 
-    def _strategy(self, gates: Gates, dims: Dims, values: Mapping[str, int]) -> Strategy:
+    def _strategy(
+        self, analysed: Analysed, gates: Gates, dims: Dims, values: Mapping[str, int]
+    ) -> Strategy:
         """What was given as a strategy for the graph between the gates."""
         given = self._given
+        # By the name of the value that the nodes of the function read; a gate's is its own.
+        entries = {gates.inputs.get(i, n): given.inputs[i] for i, n in enumerate(self.inputs)}
+        parameters = match(
+            given.parameters,
+            list(analysed.model.graph.initializers),
+            "parameter",
+            dict.fromkeys(given.parameters, "parameter_plan"),
+        )
+        entries |= {name: entry for name, (_, entry) in parameters.items()}
+        laid = {name: entry for name, entry in entries.items() if entry}
+        nodes, taken = read_together(analysed.rules, laid, given.devices)
+        laid = {name: entry for name, entry in laid.items() if name not in taken}
+        slices = {n: e for n in self.inputs if (e := self._slice_of(n, dims))}
         made = gates.made or dict(enumerate(gates.outputs))
-        laid = {gate: given.inputs[index] for index, gate in gates.inputs.items()}
-        laid |= {gate: given.outputs[index] for index, gate in made.items()}
-        dataset = {
-            name: self._slice_of(name, dims) or entry
-            for name, entry in zip(self.inputs, given.inputs, strict=True)
-        }
+        through = {g: laid.get(g) for g in gates.inputs.values()}
+        through |= {g: given.outputs[index] for index, g in made.items()}
         return Strategy(
             WHERE,
             given.devices,
-            dataset={name: entry for name, entry in dataset.items() if entry},
-            parameters=given.parameters,
-            nodes={g: NodeEntry.model_validate({"in": [e]}) for g, e in laid.items() if e},
+            dataset={n: e for n, e in laid.items() if n in self.inputs} | slices,
+            parameters={n: e for n, e in laid.items() if n in parameters},
+            nodes=nodes
+            | {g: NodeEntry.model_validate({"in": [e]}) for g, e in through.items() if e},
             rest="search",
             search=SearchEntry.model_validate(
                 {"level": given.level, "machine": given.machine, "sizes": dict(values)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -12,8 +13,8 @@ from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.errors import StrategyError
 from onnxpar.layout import TensorLayout
 from onnxpar.sharding import DimSharding, Sharding
-from onnxpar.strategy.operands import counts_of, show
-from onnxpar.strategy.schema import TensorEntry, read_tensor
+from onnxpar.strategy.operands import Site, counts_of, numeric_factors, show
+from onnxpar.strategy.schema import NodeEntry, TensorEntry, read_tensor
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,48 @@ def read_entry(value: Any, title: str) -> TensorEntry:
 def matrix_of(entry: TensorEntry) -> tuple[int, ...]:
     """Returns the device matrix that an entry uses."""
     return entry.device_matrix if isinstance(entry, TensorLayout) else counts_of(entry)
+
+
+def read_together(
+    rules: Rules, entries: Mapping[str, TensorEntry], devices: int
+) -> tuple[dict[str, NodeEntry], frozenset[str]]:
+    """Returns strategies for nodes that read several of the tensors that the caller laid out.
+
+    Numbers of pieces say which devices hold a piece only together: (2, 2) and (2, 1) on the
+    operands of a product are one device matrix (2, 2, 1) of its dims, as in MindSpore. A node that
+    cannot be divided so is left out; each tensor then lies by its own numbers.
+
+    Args:
+        rules: The rule of each node, in the order of the graph.
+        entries: By name of a value, what was given for it.
+        devices: Number of devices, which the product of the pieces has to divide.
+
+    Returns:
+        Entries by node, and the values whose layout they say.
+    """
+    nodes: dict[str, NodeEntry] = {}
+    taken: set[str] = set()
+    for name, view in rules.views.items():
+        rule = rules.rules[name]
+        given: dict[int, TensorEntry] = {}
+        for index, (value, operand) in enumerate(zip(view.node.inputs, rule.inputs, strict=False)):
+            entry = entries.get((value.name or "") if value is not None else "")
+            if value is None or value.name in taken or operand.mode:
+                continue
+            if entry is not None and not isinstance(entry, TensorLayout):
+                given[index] = entry
+        if len(given) < 2 or name in rules.reasons:
+            continue
+        try:
+            counts = numeric_factors(Site(view, rule, name), list(given.items()))
+        except StrategyError:
+            continue
+        product = prod(counts.values())
+        if product > 1 and devices % product == 0:
+            listed = [given.get(index) for index in range(view.arity)]
+            nodes[name] = NodeEntry.model_validate({"in": listed})
+            taken |= {v.name or "" for i in given if (v := view.node.inputs[i]) is not None}
+    return nodes, frozenset(taken)
 
 
 def followed(

@@ -1,0 +1,57 @@
+"""Three equal blocks, each two dense layers with Gelu between them, to be divided one by one.
+
+    python models/three_blocks.py -o three_blocks.onnx
+
+`x` [batch, 32] float32 -> `y` [batch, 32] float32. The nodes are named `/block1/dense1/Gemm`,
+`/block1/gelu/Gelu`, `/block1/dense2/Gemm`, `/block2/dense1/Gemm`, ..., so that `/block1/*` is a
+block. Weights lie as those of PyTorch and MindSpore, [outputs, inputs].
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+from _exporter import GraphWriter, main
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the network, in elements.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    width: int = field(default=32, metadata={"help": "width of every layer"})
+    blocks: int = field(default=3, metadata={"help": "number of blocks"})
+    seed: int = field(default=0, metadata={"help": "seed of the weights"})
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer can have."""
+        for size in (self.width, self.blocks):
+            if size < 1:
+                raise ValueError(f"sizes: expected positive integers, got {size}")
+
+
+def build(config: Config | None = None, **fields: int) -> ir.Model:
+    """The network as a model with the symbolic dim `batch`; `fields` replace those of `config`."""
+    config = replace(config or Config(), **fields)
+    writer = GraphWriter(config.seed)
+    width = config.width
+
+    def dense(value: ir.Value, name: str) -> ir.Value:
+        weight = writer.weight(f"{name}.weight", (width, width), std=1 / math.sqrt(width))
+        bias = writer.weight(f"{name}.bias", (width,), std=1 / math.sqrt(width))
+        path = name.replace(".", "/")
+        return writer.op("Gemm", value, weight, bias, name=f"/{path}/Gemm", transB=1)
+
+    value = writer.input("x", ir.DataType.FLOAT, ["batch", width])
+    for block in range(1, config.blocks + 1):
+        value = dense(value, f"block{block}.dense1")
+        value = writer.op("Gelu", value, name=f"/block{block}/gelu/Gelu")
+        value = dense(value, f"block{block}.dense2")
+    return writer.model({"y": (value, ["batch", width])}, "three_blocks")
+
+
+if __name__ == "__main__":
+    main("Write the network of three blocks as ONNX.", Config, build)
