@@ -1,0 +1,136 @@
+"""`onnxpar.shard` under mpirun: every rank calls, every rank has the result."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., Any]  # the fixture `job` of conftest.py
+SECONDS = 100
+"""Bound on how long a job may take; most of it is starting Python on every rank."""
+MODELS = Path(__file__).parents[2] / "models"
+
+HEAD = f"""
+import os, sys, tempfile
+sys.path.insert(0, {str(MODELS)!r})
+import numpy as np
+import onnxpar
+import three_blocks
+from mpi4py import MPI
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+def numbers(*shape):
+    return np.random.default_rng(shape).uniform(-1, 1, shape).astype(np.float32)
+
+def undivided(x):
+    import onnx_ir as ir
+    import onnxruntime
+    model = ir.to_proto(three_blocks.build()).SerializeToString()
+    return onnxruntime.InferenceSession(model).run(None, {{"x": x}})[0]
+
+def leave(text):
+    # One line for each rank: lines of several ranks may else stand in one another.
+    os.write(1, f"r{{rank}} {{text}}\\n".encode())
+"""
+
+
+def lines(text: str, ranks: int) -> list[str]:
+    """What each rank printed last."""
+    found = [
+        [line for line in text.splitlines() if line.startswith(f"r{r} ")] for r in range(ranks)
+    ]
+    assert all(found), text
+    return [of[-1].split(" ", 1)[1] for of in found]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_has_the_whole_result(job: Start, tmp_path: Path, ranks: int) -> None:
+    body = """
+fn = onnxpar.shard(three_blocks.build(), ((size // 2, 2),), level=2,
+                   parameter_plan={"block1.dense2.weight": (size, 1)})
+for rows in (16, 32, 5):
+    x = numbers(rows, 32)
+    # Sums of 32 products a layer, six layers: some hundred roundings of 2^-24.
+    assert np.abs(fn(x) - undivided(x)).max() < 1e-5
+assert fn.devices == size and len(fn.cuts) == 2, fn.cuts
+# All ranks have loaded; rank 0 removes the directory before it goes on.
+MPI.COMM_WORLD.Barrier()
+leave(os.listdir(tempfile.gettempdir()))
+"""
+    result = job(ranks, ["-c", HEAD + body], SECONDS, {"TMPDIR": str(tmp_path)})
+    assert result.code == 0, result.text
+    for line in lines(result.text, ranks):
+        assert "onnxpar-shard" not in line
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_slices(job: Start) -> None:
+    body = """
+fn = onnxpar.shard(three_blocks.build(), (None,), dataset="data_parallel")
+for total, mine in ((8, 4), (7, 4 - rank)):
+    x = numbers(total, 32)
+    first = 0 if rank == 0 else 4
+    got = fn(x[first : first + mine])
+    assert got.shape == (mine, 32)
+    assert np.abs(got - undivided(x)[first : first + mine]).max() < 1e-5
+try:
+    fn(numbers(1 + rank, 32))
+except onnxpar.OnnxparError as error:
+    leave(error)
+"""
+    result = job(2, ["-c", HEAD + body], SECONDS)
+    assert result.code == 0, result.text
+    assert (
+        lines(result.text, 2)
+        == ["input 'x': expected slices of [2, 1] rows on the ranks, got [1, 2]"] * 2
+    )
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_mistakes_are_raised_by_all_ranks(job: Start) -> None:
+    body = """
+found = []
+def act(f):
+    try:
+        f()
+    except onnxpar.OnnxparError as error:
+        found.append(f"{type(error).__name__}: {error}")
+fn = onnxpar.shard(three_blocks.build(), (None,), out_strategy=((1, 1, 1),))
+act(lambda: fn(numbers(4, 32)))             # found by rank 0, which divides
+act(lambda: fn(numbers(4 + rank, 32)))      # ranks differ
+act(lambda: fn(numbers(4, 31 + rank)))      # wrong on one rank alone
+act(lambda: onnxpar.shard(three_blocks.build(), (None,), devices=3))
+leave(found)
+"""
+    result = job(2, ["-c", HEAD + body], SECONDS)
+    assert result.code == 0, result.text
+    first, second = lines(result.text, 2)
+    assert first == second
+    for part in (
+        "StrategyError: shard: ",
+        "CallError: input 'x': expected the same element type and shape on all ranks",
+        "got float32[4, 32] on rank 0 and float32[5, 32] on rank 1",
+        "StrategyError: devices: expected the 2 that mpirun started, got 3",
+    ):
+        assert part in first, first
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_a_rank_that_fails_ends_all(job: Start, tmp_path: Path) -> None:
+    body = """
+import onnxpar.functional
+if rank == 0:
+    def broken(*_, **__):
+        raise RuntimeError("the disk is gone")
+    onnxpar.functional.write = broken
+fn = onnxpar.shard(three_blocks.build(), (None,))
+fn(numbers(4, 32))
+leave("went on")
+"""
+    result = job(2, ["-c", HEAD + body], SECONDS, {"TMPDIR": str(tmp_path)})
+    assert result.code != 0
+    assert "RuntimeError: the disk is gone" in result.text
+    assert "went on" not in result.text
