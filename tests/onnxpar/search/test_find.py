@@ -133,3 +133,19 @@ def test_the_plan_depends_on_nothing_but_its_input(tmp_path: Path) -> None:
     spec = SearchSpec(PRESETS["cpu"], "recursive", sizes=SIZES)
     first, second = search(program, spec)[0], search(program, spec)[0]
     assert first.seeds == second.seeds
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("matrix", [(2, 3), (3, 2)])
+def test_what_is_pinned_keeps_its_devices(
+    tmp_path: Path, algorithm: str, matrix: tuple[int, int]
+) -> None:
+    """Six devices are 2 x 3 or 3 x 2, and a search of its own choice would take one of them."""
+    program = products(tmp_path, [36, 36], [36, 36])
+    mesh = Mesh.refine(6, [matrix])
+    (rows, columns) = mesh.matrix(matrix)
+    ((m,), (n,)) = program.rules.rules["m0"].outputs[0].dims
+    factors = {m: (Component(36, rows),), n: (Component(36, columns),)}
+    start = Seeds(mesh, {"m0": NodeSeed("m0", factors)})
+    _, plan = search(program, SearchSpec(PRESETS["cpu"], algorithm), start)
+    assert pieces(plan, "m0") == ((matrix[0], 1), (1, matrix[1]))
