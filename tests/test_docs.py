@@ -224,6 +224,7 @@ def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert done.stdout.splitlines() == [
         "{'AllReduce': 1}",
         "(6, 16)",
+        "True ('x',) 4",
         "True True (16, 16)",
     ]
     # The program for mpirun trains on what the last block has cut.

@@ -73,7 +73,7 @@ def test_one_name_is_one_weight() -> None:
         writer.weight("w", (2,), std=1)
 
 
-@pytest.mark.parametrize("script", ["mlp.py", "two_layer.py", "transformer.py"])
+@pytest.mark.parametrize("script", ["mlp.py", "two_layer.py", "three_blocks.py", "transformer.py"])
 def test_each_file_runs_as_a_script(script: str, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "model.onnx"
     done = subprocess.run(

@@ -1,0 +1,50 @@
+"""The programs that the documentation shows of `onnxpar.shard`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import mpirun
+
+ROOT = Path(__file__).parents[1]
+
+
+def shown(kind: str, page: str) -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (program,) = re.findall(rf"^```python {kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return str(program)
+
+
+def ran(program: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_function_shown_runs_on_threads_and_under_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown("shard", "docs/reference/python.md")
+    program = tmp_path / "dense.py"
+    program.write_text(text, encoding="utf-8")
+    told = "(32, 10) True 1\n(16, 10) True 1\n"
+    assert ran(program) == told
+    # Two processes stand for eight here.
+    (tmp_path / "two.py").write_text(text.replace("(4, 2)", "(1, 2)"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    done = mpirun(2, ["two.py"])
+    assert done.code == 0, done.err
+    assert sorted(done.out.split("\n")) == sorted(2 * told.split("\n"))[1:]
+
+
+def test_the_blocks_shown_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.symlink(ROOT / "models", "models")
+    program = tmp_path / "blocks.py"
+    program.write_text(shown("blocks", "docs/guide.md"), encoding="utf-8")
+    assert ran(program) == "(16, 32)\n"
