@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import three_blocks
+import transformer
 import two_layer
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
@@ -194,6 +195,18 @@ def test_blocks_are_divided_one_by_one(sharded: Make) -> None:
     assert pieces(block1, "/block1/dense2/Gemm")[0][1] == [8, 1]
     assert pieces(block2, "/block2/dense1/Gemm")[0][0] == [8, 1]
     assert len(block1.cuts) == 1 + 1  # 16 and 40 rows; 6, which 8 does not divide
+
+
+def test_a_transformer_at_sizes_that_change(sharded: Make) -> None:
+    model = transformer.build(layers=1, d_model=32)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    fn = sharded(model, ((1, 2),), ((2, 1, 2),), level=1, devices=4)
+    for shape in ((4, 8), (8, 12), (3, 7)):
+        tokens = np.random.default_rng(0).integers(0, 50, shape)
+        (want,) = session.run(None, {"input_ids": tokens})
+        # Logits are sums of 32 products after a few layers of such sums, all below 1.
+        np.testing.assert_allclose(fn(tokens), want, rtol=0, atol=1e-5)
+    assert len(fn.cuts) == 2
 
 
 def test_functions_of_onnx_ir(sharded: Make) -> None:
