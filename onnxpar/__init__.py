@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onnxpar.annotating import annotate
     from onnxpar.errors import OnnxparError
     from onnxpar.functional import Sharded, shard
     from onnxpar.layout import Layout
@@ -37,6 +38,7 @@ __all__ = [
     "Strategy",
     "Symbol",
     "TrainingSpec",
+    "annotate",
     "load",
     "part",
     "plan",
@@ -56,6 +58,7 @@ _HOMES = {
     "Strategy": ("onnxpar.strategy", "Strategy"),
     "Symbol": ("onnxpar.symbols", "Symbol"),
     "TrainingSpec": ("onnxpar.training.divide", "TrainingSpec"),
+    "annotate": ("onnxpar.annotating", "annotate"),
     "load": ("onnxpar.passes.load", "load"),
     "part": ("onnxpar.passes.part", "part"),
     "plan": ("onnxpar.pipeline", "plan"),

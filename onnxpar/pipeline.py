@@ -19,11 +19,11 @@ from onnxpar.ops.find import find_rules
 from onnxpar.ops.registry import OpDef
 from onnxpar.passes.dump import Dumper
 from onnxpar.passes.emit import emit_rank
-from onnxpar.passes.load import load, normalise, symbol_table
+from onnxpar.passes.load import in_memory, load, normalise, read, symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.passes.validity import blamed_on_model
-from onnxpar.strategy import Strategy, load_strategy, resolved
+from onnxpar.strategy import Strategy, resolved, strategy_for
 from onnxpar.strategy.decide import decide
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining, divide_training
@@ -108,7 +108,7 @@ def divide_model(
 
 def plan(
     model: ir.Model | str | Path,
-    strategy: str | Path | Strategy,
+    strategy: str | Path | Strategy | None = None,
     *,
     devices: int | None = None,
     symbols: Mapping[str, Symbol] | None = None,
@@ -117,17 +117,18 @@ def plan(
 
     Args:
         model: The model, or its path. A model given is used up.
-        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`.
+        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`;
+            by default what the model is annotated with.
         devices: Number of devices, where the strategy does not say.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
 
     Raises:
         OnnxparError: The model or the strategy is wrong.
     """
+    source = repr(model.graph.name) if isinstance(model, ir.Model) else repr(str(model))
     if not isinstance(model, ir.Model):
         model = load(model)
-    if not isinstance(strategy, Strategy):
-        strategy = load_strategy(str(strategy), devices)
+    strategy = strategy_for(strategy, devices, model, f"model {source}")
     analysed = analyse(model, {**strategy.symbols, **(symbols or {})})
     seeds = _seeds(analysed, strategy)
     return propagate(analysed.model, analysed.env, analysed.rules, seeds)
@@ -154,7 +155,7 @@ class Summary:
 
 def shard(
     model: str | Path,
-    strategy: str | Path | Strategy,
+    strategy: str | Path | Strategy | None,
     out: str | Path,
     *,
     devices: int | None = None,
@@ -168,7 +169,8 @@ def shard(
 
     Args:
         model: Path of the ONNX file.
-        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`.
+        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
+            for what the model is annotated with.
         out: The directory to write; it is written whole or not at all.
         devices: Number of devices, where the strategy does not say.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
@@ -187,7 +189,7 @@ def shard(
 
 def _shard(
     model: str | Path,
-    strategy: str | Path | Strategy,
+    strategy: str | Path | Strategy | None,
     out: str | Path,
     devices: int | None,
     symbols: Mapping[str, Symbol],
@@ -198,9 +200,9 @@ def _shard(
 ) -> Summary:
     clock = _Clock()
     dumper = Dumper(Path(dump)) if dump is not None else None
-    loaded = load(model)
-    if not isinstance(strategy, Strategy):
-        strategy = load_strategy(str(strategy), devices)
+    proto = read(model)
+    strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
+    loaded = in_memory(proto, model)
     _check_ranks(ranks, strategy.devices)
     clock.lap("load")
     constraints = {**strategy.symbols, **symbols}

@@ -213,7 +213,13 @@ class _Walk:
         seed = self.seeds.nodes.get(name)
         if seed is not None:
             plan = shardings(
-                rule, view, seed.factors, self.seeds.mesh, carried=seed.carried, pinned=True
+                rule,
+                view,
+                seed.factors,
+                self.seeds.mesh,
+                carried=seed.carried,
+                pinned=seed.pinned,
+                reason=self.rules.reasons.get(name, ""),
             )
         elif name in self.seeds.plans and self.seeds.plans[name].rule == rule:
             plan = self.seeds.plans[name]

@@ -18,6 +18,7 @@ class NodeSeed:
         out: For each output, the sharding to bring it into after it is made; None: as it is made.
         where: Where the user said so, `file:line`, for messages.
         carried: For operands that stay partial: their atoms and reduction.
+        pinned: Whether it is the user's word; else it is what followed from the user's word before.
     """
 
     node: str
@@ -25,6 +26,7 @@ class NodeSeed:
     out: tuple[Sharding | None, ...] = ()
     where: str = ""
     carried: Mapping[int, tuple[Atoms, str]] = field(default_factory=dict)
+    pinned: bool = True
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ _INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 # not found by scanning, so that nothing is registered by accident.
 COMMANDS: tuple[tuple[str, str], ...] = (
     ("shard", "onnxpar.cli.shard"),
+    ("annotate", "onnxpar.cli.annotate"),
     ("plan", "onnxpar.cli.plan"),
     ("inspect", "onnxpar.cli.inspect"),
     ("run", "onnxpar.cli.run"),

@@ -22,16 +22,17 @@ TRAINING = "Training"
 
 def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to divide.")],
-    strategy: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|PRESET",
-            help="Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate.",
-        ),
-    ],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Directory to write, whole or not.")
     ],
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|PRESET",
+            help="Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate, auto. Default: what the "
+            "model is annotated with.",
+        ),
+    ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
     ] = None,

@@ -6,7 +6,8 @@ size, and the shape of every value is inferred as an expression in those names.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,19 +48,51 @@ def load(path: str | Path) -> ir.Model:
     Raises:
         ModelError: The file is missing, is not an ONNX model, or its graph has a cycle.
     """
+    return in_memory(read(path), path)
+
+
+def read(path: str | Path) -> onnx.ModelProto:
+    """Reads an ONNX file as it is, without the external files of its weights.
+
+    Raises:
+        ModelError: The file is missing or is not an ONNX model.
+    """
     path = Path(path)
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise ModelError(f"the model {str(path)!r} {what}")
-    library = logging.getLogger("onnx_ir")
-    level = library.level
-    # It warns of what is told below as an error.
-    library.setLevel(logging.ERROR)
-    try:
+    with _readable(path):
         proto = onnx.load(path, load_external_data=False)
         _check_text(proto, f"{str(path)!r} is not a readable ONNX model: model")
-        model = ir.from_proto(proto)
-        ir.external_data.set_base_dir(model.graph, path.parent)
+        return proto
+
+
+def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
+    """Returns a model read from `path`, which shares its weights with the file's content.
+
+    Raises:
+        ModelError: It is not a model.
+    """
+    library = logging.getLogger("onnx_ir")
+    level = library.level
+    # It warns of what is told elsewhere as an error.
+    library.setLevel(logging.ERROR)
+    try:
+        with _readable(Path(path)):
+            model = ir.from_proto(proto)
+            ir.external_data.set_base_dir(model.graph, Path(path).parent)
+    finally:
+        library.setLevel(level)
+    if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
+        raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
+    return model
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns what the block raises of a malformed file into a ModelError."""
+    try:
+        yield
     except (
         DecodeError,
         ir.serde.SerdeError,
@@ -74,11 +107,6 @@ def load(path: str | Path) -> ir.Model:
             cause = cause.__cause__
         text = " ".join(str(cause).split())
         raise ModelError(f"{str(path)!r} is not a readable ONNX model: {text}") from error
-    finally:
-        library.setLevel(level)
-    if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
-        raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
-    return model
 
 
 def _check_text(message: Message, place: str) -> None:
@@ -124,6 +152,10 @@ def normalise(model: ir.Model) -> ir.Model:
     # Messages name nodes, so those without a name have one before anything is checked.
     for node in model.graph:
         node.name = _name(node)
+    # They are of the whole model, and have been read.
+    model.device_configurations = ()
+    for node in model.graph.all_nodes():
+        node.device_configurations = ()
     check_operators(model, opset)
     _check_edges(model)
     try:

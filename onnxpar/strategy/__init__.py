@@ -1,7 +1,7 @@
 """Strategies: the strategy file, presets, MindSpore's tuples, and what they mean for a model."""
 
-from onnxpar.strategy.load import load_strategy
+from onnxpar.strategy.load import load_strategy, strategy_for
 from onnxpar.strategy.resolve import resolve, resolved
 from onnxpar.strategy.schema import NodeEntry, Strategy
 
-__all__ = ["NodeEntry", "Strategy", "load_strategy", "resolve", "resolved"]
+__all__ = ["NodeEntry", "Strategy", "load_strategy", "resolve", "resolved", "strategy_for"]

@@ -4,7 +4,11 @@ import re
 from math import prod
 from pathlib import Path
 
+import onnx
+import onnx_ir as ir
+
 from onnxpar.errors import StrategyError
+from onnxpar.strategy.annotation import read_annotation
 from onnxpar.strategy.names import nearest
 from onnxpar.strategy.schema import DATA_AXIS, PARAMETER_AXIS, Strategy
 
@@ -46,6 +50,36 @@ def load_strategy(text: str, devices: int | None = None) -> Strategy:
             f"(dp, tp=4, dp=2,tp=4, {REPLICATE}, {AUTO}, {AUTO}:ilp)"
         )
     return _preset(text, [(p[1], p[2]) for p in parts if p is not None], devices)
+
+
+def strategy_for(
+    strategy: str | Path | Strategy | None,
+    devices: int | None,
+    model: onnx.ModelProto | ir.Model,
+    source: str,
+) -> Strategy:
+    """Returns the strategy that is given, or else the one that the model is annotated with.
+
+    Args:
+        strategy: A strategy, a file or a preset (as `load_strategy`), or None.
+        devices: Number of devices, where the strategy does not say.
+        model: The model.
+        source: What it is called in messages.
+
+    Raises:
+        StrategyError: No such strategy; none is given, and the model has none or a malformed one.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy is not None:
+        return load_strategy(str(strategy), devices)
+    annotation = read_annotation(model, source, devices)
+    if annotation is None:
+        raise StrategyError(
+            f"{source}: expected --strategy, or a model with annotations (see `onnxpar annotate`), "
+            "got neither"
+        )
+    return Strategy.from_annotation(annotation)
 
 
 def _auto(text: str, devices: int | None) -> Strategy:

@@ -95,6 +95,16 @@ class Replaced:
                 yield NodeSeed(view.name, factors, made, self.where)
 
 
+def bodies_by_results(rules: Rules) -> dict[tuple[str, ...], list[NodeView]]:
+    """Returns the nodes of each body, by the names of the results of the node that it replaces."""
+    found: dict[tuple[str, ...], list[NodeView]] = {}
+    for view in rules.views.values():
+        if view.origin and not view.is_backward:
+            operands = json.loads(view.node.metadata_props[EXPANDED_OPERANDS])
+            found.setdefault(tuple(name or "" for name in operands["out"]), []).append(view)
+    return found
+
+
 def _factors(
     rule: OpRule,
     view: NodeView,

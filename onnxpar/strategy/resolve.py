@@ -16,6 +16,7 @@ from onnxpar.layout import TensorLayout
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import SPECIAL, WHOLE
 from onnxpar.sharding import Component, DimSharding, Sharding
+from onnxpar.strategy.annotated import annotated_seeds
 from onnxpar.strategy.names import match
 from onnxpar.strategy.operands import (
     Site,
@@ -69,6 +70,8 @@ def resolve(strategy: Strategy, model: ir.Model, rules: Rules, env: ShapeEnv) ->
         StrategyError: An entry that fits nothing, contradicts another one or does not fit its
             tensor; device matrices that do not divide the devices or exclude one another.
     """
+    if strategy.annotation is not None:
+        return annotated_seeds(strategy.annotation, model, rules, env)
     return _Resolver(strategy, model, rules, env).run()
 
 

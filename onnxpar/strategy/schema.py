@@ -22,6 +22,7 @@ from onnxpar.errors import MeshError, StrategyError
 from onnxpar.layout import WHOLE, TensorLayout
 from onnxpar.machine import parse_bytes
 from onnxpar.mesh import Mesh
+from onnxpar.strategy.annotation import Annotation
 from onnxpar.strategy.document import Document, Location, parse_document, read_document
 from onnxpar.strategy.names import nearest
 from onnxpar.symbols import Symbol
@@ -233,6 +234,7 @@ class Strategy:
         rest: What happens to nodes without an entry.
         search: How to search, where `rest` is "search".
         document: Where each of these stands.
+        annotation: What the model itself says, in place of all these but `symbols`.
     """
 
     source: str
@@ -246,6 +248,7 @@ class Strategy:
     rest: Rest = "propagate"
     search: SearchEntry = field(default_factory=SearchEntry)
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
+    annotation: Annotation | None = None
 
     @staticmethod
     def from_dict(
@@ -276,6 +279,17 @@ class Strategy:
     def from_file(path: Path, devices: int | None = None) -> "Strategy":
         """Returns a strategy from a strategy file; as `from_dict` otherwise."""
         return _strategy(read_document(path), devices)
+
+    @staticmethod
+    def from_annotation(annotation: Annotation) -> "Strategy":
+        """Returns the strategy that the annotation of a model is."""
+        return Strategy(
+            annotation.source,
+            annotation.devices,
+            annotation.extras.axes,
+            annotation.symbols,
+            annotation=annotation,
+        )
 
     def where(self, *location: str | int) -> str:
         """Returns the place of a key for messages."""

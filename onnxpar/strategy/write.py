@@ -24,7 +24,7 @@ def strategy_data(seeds: Seeds, rules: Rules, symbols: Mapping[str, Symbol]) -> 
     mesh = seeds.mesh
     data: dict[str, Any] = {"mesh": dict(mesh.axes)}
     if symbols:
-        data["symbols"] = {name: _symbol(symbol) for name, symbol in symbols.items()}
+        data["symbols"] = {name: symbol_data(symbol) for name, symbol in symbols.items()}
     data["dataset"] = {name: _layout(s, mesh) for name, s in seeds.inputs.items()}
     if seeds.parameters:
         data["parameters"] = {name: _layout(s, mesh) for name, s in seeds.parameters.items()}
@@ -52,7 +52,8 @@ _Dumper.add_representer(
 )
 
 
-def _symbol(symbol: Symbol) -> dict[str, Any]:
+def symbol_data(symbol: Symbol) -> dict[str, Any]:
+    """Returns the constraints of a symbol that are not the default."""
     default = Symbol()
     return {
         name: getattr(symbol, name)

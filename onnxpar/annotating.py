@@ -1,0 +1,192 @@
+"""A model with its strategy written into it, as ONNX's multi-device annotations."""
+
+import filecmp
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import NamedTemporaryFile
+
+import onnx
+from google.protobuf.message import EncodeError
+
+from onnxpar.analysis.plan import Plan
+from onnxpar.analysis.propagate import propagate
+from onnxpar.errors import ModelError
+from onnxpar.passes.annotate import annotate_proto
+from onnxpar.passes.load import in_memory, read
+from onnxpar.passes.validity import blamed_on_model
+from onnxpar.pipeline import Analysed, analyse
+from onnxpar.strategy import Strategy, strategy_for
+from onnxpar.strategy.annotation import bodies_of
+from onnxpar.strategy.decide import decide
+from onnxpar.symbols import Symbol
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """What `annotate` did.
+
+    Attributes:
+        out: The file written.
+        devices: Number of devices.
+        nodes: Number of nodes in the file's main graph.
+        annotated: How many of them have an annotation.
+        differing: Names of the nodes that are divided otherwise when the annotation is read again:
+            what it cannot say, and does not follow from what it can.
+    """
+
+    out: Path
+    devices: int
+    nodes: int
+    annotated: int
+    differing: tuple[str, ...]
+
+
+def annotate(
+    model: str | Path,
+    strategy: str | Path | Strategy | None,
+    out: str | Path,
+    *,
+    devices: int | None = None,
+    symbols: Mapping[str, Symbol] | None = None,
+) -> Annotated:
+    """Writes a model with the plan of a strategy as annotations; everything else stays as it is.
+
+    Weights in external files stay in them; where the model is written to another folder, the files
+    are copied there.
+
+    Args:
+        model: Path of the ONNX file.
+        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
+            for the annotation that the model has, which is written anew.
+        out: The file to write, which may be the model itself.
+        devices: Number of devices, where the strategy does not say.
+        symbols: Constraints on symbols; they replace the strategy's of the same name.
+
+    Raises:
+        OnnxparError: The model or the strategy is wrong, or the file cannot be written; it is
+            whole or as before then.
+    """
+    path, out = Path(model), Path(out)
+    with blamed_on_model(path):
+        proto = read(path)
+        strategy = strategy_for(strategy, devices, proto, f"model {str(path)!r}")
+        constraints = {**strategy.symbols, **(symbols or {})}
+        analysed = analyse(in_memory(proto, path), constraints)
+        plan = _plan(analysed, strategy)
+        count = annotate_proto(
+            proto, analysed.model, plan, analysed.rules, analysed.env, constraints
+        )
+        again = _plan(analysed, strategy_for(None, None, proto, f"model {str(out)!r}"))
+    try:
+        data = proto.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError) as error:
+        raise ModelError(
+            f"{str(path)!r}: expected a model of less than 2 GiB besides its external files: "
+            f"{error}"
+        ) from None
+    try:
+        _copy_weights(proto, path.parent, out.parent)
+        _write(out, data)
+    except OSError as error:
+        raise ModelError(f"{str(out)!r}: cannot be written: {error}") from error
+    return Annotated(out, plan.mesh.size, len(proto.graph.node), count, _differing(plan, again))
+
+
+def _plan(analysed: Analysed, strategy: Strategy) -> Plan:
+    seeds = decide(strategy, analysed.model, analysed.rules, analysed.env)
+    return propagate(analysed.model, analysed.env, analysed.rules, seeds)
+
+
+def _differing(first: Plan, second: Plan) -> tuple[str, ...]:
+    tensors = [
+        name
+        for side in ("inputs", "parameters", "outputs")
+        for name, sharding in getattr(first, side).items()
+        if getattr(second, side).get(name) != sharding
+    ]
+    nodes = [
+        name
+        for name, plan in first.nodes.items()
+        if (plan.inputs, plan.outputs) != (second.nodes[name].inputs, second.nodes[name].outputs)
+    ]
+    return (*tensors, *nodes)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def _locations(proto: onnx.ModelProto) -> Iterator[str]:
+    """The external files of a model, as it names them."""
+    nodes = [*proto.graph.node, *(n for f in proto.functions for n in f.node)]
+    graphs = [proto.graph, *bodies_of(nodes)]
+    nodes += [node for graph in graphs[1:] for node in graph.node]
+    tensors = [t for graph in graphs for t in graph.initializer]
+    for sparse in (s for graph in graphs for s in graph.sparse_initializer):
+        tensors += [sparse.values, sparse.indices]
+    for attribute in (a for node in nodes for a in node.attribute):
+        tensors += [attribute.t, *attribute.tensors]
+    found = {
+        entry.value
+        for tensor in tensors
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    yield from sorted(found)
+
+
+def _copy_weights(proto: onnx.ModelProto, source: Path, target: Path) -> None:
+    """Copies the external files of a model; those that are there already are left."""
+    for location in _locations(proto):
+        inside = PurePosixPath(location)
+        if inside.is_absolute() or ".." in inside.parts:
+            raise ModelError(
+                f"expected external files in the folder of the model, got {location!r}"
+            )
+        old, new = source / inside, target / inside
+        if not old.is_file():
+            raise ModelError(f"the model's external file {str(old)!r} does not exist")
+        if new.exists():
+            if not (os.path.samefile(old, new) or filecmp.cmp(old, new, shallow=False)):
+                raise ModelError(
+                    f"{str(new)!r}: expected no file of that name, or the model's own weights, got "
+                    "another file"
+                )
+            continue
+        new.parent.mkdir(parents=True, exist_ok=True)
+        with _temporary(new) as name:
+            shutil.copyfile(old, name)
+            os.replace(name, new)
+
+
+def _write(out: Path, data: bytes) -> None:
+    with _temporary(out) as name:
+        Path(name).write_bytes(data)
+        os.replace(name, out)
+
+
+class _temporary:
+    """A file beside another that is gone afterwards, unless it was renamed."""
+
+    def __init__(self, beside: Path) -> None:
+        self._beside = beside
+
+    def __enter__(self) -> str:
+        file = NamedTemporaryFile(
+            dir=self._beside.parent, prefix=f".{self._beside.name}.", delete=False
+        )
+        file.close()
+        self._name = file.name
+        # Temporary files are the user's alone; what is written is as open as other files.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(self._name, 0o666 & ~mask)
+        return self._name
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._name)

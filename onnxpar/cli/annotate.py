@@ -1,0 +1,54 @@
+"""`onnxpar annotate`: a strategy written into the model itself."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from onnxpar.annotating import annotate
+from onnxpar.cli.shard import SHOWN, count, parse_symbols
+
+
+def command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to annotate.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The annotated model to write.")
+    ],
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|PRESET",
+            help="Strategy file or preset, as of `shard`. Default: what the model is annotated "
+            "with.",
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
+    ] = None,
+    symbol: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:CONSTRAINTS",
+            help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Write how a model is divided into the model, for `shard` and for other tools."""
+    done = annotate(model, strategy, out, devices=devices, symbols=parse_symbols(symbol or []))
+    console = Console(soft_wrap=True, highlight=False)
+    lines = [
+        f"devices       {done.devices}",
+        f"annotated     {done.annotated} of {count(done.nodes, 'node')}",
+    ]
+    if done.differing:
+        shown = ", ".join(done.differing[:SHOWN])
+        more = len(done.differing) - SHOWN
+        lines.append(
+            f"differing     {len(done.differing)}, which annotations cannot say: {shown}"
+            f"{f' and {more} more' if more > 0 else ''}"
+        )
+    lines += [f"written       {done.out}", f"next          onnxpar shard {done.out} -o DIR"]
+    for line in lines:
+        console.print(escape(line))
