@@ -11,6 +11,7 @@ it is, where its operator is linear in it. A result with a spec is reduced at on
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import onnx_ir as ir
@@ -127,6 +128,12 @@ class _Reader:
     env: ShapeEnv
     # Where each run was met first, for messages.
     cuts: dict[Run, str] = field(default_factory=dict)
+
+    @cached_property
+    def pinned(self) -> frozenset[str] | None:
+        """The nodes that the user spoke of; None where that is all."""
+        names = self.annotation.extras.pinned
+        return None if names is None else frozenset(names)
 
     def run(self) -> Seeds:
         source, extras = self.annotation.source, self.annotation.extras
@@ -329,8 +336,7 @@ class _Reader:
             out.append(None if want == sharding else want)
             if want is None and sharding.partial:
                 pending[name] = (sharding.partial, sharding.reduction)
-        pinned = self.annotation.extras.pinned
-        said = pinned is None or view.name in pinned
+        said = self.pinned is None or view.name in self.pinned
         return NodeSeed(view.name, factors, tuple(out), item.title, carried, said)
 
     def factors(

@@ -7,9 +7,9 @@ split axes of the tensor, in the tensor's order. An entry of the list is a devic
 group of devices that all hold the shard.
 
 What the fields have no place for stands in the model's metadata under `METADATA`, written by
-`onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and parameters
-lie before a node reads them, and which nodes the user spoke of. Values that wait for a reduction cannot be said; they
-follow from the operands (see `onnxpar.strategy.annotated`).
+`onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and
+parameters lie before a node reads them, and which nodes the user spoke of. Values that wait for a
+reduction cannot be said; they follow from the operands (see `onnxpar.strategy.annotated`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
