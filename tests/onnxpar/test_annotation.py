@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import mlp
+import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
@@ -61,13 +62,12 @@ Edit = Callable[[onnx.ModelProto], object]
 
 
 def parsed(text: str) -> onnx.ModelProto:
+    """Reads a model; values that nobody makes are weights, zeros."""
     model = onnx.parser.parse_model(text)
-    for tensor in model.graph.initializer:
-        if not tensor.ByteSize() or tensor.data_type == onnx.TensorProto.FLOAT:
-            size = 4
-            for dim in tensor.dims:
-                size *= dim
-            tensor.raw_data = bytes(size)
+    for value in model.graph.value_info:
+        dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        data = np.zeros(dims, np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(data, value.name))
     return model
 
 
@@ -543,7 +543,7 @@ def damaged(model: onnx.ModelProto, draw: random.Random) -> None:
                 spec.tensor_name = draw.choice(["", "x", "h", "none"])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_malformed_annotations_are_an_error_or_are_carried_out(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     path = saved(tmp_path, RESIDUAL)
