@@ -1,5 +1,6 @@
 """Strategies that stand in the model itself: written, read, and by other producers."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -109,10 +110,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.onnx" for name in built}
 
 
-@pytest.mark.parametrize("name", ["mlp", "two_layer", "transformer", "merged"])
-@pytest.mark.parametrize(
-    "strategy", ["dp=4", "tp=4", "dp=2,tp=4", "dp=3,tp=2", "auto", "auto:propagation", "replicate"]
-)
+STRATEGIES = ["dp=4", "tp=4", "dp=2,tp=4", "dp=3,tp=2", "auto", "auto:propagation", "replicate"]
+NAMES = ["mlp", "two_layer", "transformer", "merged"]
+QUICK = {
+    ("transformer", "dp=2,tp=4"),
+    ("transformer", "auto"),
+    ("merged", "dp=3,tp=2"),
+    *((name, strategy) for name in ("mlp", "two_layer") for strategy in STRATEGIES),
+}
+CASES = [
+    (name, strategy)
+    for name in NAMES
+    for strategy in STRATEGIES
+    if (name, strategy) in QUICK or os.environ.get("ONNXPAR_FULL")
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_round_trip(name: str, strategy: str, models: dict[str, Path], tmp_path: Path) -> None:
     devices = 4 if strategy[:2] in ("au", "re") else None
     round_trip(tmp_path, models[name], strategy, devices)
@@ -465,17 +479,26 @@ MISTAKES: list[tuple[str, Edit, str]] = [
 
 
 @pytest.mark.parametrize(("edit", "said"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
-@pytest.mark.parametrize("memory", [False, True], ids=["file", "memory"])
-def test_mistakes(edit: Edit, said: str, memory: bool, tmp_path: Path) -> None:
+def test_mistakes(edit: Edit, said: str, tmp_path: Path) -> None:
     model = foreign()
     edit(model)
     path = saved(tmp_path, model)
     with pytest.raises(StrategyError, match=said) as raised:
-        report(path, None, tmp_path / "out")
+        shard(path, None, tmp_path / "out")
     assert "model.onnx" in str(raised.value)
     assert not (tmp_path / "out").exists()
     # Another strategy may still be given.
-    assert report(path, "dp=2", tmp_path / "out")["devices"] == 2
+    assert plan(path, "dp=2").mesh.size == 2
+
+
+@pytest.mark.parametrize("number", [5, 6, 7, 8, 13, 18, 21])
+def test_mistakes_of_a_model_in_memory(number: int) -> None:
+    """Those that onnx_ir keeps when it reads the file."""
+    _, edit, said = MISTAKES[number]
+    model = foreign()
+    edit(model)
+    with pytest.raises(StrategyError, match=said):
+        plan(ir.from_proto(model))
 
 
 def test_annotations_in_bodies_are_refused() -> None:
@@ -554,6 +577,6 @@ def test_malformed_annotations_are_an_error_or_are_carried_out(seed: int, tmp_pa
         changed = tmp_path / "changed.onnx"
         onnx.save(model, changed)
         try:
-            report(changed, None, tmp_path / "out")
+            plan(changed)
         except OnnxparError as error:
             assert 0 < len(str(error)) < 1000
