@@ -66,6 +66,7 @@ def annotate_proto(
         symbols={name: symbol_data(symbol) for name, symbol in symbols.items()},
         inputs={name: runs_of(sharding, mesh) for name, sharding in plan.inputs.items()},
         parameters=_parameters(model, plan),
+        carried=[name for name, chosen in plan.nodes.items() if chosen.carried],
         pinned=None if len(pinned) == len(plan.nodes) else pinned,
     )
     proto.metadata_props.add(key=METADATA, value=extras.model_dump_json(exclude_defaults=True))

@@ -322,7 +322,8 @@ class _Reader:
         outputs = [v.name or "" for v in view.node.outputs]
         taken = {a for parts in factors.values() for c in parts for a in c.atoms}
         carried: dict[int, Pending] = {}
-        if not any(n in item.tensors for n in outputs):
+        said = self.annotation.extras.carried
+        if not any(n in item.tensors for n in outputs) and (said is None or view.name in said):
             carried = _carried(rule, view, pending, taken)
         try:
             made = shardings(rule, view, factors, mesh, carried=carried, pinned=True).outputs
@@ -336,8 +337,8 @@ class _Reader:
             out.append(None if want == sharding else want)
             if want is None and sharding.partial:
                 pending[name] = (sharding.partial, sharding.reduction)
-        said = self.pinned is None or view.name in self.pinned
-        return NodeSeed(view.name, factors, tuple(out), item.title, carried, said)
+        pinned = self.pinned is None or view.name in self.pinned
+        return NodeSeed(view.name, factors, tuple(out), item.title, carried, pinned)
 
     def factors(
         self, mesh: Mesh, item: _Annotated, view: NodeView, rule: OpRule

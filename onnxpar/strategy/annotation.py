@@ -88,6 +88,7 @@ class Extras(BaseModel):
         parameters: How those parameters lie that lie otherwise than the first node wants that
             reads them.
         pinned: The nodes that the user spoke of, where the others followed; None: all.
+        carried: The nodes that take operands which wait for a reduction; None: all that can.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -98,6 +99,7 @@ class Extras(BaseModel):
     inputs: dict[str, Layout] = {}
     parameters: dict[str, Layout] = {}
     pinned: list[str] | None = None
+    carried: list[str] | None = None
 
 
 @dataclass(frozen=True)

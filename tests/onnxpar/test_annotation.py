@@ -165,6 +165,10 @@ def test_pending_sums_are_derived(tmp_path: Path) -> None:
     round_trip(tmp_path, path, Strategy.from_dict(data))
     found = plan(ir.load(tmp_path / "first.onnx"))
     assert [n for n, p in found.nodes.items() if p.carried] == ["sum", "twice"]
+    bare = onnx.load(tmp_path / "first.onnx")
+    del bare.metadata_props[:]
+    found = plan(ir.from_proto(bare))
+    assert [n for n, p in found.nodes.items() if p.carried] == ["sum", "twice"]
     data["nodes"]["left"]["out"] = [["dp", "tp"]]  # type: ignore[index]
     data["nodes"] |= {"sum": {"in": [["dp", None]] * 2}, "twice": {"in": [["dp", None]] * 2}}
     round_trip(tmp_path, path, Strategy.from_dict(data))

@@ -1,0 +1,54 @@
+"""Random programs divided at random: the annotation of a plan, read again, is the plan."""
+
+import os
+
+import onnx_ir as ir
+import pytest
+from random_programs import program
+from random_strategies import document, pinned
+
+from onnxpar.analysis.propagate import propagate
+from onnxpar.errors import ShardingError
+from onnxpar.passes.annotate import annotate_proto
+from onnxpar.pipeline import analyse
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.strategy.annotated import annotated_seeds
+from onnxpar.strategy.annotation import read_annotation
+
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 40
+BATCHES = 20
+
+
+def case(seed: int) -> bool:
+    """Runs a case; whether its strategy was taken."""
+    model = program(seed)
+    analysed = analyse(ir.from_proto(model), {})
+    ranks = {v.name or "": v.shape.rank() for v in analysed.model.graph.inputs if v.shape}
+    parts = (analysed.model, analysed.rules, analysed.env)
+    seeds = resolve(Strategy.from_dict(document(seed, ranks)), *parts)
+    seeds = pinned(analysed, seeds, seed) if seed % 2 else seeds
+    try:
+        plan = propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    except ShardingError:
+        return False
+    annotate_proto(model, analysed.model, plan, analysed.rules, analysed.env, {})
+    annotation = read_annotation(model, "model")
+    assert annotation is not None and annotation.devices == plan.mesh.size
+    again = propagate(
+        analysed.model, analysed.env, analysed.rules, annotated_seeds(annotation, *parts)
+    )
+    assert (again.mesh, again.inputs, again.parameters) == (plan.mesh, plan.inputs, plan.parameters)
+    for name, found in plan.nodes.items():
+        made = {v.name for v in analysed.rules.views[name].node.outputs}
+        # How a result is made that then is laid out otherwise is not said.
+        if not made & set(plan.resharded):
+            assert again.nodes[name] == found, name
+        assert again.nodes[name].inputs == found.inputs, name
+    return True
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_annotations_say_the_plan(batch: int) -> None:
+    seeds = [SEED + n for n in range(CASES) if n % BATCHES == batch]
+    assert any([case(seed) for seed in seeds]), f"seeds {seeds}: no strategy was taken"
