@@ -72,8 +72,17 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class _Program:
-    """What is to be planned: a forward program, or one with its backward."""
+class Program:
+    """What is to be planned: a forward program, or one with its backward.
+
+    Attributes:
+        model: The normalised model.
+        env: Its shapes.
+        rules: The rule of each of its nodes.
+        links: Of each cotangent its primal.
+        gradients: The output that is the gradient of each trained parameter, by name.
+        states: Tensors like a trained parameter that are held besides it.
+    """
 
     model: ir.Model
     env: ShapeEnv
@@ -83,9 +92,11 @@ class _Program:
     states: int
 
     def plan(self, seeds: Seeds) -> Plan:
+        """Returns the plan that follows from seeds."""
         return propagate(self.model, self.env, self.rules, seeds, self.links)
 
     def price(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> Price:
+        """Returns what a plan costs a device at given sizes of symbols."""
         cost = CostModel(machine, plan.mesh, self.env.table, sizes)
         states = dict.fromkeys(self.gradients, self.states)
         return price(self.model, self.rules, plan, cost, states, self.gradients.values())
@@ -116,7 +127,7 @@ def plan_strategy(
     constraints = {**strategy.symbols, **(symbols or {})}
     told("reading the model")
     with blamed_on_model(Path(model)):
-        program = _program(model, constraints, training)
+        program = read_program(model, constraints, training)
     told("searching")
     seeds = resolve(strategy, program.model, program.rules, program.env)
     found = search(
@@ -146,16 +157,26 @@ def presets(devices: int) -> list[str]:
     return [f"dp={devices}", *mixed, f"tp={devices}"] if devices > 1 else ["replicate"]
 
 
-def _program(
-    path: str | Path, symbols: Mapping[str, Symbol], training: TrainingSpec | None
-) -> _Program:
+def read_program(
+    path: str | Path, symbols: Mapping[str, Symbol], training: TrainingSpec | None = None
+) -> Program:
+    """Returns the program of a model, or the one that trains it.
+
+    Args:
+        path: Path of the ONNX file.
+        symbols: Constraints on symbols.
+        training: How it is trained.
+
+    Raises:
+        OnnxparError: The model cannot be read, or cannot be trained so.
+    """
     loaded = load(path)
     if training is None:
         analysed = analyse(loaded, symbols)
-        return _Program(analysed.model, analysed.env, analysed.rules, {}, {}, 0)
+        return Program(analysed.model, analysed.env, analysed.rules, {}, {}, 0)
     originals = frozenset(loaded.graph.initializers)
     prepared = prepare_training(normalise(loaded), originals, symbols, training)
-    return _Program(
+    return Program(
         prepared.model,
         prepared.env,
         prepared.rules,
@@ -165,7 +186,7 @@ def _program(
     )
 
 
-def _priced(name: str, program: _Program, machine: Machine, strategy: Strategy) -> Way:
+def _priced(name: str, program: Program, machine: Machine, strategy: Strategy) -> Way:
     try:
         preset = replace(load_strategy(name, strategy.devices), symbols=strategy.symbols)
         seeds = resolve(preset, program.model, program.rules, program.env)

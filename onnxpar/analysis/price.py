@@ -40,6 +40,7 @@ class Price:
     Attributes:
         nodes: Each node, in order.
         gradients: Seconds in which gradients are reduced, as far as nothing hides them.
+        updating: Seconds in which the optimizer reads and writes what it trains.
         held: Bytes held all the time: parameters and, where they are trained, their gradients and
             moments.
         peak: Bytes held at the peak, values between nodes included.
@@ -47,13 +48,14 @@ class Price:
 
     nodes: tuple[NodePrice, ...]
     gradients: float
+    updating: float
     held: int
     peak: int
 
     @property
     def computing(self) -> float:
         """Seconds of computing."""
-        return sum(node.work.seconds for node in self.nodes)
+        return self.updating + sum(node.work.seconds for node in self.nodes)
 
     @property
     def communicating(self) -> float:
@@ -147,7 +149,14 @@ class _Pricing:
                 live -= bytes_of.pop(key, 0)
             work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
             prices.append(NodePrice(name, work, moving))
-        return Price(tuple(prices), self._leaving(made, itemsizes), held, held + peak)
+        # Of a parameter and its moments, all are read and written, and its gradient is read.
+        updated = sum(
+            self._bytes(plan.parameters[name], itemsizes[name]) * (2 * count + 1)
+            for name, count in self.states.items()
+            if count
+        )
+        updating = updated / self.cost.machine.bandwidth
+        return Price(tuple(prices), self._leaving(made, itemsizes), updating, held, held + peak)
 
     def _leaving(
         self, made: Mapping[str, tuple[Sharding, ...]], itemsizes: Mapping[str, int]

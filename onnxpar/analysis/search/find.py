@@ -147,7 +147,11 @@ def find(
         )
         tried.append(candidate)
         if winner is None or solution.seconds < winner[0]:
-            winner = solution.seconds, candidate, run.seeds_of(problem, solution.choice)
+            winner = (
+                solution.seconds,
+                candidate,
+                seeds_of(seen, problem, solution.choice, run.seeds),
+            )
     if winner is None:
         raise ShardingError(tried[0].reason)
     return Found(winner[2], winner[1], tuple(tried))
@@ -264,24 +268,32 @@ class _Search:
         )
         return (Option(plan, (None,) * len(axes)),)
 
-    def seeds_of(self, problem: Problem, choice: Sequence[int]) -> Seeds:
-        """What propagation is given: the plan of every node, and how inputs and parameters lie."""
-        nodes: dict[str, NodeSeed] = {}
-        for item, found, c in zip(self.flow.items, problem.options, choice, strict=False):
-            if not item.fixed:
-                plan = found[c].plan
-                nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried)
-        lying = problem.lying(choice)
-        parameters = {v.name for v in self.flow.values if v.parameter}
-        inputs = {n: s for n, s in lying.items() if n not in parameters}
-        # One that is read once follows its reader.
-        several = {v.name for v in self.flow.values if len(v.uses) > 1}
-        laid = {n: s for n, s in lying.items() if n in parameters & several}
-        return replace(
-            self.seeds,
-            inputs={**inputs, **self.seeds.inputs},
-            parameters={**laid, **self.seeds.parameters},
-            parameter_axes=(),
-            nodes={**nodes, **self.seeds.nodes},
-            rest="propagate",
-        )
+
+def seeds_of(flow: Flow, problem: Problem, choice: Sequence[int], seeds: Seeds) -> Seeds:
+    """Returns what propagation is given: the plan of every node, how inputs and parameters lie.
+
+    Args:
+        flow: The model.
+        problem: The problem of its options.
+        choice: The option of each of the problem's variables.
+        seeds: What the user fixed, kept; on the mesh of the options.
+    """
+    nodes: dict[str, NodeSeed] = {}
+    for item, found, c in zip(flow.items, problem.options, choice, strict=False):
+        if not item.fixed:
+            plan = found[c].plan
+            nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried)
+    lying = problem.lying(choice)
+    parameters = {v.name for v in flow.values if v.parameter}
+    inputs = {n: s for n, s in lying.items() if n not in parameters}
+    # One that is read once follows its reader.
+    several = {v.name for v in flow.values if len(v.uses) > 1}
+    laid = {n: s for n, s in lying.items() if n in parameters & several}
+    return replace(
+        seeds,
+        inputs={**inputs, **seeds.inputs},
+        parameters={**laid, **seeds.parameters},
+        parameter_axes=(),
+        nodes={**nodes, **seeds.nodes},
+        rest="propagate",
+    )

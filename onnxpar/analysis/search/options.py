@@ -114,12 +114,18 @@ def _plan(
         return None
     for k, run in groups:
         carried = dict.fromkeys(sorted(item.rule.linear[k][1]), (tuple(sorted(run)), "sum"))
-        if not all(item.view.has(i) and not item.rule.inputs[i].mode for i in carried):
+        if not all(_summed(item, i) for i in carried):
             return None
     try:
         return shardings(item.rule, item.view, factors, cost.mesh, carried=carried)
     except ShardingError:
         return None
+
+
+def _summed(item: Item, operand: int) -> bool:
+    """Whether an operand may wait for a sum: a parameter or an input of the graph is complete."""
+    value = item.view.node.inputs[operand] if item.view.has(operand) else None
+    return value is not None and value.producer() is not None and not item.rule.inputs[operand].mode
 
 
 def _fits(part: Part, count: int, cost: CostModel) -> bool:

@@ -1,0 +1,309 @@
+#!/usr/bin/env python
+"""What planning promises, measured on this machine.
+
+    tools/bench/plan.py --rank [--model gpt|mlp] [--devices 4] [--strategies 24] [--check]
+    tools/bench/plan.py --speed [--devices 2 4] [--check]
+
+--rank: the cost model's order of strategies against the measured one (Spearman's correlation),
+forward and training. Strategies are the presets, the one found, and random ones: a random share of
+the kinds of nodes gets random options, the rest is searched for around them.
+
+--speed: a step of the plan found against the better of pure data and pure tensor parallelism.
+
+Ranks are processes under mpirun on this machine; what is compared is run in turns, and the least
+time of the rounds counts, which other work on the machine has disturbed least. The machine
+is measured first by tools/calibrate.py with as many ranks, unless `--machine` names one. With
+--check the exit code is 1 where a goal is missed: a correlation of 0.8, a ratio of 1.05 (what
+measuring twice differs by).
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from plan_ranks import MODELS
+from scipy.stats import spearmanr
+from step_cases import ROOT, Model
+
+from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.search.eliminate import solve
+from onnxpar.analysis.search.find import seeds_of
+from onnxpar.analysis.search.flow import flow
+from onnxpar.analysis.search.options import options
+from onnxpar.analysis.search.problem import build
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.errors import OnnxparError
+from onnxpar.mesh import Mesh
+from onnxpar.pipeline import shard
+from onnxpar.planning import Program, presets, read_program, searching
+from onnxpar.strategy import Strategy, load_strategy, resolve
+from onnxpar.strategy.decide import search
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.write import strategy_data
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
+OPTIMIZER = "adamw"
+CORRELATION, RATIO = 0.8, 1.05
+SHARES = (0.1, 0.3, 0.6, 1.0)
+"""How many of the kinds of nodes are placed at random."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to plan for.
+
+    Attributes:
+        model: It and its batches.
+        path: Its ONNX file.
+        training: How it is trained; None for forward only.
+        devices: Number of ranks.
+        machine: What they are: a preset or a machine file.
+    """
+
+    model: Model
+    path: Path
+    training: TrainingSpec | None
+    devices: int
+    machine: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the model's symbols."""
+        return dict(zip(("batch", "seq"), self.model.shape, strict=False))
+
+    def price(self, program: Program, seeds: Seeds) -> float:
+        """Seconds that the cost model gives a step of the plan that follows from seeds."""
+        machine = load_machine(self.machine)
+        return program.price(program.plan(seeds), machine, self.sizes).seconds
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return (
+            f"{self.model.name} {'training' if self.training else 'forward'}, {self.devices} ranks"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy and what it is predicted to cost."""
+
+    name: str
+    data: Mapping[str, Any]
+    seconds: float
+
+
+def priced(case: Case, program: Program, name: str) -> Entry:
+    """A preset."""
+    strategy = load_strategy(name, case.devices)
+    seeds = resolve(strategy, program.model, program.rules, program.env)
+    return Entry(name, {"preset": name}, case.price(program, seeds))
+
+
+def found(case: Case, program: Program) -> Entry:
+    """The plan that a search finds."""
+    strategy = searching(load_strategy("auto:ilp", case.devices))
+    entry = strategy.search.model_copy(update={"machine": case.machine, "sizes": case.sizes})
+    strategy = replace(strategy, search=entry)
+    seeds = resolve(strategy, program.model, program.rules, program.env)
+    trained = list(program.gradients)
+    seeds = search(strategy, program.model, program.rules, program.env, seeds, trained).seeds
+    return Entry("found", strategy_data(seeds, program.rules, {}), case.price(program, seeds))
+
+
+def at_random(case: Case, program: Program, count: int, seed: int) -> Iterator[Entry]:
+    """Strategies in which a random share of the kinds of nodes has random options."""
+    rng = random.Random(seed)
+    model, env, rules = program.model, program.env, program.rules
+    seen = flow(model, env, rules, list(program.gradients))
+    base = resolve(searching(load_strategy("auto", case.devices)), model, rules, env)
+    pairs = [
+        {"x": n, "y": case.devices // n} for n in range(2, case.devices) if not case.devices % n
+    ]
+    meshes = [Mesh.of(axes) for axes in ({"x": case.devices}, *pairs)]
+    number = made = 0
+    while made < count:
+        mesh = meshes[number % len(meshes)]
+        cost = CostModel(load_machine(case.machine), mesh, env.table, case.sizes)
+        axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
+        share = SHARES[number // len(meshes) % len(SHARES)]
+        known: dict[object, Any] = {}
+        for item in seen.items:
+            if item.kind not in known:
+                all_of_them = options(item, axes, cost)
+                if rng.random() < share:
+                    all_of_them = (rng.choice(all_of_them),)
+                known[item.kind] = all_of_them
+        problem = build(seen, [known[item.kind] for item in seen.items], cost)
+        choice = solve(problem)
+        number += 1
+        # Some draws contradict one another: a sum that one leaves pending is made by nobody.
+        if problem.seconds(choice) == inf:
+            continue
+        made += 1
+        seeds = seeds_of(seen, problem, choice, replace(base, mesh=mesh, inputs={}))
+        name = f"random {number} ({share:.0%} of {'x'.join(str(n) for _, n in mesh.axes)})"
+        yield Entry(name, strategy_data(seeds, rules, {}), case.price(program, seeds))
+
+
+def measure(
+    case: Case, entries: Sequence[Entry], scratch: Path, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of a step in every round, by name; without what cannot be cut."""
+    directories: dict[str, str] = {}
+    for number, entry in enumerate(entries):
+        out = scratch / f"{case.devices}-{bool(case.training)}-{number}"
+        name = entry.data.get("preset")
+        if name:
+            strategy = load_strategy(str(name), case.devices)
+        else:
+            strategy = Strategy.from_dict(dict(entry.data), case.devices, entry.name)
+        try:
+            shard(case.path, strategy, out, training=case.training)
+        except OnnxparError as error:
+            print(f"  {entry.name}: cannot be cut: {error}", flush=True)
+            continue
+        directories[entry.name] = str(out)
+    result = scratch / "times.json"
+    job = {
+        "model": case.model.name,
+        "directories": list(directories.values()),
+        "training": OPTIMIZER if case.training else None,
+        "rounds": rounds,
+        "steps": steps,
+        "out": str(result),
+    }
+    ranks(case.devices, "bench/plan_ranks.py", json.dumps(job))
+    return dict(zip(directories, json.loads(result.read_text()), strict=True))
+
+
+def ranks(count: int, script: str, *arguments: str) -> None:
+    """Runs a script of this repository's tools as so many ranks."""
+    path = next(
+        p for p in (ROOT / "tools" / "bench" / script, ROOT / "tools" / script) if p.exists()
+    )
+    command = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(count)]
+    command += [sys.executable, str(path), *arguments]
+    subprocess.run(command, check=True, env=mpirun_environment(), stdout=subprocess.DEVNULL)
+
+
+def machine_of(text: str | None, devices: int, scratch: Path) -> str:
+    """The machine named, else the file of one measured with so many ranks."""
+    if text is not None:
+        return text
+    out = scratch / f"measured{devices}.yaml"
+    if not out.exists():
+        ranks(devices, "calibrate.py", "-o", str(out), "--name", out.stem, "--seconds", "10")
+        print(out.read_text(), end="", flush=True)
+    return str(out)
+
+
+def cases(arguments: argparse.Namespace, scratch: Path) -> Iterator[Case]:
+    """Each model, forward and training, for each number of devices."""
+    spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(OPTIMIZER))
+    for name in arguments.model:
+        path = scratch / f"{name}.onnx"
+        MODELS[name].export(path)
+        for devices in arguments.devices:
+            machine = machine_of(arguments.machine, devices, scratch)
+            for training in (None, spec):
+                yield Case(MODELS[name], path, training, devices, machine)
+
+
+def rank(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
+    """Prints the strategies in the order that is predicted; returns what is missed."""
+    program = read_program(case.path, {}, case.training)
+    entries = [found(case, program)]
+    for name in ("replicate", *presets(case.devices)):
+        entries.append(priced(case, program, name))
+    more = max(arguments.strategies - len(entries), 0)
+    entries += at_random(case, program, more, arguments.seed)
+    times = measure(case, entries, scratch, arguments.rounds, arguments.steps)
+    shown = sorted((e for e in entries if e.name in times), key=lambda e: e.seconds)
+    print(f"{case.label}: {'predicted':>10} {'measured':>10} ms (median, least)")
+    for entry in shown:
+        took = times[entry.name]
+        print(
+            f"  {entry.name:<28} {entry.seconds * 1e3:10.2f} {median(took) * 1e3:10.2f} "
+            f"{min(took) * 1e3:10.2f}"
+        )
+    predicted = [e.seconds for e in shown]
+    medians = [median(times[e.name]) for e in shown]
+    by_median = float(spearmanr(predicted, medians)[0])
+    by_least = float(spearmanr(predicted, [min(times[e.name]) for e in shown])[0])
+    print(
+        f"{case.label}: Spearman's correlation over {len(shown)} strategies {by_median:.3f} "
+        f"(of medians), {by_least:.3f} (of least times)",
+        flush=True,
+    )
+    missed = [f"{case.label}: correlation {by_least:.3f}"] if by_least < CORRELATION else []
+    return missed + ([f"{case.label}: {len(shown)} strategies"] if len(shown) < 20 else [])
+
+
+def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
+    """Prints a step of the plan found against those of dp and tp; returns what is missed."""
+    program = read_program(case.path, {}, case.training)
+    entries = [found(case, program)]
+    for name in (f"dp={case.devices}", f"tp={case.devices}"):
+        entries.append(priced(case, program, name))
+    times = measure(case, entries, scratch, arguments.rounds, arguments.steps)
+    for entry in entries:
+        took = times[entry.name]
+        print(
+            f"  {entry.name:<10} predicted {entry.seconds * 1e3:9.2f} ms, measured "
+            f"{median(took) * 1e3:9.2f} ms (median), {min(took) * 1e3:9.2f} ms (least)"
+        )
+    _, *plain = entries
+    better = min(plain, key=lambda e: min(times[e.name]))
+    ratio = min(times["found"]) / min(times[better.name])
+    pairs = zip(times["found"], times[better.name], strict=True)
+    paired = median(a / b for a, b in pairs)
+    print(
+        f"{case.label}: found takes {ratio:.3f} times {better.name} (least times; "
+        f"{paired:.3f} median of pairs)",
+        flush=True,
+    )
+    return [f"{case.label}: {ratio:.3f} times {better.name}"] if ratio > RATIO else []
+
+
+def main() -> int:
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    for name in ("rank", "speed"):
+        what.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["mlp", "gpt"])
+    parser.add_argument("--devices", nargs="+", type=int)
+    parser.add_argument("--strategies", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=2, help="in each round")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--machine", help="preset or file, instead of measuring")
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    arguments = parser.parse_args()
+    arguments.devices = arguments.devices or ([4] if arguments.rank else [2, 4])
+    missed: list[str] = []
+    with TemporaryDirectory(prefix="onnxpar-plan-") as folder:
+        for case in cases(arguments, Path(folder)):
+            missed += (rank if arguments.rank else speed)(case, arguments, Path(folder))
+    for line in missed:
+        print(f"missed: {line}", flush=True)
+    return 1 if arguments.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
