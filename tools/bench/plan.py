@@ -164,7 +164,7 @@ def measure(
     """Seconds of a step in every round, by name; without what cannot be cut."""
     directories: dict[str, str] = {}
     for number, entry in enumerate(entries):
-        out = scratch / f"{case.devices}-{bool(case.training)}-{number}"
+        out = scratch / f"{case.model.name}-{case.devices}-{bool(case.training)}-{number}"
         name = entry.data.get("preset")
         if name:
             strategy = load_strategy(str(name), case.devices)
