@@ -6,18 +6,26 @@
 
 For each network and strategy:
 - `verify` of the forward program, and of three AdamW steps, at two settings of the symbols;
-- five AdamW steps on the same weights and batches as PyTorch: each loss within 1e-4 of PyTorch's;
+- five AdamW steps on the same weights and batches as PyTorch: each loss within 1e-4 of PyTorch's,
+  and then each running statistic (PyTorch mixes the unbiased variance in, ONNX that of the batch,
+  so PyTorch's is rescaled);
 - that as many parameters are trained as the module has and uses.
 
 PyTorch's module is in training mode, with Dropout off. Embeddings that leave out a padding token
 (`padding_idx`) have no gradient there in PyTorch, which the exported graph does not say: batches
 have no padding tokens.
 
+ResNet-50 has larger batches and a lower learning rate than the rest (`OWN`): a network that has
+fifty norms over few numbers carries rounding on. With the settings of the others PyTorch's losses
+in 32 and in 64 bits are 1e-2 apart after one step, and no comparison could tell anything. That they
+are within 1e-4 with its own is part of what must hold.
+
 Each network has a process of its own and a time limit. Needs the extra `zoo`. Exit code 1 where
 anything does not hold.
 """
 
 import argparse
+import copy
 import json
 import subprocess
 import sys
@@ -43,10 +51,27 @@ SETTINGS: tuple[Mapping[str, int], ...] = (
 VERIFIED_STEPS = 3
 STEPS = 5
 LOSS_TOLERANCE = 1e-4
-RATE, DECAY = 1e-3, 1e-2
+DECAY = 1e-2
 FIRST_TOKEN = 3  # what comes before are special tokens, padding among them
 LIMITS = {"token_type_ids": 2}
 """Integers of inputs that are not tokens are below these."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """With what a network is trained.
+
+    Attributes:
+        symbols: Sizes of the batches, in turn, and of the cases of `verify`.
+        rate: Learning rate.
+    """
+
+    symbols: tuple[Mapping[str, int], ...] = SETTINGS
+    rate: float = 1e-3
+
+
+OWN = {"resnet50": Settings(({"batch": 8}, {"batch": 7}), 3e-5)}
+"""Settings of networks that are ill conditioned with those of the rest."""
 
 
 @dataclass
@@ -147,7 +172,7 @@ def check_forward(row: Row, made: "Example", path: Path) -> None:
     row.forward = _counts(totals["collectives_by_op"])
     kinds = Counter(item["op_type"] for item in summary.report["replicated"])
     row.replicated = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    cases = execute.verify(out, path, cases=_cases(out))
+    cases = execute.verify(out, path, cases=_cases(out, _settings(row.model)))
     row.bytes = str(cases[0].bytes_expected)
     _demand(cases)
 
@@ -167,27 +192,35 @@ def check_training(row: Row, made: "Example", path: Path) -> None:
     row.seconds = perf_counter() - began
     first = summary.report["totals"]
     row.training = _counts(first["collectives_by_op"])
-    cases = execute.verify(out, path, cases=_cases(out), steps=VERIFIED_STEPS)
+    settings = _settings(row.model)
+    chosen = _cases(out, settings)
+    cases = execute.verify(out, path, cases=chosen, steps=VERIFIED_STEPS, lr=settings.rate)
     row.bytes += f" / {cases[0].bytes_expected}"
     _demand(cases)
-    worst = max(_losses(out, made))
+    worst, statistic = _from_pytorch(out, made, settings, own=row.model in OWN)
     row.loss = f"{worst:.0e}"
     if worst > LOSS_TOLERANCE:
         row.problem = f"losses differ by {worst:.1e} from PyTorch's"
+    elif statistic > LOSS_TOLERANCE:
+        row.problem = f"running statistics differ by {statistic:.1e} from PyTorch's"
+
+
+def _settings(name: str) -> Settings:
+    return OWN.get(name, Settings())
 
 
 def _counts(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none"
 
 
-def _cases(directory: Path) -> list[str]:
+def _cases(directory: Path, settings: Settings) -> list[str]:
     """Returns the settings as options of `verify`, symbols that there are only."""
     from onnxpar_runtime.manifest import Manifest
 
     manifest = Manifest.load(directory)
     program = next(iter(manifest.programs.values()))
     names = {d for s in program.inputs for d in s.shape if isinstance(d, str)}
-    chosen = [{n: s[n] for n in SETTINGS[0] if n in names} for s in SETTINGS]
+    chosen = [{n: v for n, v in s.items() if n in names} for s in settings.symbols]
     return [",".join(f"{n}={v}" for n, v in values.items()) for values in chosen]
 
 
@@ -199,52 +232,139 @@ def _demand(cases: Sequence[Any]) -> None:
             raise AssertionError(f"verify at {symbols}: {(case.problems or ('',))[0]}")
 
 
-def _losses(directory: Path, made: "Example") -> list[float]:
-    """Returns the relative difference of each loss from PyTorch's."""
+@dataclass(frozen=True)
+class Trained:
+    """What training came to.
+
+    Attributes:
+        losses: The loss of each step.
+        statistics: Running statistics after the last, by name.
+        parameters: Names of the parameters that have a gradient.
+    """
+
+    losses: Sequence[float]
+    statistics: Mapping[str, Any]
+    parameters: frozenset[str]
+
+
+def _from_pytorch(
+    directory: Path, made: "Example", settings: Settings, *, own: bool
+) -> tuple[float, float]:
+    """Returns how far losses and running statistics are from PyTorch's, the furthest, relative.
+
+    Args:
+        directory: The artifacts.
+        made: The network.
+        settings: With what both are trained.
+        own: Whether PyTorch's losses must be near its own in 64 bits.
+
+    Raises:
+        AssertionError: They are not, or other parameters are trained than in PyTorch.
+    """
     import torch
 
-    from onnxpar_runtime.training.group import TrainerGroup
-    from onnxpar_runtime.training.hyper import Settings, hyperparameters
+    ours, batches = _ranks(directory, settings)
+    theirs = _pytorch(made, batches, settings.rate, torch.float32)
+    if ours.parameters != theirs.parameters:
+        raise AssertionError(
+            f"trained or not, unlike in PyTorch: {sorted(ours.parameters ^ theirs.parameters)}"
+        )
+    if own:
+        exact = _pytorch(made, batches, settings.rate, torch.float64)
+        if (apart := _apart(theirs.losses, exact.losses)) > LOSS_TOLERANCE:
+            raise AssertionError(f"PyTorch's losses differ by {apart:.1e} from its own in 64 bits")
+        if (apart := _furthest(theirs, exact)) > LOSS_TOLERANCE:
+            raise AssertionError(f"PyTorch's statistics differ by {apart:.1e} from its own so")
+    if ours.statistics.keys() != theirs.statistics.keys():
+        names = sorted(ours.statistics.keys() ^ theirs.statistics.keys())
+        raise AssertionError(f"running statistics or not, unlike in PyTorch: {names}")
+    return _apart(ours.losses, theirs.losses), _furthest(ours, theirs)
 
-    module = made.module.train()
+
+def _apart(losses: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def _furthest(found: Trained, expected: Trained) -> float:
+    """Returns how far a running statistic is off, of its largest element."""
+    return max(
+        (
+            float(np.abs(found.statistics[name] - array).max() / np.abs(array).max())
+            for name, array in expected.statistics.items()
+        ),
+        default=0.0,
+    )
+
+
+def _ranks(directory: Path, settings: Settings) -> tuple[Trained, list[dict[str, Any]]]:
+    """Trains the ranks; returns what came of it, and the batches."""
+    from onnxpar_runtime.training.group import TrainerGroup
+    from onnxpar_runtime.training.hyper import Settings as Optimizer
+    from onnxpar_runtime.training.hyper import hyperparameters
+
+    rng = np.random.default_rng(0)
+    scalars = hyperparameters("adamw", Optimizer(weight_decay=DECAY))
+    with TrainerGroup(directory) as group:
+        states = group.manifest.trained().states
+        kept = [n for n, state in states.items() if state.kind == "statistic"]
+        trained = frozenset(s.parameter for s in states.values() if s.kind == "gradient")
+        turns = [settings.symbols[step % len(settings.symbols)] for step in range(1, STEPS + 1)]
+        batches = [_batch(group.manifest, rng, symbols) for symbols in turns]
+        losses = [
+            group.train_step([batch], scalars.at(step, settings.rate)).loss
+            for step, batch in enumerate(batches, 1)
+        ]
+        return Trained(losses, {name: group.gather(name) for name in kept}, trained), batches
+
+
+def _pytorch(
+    made: "Example", batches: Sequence[Mapping[str, Any]], rate: float, dtype: Any
+) -> Trained:
+    """Trains a copy of the module in that type; variances are those of the batches."""
+    import torch
+
+    module = copy.deepcopy(made.module).to(dtype).train()
+    norms = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
+    for norm in norms.values():
+        norm.register_forward_pre_hook(_keep)
+        norm.register_forward_hook(_of_the_batch)
     used = list(module.parameters())
-    kept = [parameter.detach().clone() for parameter in used]
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in used if p.ndim > 1], "weight_decay": DECAY},
             {"params": [p for p in used if p.ndim <= 1], "weight_decay": 0.0},
         ],
-        RATE,
+        rate,
     )
-    rng = np.random.default_rng(0)
-    scalars = hyperparameters("adamw", Settings(weight_decay=DECAY))
-    apart = []
-    try:
-        with TrainerGroup(directory) as group:
-            states = group.manifest.trained().states.values()
-            trained = {state.parameter for state in states if state.kind == "gradient"}
-            for step in range(1, STEPS + 1):
-                batch = _batch(group.manifest, rng, SETTINGS[step % 2])
-                labels = torch.tensor(batch["labels"])
-                inputs = {n: torch.tensor(a) for n, a in batch.items() if n != "labels"}
-                optimizer.zero_grad()
-                loss = _loss(module(**inputs), labels)
-                loss.backward()
-                optimizer.step()
-                ours = group.train_step([batch], scalars.at(step, RATE)).loss
-                apart.append(abs(ours - loss.item()) / abs(loss.item()))
-        reached = {n for n, p in module.named_parameters() if p.grad is not None}
-        if trained != reached:
-            raise AssertionError(f"trained or not, unlike in PyTorch: {sorted(trained ^ reached)}")
-    finally:
-        with torch.no_grad():
-            for parameter, value in zip(used, kept, strict=True):
-                parameter.copy_(value)
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-        module.eval()
-    return apart
+    losses = []
+    for batch in batches:
+        tensors = {n: torch.tensor(a) for n, a in batch.items()}
+        labels = tensors.pop("labels")
+        inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+        optimizer.zero_grad()
+        loss = _loss(module(**inputs), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    statistics = {
+        f"{name}.{kind}": getattr(norm, kind).numpy()
+        for name, norm in norms.items()
+        for kind in ("running_mean", "running_var")
+    }
+    reached = frozenset(n for n, p in module.named_parameters() if p.grad is not None)
+    return Trained(losses, statistics, reached)
+
+
+def _keep(norm: Any, _: Any) -> None:
+    norm.variance_before = norm.running_var.clone()
+
+
+def _of_the_batch(norm: Any, inputs: Any, _: Any) -> None:
+    """Replaces what was mixed in, the unbiased variance, by that of the batch."""
+    count = inputs[0].numel() / inputs[0].shape[1]
+    kept = norm.variance_before * (1 - norm.momentum)
+    # A new tensor, since the backward pass keeps the old one.
+    norm.running_var = kept + (norm.running_var - kept) * (count - 1) / count
 
 
 def _loss(result: Any, labels: Any) -> Any:

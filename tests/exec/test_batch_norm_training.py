@@ -18,6 +18,7 @@ from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
+from onnxpar_runtime.training import comparison
 from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
@@ -47,9 +48,9 @@ EXPORTED = f"""
 [bn2] y = BatchNormalization<momentum={MOMENTUM}>(h3, bn2.s, bn2.b, bn2.m, bn2.v)"""
 
 
-def model(opset: int = 18) -> ir.Model:
+def model(opset: int = 18, norm: str = f"momentum={MOMENTUM}") -> ir.Model:
     """Two layers, each with a BatchNormalization in inference form."""
-    text = EXPORTED
+    text = EXPORTED.replace(f"momentum={MOMENTUM}", norm)
     for name in WEIGHTS:
         text = text.replace(name, name.replace(".", "_"))  # the text form has no dots in names
     proto = onnx.parser.parse_model(
@@ -156,6 +157,31 @@ def test_the_manifest_says_what_is_kept(tmp_path: Path) -> None:
     assert set(kept) < set(manifest.program("eval_model").state_inputs)
     (notice,) = training.notices
     assert notice.startswith("2 BatchNormalization nodes ('bn1', …) were exported for inference")
+
+
+def test_verify_finds_statistics_that_are_mixed_wrongly(tmp_path: Path) -> None:
+    """Losses, gradients and parameters are the same, since no step reads what it mixes."""
+    out = cut(tmp_path / "out", model(), "dp=2")
+    whole = cut(tmp_path / "whole", model(norm=f"momentum={MOMENTUM + 1e-3}"), "dp=1")
+    (case,) = verify_training(out, whole, [{"n": 7}])
+    assert len(case.problems) == len(STATISTICS)
+    assert all(p.startswith("step 1: statistic 'bn") for p in case.problems)
+
+
+def test_rounding_that_a_norm_carries_on_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns whose deviation is 1e-3 of their mean: the first norm divides rounding by that."""
+    norm = f"epsilon=1e-12, momentum={MOMENTUM}"
+    out, whole = (cut(tmp_path / s, model(norm=norm), s) for s in ("dp=2", "dp=1"))
+    rng = np.random.default_rng(3)
+    x = (1 + 1e-3 * rng.standard_normal((37, 8))).astype(np.float32)
+    feeds = {"x": x, "labels": rng.integers(0, 10, 37)}
+    (case,) = verify_training(out, whole, feeds=feeds)
+    assert case.ok, case.problems
+    monkeypatch.setattr(comparison, "_SHAKE_ULPS", 0)
+    (case,) = verify_training(out, whole, feeds=feeds)
+    assert any(p.startswith("step 1: statistic 'bn2_") for p in case.problems)
 
 
 def test_frozen_statistics_do_not_change(tmp_path: Path) -> None:

@@ -291,6 +291,7 @@ class Comparison:
             kept = [n for n, s in self.states.items() if "gradient" not in s.kind]
             self.one.load_states({name: self.ranks.gather(name) for name in kept})
         before = {name: self._of_one(name) for name in self._kind("parameter").values()}
+        old = {name: self._of_one(name) for name in self._kind("statistic").values()}
         expected = self._one_step(batches, work.hyper)
         tensors = {p: self._tensor(p, before[name]) for p, name in self._kind("parameter").items()}
         running = {name: self._of_one(name) for name in self._kind("statistic").values()}
@@ -310,19 +311,27 @@ class Comparison:
         wanted = self._expected_gradients()
         noise, moved = self._noise(wanted), 0.0
         found = self._gradients(wanted)
-        off = [p for p, (difference, _) in found.items() if not difference <= noise[p]]
+        bounds = self._statistic_bounds(running)
+        off = any(not difference <= noise[p] for p, (difference, _) in found.items())
         jumps: list[str] = []
-        if off:
-            moves = self._moves(work, before, wanted)
-            moved = sqrt(sum(length**2 for _, length in moves.values()))
-            jumps = [p for p, (largest, _) in moves.items() if largest > noise[p]]
-            noise |= {p: noise[p] + 2 * moves[p][0] for p in jumps}
+        if off or not self._statistics_hold(running, bounds):
+            moves = self._moves(work, before, old, wanted | running)
+            bounds = {n: bound + 2 * moves[n][0] for n, bound in bounds.items()}
+            if off:
+                moved = sqrt(sum(moves[p][1] ** 2 for p in wanted))
+                jumps = [p for p in wanted if moves[p][0] > noise[p]]
+                noise |= {p: noise[p] + 2 * moves[p][0] for p in jumps}
         self._norm(where, results, expected, 2 * moved)
         gradient_rel, gradient_worst = self._judge(where, wanted, noise, found)
         parameter_abs, share, worst = 0.0, 0.0, ""
+        tiny = float(np.finfo(np.float64).tiny)
         for parameter, name in self._kind("parameter").items():
-            # The factor that clips is as far apart, relative, as the largest gradient.
-            allowed = noise[parameter] * (2 if isfinite(work.hyper["clip_norm"]) else 1)
+            allowed = noise[parameter]
+            if isfinite(work.hyper["clip_norm"]):
+                # The factor that clips is as far apart, relative, as the norm may be: as far as the
+                # largest gradient, and what gradients moved that jump.
+                size = float(np.abs(wanted[parameter]).max(initial=0.0))
+                allowed = 2 * allowed + size * 2 * moved / max(expected.grad_norm, tiny)
             tensor, unit = tensors[parameter], _unit(self.states[name])
             kind = self.hyper.parameters.kind
             limit = limits.after_step(kind, allowed, tensor, work.hyper, work.step, unit)
@@ -332,10 +341,7 @@ class Comparison:
                 if part > share:
                     share, worst = part, state
         for name, statistic in running.items():
-            # As a loss, a sum over the batch that is computed before any parameter changes.
-            scale = float(np.abs(statistic).max(initial=0.0))
-            bound = self._rtol(self.states[name].spec.dtype) * scale
-            _, part = self._on_ranks(where, name, statistic, bound)
+            _, part = self._on_ranks(where, name, statistic, bounds[name])
             if part > share:
                 share, worst = part, name
         self.max_abs = max(self.max_abs, parameter_abs)
@@ -389,6 +395,25 @@ class Comparison:
             noise[parameter] = self._rtol(state.spec.dtype) * scale + rounding + self.settings.atol
         return noise
 
+    def _statistic_bounds(self, running: Mapping[str, Array]) -> dict[str, float]:
+        """Returns how far apart running statistics may be, `atol` aside."""
+        largest = max((float(np.abs(a).max(initial=0.0)) for a in running.values()), default=0.0)
+        bounds = {}
+        for name, array in running.items():
+            state = self.states[name]
+            scale = float(np.abs(array).max(initial=0.0))
+            rtol = self._rtol(state.spec.dtype)
+            bounds[name] = limits.of_statistic(rtol, scale, largest, _unit(state))
+        return bounds
+
+    def _statistics_hold(self, running: Mapping[str, Array], bounds: Mapping[str, float]) -> bool:
+        """Whether all are within their bounds, the first copies of their parts at least."""
+        for name, expected in running.items():
+            difference, _, same = difference_of(expected, self.ranks.gather(name))
+            if not same or difference > bounds[name] + self.settings.atol:
+                return False
+        return True
+
     def _gradients(self, wanted: Mapping[str, Array]) -> dict[str, tuple[float, bool]]:
         """Returns how far off each parameter's gradient is, and whether it is finite alike."""
         found = {}
@@ -425,12 +450,22 @@ class Comparison:
         return top, worst
 
     def _moves(
-        self, work: "_Work", before: Mapping[str, Array], wanted: Mapping[str, Array]
+        self,
+        work: "_Work",
+        before: Mapping[str, Array],
+        old: Mapping[str, Array],
+        wanted: Mapping[str, Array],
     ) -> dict[str, tuple[float, float]]:
-        """Returns how far each gradient of the undivided program moves with its parameters.
+        """Returns how far what the undivided program computes moves with its parameters.
 
-        They move by some units of rounding, several times. The largest element that moves, and the
-        2-norm of the movement, of each parameter.
+        They move by some units of rounding, several times. That is of the gradient of each
+        parameter, and of each running statistic, the largest movement of an element and its 2-norm.
+
+        Args:
+            work: The step.
+            before: The parameters before it.
+            old: The running statistics before it.
+            wanted: Gradients by parameter, and running statistics, after it.
         """
         rng = np.random.default_rng(0)
         trainer = self.one.members[0]
@@ -442,17 +477,16 @@ class Comparison:
                 size = _SHAKE_ULPS * _unit(self.states[name])
                 factor = 1 + size * rng.standard_normal(array.shape)
                 shaken[name] = (array * factor).astype(trainer.state(name).dtype)
-            self.one.load_states(shaken)
+            same = {name: array.astype(trainer.state(name).dtype) for name, array in old.items()}
+            self.one.load_states(shaken | same)
             trainer.counters["step"] = work.step - 1
             self._one_step(work.batches, work.hyper)
-            for parameter, array in self._expected_gradients().items():
-                difference = array - wanted[parameter]
+            reached = self._expected_gradients() | {name: self._of_one(name) for name in old}
+            for key, array in reached.items():
+                difference = array - wanted[key]
                 largest = float(np.abs(difference).max(initial=0.0))
                 length = float(np.linalg.norm(difference))
-                moves[parameter] = (
-                    max(moves[parameter][0], largest),
-                    max(moves[parameter][1], length),
-                )
+                moves[key] = (max(moves[key][0], largest), max(moves[key][1], length))
         trainer.counters |= counters
         return moves
 

@@ -89,6 +89,38 @@ def after_step(
     return Limits(update + rounding, share1 * noise + small, second)
 
 
+def of_statistic(rtol: float, scale: float, largest: float, unit: float) -> float:
+    """Returns how far apart a running statistic may be after a step, before the step is shaken.
+
+    The new statistic is (1 - k) r + k s: the old r is the same on both sides, and s is the mean or
+    the variance of a channel's activations x over the batch. Where x is d apart, by the order of
+    the sums before it,
+
+        |mean(x + d) - mean(x)| <= max |d|
+        |var(x + d) - var(x)|   <= 2 std(x) std(d) + var(d)
+
+    (the second by Cauchy and Schwarz). So s is as far apart as activations are, and has their
+    tolerance `rtol`, relative to the largest channel. A mean may be what is left of terms that
+    cancel; then it is apart by rounding in its terms, as gradients are (`NOISE_ULPS`). The terms of
+    a statistic as large as L are no larger than about L, or sqrt(L) where it is a variance.
+
+    How large d is in a network is no matter of one layer: each normalisation divides by a deviation
+    and so carries d on, larger by its condition, most where the deviation is over few elements. By
+    backward error (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1) a sum
+    of products in another order is the same sum of products whose weights moved by units of
+    rounding. Therefore where this limit does not hold, the undivided program runs with its weights
+    moved so, and twice as far as its own statistics move theirs may be apart: a network that does
+    not carry rounding on is given nothing.
+
+    Args:
+        rtol: Tolerance of outputs of the type.
+        scale: Largest magnitude in the statistic.
+        largest: Largest magnitude in any running statistic.
+        unit: Unit of rounding of the type.
+    """
+    return rtol * scale + NOISE_ULPS * unit * max(largest, sqrt(largest))
+
+
 def _adam(
     m: Array, v: Array, noise: float, hyper: Mapping[str, float], step: int
 ) -> tuple[Array, Array]:

@@ -9,7 +9,8 @@ and what adds up over steps in the losses.
 
 A gradient that jumps (ReLU's at 0) may jump on one side alone, where its operand is rounding noise.
 So where a gradient differs, the undivided program is asked how far its own gradients move when its
-parameters move by rounding; that far they may be apart.
+parameters move by rounding; that far they may be apart. Running statistics likewise, since layers
+that normalise over few elements carry rounding on (`onnxpar_runtime.training.limits`).
 
 Before the first step both evaluate. Steps of even number have two micro-batches and clip the
 gradients to half of the last step's norm. The bytes that the ranks count are compared with the
