@@ -132,6 +132,9 @@ def _write_graph(path: Path, proto: onnx.ModelProto) -> Written:
     return Written(len(data), hashlib.sha256(data).hexdigest())
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
+
+
 def _json(contents: Mapping[str, Any]) -> str:
     try:
         return _pretty(contents, "\n")
@@ -140,12 +143,21 @@ def _json(contents: Mapping[str, Any]) -> str:
 
 
 def _pretty(item: Any, indent: str) -> str:
-    """Returns JSON in which only what does not fit on a line is broken into lines."""
-    flat = json.dumps(item, allow_nan=False, ensure_ascii=False)
-    if len(flat) <= LINE or not isinstance(item, dict | list | tuple):
-        return flat
+    """Returns JSON in which only what does not fit on a line is broken into lines.
+
+    What has a line break inside did not fit, so neither does what holds it: each item is written
+    once, however deep it lies.
+    """
     inner = indent + " "
     if isinstance(item, dict):
-        parts = [f"{json.dumps(str(k))}: {_pretty(v, inner)}" for k, v in item.items()]
-        return "{" + inner + f",{inner}".join(parts) + indent + "}"
-    return "[" + inner + f",{inner}".join(_pretty(v, inner) for v in item) + indent + "]"
+        parts = [f"{_ENCODER.encode(str(k))}: {_pretty(v, inner)}" for k, v in item.items()]
+        opened, closed = "{", "}"
+    elif isinstance(item, list | tuple):
+        parts = [_pretty(v, inner) for v in item]
+        opened, closed = "[", "]"
+    else:
+        return _ENCODER.encode(item)
+    flat = opened + ", ".join(parts) + closed
+    if len(flat) <= LINE and "\n" not in flat:
+        return flat
+    return opened + inner + f",{inner}".join(parts) + indent + closed
