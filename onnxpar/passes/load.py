@@ -9,11 +9,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from onnx_shape_inference import (
     SYM_DATA_KEY,
@@ -114,23 +116,34 @@ def _check_text(message: Message, place: str) -> None:
 
     Fields of bytes, such as the data of weights, are not read.
     """
-    for field in message.DESCRIPTOR.fields:
-        if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
+    found = _bad_text(message)
+    if found is not None:
+        where, item = found
+        raise ModelError(f"{place}{where}: expected text in UTF-8, got {item!r}")
+
+
+def _bad_text(message: Message) -> tuple[str, bytes] | None:
+    """Returns the first such string and where it is; places are named only then."""
+    for name, repeated, nested in _text_fields(message.DESCRIPTOR):
+        if not repeated and not message.HasField(name):
             continue
-        if field.is_repeated:
-            items = [
-                (f"{place}.{field.name}[{i}]", v)
-                for i, v in enumerate(getattr(message, field.name))
-            ]
-        elif message.HasField(field.name):
-            items = [(f"{place}.{field.name}", getattr(message, field.name))]
-        else:
-            continue
-        for where, item in items:
-            if isinstance(item, Message):
-                _check_text(item, where)
-            elif isinstance(item, bytes):
-                raise ModelError(f"{where}: expected text in UTF-8, got {item!r}")
+        items = getattr(message, name)
+        for index, item in enumerate(items if repeated else (items,)):
+            found = _bad_text(item) if nested else ("", item) if isinstance(item, bytes) else None
+            if found is not None:
+                place = f".{name}[{index}]" if repeated else f".{name}"
+                return place + found[0], found[1]
+    return None
+
+
+@cache
+def _text_fields(kind: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
+    """Returns the fields that are or hold text: name, whether repeated, whether messages."""
+    return tuple(
+        (field.name, field.is_repeated, field.type == field.TYPE_MESSAGE)
+        for field in kind.fields
+        if field.type in (field.TYPE_STRING, field.TYPE_MESSAGE)
+    )
 
 
 def normalise(model: ir.Model) -> ir.Model:
