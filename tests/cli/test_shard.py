@@ -68,16 +68,18 @@ def test_replicated_nodes_are_named_with_the_reason(
 ) -> None:
     text = """
         <ir_version: 10, opset_import: ["" : 18]>
-        g (float[batch, 4, 4] x) => (float[batch] y) { [plus] a = Add(x, x) [det] y = Det(a) }
+        g (float[batch, 4] x) => (int64[2, n] y) { [plus] a = Add(x, x) [where] y = NonZero(a) }
     """
     onnx.save(onnx.parser.parse_model(text), here / "model.onnx")
     assert shard("--strategy", "dp=2") == 0
     printed = capsys.readouterr().out
-    assert "replicated    det (Det): no sharding rule" in printed
-    assert "nodes         2: 1 divided, 1 computed whole for want of a rule (det)\n" in printed
+    assert "replicated    where (NonZero): node 'where' (NonZero): how many" in printed
+    assert "nodes         2: 1 divided, 1 computed whole for want of a rule (where)\n" in printed
     assert main(["inspect", "out"]) == 0
     printed = capsys.readouterr().out
-    assert "2 nodes: 1 divided, 1 computed whole for want of a rule (det); 1 collective," in printed
+    assert (
+        "2 nodes: 1 divided, 1 computed whole for want of a rule (where); 1 collective," in printed
+    )
 
 
 def test_every_node_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +136,7 @@ def test_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--strategy", "s.yaml"], "devices: 8\nsymbols: {seq: {max: 4}}", "symbol 'seq'"),
         (["--strategy", "none.yaml"], "", "no such file"),
         (["--strategy", "dp"], "", "--devices"),
-        (["--strategy", "auto"], "", "not built yet"),
+        (["--strategy", "auto"], "", "expected a mesh, 'devices' or --devices"),
         (["--strategy", "dp=2", "--symbol", "batch=8"], "", "expected NAME:CONSTRAINTS"),
         (["--strategy", "dp=2", "--symbol", "batch:dv=8"], "", "unknown argument 'dv'"),
         (
