@@ -25,6 +25,13 @@ MESH = Mesh.of(dp=2, tp=4)
 HERE = str(Path(__file__).parent)
 
 
+def let_in(folder: Path) -> None:
+    """Lets other users pass a folder and those of pytest above it."""
+    for place in (folder, *folder.parents):
+        if place.stat().st_mode & 0o005 != 0o005:
+            place.chmod(0o755)
+
+
 def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
@@ -169,8 +176,7 @@ def test_a_read_only_parent_is_refused(tmp_path: Path) -> None:
     # Root may write anywhere, so root becomes somebody else once everything is imported.
     parent = tmp_path / "parent"
     parent.mkdir(mode=0o555)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    let_in(tmp_path)
     body = "import os\nif os.geteuid() == 0: os.seteuid(65534)\n"
     process = child(body + TRY, parent)
     printed, complaint = process.communicate(timeout=60)
@@ -268,8 +274,7 @@ def test_what_a_killed_writer_left_goes_and_a_running_ones_stays(tmp_path: Path)
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_mask_that_forbids_everything_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    for folder in tmp_path.parents[:2]:
-        folder.chmod(0o755)
+    let_in(tmp_path.parent)
     body = "import os\nif os.geteuid() == 0: os.seteuid(65534)\nos.umask(0o777)\n"
     printed, complaint = child(body + TRY, tmp_path).communicate(timeout=60)
     assert "cannot be opened" in printed, complaint
@@ -295,8 +300,7 @@ def test_a_read_only_directory_is_not_replaced_and_named(tmp_path: Path) -> None
     before = tree(out)
     out.chmod(0o555)
     tmp_path.chmod(0o777)
-    for folder in tmp_path.parents[:2]:
-        folder.chmod(0o755)
+    let_in(tmp_path.parent)
     body = "import os\nif os.geteuid() == 0: os.seteuid(65534)\n"
     printed, complaint = child(
         body + TRY.replace('"net"', '"net", force=True'), tmp_path
