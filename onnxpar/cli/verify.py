@@ -14,6 +14,9 @@ from onnxpar.cli.options import Artifacts, AsJson, CustomOps, Ort
 if TYPE_CHECKING:
     from onnxpar.execute import Case, TrainingCase
 
+# Names of a list that may be long.
+_SHOWN = 5
+
 
 def command(
     directory: Artifacts,
@@ -102,7 +105,8 @@ def _print(cases: "Sequence[Case] | Sequence[TrainingCase]") -> None:
         console.print(_worst(one), markup=False, soft_wrap=True)
         jumps = sorted({name for step in one.steps for name in step.jumps})
         if jumps:
-            told = f"compared less strictly, since gradients jump there: {', '.join(jumps)}"
+            named = ", ".join(jumps[:_SHOWN]) + (", …" if jumps[_SHOWN:] else "")
+            told = f"{len(jumps)} compared less strictly, since gradients jump there: {named}"
             console.print(told, markup=False, soft_wrap=True)
     for case in cases:
         for problem in case.problems:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, NodeError
 from onnxpar.ops.local import LocalNode
 from onnxpar.symbols import Dim
 
@@ -54,13 +54,14 @@ def channels(view: NodeView, few: Dim, many: Dim, group: int) -> Channels:
         group: Number of groups.
 
     Raises:
-        ModelError: A number of channels is not known, or the groups do not divide it.
+        ModelError: A number of channels is not known.
+        NodeError: The groups do not divide it.
     """
     what = f"node {view.name!r} ({view.node.op_type})"
     if not isinstance(few, int) or not isinstance(many, int):
         raise ModelError(f"{what}: the channels must be known to be divided, got {few} and {many}")
     if group < 1 or few % group or many % group:
-        raise ModelError(f"{what}: expected {group} groups to divide {few} and {many} channels")
+        raise NodeError(f"{what}: expected {group} groups to divide {few} and {many} channels")
     sizes: dict[str, Dim] = {}
     image, one = _word(sizes, group, FEW, few // group)
     results, _ = _word(sizes, group, MANY, many // group)

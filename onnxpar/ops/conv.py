@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import NodeError
 from onnxpar.ops.channels import BATCH, FEW, Channels, channels
 from onnxpar.ops.cost import convolves
 from onnxpar.ops.gradients.conv import conv_gradient, conv_transpose_gradient
@@ -21,7 +22,14 @@ from onnxpar.ops.spreading import spread, transpose_dims
 
 
 def _channels(view: NodeView) -> Channels:
-    return channels(view, view.shape(0)[1], view.shape(1)[0], int(view.attr("group", 1)))
+    few, group = view.shape(0)[1], int(view.attr("group", 1))
+    own = view.shape(1)[1]
+    if isinstance(few, int) and isinstance(own, int) and own * group != few:
+        raise NodeError(
+            f"node {view.name!r} ({view.node.op_type}): operand 1 has filters of {own} channels in "
+            f"{group} groups: expected {own * group} channels of operand 0, got {few}"
+        )
+    return channels(view, few, view.shape(1)[0], group)
 
 
 def conv_rule(view: NodeView) -> OpRule:

@@ -1,5 +1,7 @@
 """Nodes that no runtime could run are refused: node, attribute, expected and got."""
 
+import re
+
 import onnx
 import onnx.parser
 import onnx_ir as ir
@@ -89,3 +91,27 @@ def test_an_attribute_that_refers_to_the_functions_own() -> None:
 def test_axes_that_some_runtimes_take_twice_are_computed_whole() -> None:
     reasons = analyse(model("ReduceMax<axes = [0, 0]>(x)", 13), {}).rules.reasons
     assert reasons == {"bad": "node 'bad' (ReduceMax): 'axes': expected different axes, got [0, 0]"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "body", "message"),
+    [
+        (
+            "float[n, 3, 8, 8] x, float[4, 2, 3, 3] w",
+            "Conv(x, w)",
+            "filters of 2 channels in 1 groups: expected 2 channels of operand 0, got 3",
+        ),
+        (
+            "float[n, 3, 8] x, float[4, 1, 3] w",
+            "Conv<group = 2>(x, w)",
+            "filters of 1 channels in 2 groups: expected 2 channels of operand 0, got 3",
+        ),
+        ("float[n, 2, 3] x", "Det(x)", "dimensions must have the same size"),
+    ],
+)
+def test_shapes_that_contradict_the_operator(inputs: str, body: str, message: str) -> None:
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> g ({inputs}) => (float y) {{ [bad] y = {body} }}'
+    )
+    with pytest.raises(NodeError, match=re.escape(message)):
+        analyse(ir.from_proto(proto), {})

@@ -303,6 +303,9 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
     states = [v for v in own[2:] if v is not None]
     if len(states) != len(own) - 2:
         raise node.fail("a state has no initial value")
+    if _steps(node, len(states)) == 0:
+        # onnxruntime's Scan refuses to take no step.
+        raise node.fail("to be differentiated it must take a step, and its trip count is 0")
     copy, _, _ = copied(builder, body)
     inner = builder.nested(copy)
     number, condition, *entering = copy.inputs

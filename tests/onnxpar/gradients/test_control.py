@@ -3,8 +3,14 @@
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 from harness import GradCase, chosen
+
+from onnxpar.errors import ModelError
+from onnxpar.passes.autodiff import differentiate
+from onnxpar.pipeline import analyse
 
 IF = """y = If (c) <
     then_branch = t () => (double[N,4] p) { q = Mul(x, x) p = MatMul(q, w) },
@@ -175,3 +181,15 @@ CASES = [
 @pytest.mark.parametrize("case", chosen(CASES, 4), ids=lambda c: c.nodes)
 def test_gradients(case: GradCase) -> None:
     case.check()
+
+
+def test_a_loop_that_takes_no_step_is_refused() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 20]> g (double[N] x) => (double y) '
+        "<int64 m = {0}, bool t = {1}> { h = Loop (m, t, x) < body = b "
+        "(int64 i, bool c, double[N] s) => (bool c2, double[N] s2) "
+        "{ c2 = Identity (c) s2 = Mul (s, s) } > y = ReduceSum<keepdims = 0> (h) }"
+    )
+    known = analyse(ir.from_proto(model), {})
+    with pytest.raises(ModelError, match="it must take a step, and its trip count is 0"):
+        differentiate(known.model, known.env, "y", ["x"])
