@@ -98,7 +98,7 @@ class GraphWriter:
         **attributes: Attribute,
     ) -> ir.Value:
         """Append one node with one output and return that output."""
-        return self.ops(op_type, inputs, name, 1, domain=domain, **attributes)[0]
+        return self.ops(op_type, inputs, name, 1, domain=domain, absent=(), **attributes)[0]
 
     def constant(self, value: npt.ArrayLike, dtype: npt.DTypeLike) -> ir.Value:
         """The output of a Constant node; equal constants share one node."""

@@ -81,7 +81,7 @@ def build(config: Config | None = None, **fields: float) -> ir.Model:
     writer = GraphWriter(config.seed)
     ids = writer.input("input_ids", ir.DataType.INT64, ["batch", "seq"])
     mask = writer.input("attention_mask", ir.DataType.INT64, ["batch", "total"])
-    cache = ["batch", config.kv_heads, "past", config.head_dim]
+    cache: list[int | str] = ["batch", config.kv_heads, "past", config.head_dim]
     past = [
         tuple(
             writer.input(f"past_key_values.{n}.{part}", ir.DataType.FLOAT, cache)
@@ -93,7 +93,7 @@ def build(config: Config | None = None, **fields: float) -> ir.Model:
     angles = _angles(writer, config)
     table = writer.weight("model.embed_tokens.weight", (config.vocab, config.hidden), std=0.5)
     x = writer.op("Gather", table, ids, name="/model/embed_tokens/Gather", axis=0)
-    present = ["batch", config.kv_heads, "present", config.head_dim]
+    present: list[int | str] = ["batch", config.kv_heads, "present", config.head_dim]
     outputs: dict[str, tuple[ir.Value, list[int | str]]] = {}
     made: dict[str, tuple[ir.Value, list[int | str]]] = {}
     scope = "/model/layers.0/input_layernorm/LayerNorm"

@@ -62,6 +62,11 @@ Factors = dict[str, DimSharding]
 T = TypeVar("T")
 
 
+def shown(parameter: object) -> str:
+    """A test's parameter in its name, functions without the place in memory where they lie."""
+    return getattr(parameter, "__name__", "") or str(parameter)
+
+
 def away_from_zero(rng: np.random.Generator, shape: Sequence[int]) -> Array:
     """Numbers of both signs, 0.1 to 2 in size: off the kink that many functions have at 0."""
     return np.asarray(rng.uniform(0.1, 2, shape) * rng.choice([-1, 1], shape))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Data, GradCase
+from harness import Data, GradCase, shown
 
 FLAT = {"q": "double[N,3,8]", "k": "double[N,4,4]", "v": "double[N,4,6]"}
 GROUPS = "q_num_heads=4, kv_num_heads=2"
@@ -52,7 +52,7 @@ def attention(
         ("is_causal=1", {**FOUR, "m": "double[2,3,4]"}, attention(causal=True)),
         ("", {**FOUR, "m": "double[N,1,3,4]"}, attention()),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_attention(attributes: str, inputs: Mapping[str, str], torch: Any) -> None:
     node = f"y = Attention<{attributes}>({', '.join(inputs)})".replace("<>", "")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from harness import GradCase
+from harness import GradCase, shown
 
 XB = {"x": "double[N,S,6]", "b": "double[6]"}
 GEMM = {"a": "double[N,6]", "w": "double[4,6]", "c": "double[4]"}
@@ -45,7 +45,7 @@ def fast_gelu(torch: Any, x: Any, b: Any = 0.0) -> Any:
             20,
         ),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_fused(node: str, inputs: Mapping[str, str], torch: Any, opset: int) -> None:
     case = GradCase(f"y = com.microsoft.{node}", inputs, torch, opset=opset)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import GradCase
+from harness import GradCase, shown
 
 NSX = {"x": "double[N,S,4]"}
 
@@ -52,7 +52,7 @@ def test_transpose(order: list[int] | None) -> None:
         ("Trilu(x)", "N,4,4", None, lambda torch, x: x.triu()),
         ("Trilu<upper=0>(x, a)", "N,4,3", 1, lambda torch, x: x.tril(1)),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_dims_of_one(
     nodes: str, shape: str, consts: Sequence[int] | int | None, torch: Callable[..., Any]
