@@ -25,7 +25,7 @@ from onnxpar.analysis.plan import (
     shardings,
     varying,
 )
-from onnxpar.analysis.reshard import cheapest_way
+from onnxpar.analysis.reshard import cheapest_way, reachable
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, structure
@@ -221,7 +221,7 @@ class _Walk:
                 pinned=seed.pinned,
                 reason=self.rules.reasons.get(name, ""),
             )
-        elif name in self.seeds.plans and self.seeds.plans[name].rule == rule:
+        elif self._holds(node, rule):
             plan = self.seeds.plans[name]
         elif name in self.rules.reasons or (
             self.seeds.rest == "replicate" and not view.is_backward
@@ -241,6 +241,17 @@ class _Walk:
                 out = node.outputs[index].name or ""
                 self.resharded[out] = want.canonical(self.seeds.mesh, self.env.table)
                 self.values[out] = self.resharded[out]
+
+    def _holds(self, node: ir.Node, rule: OpRule) -> bool:
+        """Whether the plan that another program gave a node can be kept: its operands get there."""
+        plan = self.seeds.plans.get(node.name or "")
+        if plan is None or plan.rule != rule:
+            return False
+        for value, want in zip(node.inputs, plan.inputs, strict=False):
+            made = self.values.get(value.name or "") if value is not None else None
+            if made is not None and want is not None and not reachable(made, want):
+                return False
+        return True
 
     def _stays_free(self, node: ir.Node, rule: OpRule) -> bool:
         """Whether the node is made of free values only, so that its user may say how it lies."""

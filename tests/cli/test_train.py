@@ -157,7 +157,7 @@ def test_parameters_that_do_not_fit(
     sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for arrays, message in (
-        ({"v": linear.start()}, "no trained parameters ['v']"),
+        ({"v": linear.start()}, "no trained parameters and statistics ['v']"),
         (
             {"w": linear.start().T.copy()},
             "parameter 'w': expected float32 (64, 10), got float32 (1",

@@ -117,6 +117,15 @@ class Case:
         return NodeView(self.global_model.graph[0], self.env, self.opset)
 
     @cached_property
+    def stands_alone(self) -> bool:
+        """Whether the model is the node alone when it is read, with operands that the case has."""
+        graph = self.global_model.graph
+        node = self.view.node
+        given = {*self.arrays, *self.consts}
+        read = {v.name for v in node.inputs if v is not None}
+        return len(graph) == 1 and node.name == "node" and read <= given
+
+    @cached_property
     def definition(self) -> OpDef:
         node = self.view.node
         found = self.registry.find(node.domain, node.op_type, self.opset)
