@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnxpar.annotating import annotate
+from onnxpar.cli.options import Constraints, Devices
 from onnxpar.cli.shard import SHOWN, count, parse_symbols
 
 
@@ -24,16 +25,8 @@ def command(
             "with.",
         ),
     ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
-    ] = None,
-    symbol: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:CONSTRAINTS",
-            help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
-        ),
-    ] = None,
+    devices: Devices = None,
+    symbol: Constraints = None,
 ) -> None:
     """Write how a model is divided into the model, for `shard` and for other tools."""
     done = annotate(model, strategy, out, devices=devices, symbols=parse_symbols(symbol or []))

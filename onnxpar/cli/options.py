@@ -24,3 +24,13 @@ CustomOps = Annotated[
     typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
+]
+Constraints = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME:CONSTRAINTS",
+        help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
+    ),
+]

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import NodePrice, Price
-from onnxpar.cli.options import AsJson
+from onnxpar.cli.options import AsJson, Devices
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.errors import StrategyError
 from onnxpar.machine import parse_bytes
@@ -36,9 +36,7 @@ def command(
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The strategy file to write.")
     ],
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
-    ] = None,
+    devices: Devices = None,
     strategy: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="What is fixed; the rest is searched for around it."),

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from onnxpar.cli.options import Constraints, Devices
 from onnxpar.errors import ModelError, SymbolError
 from onnxpar.pipeline import Summary, shard
 from onnxpar.symbols import Symbol
@@ -33,16 +34,8 @@ def command(
             "model is annotated with.",
         ),
     ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
-    ] = None,
-    symbol: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:CONSTRAINTS",
-            help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
-        ),
-    ] = None,
+    devices: Devices = None,
+    symbol: Constraints = None,
     rank: Annotated[
         list[int] | None,
         typer.Option(min=0, help="Write this rank only; may be repeated. Default: all."),

@@ -25,8 +25,10 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
         memory: Whether an option that needs less memory must stay.
     """
     kept = [np.arange(len(v.cost)) for v in problem.variables]
-    tables = [np.minimum(t.table, _HUGE) for t in _unique(problem)]
-    number = {id(t.table): i for i, t in enumerate(_unique(problem))}
+    # Layers that are alike share their tables.
+    shared = {id(t.table): t.table for t in problem.terms}
+    number = {key: i for i, key in enumerate(shared)}
+    tables = [np.minimum(table, _HUGE) for table in shared.values()]
     terms: list[list[tuple[int, int]]] = [[] for _ in kept]
     for index, term in enumerate(problem.terms):
         for axis, v in enumerate(term.scope):
@@ -68,10 +70,6 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
         if not changed:
             break
     return tuple(kept)
-
-
-def _unique(problem: Problem) -> list:  # type: ignore[type-arg]
-    return list({id(t.table): t for t in problem.terms}.values())
 
 
 def _survivors(
