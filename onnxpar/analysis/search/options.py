@@ -1,6 +1,6 @@
 """The ways to divide one node: each mesh axis splits one part of one factor, or nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -71,7 +71,7 @@ def options(
     earlier: tuple[Place | None, ...] = ()
     if before is not None:
         earlier = before.places
-        held = tuple(zip(earlier, _runs(axes, len(earlier)), strict=True))
+        held = tuple(zip(earlier, axes[: len(earlier)], strict=True))
         axes = axes[len(earlier) :]
     found: list[Option] = []
     seen: set[tuple[object, ...]] = set()
@@ -84,10 +84,6 @@ def options(
             seen.add(key)
             found.append(Option(plan, (*earlier, *chosen)))
     return tuple(found)
-
-
-def _runs(axes: Sequence[Atoms], count: int) -> Iterator[Atoms]:
-    yield from axes[:count]
 
 
 def _plan(

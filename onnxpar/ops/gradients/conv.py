@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxpar.errors import ModelError
 from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.gradients.windows import window_attributes
 from onnxpar.ops.sliding import Spatial, conv_dims
 from onnxpar.ops.spreading import transpose_dims
 from onnxpar.passes.builder import DOMAIN
@@ -73,23 +74,5 @@ def _bias(node: GradNode, dy: ir.Value) -> ir.Value:
 
 
 def _attributes(node: GradNode, dims: Sequence[Spatial]) -> dict[str, Any]:
-    view = node.view
-    what = f"node {view.name!r} ({view.node.op_type})"
-    if node.builder.opset < _MIN_OPSET:
-        raise ModelError(
-            f"{what}: a gradient needs opset {_MIN_OPSET}, the model has {node.builder.opset}"
-        )
-    before = [d.before for d in dims if d.before is not None]
-    after = [d.after for d in dims if d.after is not None]
-    if len(before) != len(dims):
-        raise ModelError(
-            f"{what}: a gradient needs sizes from which the padding of "
-            f"auto_pad={view.attr('auto_pad', 'NOTSET')!r} follows"
-        )
-    return {
-        "kernel_shape": [d.kernel for d in dims],
-        "strides": [d.stride for d in dims],
-        "dilations": [d.dilation for d in dims],
-        "pads": [*before, *after],
-        "group": int(view.attr("group", 1)),
-    }
+    group = int(node.view.attr("group", 1))
+    return {**window_attributes(node, dims, _MIN_OPSET), "group": group}

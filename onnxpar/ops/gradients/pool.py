@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.errors import ModelError
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.gradients.reduce import spread_extremum, spread_mean
+from onnxpar.ops.gradients.windows import window_attributes
 from onnxpar.ops.sliding import pool_dims
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.symbols import Dim
@@ -107,29 +107,5 @@ def _spread(node: GradNode, dy: ir.Value, mean: int) -> ir.Value:
 
 
 def _attributes(node: GradNode) -> dict[str, Any]:
-    """The geometry in numbers.
-
-    Raises:
-        ModelError: The padding depends on sizes that are not numbers, or the opset is before 16.
-    """
-    view = node.view
-    what = f"node {view.name!r} ({view.node.op_type})"
-    if node.builder.opset < _MIN_OPSET:
-        raise ModelError(
-            f"{what}: a gradient needs opset {_MIN_OPSET}, the model has {node.builder.opset}"
-        )
-    dims = pool_dims(view)
-    before = [d.before for d in dims if d.before is not None]
-    after = [d.after for d in dims if d.after is not None]
-    if len(before) != len(dims):
-        raise ModelError(
-            f"{what}: a gradient needs sizes from which the padding of "
-            f"auto_pad={view.attr('auto_pad', 'NOTSET')!r} follows"
-        )
-    return {
-        "kernel_shape": [d.kernel for d in dims],
-        "strides": [d.stride for d in dims],
-        "dilations": [d.dilation for d in dims],
-        "pads": [*before, *after],
-        "ceil_mode": int(view.attr("ceil_mode", 0)),
-    }
+    ceil_mode = int(node.view.attr("ceil_mode", 0))
+    return {**window_attributes(node, pool_dims(node.view), _MIN_OPSET), "ceil_mode": ceil_mode}
