@@ -25,7 +25,7 @@ def entering(
 
     An input such as a cache of keys follows from the parameters: on a device that computes some
     heads it has those heads only, and what a step makes of it is given to the next as it is. The
-    batch is left as the user's strategy says.
+    batch is left as the user's strategy says, and so is an input that it lays out by name.
 
     Args:
         plan: A plan; it is not changed.
@@ -52,7 +52,7 @@ def entering(
     passed_on = {value.name for value in outputs}
     for name, held in plan.inputs.items():
         wants = wanted.get(name, set())
-        if len(wants) != 1 or name in passed_on:
+        if len(wants) != 1 or name in passed_on or name in seeds.held:
             continue
         (want,) = wants
         if want is None or want == held or want.partial or held.partial:

@@ -45,6 +45,7 @@ class Seeds:
         plans: Plans of nodes that another program of the same model was given, by node name; kept
             where the node has the same rule here.
         rest: What happens to nodes without a strategy: "propagate" or "replicate".
+        held: Graph inputs whose layout is the user's word: they enter in no other.
     """
 
     mesh: Mesh
@@ -55,3 +56,4 @@ class Seeds:
     rest: str = "propagate"
     outputs: Mapping[str, Sharding] = field(default_factory=dict)
     plans: Mapping[str, NodePlan] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()

@@ -110,6 +110,9 @@ class _Resolver:
             {n: make(self.mesh) for n, make in parameters.items()},
             tuple(atoms for n in strategy.parameter_axes if (atoms := self.mesh.axis_atoms(n))),
             "replicate" if strategy.rest == "replicate" else "propagate",
+            held=frozenset(v.name or "" for v in graph.inputs)
+            if strategy.dataset == "full_batch"
+            else frozenset(inputs),
         )
 
     # -- nodes -----------------------------------------------------------------------------------
