@@ -62,9 +62,9 @@ def names_an_operator(node: ast.AST) -> bool:
 
 
 def test_the_transformer_imports_nothing_that_executes() -> None:
-    seam = ROOT / "onnxpar" / "execute.py"
+    seam = ROOT / "onnxpar" / "execute"
     assert seam.exists()
-    paths = [path for path in sources("onnxpar") if path != seam]
+    paths = [path for path in sources("onnxpar") if seam not in path.parents]
     assert violations(paths, EXECUTION) == []
 
 

@@ -1,0 +1,31 @@
+"""The one seam from the transformer to the runtime: running and verifying what has been cut.
+
+Importing this package loads onnxruntime and the collective library. So the commands import it when
+they are called, and nothing else of `onnxpar` does.
+"""
+
+from onnxpar.execute.commands import (
+    evaluate,
+    parse_case,
+    report_json,
+    run,
+    train,
+    verify,
+)
+from onnxpar.execute.functions import Call, open_program, started
+from onnxpar_runtime.training.verify import TrainingCase
+from onnxpar_runtime.verify import Case
+
+__all__ = [
+    "Call",
+    "Case",
+    "TrainingCase",
+    "evaluate",
+    "open_program",
+    "parse_case",
+    "report_json",
+    "run",
+    "started",
+    "train",
+    "verify",
+]
