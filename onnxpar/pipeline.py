@@ -1,7 +1,7 @@
 """The ordered list of stages from a model to rank graphs, each from plain data to plain data."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -164,6 +164,7 @@ def shard(
     dump: str | Path | None = None,
     force: bool = False,
     training: TrainingSpec | None = None,
+    optimizer_parallel: int | None = None,
 ) -> Summary:
     """Cuts a model into rank graphs and writes the output directory.
 
@@ -178,13 +179,25 @@ def shard(
         dump: Directory for the model after each stage.
         force: Replace an output directory that is there.
         training: Write the programs that train the model, instead of the model.
+        optimizer_parallel: Level of optimizer parallel; it replaces the strategy's.
 
     Raises:
         OnnxparError: Anything wrong with model, strategy or target; nothing is written then.
     """
     check_target(Path(out), force=force)
     with blamed_on_model(Path(model)):
-        return _shard(model, strategy, out, devices, symbols or {}, ranks, dump, force, training)
+        return _shard(
+            model,
+            strategy,
+            out,
+            devices,
+            symbols or {},
+            ranks,
+            dump,
+            force,
+            training,
+            optimizer_parallel,
+        )
 
 
 def _shard(
@@ -197,11 +210,14 @@ def _shard(
     dump: str | Path | None,
     force: bool,
     training: TrainingSpec | None,
+    optimizer_parallel: int | None,
 ) -> Summary:
     clock = _Clock()
     dumper = Dumper(Path(dump)) if dump is not None else None
     proto = read(model)
     strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
+    if optimizer_parallel is not None:
+        strategy = strategy.at_level(optimizer_parallel)
     loaded = in_memory(proto, model)
     _check_ranks(ranks, strategy.devices)
     clock.lap("load")
@@ -236,12 +252,22 @@ def _shard(
         ranks=ranks,
         force=force,
         report=report,
-        strategy=resolved(first.plan, first.source),
+        strategy=_resolved(first, divided, strategy),
         model_name=Path(model).stem,
         training=divided.manifest if divided else None,
     )
     clock.lap("write")
     return Summary(Path(out), first, report, clock.laps, divided)
+
+
+def _resolved(
+    first: PartitionedModel, divided: DividedTraining | None, strategy: Strategy
+) -> dict[str, Any]:
+    """The strategy as resolved; parameters lie as nodes want them, however they are kept."""
+    if divided is None:
+        return resolved(first.plan, first.source)
+    told = resolved(divided.shards.plan, first.source)
+    return {**told, "optimizer_parallel": asdict(strategy.optimizer_parallel)}
 
 
 def _check_ranks(ranks: Sequence[int] | None, devices: int) -> None:

@@ -34,3 +34,13 @@ Constraints = Annotated[
         help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
     ),
 ]
+OptimizerParallel = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=3,
+        metavar="LEVEL",
+        help="What replicas of a parameter share, instead of holding it all: 1 moments, 2 "
+        "gradients too, 3 parameters too; 0 nothing. Default: what the strategy says, else 0.",
+    ),
+]

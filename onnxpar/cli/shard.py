@@ -8,13 +8,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onnxpar.cli.options import Constraints, Devices
+from onnxpar.cli.options import Constraints, Devices, OptimizerParallel
 from onnxpar.errors import ModelError, SymbolError
 from onnxpar.pipeline import Summary, shard
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining
 from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.optimizer import StateKind, parse_optimizer
 from onnxpar.training.prepare import TrainingSpec
 
 SHOWN = 5
@@ -107,6 +107,7 @@ def command(
         list[str] | None,
         typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
     ] = None,
+    optimizer_parallel: OptimizerParallel = None,
 ) -> None:
     """Cut a model into one program for each device."""
     wanted = {
@@ -118,6 +119,7 @@ def command(
         "--freeze": freeze,
         "--decay": decay,
         "--no-decay": no_decay,
+        "--optimizer-parallel": optimizer_parallel,
     }
     training = None
     if train:
@@ -146,6 +148,7 @@ def command(
         dump=dump,
         force=force,
         training=training,
+        optimizer_parallel=optimizer_parallel,
     )
     _print(summary, rank or range(summary.report["devices"]))
 
@@ -199,7 +202,8 @@ def _trained(training: DividedTraining) -> list[str]:
     counts = selection.counts(unreached)
     lines = [
         f"trained       {counts.trained:,} of {counts.elements:,} parameters, in "
-        f"{counts.trained_tensors} of {counts.tensors} tensors"
+        f"{counts.trained_tensors} of {counts.tensors} tensors",
+        *_states(training),
     ]
     told = selection.told(unreached)
     groups = (
@@ -214,6 +218,25 @@ def _trained(training: DividedTraining) -> list[str]:
         lines += [f"{title:<14}{text}" for text in texts[:SHOWN]]
         if len(texts) > SHOWN:
             lines.append(f"{title:<14}and {len(texts) - SHOWN} more, see onnxpar inspect")
+    return lines
+
+
+def _states(training: DividedTraining) -> list[str]:
+    """Returns what a device keeps from step to step, and what of it replicas share."""
+    kept = training.kept
+    moments = kept[StateKind.MOMENT1] + kept[StateKind.MOMENT2]
+    lines = [
+        f"states        {kept[StateKind.PARAMETER]:,} bytes of trained parameters on each device, "
+        f"{kept[StateKind.GRADIENT]:,} of gradients, {moments:,} of moments"
+    ]
+    shards = training.shards
+    if shards.options.level:
+        split, every = len(shards.shards), len(shards.gradients)
+        lines.append(
+            f"              optimizer parallel, level {shards.options.level}: {split} of "
+            f"{count(every, 'tensor')} split over replicas; the others have none, or fewer than "
+            f"{shards.options.threshold:,} bytes"
+        )
     return lines
 
 

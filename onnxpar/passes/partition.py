@@ -44,6 +44,7 @@ def partition(
     *,
     program: str = "model",
     states: States = STATELESS,
+    gathered: frozenset[str] = frozenset(),
 ) -> PartitionedModel:
     """Returns the program of all ranks for a plan.
 
@@ -55,13 +56,15 @@ def partition(
         plan: What to carry out.
         program: Name of the program.
         states: Which of its operands are buffers of the runtime.
+        gathered: Initializers that are brought into another sharding anew for each node that reads
+            them, so that what was brought there for one need not be kept for the next.
 
     Raises:
         ShardingError: A node cannot be written for the sharding the plan gives it.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
     builder = GraphBuilder(plan.mesh, env.table, opset, varying(plan.inputs, env.table))
-    return _Partition(model, env, rules, ops, plan, builder, program, states).run()
+    return _Partition(model, env, rules, ops, plan, builder, program, states, gathered).run()
 
 
 @dataclass
@@ -74,6 +77,7 @@ class _Partition:
     builder: GraphBuilder
     program: str = "model"
     states: States = STATELESS
+    gathered: frozenset[str] = frozenset()
     made: dict[str, Sharding] = field(default_factory=dict)
     versions: dict[str, dict[Sharding, ir.Value]] = field(default_factory=dict)
     zero: dict[tuple[str, Sharding], bool] = field(default_factory=dict)
@@ -205,7 +209,11 @@ class _Partition:
             name=name,
             reason=reason,
         )
-        self._define(name, want, moved, zero=self.zero[name, way.source])
+        zero = self.zero[name, way.source]
+        if name in self.gathered:
+            self.zero[name, want] = zero
+        else:
+            self._define(name, want, moved, zero=zero)
         return moved
 
     def _node(self, node: ir.Node) -> None:

@@ -1,7 +1,7 @@
 """The schema of the strategy file, and `Strategy`, what is known of one before it meets a model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from onnxpar.analysis.optimizer_parallel import (
+    LEVELS,
+    NOT_PARALLEL,
+    THRESHOLD,
+    OptimizerParallel,
+)
 from onnxpar.errors import MeshError, StrategyError
 from onnxpar.layout import WHOLE, TensorLayout
 from onnxpar.machine import parse_bytes
@@ -43,7 +49,7 @@ that was merged from others or is taken apart later, its parts, major first."""
 TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
 """One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
 
-NOT_BUILT = ("pipeline", "recompute", "optimizer_parallel")
+NOT_BUILT = ("pipeline", "recompute")
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 MAX_DEVICES = 1 << 16
 """Each has a file of its own, and all are written before the directory appears."""
@@ -205,6 +211,20 @@ class SearchEntry(_Section):
     sizes: dict[str, Annotated[int, Field(ge=1)]] = {}
 
 
+class OptimizerParallelEntry(_Section):
+    """How the states of training are split over the replicas of a parameter.
+
+    Attributes:
+        level: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.
+        threshold: Bytes of a device's part of a parameter under which it is not split.
+        group: The most devices that share the replicas of one part.
+    """
+
+    level: Literal[0, 1, 2, 3]
+    threshold: Annotated[int, BeforeValidator(_bytes), Field(ge=0)] = THRESHOLD
+    group: Annotated[int, Field(ge=2)] | None = None
+
+
 class _File(_Section):
     mesh: dict[str, int] | None = None
     devices: int | None = None
@@ -215,6 +235,7 @@ class _File(_Section):
     nodes: dict[str, NodeEntry] = {}
     rest: Rest | None = None
     search: SearchEntry | None = None
+    optimizer_parallel: OptimizerParallelEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +254,7 @@ class Strategy:
         nodes: Entry of the nodes that a name or pattern holds for.
         rest: What happens to nodes without an entry.
         search: How to search, where `rest` is "search".
+        optimizer_parallel: What of training is split over replicas; a forward program has none.
         document: Where each of these stands.
         annotation: What the model itself says, in place of all these but `symbols`.
     """
@@ -247,6 +269,7 @@ class Strategy:
     nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
     rest: Rest = "propagate"
     search: SearchEntry = field(default_factory=SearchEntry)
+    optimizer_parallel: OptimizerParallel = NOT_PARALLEL
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
     annotation: Annotation | None = None
 
@@ -291,6 +314,16 @@ class Strategy:
             annotation=annotation,
         )
 
+    def at_level(self, level: int) -> "Strategy":
+        """Returns the strategy with another level of optimizer parallel.
+
+        Raises:
+            StrategyError: There is no such level.
+        """
+        if level not in LEVELS:
+            raise StrategyError(f"optimizer parallel: expected a level from 0 to 3, got {level}")
+        return replace(self, optimizer_parallel=replace(self.optimizer_parallel, level=level))
+
     def where(self, *location: str | int) -> str:
         """Returns the place of a key for messages."""
         return self.document.where(location)
@@ -330,18 +363,30 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         MappingProxyType(parsed.nodes),
         rest,
         parsed.search or SearchEntry(),
+        _parallel(parsed.optimizer_parallel),
         document,
     )
 
 
+def _parallel(entry: OptimizerParallelEntry | None) -> OptimizerParallel:
+    return NOT_PARALLEL if entry is None else OptimizerParallel(**entry.model_dump())
+
+
+_SECTIONS: Mapping[str | int, type[_Section]] = {
+    "nodes": NodeEntry,
+    "search": SearchEntry,
+    "optimizer_parallel": OptimizerParallelEntry,
+}
 _TYPES = {
     "int_type": "an integer",
     "dict_type": "a mapping",
     "string_type": "text",
     "list_type": "a list",
-    "model_type": "a mapping with the keys 'in' and 'out'",
-    "model_attributes_type": "a mapping with the keys 'in' and 'out'",
 }
+
+
+def _keys(section: type[_Section]) -> list[str]:
+    return [f.alias or name for name, f in section.model_fields.items()]
 
 
 def _message(document: Document, error: ErrorDetails) -> str:
@@ -349,13 +394,20 @@ def _message(document: Document, error: ErrorDetails) -> str:
     where = document.where(location)
     path = ": ".join(repr(part) for part in location)
     if error["type"] == "extra_forbidden":
-        names = NodeEntry if location[0] == "nodes" else _File
-        keys = [f.alias or name for name, f in names.model_fields.items()]
+        names = _SECTIONS.get(location[0], _File) if len(location) > 1 else _File
+        keys = _keys(names)
         inside = "" if len(location) == 1 else " in " + ": ".join(map(repr, location[:-1]))
         return f"{where}: unknown key {location[-1]!r}{inside}{nearest(str(location[-1]), keys)}"
+    if error["type"] == "missing":
+        return f"{where}: {path}: expected this key, got none"
     if error["type"] == "entry":
         return f"{where}: {path}: {error['msg']}"
     got = _short(error["input"])
+    if error["type"] in ("model_type", "model_attributes_type"):
+        keys = _keys(_SECTIONS.get(location[0], _File))
+        return (
+            f"{where}: {path}: expected a mapping with keys {', '.join(map(repr, keys))}, got {got}"
+        )
     if error["type"] == "literal_error":
         return f"{where}: {path}: expected {error['ctx']['expected']}, got {got}"
     if error["type"] in _TYPES:

@@ -4,15 +4,18 @@ The loss is appended and differentiated on the undivided graph; forward and back
 planned and partitioned together, as one graph. Parameters, gradients and moments are buffers of the
 runtime; the plan of the first program says how they lie, and the other programs follow it. A
 gradient leaves the first program still partial over the axes that split the batch, is added up over
-micro-batches so, and is reduced once a step at the beginning of the optimizer's program.
+micro-batches so, and is reduced once a step at the beginning of the optimizer's program. Optimizer
+parallel changes how buffers lie, and nothing else (`onnxpar.analysis.optimizer_parallel`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.analysis.optimizer_parallel import Shards, shard_states
 from onnxpar.analysis.plan import Plan, factor_sizes, project
 from onnxpar.analysis.propagate import propagate
 from onnxpar.analysis.seeds import NodeSeed, Seeds
@@ -54,12 +57,16 @@ class DividedTraining:
         manifest: The manifest's entry "training".
         selection: What is trained, and what is not.
         unreached: Parameters chosen that the loss does not depend on, with the reason.
+        shards: The plan of the training program, and how its buffers lie.
+        kept: Bytes of the buffers of each kind on a device, padding included.
     """
 
     programs: tuple[PartitionedModel, ...]
     manifest: Json
     selection: Selection
     unreached: Mapping[str, str]
+    shards: Shards
+    kept: Mapping[StateKind, int]
 
 
 def divide_training(
@@ -83,43 +90,61 @@ def divide_training(
             between them has no gradient.
     """
     prepared = prepare_training(model, originals, symbols, spec)
-    program = _micro_batch(prepared, strategy)
+    trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
+    shards = _planned(prepared, strategy, trained)
+    program = _micro_batch(prepared, shards)
     held = prepared.model.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
-    trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
-    states = _States(program.plan, trained, statistics)
+    states = _States(shards, trained, statistics)
     kind, opset = spec.optimizer, prepared.opset
     infos = [states.info(p) for p in trained]
     updates = optimizer_model(kind, infos, opset=opset)
     programs = (
         program,
-        _evaluation(prepared.evaluation, strategy, symbols, spec, program, states),
+        _evaluation(prepared.evaluation, strategy, symbols, spec, states),
         states.divided(updates, "optimizer_model"),
         states.divided(accumulation_model(infos, opset=opset), "accumulation_model"),
     )
+    buffers = states.buffers(updates)
     entry = {
         "loss": _loss_entry(prepared.loss),
         "optimizer": {"kind": str(kind)},
-        "states": states.entries(updates),
+        "states": [state_entry(b.item, str(b.kind), b.parameter) for b in buffers],
         "tensors": prepared.selection.entries(prepared.unreached),
         "notices": list(prepared.notices),
         "spec": asdict(spec),
     }
-    return DividedTraining(programs, entry, prepared.selection, prepared.unreached)
+    kept = {k: sum(states.bytes(b) for b in buffers if b.kind == k) for k in StateKind}
+    return DividedTraining(programs, entry, prepared.selection, prepared.unreached, shards, kept)
 
 
 # -- one micro-batch -----------------------------------------------------------------------------
 
 
-def _micro_batch(prepared: Prepared, strategy: Strategy) -> PartitionedModel:
-    """Forward, loss and backward of one micro-batch, divided."""
+def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[ParameterInfo]) -> Shards:
+    """The plan of forward, loss and backward of one micro-batch, and of what is kept between."""
     p = prepared
     seeds = decide(strategy, p.model, p.rules, p.env, list(p.gradients))
     plan = propagate(p.model, p.env, p.rules, seeds, p.links)
     _check_statistics(plan, p.updated)
+    itemsizes = {info.name: int(info.dtype.itemsize) for info in trained}
+    return shard_states(plan, p.gradients, itemsizes, strategy.optimizer_parallel)
+
+
+def _micro_batch(prepared: Prepared, shards: Shards) -> PartitionedModel:
+    """Forward, loss and backward of one micro-batch, divided."""
+    p = prepared
     gradients = {g: state_name(StateKind.GRADIENT, n) for n, g in p.gradients.items()}
-    states = States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated})
-    return partition(p.model, p.env, p.rules, p.ops, plan, program="training_model", states=states)
+    return partition(
+        p.model,
+        p.env,
+        p.rules,
+        p.ops,
+        shards.training(),
+        program="training_model",
+        states=States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated}),
+        gathered=shards.gathered,
+    )
 
 
 def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
@@ -150,12 +175,12 @@ def _evaluation(
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
-    training: PartitionedModel,
     states: "_States",
 ) -> PartitionedModel:
     """Forward and loss, with what is told of a batch; parameters lie as in training."""
+    shards, training = states.shards, states.shards.plan
     # Constants of the loss may have names that training gave to others.
-    laid = {n: s for n, s in training.plan.parameters.items() if n in model.graph.initializers}
+    laid = {n: s for n, s in training.parameters.items() if n in model.graph.initializers}
     stop_dropping(model.graph)
     infer_with_statistics(model.graph)
     info = append_loss(model, spec.loss)
@@ -166,51 +191,67 @@ def _evaluation(
     if strategy.rest == SEARCH:
         # What was found for training holds here, its inputs and its mesh included.
         names = {v.name for v in model.graph.inputs}
-        held = {n: s for n, s in training.plan.inputs.items() if n in names}
-        seeds = Seeds(training.plan.mesh, inputs=held)
+        held = {n: s for n, s in training.inputs.items() if n in names}
+        seeds = Seeds(training.mesh, inputs=held)
     else:
         seeds = resolve(strategy, model, rules, env)
     # What is right for forward and backward together is kept, parameters lying as they do.
-    seeds = replace(seeds, parameters={**seeds.parameters, **laid}, plans=dict(training.plan.nodes))
-    if seeds.mesh != training.plan.mesh:
+    seeds = replace(seeds, parameters={**seeds.parameters, **laid}, plans=dict(training.nodes))
+    if seeds.mesh != training.mesh:
         raise RuleError("evaluation and training were given two meshes")
     plan = propagate(model, env, rules, seeds)
+    plan = replace(plan, parameters=shards.held(plan.parameters))
     fed = States(frozenset((*states.parameters, *states.statistics)))
-    return partition(model, env, rules, ops, plan, program="eval_model", states=fed)
+    return partition(
+        model,
+        env,
+        rules,
+        ops,
+        plan,
+        program="eval_model",
+        states=fed,
+        gathered=shards.gathered,
+    )
 
 
 class _States:
-    """The buffers that live between runs, as the plan of the training program lays them out."""
+    """The buffers that live between runs."""
 
     def __init__(
         self,
-        plan: Plan,
+        shards: Shards,
         trained: Sequence[ParameterInfo],
         statistics: Mapping[str, ir.DataType],
     ) -> None:
-        self.plan = plan
+        self.shards = shards
         self.parameters = {p.name: p for p in trained}
         self.statistics = statistics
 
     def info(self, p: ParameterInfo) -> ParameterInfo:
         """The parameter, grouped for the norm with those that are split over the same devices."""
-        atoms = self.plan.parameters[p.name].split_atoms
+        atoms = self.shards.moment(p.name).split_atoms
         group = ",".join(map(str, sorted(atoms)))
         return ParameterInfo(p.name, p.dtype, p.shape, p.decay, group)
 
-    def sharding(self, kind: StateKind, parameter: str) -> Sharding:
-        """How a buffer is divided: as its parameter, gradients still partial."""
-        if kind in (StateKind.GRADIENT, StateKind.MICRO_GRADIENT):
-            return self.plan.outputs[state_name(StateKind.GRADIENT, parameter)]
-        return self.plan.parameters[parameter]
+    def sharding(self, kind: StateKind, name: str) -> Sharding:
+        """How a buffer of a parameter, or of a running statistic, is divided."""
+        match kind:
+            case StateKind.GRADIENT | StateKind.MICRO_GRADIENT:
+                return self.shards.gradient(name)
+            case StateKind.PARAMETER:
+                return self.shards.parameter(name)
+            case StateKind.STATISTIC:
+                return self.shards.plan.parameters[name]
+        return self.shards.moment(name)
 
     def divided(self, program: StateProgram, name: str) -> PartitionedModel:
         """Partitions a program whose operands are buffers."""
         model = program.model
-        mesh = self.plan.mesh
+        mesh = self.shards.plan.mesh
         env = shapes(model, SymbolTable({}))
         rules, ops = find_rules(model, env)
         held = {s.name: self.sharding(s.kind, s.parameter) for s in program.states}
+        parameters = {s.name: s.parameter for s in program.states}
         nodes = {}
         for node in model.graph:
             first = node.inputs[0] if node.inputs else None
@@ -218,17 +259,17 @@ class _States:
             if source in program.reduced and node.outputs[0].name == program.reduced[source]:
                 title = node.name or ""
                 rule, view = rules.rules[title], rules.views[title]
-                whole = held[source].with_partial(())
+                shard = self.shards.moment(parameters[source])
                 sizes = factor_sizes(rule, view)
-                factors = project(rule.inputs[0], whole, sizes, mesh, env.table)
+                factors = project(rule.inputs[0], shard, sizes, mesh, env.table)
                 nodes[title] = NodeSeed(title, factors)
         outputs = {output: held[state] for output, state in program.updated.items()}
         plan = propagate(model, env, rules, Seeds(mesh, nodes, held, outputs=outputs))
         states = States(frozenset(held), dict(program.updated))
         return partition(model, env, rules, ops, plan, program=name, states=states)
 
-    def entries(self, updates: StateProgram) -> list[Json]:
-        """The manifest's list of buffers."""
+    def buffers(self, updates: StateProgram) -> list["_Buffer"]:
+        """All buffers, in the order of the manifest."""
         known = [(s.name, s.kind, s.parameter, s.dtype) for s in updates.states]
         known += [
             (
@@ -240,9 +281,30 @@ class _States:
             for p in self.parameters.values()
         ]
         known += [(n, StateKind.STATISTIC, n, dtype) for n, dtype in self.statistics.items()]
-        found = []
-        for name, kind, parameter, dtype in known:
-            local = ir.Value(name=name, type=ir.TensorType(dtype))
-            item = GraphInput(name, local, self.sharding(kind, parameter))
-            found.append(state_entry(item, str(kind), parameter))
-        return found
+        return [
+            _Buffer(
+                kind,
+                parameter,
+                GraphInput(name, _local(name, dtype), self.sharding(kind, parameter)),
+            )
+            for name, kind, parameter, dtype in known
+        ]
+
+    def bytes(self, buffer: "_Buffer") -> int:
+        """The bytes of a buffer on a device."""
+        shape = buffer.item.sharding.local_shape(self.shards.plan.mesh)
+        dtype = buffer.item.local.dtype or ir.DataType.FLOAT
+        return prod(int(size) for size in shape) * int(dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer that lives between runs, and the parameter that it belongs to."""
+
+    kind: StateKind
+    parameter: str
+    item: GraphInput
+
+
+def _local(name: str, dtype: ir.DataType) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype))

@@ -1,0 +1,168 @@
+"""Optimizer parallel: what replicas of a parameter hold of its moments, gradient and elements.
+
+ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models") as nothing but a sharding. The *shard* of a parameter is its layout in the plan, split
+further over the axes that split the batch. Level 1 keeps moments as shards, level 2 also gradients,
+level 3 also the parameters, which are then gathered for each node that reads them.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
+
+from onnxpar.analysis.plan import Plan
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.sharding import Component, Sharding, local_size
+from onnxpar.symbols import NO_CONSTRAINTS
+
+THRESHOLD = 64 << 10
+LEVELS = (0, 1, 2, 3)
+MOMENTS, GRADIENTS, PARAMETERS = 1, 2, 3
+"""The level from which on each of them is split."""
+
+
+@dataclass(frozen=True)
+class OptimizerParallel:
+    """What is split over the replicas of a parameter, and where that pays.
+
+    Attributes:
+        level: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.
+        threshold: Bytes of a device's part of a parameter, in the layout of the plan, under which
+            it stays as it is.
+        group: The most devices that share the replicas of one part; the others keep copies of
+            their shards. None: all.
+    """
+
+    level: int = 0
+    threshold: int = THRESHOLD
+    group: int | None = None
+
+
+NOT_PARALLEL = OptimizerParallel()
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the buffers of a training program lie.
+
+    Attributes:
+        plan: The plan of the program, in which nothing is split over replicas.
+        gradients: Name of the output that is the gradient of each trained parameter.
+        options: What is split.
+        shards: The shard of each trained parameter that has one; others stay as in the plan.
+    """
+
+    plan: Plan
+    gradients: Mapping[str, str]
+    options: OptimizerParallel = NOT_PARALLEL
+    shards: Mapping[str, Sharding] = field(default_factory=dict)
+
+    def _at(self, level: int, parameter: str) -> Sharding:
+        whole = self.plan.parameters[parameter]
+        return self.shards.get(parameter, whole) if self.options.level >= level else whole
+
+    def parameter(self, name: str) -> Sharding:
+        """Returns how a parameter lies between runs."""
+        return self._at(PARAMETERS, name)
+
+    def moment(self, parameter: str) -> Sharding:
+        """Returns how the moments of a parameter lie, and how its update is computed."""
+        return self._at(MOMENTS, parameter)
+
+    def gradient(self, parameter: str) -> Sharding:
+        """Returns how a gradient lies between runs, possibly pending."""
+        leaves = self.plan.outputs[self.gradients[parameter]]
+        shard = self._at(GRADIENTS, parameter)
+        if shard == self.plan.parameters[parameter]:
+            return leaves
+        taken = shard.split_atoms
+        return shard.with_partial((a for a in leaves.partial if a not in taken), leaves.reduction)
+
+    @property
+    def gathered(self) -> frozenset[str]:
+        """The parameters that are gathered for each node that reads them."""
+        return frozenset(self.shards) if self.options.level >= PARAMETERS else frozenset()
+
+    def training(self) -> Plan:
+        """Returns the plan of the training program with gradients and parameters as they lie.
+
+        A gradient is reduced and split as soon as it is made.
+        """
+        gradients = {
+            output: self.gradient(name)
+            for name, output in self.gradients.items()
+            if self.gradient(name) != self.plan.outputs[output]
+        }
+        return replace(
+            self.plan,
+            parameters=self.held(self.plan.parameters),
+            outputs={**self.plan.outputs, **gradients},
+            resharded={**self.plan.resharded, **gradients},
+        )
+
+    def held(self, parameters: Mapping[str, Sharding]) -> dict[str, Sharding]:
+        """Returns how the parameters of a program lie: those that are trained as between runs."""
+        return {n: self.parameter(n) if n in self.gradients else s for n, s in parameters.items()}
+
+
+def shard_states(
+    plan: Plan,
+    gradients: Mapping[str, str],
+    itemsizes: Mapping[str, int],
+    options: OptimizerParallel,
+) -> Shards:
+    """Decides the shard of each trained parameter.
+
+    Args:
+        plan: The plan of the training program.
+        gradients: Name of the output that is the gradient of each trained parameter.
+        itemsizes: Bytes of an element of each of these parameters.
+        options: What to split.
+    """
+    shards: dict[str, Sharding] = {}
+    if options.level:
+        batch = {a for s in plan.inputs.values() for a in s.split_atoms}
+        for name, output in gradients.items():
+            whole = plan.parameters[name]
+            elements = prod(int(size) for size in whole.local_shape(plan.mesh))
+            if elements * itemsizes[name] < options.threshold:
+                continue
+            atoms = (batch | set(plan.outputs[output].partial)) - set(whole.split_atoms)
+            chosen = within(atoms, plan.mesh, options.group)
+            shard = split_further(whole, chosen, plan.mesh)
+            if shard is not None:
+                shards[name] = shard
+    return Shards(plan, gradients, options, shards)
+
+
+def within(atoms: Collection[int], mesh: Mesh, limit: int | None) -> Atoms:
+    """Returns the atoms, ascending, that make the most devices within a limit.
+
+    Of several choices the minor atoms are taken: devices that are neighbours share a fast link.
+    """
+    row = sorted(atoms)
+    if limit is None or mesh.count(row) <= limit:
+        return tuple(row)
+    choices = (c for n in range(len(row) + 1) for c in combinations(row, n))
+    return max((c for c in choices if mesh.count(c) <= limit), key=lambda c: (mesh.count(c), c))
+
+
+def split_further(whole: Sharding, atoms: Atoms, mesh: Mesh) -> Sharding | None:
+    """Returns a sharding that splits one dim by `atoms` as well, None where no shard is smaller.
+
+    The new atoms are the minor ones, so that what a device holds is cut in pieces where it lies.
+    It is the dim that leaves the smallest shards, padding included; of several the first, whose
+    pieces are contiguous.
+    """
+    best: tuple[int, Sharding] | None = None
+    elements = prod(int(size) for size in whole.local_shape(mesh))
+    for d, dim in enumerate(whole.dims):
+        for c, component in enumerate(dim):
+            finer = Component(component.size, (*component.atoms, *atoms))
+            local = int(local_size(component, mesh))
+            size = elements // local * int(local_size(finer, mesh)) if local else elements
+            if size < (elements if best is None else best[0]):
+                dims = (*whole.dims[:d], (*dim[:c], finer, *dim[c + 1 :]), *whole.dims[d + 1 :])
+                best = size, Sharding(dims).canonical(mesh, NO_CONSTRAINTS)
+    return None if best is None else best[1]

@@ -1,0 +1,125 @@
+"""Moments, gradients and parameters split over replicas: training beside one device, and bytes.
+
+`ONNXPAR_FULL` runs all cells; the sample of the quick tier is drawn by `ONNXPAR_FUZZ_SEED`.
+"""
+
+import os
+import random
+from collections import Counter
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlp
+import pytest
+import transformer
+from training_cases import cut
+
+from onnxpar import execute
+from onnxpar.strategy import Strategy
+from onnxpar_runtime.manifest import Manifest
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb")
+MESHES: dict[str, dict[str, int]] = {
+    "dp=2": {"dp": 2},
+    "dp=4": {"dp": 4},
+    "dp=3": {"dp": 3},
+    "dp=2,tp=2": {"dp": 2, "tp": 2},
+}
+SYMBOLS = {"mlp": "batch=7", "transformer": "batch=3,seq=5", "tied head": "batch=3,seq=5"}
+CELLS = [*product(SYMBOLS, MESHES, (1, 2, 3), OPTIMIZERS)]
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+SAMPLE = [
+    ("mlp", "dp=2,tp=2", 3, "lamb"),
+    ("tied head", "dp=4", 3, "adamw"),
+    *random.Random(SEED).sample(CELLS, 3),
+]
+
+
+def model_of(name: str) -> Any:
+    """Dims of 10 and 7, which nothing divides; or a small transformer."""
+    if name == "mlp":
+        return mlp.build(hidden=(10, 7))
+    return transformer.build(
+        layers=1, d_model=32, heads=4, vocab=40, max_positions=16, tied_head=name == "tied head"
+    )
+
+
+def strategy_of(mesh: str, level: int, **more: Any) -> Strategy:
+    parallel = {"level": level, "threshold": 0, **more}
+    return Strategy.from_dict({"mesh": MESHES[mesh], "optimizer_parallel": parallel})
+
+
+def check(tmp_path: Path, name: str, strategy: Strategy, optimizer: str) -> Manifest:
+    ranks = cut(tmp_path / "ranks", model_of(name), strategy, optimizer=optimizer)
+    found = execute.verify(ranks, tmp_path / "ranks.onnx", cases=[SYMBOLS[name]], steps=3)
+    assert [problem for case in found for problem in case.problems] == [], f"seed {SEED}"
+    assert all(case.ok and case.bytes_counted == case.bytes_expected for case in found)
+    return Manifest.load(ranks)
+
+
+@pytest.mark.parametrize("cell", CELLS if FULL else SAMPLE, ids=lambda c: "; ".join(map(str, c)))
+def test_equals_one_device(tmp_path: Path, cell: tuple[str, str, int, str]) -> None:
+    """Forward, losses, gradients and parameters of three steps, one of them of two parts."""
+    name, mesh, level, optimizer = cell
+    check(tmp_path, name, strategy_of(mesh, level), optimizer)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3] if FULL else [2])
+def test_a_group_smaller_than_the_replicas(tmp_path: Path, level: int) -> None:
+    """Shards over pairs of neighbours, copies over the two pairs; adds up in both."""
+    manifest = check(tmp_path, "mlp", strategy_of("dp=4", level, group=2), "adamw")
+    for state in manifest.trained().states.values():
+        if state.kind == "moment1":
+            assert {atom for dim in state.spec.dims for _, atoms in dim for atom in atoms} == {1}
+
+
+def bytes_of(manifest: Manifest, kind: str) -> int:
+    """Bytes of the buffers of a kind on a rank."""
+    states = manifest.trained().states
+    cuts = [s.spec.cut(manifest.atoms, {}) for s in states.values() if s.kind == kind]
+    return sum(4 * prod(cut.local_shape) for cut in cuts)
+
+
+def counts(manifest: Manifest, program: str) -> Counter[str]:
+    return Counter(c.op for c in manifest.program(program).collectives)
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+def test_what_a_device_holds_and_sends(tmp_path: Path, mesh: str) -> None:
+    """Bytes of states, and collectives, at each level."""
+    held: dict[int, Manifest] = {}
+    for level in range(4):
+        strategy = strategy_of(mesh, level)
+        out = cut(tmp_path / str(level), model_of("transformer"), strategy, optimizer="adamw")
+        held[level] = Manifest.load(out)
+    whole = {kind: bytes_of(held[0], kind) for kind in ("parameter", "gradient", "moment1")}
+    share = 4 if mesh == "dp=4" else 2
+    levels = {"moment1": 1, "moment2": 1, "gradient": 2, "micro_gradient": 2, "parameter": 3}
+    for (kind, since), level in product(levels.items(), held):
+        # Every dim of this model is divisible by four.
+        expected = whole["parameter"] // (share if level >= since else 1)
+        assert bytes_of(held[level], kind) == expected, (kind, level)
+    tensors = sum(s.kind == "parameter" for s in held[0].trained().states.values())
+    reductions = counts(held[0], "optimizer_model")["AllReduce"]
+    norms = reductions - tensors
+    other = counts(held[0], "training_model")
+    assert set(other) == {"AllReduce"}
+    # Once a step, and gathered once a step.
+    found = counts(held[1], "optimizer_model")
+    assert found["ReduceScatter"] == found["AllGather"] == tensors
+    assert counts(held[1], "training_model") == other
+    # Each gradient is reduced where it is made; of the optimizer's sums the norm's are left.
+    for level in (2, 3):
+        assert counts(held[level], "training_model")["ReduceScatter"] == tensors
+        assert counts(held[level], "training_model")["AllReduce"] == other["AllReduce"]
+        assert counts(held[level], "optimizer_model")["AllReduce"] <= norms + 1
+        assert counts(held[level], "optimizer_model")["ReduceScatter"] == 0
+    assert counts(held[2], "optimizer_model")["AllGather"] == tensors
+    assert counts(held[3], "optimizer_model")["AllGather"] == 0
+    # Each is gathered in the forward pass, those that the backward pass reads once more there.
+    forward = counts(held[3], "eval_model")["AllGather"]
+    assert forward == tensors
+    assert tensors < counts(held[3], "training_model")["AllGather"] < 2 * tensors
