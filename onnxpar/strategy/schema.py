@@ -405,9 +405,7 @@ def _message(document: Document, error: ErrorDetails) -> str:
     got = _short(error["input"])
     if error["type"] in ("model_type", "model_attributes_type"):
         keys = _keys(_SECTIONS.get(location[0], _File))
-        return (
-            f"{where}: {path}: expected a mapping with keys {', '.join(map(repr, keys))}, got {got}"
-        )
+        return f"{where}: {path}: expected a mapping with the keys {', '.join(map(repr, keys))}, got {got}"
     if error["type"] == "literal_error":
         return f"{where}: {path}: expected {error['ctx']['expected']}, got {got}"
     if error["type"] in _TYPES:
