@@ -41,6 +41,10 @@ class TrainingError(OnnxparRuntimeError):
     exit_code = 1
 
 
+class ScheduleError(OnnxparRuntimeError):
+    """A pipeline schedule that cannot be made, or could not be played to its end."""
+
+
 class RankError(OnnxparRuntimeError):
     """A rank failed while all were running; the message begins with the rank that failed first.
 

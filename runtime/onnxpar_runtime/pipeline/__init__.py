@@ -1,0 +1,44 @@
+"""Pipeline schedules as data: made, joined with their transfers, checked and simulated."""
+
+from onnxpar_runtime.pipeline.check import check
+from onnxpar_runtime.pipeline.peaks import activation_peaks, peak_bytes
+from onnxpar_runtime.pipeline.render import render
+from onnxpar_runtime.pipeline.schedule import (
+    Action,
+    Edge,
+    Kind,
+    Message,
+    Payload,
+    Point,
+    Program,
+    Schedule,
+    Step,
+    Transfer,
+)
+from onnxpar_runtime.pipeline.schedules import SCHEDULES, make
+from onnxpar_runtime.pipeline.simulate import Simulation, Times, simulate
+from onnxpar_runtime.pipeline.transfers import chain, with_transfers
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Edge",
+    "Kind",
+    "Message",
+    "Payload",
+    "Point",
+    "Program",
+    "Schedule",
+    "Simulation",
+    "Step",
+    "Times",
+    "Transfer",
+    "activation_peaks",
+    "chain",
+    "check",
+    "make",
+    "peak_bytes",
+    "render",
+    "simulate",
+    "with_transfers",
+]

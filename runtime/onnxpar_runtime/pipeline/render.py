@@ -1,0 +1,59 @@
+"""A schedule as text: a row of each rank over time."""
+
+from onnxpar_runtime.pipeline.peaks import activation_peaks
+from onnxpar_runtime.pipeline.schedule import Action, Kind, Program
+from onnxpar_runtime.pipeline.simulate import Times, simulate
+
+# What fills a computation after its label, and time in which a rank is idle.
+_FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.BACKWARD_INPUT: "=", Kind.BACKWARD_WEIGHT: "~"}
+_IDLE = "."
+
+
+def render(program: Program, times: Times, width: int | None = None) -> str:
+    """Returns the program over time, a line of each rank, for example `|F0-F1-......B0====`.
+
+    A computation is its kind (F forward, B backward; I and W its parts for inputs and weights),
+    the chunk as a letter where there are several, and the micro-batch; its width is its time. Dots
+    are idle time. After the line stand the share of idle time and the most activations kept.
+
+    Args:
+        program: The program.
+        times: The times of its parts.
+        width: Columns of time; None for as many as let the shortest computation show its label.
+            A label that does not fit is cut.
+
+    Raises:
+        ScheduleError: As `simulate`.
+    """
+    schedule = program.schedule
+    simulation = simulate(program, times)
+    if width is None:
+        shortest = min(
+            times.of(action.kind, schedule.virtual_stage(rank, action.chunk))
+            for rank, _, action in schedule.places()
+        )
+        longest = max(len(_label(action, schedule.chunks)) for _, _, action in schedule.places())
+        width = round((longest + 1) * simulation.makespan / shortest)
+    scale = width / simulation.makespan
+    margin = len(f"rank {schedule.stages - 1} ")
+    lines = []
+    for rank, (peak, bubble) in enumerate(
+        zip(activation_peaks(schedule), simulation.bubbles, strict=True)
+    ):
+        line = ""
+        for action, start, end in zip(
+            schedule.ranks[rank], simulation.starts[rank], simulation.ends[rank], strict=True
+        ):
+            line = line.ljust(round(start * scale), _IDLE)
+            size = round(end * scale) - len(line)
+            line += _label(action, schedule.chunks)[:size].ljust(size, _FILL[action.kind])
+        lines.append(
+            f"{f'rank {rank}':<{margin}}|{line.ljust(width, _IDLE)}| idle {bubble:.1%}, {peak} kept"
+        )
+    return "\n".join(lines)
+
+
+def _label(action: Action, chunks: int) -> str:
+    """Returns what stands in the line for a computation."""
+    letter = chr(ord("a") + action.chunk) if chunks > 1 else ""
+    return f"{action.kind.value}{letter}{action.micro_batch}"

@@ -1,0 +1,183 @@
+"""A pipeline schedule as data: what every rank does, in which order.
+
+A pipeline of `stages` ranks holds `chunks` parts of the model on each rank. Part `chunk` of `rank`
+is *virtual stage* `chunk * stages + rank`: the model runs through the virtual stages in ascending
+order, hence around the ranks `chunks` times (Narayanan et al., "Efficient large-scale language
+model training on GPU clusters using Megatron-LM", SC 2021, section 2.2). With one chunk a virtual
+stage is a stage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What is computed of one micro-batch by one virtual stage.
+
+    A virtual stage's backward is whole (`BACKWARD`), or split as in Qi et al., "Zero bubble
+    pipeline parallelism" (ICLR 2024): `BACKWARD_INPUT` gives the cotangents of the stage's inputs,
+    which the stage before waits for, and `BACKWARD_WEIGHT`, any time later, the parameters'.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+    def __str__(self) -> str:
+        """Returns the kind as messages write it."""
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A computation on one rank: `kind` of one micro-batch by one of the rank's chunks."""
+
+    kind: Kind
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """Returns the action as messages write it."""
+        return f"{self.kind} of micro-batch {self.micro_batch} in chunk {self.chunk}"
+
+
+class Payload(Enum):
+    """What a message carries: results of a forward, or the cotangents of such results."""
+
+    ACTIVATION = "activation"
+    COTANGENT = "cotangent"
+
+
+class Point(Enum):
+    """One of the four points of a transfer, two on either rank.
+
+    `SEND` and `RECEIVE` post a nonblocking operation and return at once; `WAIT_SEND` returns when
+    the sent buffers may be reused, `WAIT_RECEIVE` when the received values are there.
+    """
+
+    SEND = "send"
+    RECEIVE = "receive"
+    WAIT_SEND = "wait send"
+    WAIT_RECEIVE = "wait receive"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one virtual stage sends to another about one micro-batch.
+
+    Attributes:
+        payload: Activations flow from a virtual stage to a later one, cotangents to an earlier one.
+        source: The virtual stage that sends.
+        target: The virtual stage that receives.
+        micro_batch: The micro-batch.
+        values: Names of the values sent, or of the values whose cotangents are sent; in this order.
+    """
+
+    payload: Payload
+    source: int
+    target: int
+    micro_batch: int
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Returns the message as error messages write it."""
+        return (
+            f"the {self.payload.value}s of micro-batch {self.micro_batch}"
+            f" from virtual stage {self.source} to {self.target}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A point of the transfer of `message`, on a rank that exchanges it with rank `peer`."""
+
+    point: Point
+    peer: int
+    message: Message
+
+    def __str__(self) -> str:
+        """Returns the transfer as messages write it."""
+        side = "to" if self.point in (Point.SEND, Point.WAIT_SEND) else "from"
+        return f"{self.point.value} {side} rank {self.peer} of {self.message}"
+
+
+Step = Action | Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What virtual stage `source` gives to the later virtual stage `target`, for each micro-batch.
+
+    A value that several virtual stages read has an edge to each of them, whatever lies between.
+
+    Attributes:
+        source: The virtual stage that computes the values.
+        target: The virtual stage that reads them.
+        values: Names of the values; not empty.
+        cotangents: Those of `values` whose cotangents `target` gives back; may be empty.
+    """
+
+    source: int
+    target: int
+    values: tuple[str, ...]
+    cotangents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The computations of every rank of a pipeline, in order.
+
+    Attributes:
+        name: The schedule's name, as in `schedules.SCHEDULES`.
+        stages: Number of ranks of the pipeline, p.
+        micro_batches: Number of micro-batches, m.
+        chunks: Number of virtual stages on each rank, v.
+        ranks: For each rank its computations.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    chunks: int
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def virtual_stages(self) -> int:
+        """The number of virtual stages, p·v."""
+        return self.stages * self.chunks
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything is differentiated; False for a schedule of evaluation."""
+        return any(action.kind is not Kind.FORWARD for rank in self.ranks for action in rank)
+
+    def virtual_stage(self, rank: int, chunk: int) -> int:
+        """Returns the virtual stage that is chunk `chunk` of rank `rank`."""
+        return chunk * self.stages + rank
+
+    def places(self) -> Iterator[tuple[int, int, Action]]:
+        """Yields rank, index in the rank's list and action of every computation."""
+        for rank, actions in enumerate(self.ranks):
+            for index, action in enumerate(actions):
+                yield rank, index, action
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule with its transfers: what the ranks of a pipeline play.
+
+    Attributes:
+        schedule: The computations alone.
+        edges: What the virtual stages give to one another.
+        ranks: For each rank its computations and the points of its transfers, in order.
+    """
+
+    schedule: Schedule
+    edges: tuple[Edge, ...]
+    ranks: tuple[tuple[Step, ...], ...]
+
+
+# Where a step stands: its rank, and its index in the rank's list.
+Place = tuple[int, int]

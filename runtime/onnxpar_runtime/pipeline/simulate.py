@@ -1,0 +1,127 @@
+"""How long a program takes, and how much of it ranks are idle, for given times of its parts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from onnxpar_runtime.errors import ScheduleError
+from onnxpar_runtime.pipeline.schedule import Action, Kind, Program
+from onnxpar_runtime.pipeline.timeline import require_end, timeline
+from onnxpar_runtime.pipeline.transfers import rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The times of one micro-batch in each virtual stage, in any one unit.
+
+    Attributes:
+        forward: Of the forward.
+        backward: Of a whole backward.
+        backward_input: Of a split backward's inputs' part.
+        backward_weight: Of its weights' part.
+        transfer: Of a transfer that the virtual stage sends, from the moment when both ranks have
+            posted it. Transfers do not slow one another.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    backward_input: Sequence[float]
+    backward_weight: Sequence[float]
+    transfer: Sequence[float]
+
+    @staticmethod
+    def equal(
+        virtual_stages: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        transfer: float = 0.0,
+    ) -> "Times":
+        """Returns the same times for all virtual stages; a whole backward is both its parts."""
+        return Times(
+            (forward,) * virtual_stages,
+            (backward_input + backward_weight,) * virtual_stages,
+            (backward_input,) * virtual_stages,
+            (backward_weight,) * virtual_stages,
+            (transfer,) * virtual_stages,
+        )
+
+    def of(self, kind: Kind, virtual_stage: int) -> float:
+        """Returns the time of one computation."""
+        times = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+        }[kind]
+        return times[virtual_stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a program took.
+
+    Attributes:
+        makespan: From the beginning to the end of the last computation of all ranks.
+        busy: For each rank the time during which it computes.
+        starts: For each rank the times at which its computations begin, as in the schedule.
+        ends: The times at which they end.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each rank the share of the makespan in which it is idle, from 0 to 1.
+
+        With equal times it is (p - 1)/(m + p - 1) for GPipe and 1F1B.
+        """
+        return tuple(1 - busy / self.makespan for busy in self.busy)
+
+    @property
+    def overheads(self) -> tuple[float, ...]:
+        """For each rank its idle time over its busy time.
+
+        With equal times it is (p - 1)/m for GPipe and 1F1B, (p - 1)/(m·v) for interleaved 1F1B.
+        """
+        return tuple((self.makespan - busy) / busy for busy in self.busy)
+
+
+def simulate(program: Program, times: Times) -> Simulation:
+    """Returns when a program's computations happen, each as early as it can.
+
+    Raises:
+        ScheduleError: There are not as many times as virtual stages, or the program deadlocks.
+    """
+    schedule = program.schedule
+    for field in fields(times):
+        count = len(getattr(times, field.name))
+        if count != schedule.virtual_stages:
+            raise ScheduleError(
+                f"times of {field.name}: expected {schedule.virtual_stages}, one for each virtual"
+                f" stage, got {count}"
+            )
+    durations = [
+        [
+            times.of(step.kind, schedule.virtual_stage(rank, step.chunk))
+            if isinstance(step, Action)
+            else 0.0
+            for step in steps
+        ]
+        for rank, steps in enumerate(program.ranks)
+    ]
+    needs = rendezvous(program, lambda message: times.transfer[message.source])
+    result = timeline(durations, needs)
+    require_end(schedule.name, program.ranks, needs, result)
+    starts, ends = (
+        tuple(
+            tuple(time for time, step in zip(row, steps, strict=True) if isinstance(step, Action))
+            for row, steps in zip(rows, program.ranks, strict=True)
+        )
+        for rows in (result.starts, result.ends)
+    )
+    return Simulation(
+        max(row[-1] for row in ends), tuple(sum(row) for row in durations), starts, ends
+    )

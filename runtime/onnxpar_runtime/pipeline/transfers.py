@@ -1,0 +1,193 @@
+"""The transfers that a schedule needs, and where their four points stand.
+
+Receives are posted early and waited for late, so that data travel while the rank computes. Between
+any two ranks there is one channel in either direction, in which sends and receives are posted in
+the same order, whatever is in them: transports that match by order (NCCL) need it, and those that
+match by order within a tag (MPI) need then no tags.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from onnxpar_runtime.errors import ScheduleError
+from onnxpar_runtime.pipeline.order import Unit, in_order, require_complete, where
+from onnxpar_runtime.pipeline.schedule import (
+    Edge,
+    Kind,
+    Message,
+    Payload,
+    Place,
+    Point,
+    Program,
+    Schedule,
+    Step,
+    Transfer,
+)
+from onnxpar_runtime.pipeline.timeline import Needs
+
+# In the steady state of 1F1B a forward and a backward.
+LOOKAHEAD = 2
+
+
+def chain(schedule: Schedule, value: str = "x") -> tuple[Edge, ...]:
+    """Returns the edges of a pipeline whose virtual stages each give one value to the next."""
+    return tuple(
+        Edge(stage, stage + 1, (value,), (value,)) for stage in range(schedule.virtual_stages - 1)
+    )
+
+
+def with_transfers(
+    schedule: Schedule, edges: Sequence[Edge], lookahead: int = LOOKAHEAD
+) -> Program:
+    """Returns the schedule with the transfers that the edges need.
+
+    A receive is posted `lookahead` computations before the one that reads the values, or earlier
+    where a later one of its channel is; it is waited for right before that computation. A send is
+    posted right after the computation that makes its values. It is waited for `lookahead`
+    computations after the reader has begun in the schedule's own order, or at the end: until then
+    the sender must keep the values. Values between two chunks of one rank need no transfer.
+
+    In the order of the schedule with its computations in a chain, a wait stands after every
+    point that it waits for. So any edges can be played that lead from earlier virtual stages to
+    later ones.
+
+    Args:
+        schedule: The computations.
+        edges: What virtual stages give to one another; at most one edge from one to another.
+        lookahead: Computations, at least 0, during which a transfer can travel unnoticed. It bounds
+            the buffers that lie ready for receiving, and those kept for sending.
+
+    Raises:
+        ScheduleError: The schedule is not complete or deadlocks, or an edge is impossible.
+    """
+    if lookahead < 0:
+        raise ScheduleError(f"expected a lookahead of at least 0 computations, got {lookahead}")
+    require_complete(schedule)
+    starts = in_order(schedule).starts
+    found = where(schedule)
+    slots = [[_Slot() for _ in range(len(actions) + 1)] for actions in schedule.ranks]
+    # For each channel: where its messages are sent and read, and the messages.
+    channels: defaultdict[tuple[int, int], list[tuple[Place, Place, Message]]] = defaultdict(list)
+    for message in messages(schedule, edges):
+        made, read = (found[key] for key in ends_of(message))
+        if made[0] != read[0]:
+            channels[made[0], read[0]].append((made, read, message))
+    for (source, target), sent in sorted(channels.items()):
+        sent.sort(key=lambda item: (item[0], item[2].target))
+        post = len(schedule.ranks[target])
+        for made, read, message in reversed(sent):
+            # No later than any that follows in the channel.
+            post = min(post, max(0, read[1] - lookahead))
+            read_at = starts[target][read[1]]
+            done = next(
+                (
+                    i
+                    for i in range(made[1] + 1, len(starts[source]))
+                    if starts[source][i] >= read_at
+                ),
+                len(starts[source]),
+            )
+            done = min(done + lookahead, len(starts[source]))
+            sender, receiver = slots[source], slots[target]
+            sender[made[1] + 1].sends.append(Transfer(Point.SEND, target, message))
+            sender[done].wait_sends.append(Transfer(Point.WAIT_SEND, target, message))
+            receiver[post].receives.append(Transfer(Point.RECEIVE, source, message))
+            receiver[read[1]].wait_receives.append(Transfer(Point.WAIT_RECEIVE, source, message))
+    ranks = []
+    for actions, of_rank in zip(schedule.ranks, slots, strict=True):
+        steps = [
+            step
+            for action, slot in zip(actions, of_rank, strict=False)
+            for step in (*slot.steps(), action)
+        ]
+        ranks.append((*steps, *of_rank[-1].steps()))
+    return Program(schedule, tuple(edges), tuple(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The transfers before one computation; each list in reverse order."""
+
+    sends: list[Transfer] = field(default_factory=list)
+    receives: list[Transfer] = field(default_factory=list)
+    wait_sends: list[Transfer] = field(default_factory=list)
+    wait_receives: list[Transfer] = field(default_factory=list)
+
+    def steps(self) -> Iterator[Step]:
+        """Yields them in order: what is posted before what is waited for."""
+        for points in (self.sends, self.receives, self.wait_sends, self.wait_receives):
+            yield from reversed(points)
+
+
+def messages(schedule: Schedule, edges: Sequence[Edge]) -> list[Message]:
+    """Returns every message of a step: each edge's, for each micro-batch, there and back.
+
+    Messages between chunks of one rank are among them.
+
+    Raises:
+        ScheduleError: An edge does not lead from a virtual stage to a later one, has no values or
+            cotangents that are not of its values, or has the ends of another edge.
+    """
+    seen: set[tuple[int, int]] = set()
+    has_backward = schedule.has_backward
+    result = []
+    for edge in edges:
+        name = f"edge from virtual stage {edge.source} to {edge.target}"
+        if not 0 <= edge.source < edge.target < schedule.virtual_stages:
+            raise ScheduleError(
+                f"{name}: expected one from an earlier to a later of {schedule.virtual_stages}"
+                " virtual stages"
+            )
+        if (edge.source, edge.target) in seen:
+            raise ScheduleError(f"{name}: given twice, expected one edge with all values")
+        seen.add((edge.source, edge.target))
+        if not edge.values or len({*edge.values}) < len(edge.values):
+            raise ScheduleError(f"{name}: expected different values, got {list(edge.values)}")
+        if not {*edge.cotangents} <= {*edge.values}:
+            raise ScheduleError(
+                f"{name}: expected cotangents of {list(edge.values)}, got {list(edge.cotangents)}"
+            )
+        for micro_batch in range(schedule.micro_batches):
+            result.append(
+                Message(Payload.ACTIVATION, edge.source, edge.target, micro_batch, edge.values)
+            )
+            if edge.cotangents and has_backward:
+                result.append(
+                    Message(
+                        Payload.COTANGENT, edge.target, edge.source, micro_batch, edge.cotangents
+                    )
+                )
+    return result
+
+
+def ends_of(message: Message) -> tuple[Unit, Unit]:
+    """Returns the units of computation that make and that read what a message carries."""
+    kind = Kind.FORWARD if message.payload is Payload.ACTIVATION else Kind.BACKWARD
+    return (
+        (message.source, message.micro_batch, kind),
+        (message.target, message.micro_batch, kind),
+    )
+
+
+def rendezvous(program: Program, time_of: Callable[[Message], float]) -> Needs:
+    """Returns what the waits of a program need: that both sides have posted the transfer.
+
+    Nothing is assumed to be buffered: a send is done only when its receive has been posted, too.
+
+    Args:
+        program: The program.
+        time_of: How long a message travels.
+    """
+    posted: defaultdict[Message, list[Place]] = defaultdict(list)
+    waits: list[tuple[Place, Message]] = []
+    for rank, steps in enumerate(program.ranks):
+        for index, step in enumerate(steps):
+            if isinstance(step, Transfer):
+                if step.point in (Point.SEND, Point.RECEIVE):
+                    posted[step.message].append((rank, index))
+                else:
+                    waits.append(((rank, index), step.message))
+    return {
+        place: [(post, time_of(message)) for post in posted[message]] for place, message in waits
+    }

@@ -1,0 +1,157 @@
+"""Schedules of up to 8 stages, 16 micro-batches and 4 chunks: valid, as lean and fast as said.
+
+Every one of them with ONNXPAR_FULL=1, else those of some of the numbers.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from onnxpar_runtime.errors import ScheduleError
+from onnxpar_runtime.pipeline import (
+    SCHEDULES,
+    Kind,
+    Program,
+    Times,
+    activation_peaks,
+    chain,
+    check,
+    make,
+    simulate,
+    with_transfers,
+)
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+STAGES = range(1, 9) if FULL else (1, 2, 3, 4, 6, 8)
+MICRO_BATCHES = range(1, 17) if FULL else (1, 2, 3, 4, 5, 7, 8, 13, 16)
+CHUNKS = range(1, 5) if FULL else (1, 2, 3)
+CHUNKED = {"interleaved", "forward"}
+# Times that are exact in binary, so that sums in any order are equal.
+FORWARD, INPUT, WEIGHT = 1.0, 0.75, 0.5
+
+
+def programs(name: str, stages: int) -> Iterator[Program]:
+    for micro_batches in MICRO_BATCHES:
+        for chunks in CHUNKS if name in CHUNKED else (1,):
+            schedule = make(name, stages, micro_batches, chunks)
+            yield with_transfers(schedule, chain(schedule))
+
+
+def peak(name: str, rank: int, p: int, m: int, v: int) -> int:
+    """What the papers say; with several chunks for groups of any size."""
+    if name == "gpipe":
+        return m
+    if name == "forward":
+        return 1
+    if name == "zb-h1":
+        return min(p, m)
+    if v == 1:
+        return min(p - rank, m)
+    group = -(-m // max(1, m // p))
+    return min(m * v, (v - 1) * group + 2 * (p - rank - 1) + 1)
+
+
+def idle(name: str, p: int, m: int, v: int, equal: bool) -> float:
+    """The idle time of every rank; of ZB-H1 only for parts of equal times."""
+    if name == "forward":
+        return FORWARD * ((p - 1) + (v - 1) * max(0, p - m))
+    if name == "zb-h1":
+        assert equal
+        return float((p - 1) + max(0, p - m))
+    both = 3.0 if equal else FORWARD + INPUT + WEIGHT
+    return both * ((p - 1) + (v - 1) * max(0, p - m))
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_can_be_played_within_the_peak_and_the_time_of_the_paper(name: str, stages: int) -> None:
+    count = 0
+    for program in programs(name, stages):
+        count += 1
+        schedule = program.schedule
+        p, m, v = schedule.stages, schedule.micro_batches, schedule.chunks
+        peaks = tuple(peak(name, rank, p, m, v) for rank in range(p))
+        assert activation_peaks(schedule) == peaks, schedule
+        check(program, limits=peaks)
+        for equal in (True,) if name == "zb-h1" else (True, False):
+            times = Times.equal(p * v) if equal else Times.equal(p * v, FORWARD, INPUT, WEIGHT)
+            result = simulate(program, times)
+            work = m * v * (FORWARD if name == "forward" else 3.0 if equal else 2.25)
+            assert result.busy == (work,) * p
+            lost = idle(name, p, m, v, equal)
+            assert result.bubbles == pytest.approx((lost / (work + lost),) * p, abs=1e-9), (m, v)
+            assert result.overheads == pytest.approx((lost / work,) * p, abs=1e-9), (m, v)
+    assert count == len(MICRO_BATCHES) * (len(CHUNKS) if name in CHUNKED else 1)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_bubble_over_the_whole_time(name: str) -> None:
+    schedule = make(name, 4, 12)
+    program = with_transfers(schedule, chain(schedule))
+    assert simulate(program, Times.equal(4)).bubbles == pytest.approx((3 / 15,) * 4, abs=1e-12)
+
+
+def test_bubble_is_divided_by_the_number_of_chunks() -> None:
+    plain, interleaved = (make(name, 4, 12, v) for name, v in (("1f1b", 1), ("interleaved", 3)))
+    one, three = (
+        simulate(with_transfers(schedule, chain(schedule)), Times.equal(4 * schedule.chunks))
+        for schedule in (plain, interleaved)
+    )
+    assert one.overheads == pytest.approx((3 / 12,) * 4, abs=1e-12)
+    assert three.overheads == pytest.approx((3 / 12 / 3,) * 4, abs=1e-12)
+
+
+def test_zero_bubble_loses_a_third_of_what_1f1b_loses() -> None:
+    lost = [
+        result.makespan - result.busy[0]
+        for result in (
+            simulate(with_transfers(make(name, 4, 8), chain(make(name, 4, 8))), Times.equal(4))
+            for name in ("1f1b", "zb-h1")
+        )
+    ]
+    assert lost == [9, 3]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "forward"])
+def test_gradients_are_summed_in_the_order_of_micro_batches(name: str) -> None:
+    for program in programs(name, 4):
+        for actions in program.schedule.ranks:
+            for chunk in range(program.schedule.chunks):
+                for kinds in (
+                    {Kind.BACKWARD, Kind.BACKWARD_INPUT},
+                    {Kind.BACKWARD, Kind.BACKWARD_WEIGHT},
+                ):
+                    summed = [
+                        action.micro_batch
+                        for action in actions
+                        if action.chunk == chunk and action.kind in kinds
+                    ]
+                    assert summed == list(range(program.schedule.micro_batches))
+
+
+def test_interleaved_order_of_the_paper() -> None:
+    # Figure 4 of Narayanan et al. (SC 2021): 4 ranks, 8 micro-batches, 2 chunks; the first rank.
+    first = make("interleaved", 4, 8, 2).ranks[0]
+    text = " ".join(f"{a.kind.value}{'ab'[a.chunk]}{a.micro_batch + 1}" for a in first)
+    assert text == (
+        "Fa1 Fa2 Fa3 Fa4 Fb1 Fb2 Fb3 Fb4 Fa5 Fa6 Fa7 Bb1 Fa8 Bb2 Fb5 Bb3 Fb6 Bb4 Fb7 Ba1 Fb8"
+        " Ba2 Ba3 Ba4 Bb5 Bb6 Bb7 Bb8 Ba5 Ba6 Ba7 Ba8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("2f2b", 2, 2, 1), r"expected a schedule of gpipe, 1f1b, .*, got '2f2b'"),
+        (("gpipe", 0, 2, 1), r"'gpipe': expected at least 1 of stages, got 0"),
+        (("gpipe", 2, 0, 1), r"at least 1 of micro-batches, got 0"),
+        (("interleaved", 2, 2, -1), r"at least 1 of chunks, got -1"),
+        (("1f1b", 2, 2, 2), r"'1f1b' has one chunk on each stage, got 2 chunks.*interleaved"),
+    ],
+)
+def test_impossible_schedules_are_refused(
+    arguments: tuple[str, int, int, int], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        make(*arguments)

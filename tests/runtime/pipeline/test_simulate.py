@@ -1,0 +1,84 @@
+"""Times, bytes and the picture of small schedules whose numbers can be counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from onnxpar_runtime.errors import ScheduleError
+from onnxpar_runtime.pipeline import (
+    Program,
+    Times,
+    activation_peaks,
+    chain,
+    make,
+    peak_bytes,
+    render,
+    simulate,
+    with_transfers,
+)
+
+
+def program(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Program:
+    schedule = make(name, stages, micro_batches, chunks)
+    return with_transfers(schedule, chain(schedule))
+
+
+def test_unequal_stages() -> None:
+    # The slow stage works without a pause: 1 until its input is there, 3 · (2 + 3), then the
+    # other's backward of the last micro-batch.
+    times = Times((1, 2), (2, 3), (1, 1), (1, 2), (0, 0))
+    result = simulate(program("1f1b", 2, 3), times)
+    assert result.makespan == 1 + 3 * 5 + 2
+    assert result.busy == (9, 15)
+    assert result.bubbles == (0.5, pytest.approx(1 / 6))
+    assert result.overheads == (1.0, pytest.approx(0.2))
+    assert result.starts[1] == (1, 3, 6, 8, 11, 13)
+    assert result.ends[0] == (1, 2, 8, 9, 13, 18)
+
+
+def test_transfers_take_the_sender_s_time() -> None:
+    times = Times((1, 1), (2, 2), (1, 1), (1, 1), (0.5, 0.25))
+    result = simulate(program("gpipe", 2, 1), times)
+    assert result.starts == ((0, 4.75), (1.5, 2.5))
+    assert result.makespan == 6.75
+
+
+def test_times_for_each_virtual_stage() -> None:
+    times = replace(Times.equal(4), transfer=(0.0,) * 2)
+    with pytest.raises(ScheduleError, match="times of transfer: expected 4, one for each virt"):
+        simulate(program("interleaved", 2, 2, 2), times)
+
+
+def test_bytes_of_chunks() -> None:
+    schedule = make("interleaved", 2, 2, 2)
+    # Rank 0 keeps its first chunk of both micro-batches, then its second of both.
+    assert activation_peaks(schedule) == (4, 3)
+    assert peak_bytes(schedule, [10, 20, 1, 2]) == (22, 42)
+
+
+def test_bytes_that_only_weights_need() -> None:
+    schedule = make("zb-h1", 3, 4)
+    assert activation_peaks(schedule) == (3, 3, 3)
+    # The last rank computes weights two micro-batches late: of those it keeps 1 of 10 bytes.
+    assert peak_bytes(schedule, [10, 10, 10], [1, 1, 1]) == (30, 21, 12)
+    # What the inputs' part makes may be more than what it frees.
+    assert peak_bytes(schedule, [10, 10, 10], [15, 15, 15]) == (35, 40, 45)
+
+
+def test_evaluation_keeps_one() -> None:
+    assert activation_peaks(make("forward", 3, 5, 2)) == (1, 1, 1)
+
+
+def test_picture() -> None:
+    assert render(program("1f1b", 2, 3), Times.equal(2)).splitlines() == [
+        "rank 0 |F0-F1-......B0====F2-B1====...B2====| idle 25.0%, 2 kept",
+        "rank 1 |...F0-B0====F1-B1====F2-B2====......| idle 25.0%, 1 kept",
+    ]
+    assert render(program("interleaved", 2, 2, 2), Times.equal(4), width=30).splitlines() == [
+        "rank 0 |FaFaFbFb....Bb0=..Bb1=Ba0=Ba1=| idle 20.0%, 4 kept",
+        "rank 1 |..FaFaFbBb0=FbBb1=Ba0=Ba1=....| idle 20.0%, 3 kept",
+    ]
+    assert render(program("zb-h1", 2, 2), Times.equal(2)).splitlines() == [
+        "rank 0 |F0-F1-...I0=W0~I1=W1~| idle 14.3%, 2 kept",
+        "rank 1 |...F0-I0=F1-I1=W0~W1~| idle 14.3%, 2 kept",
+    ]
