@@ -1,6 +1,5 @@
 """Builds the frozen data of a manifest from parsed JSON; errors name the place in the file."""
 
-import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -29,6 +28,7 @@ from onnxpar_runtime.entries import (
     TrainingTensor,
 )
 from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.json_reader import JsonReader
 
 SCHEMA = 1
 SYSTEM_KINDS = ("symbol", "coordinate", "counter", "loss_weight", "hyperparameter")
@@ -48,32 +48,7 @@ def read_contents(path: Path, root: Path, raw: Any) -> Contents:
     return _Reader(path).contents(root, raw)
 
 
-class _Reader:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def fail(self, where: str, expected: str, got: object) -> ArtifactError:
-        shown = repr(got)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ArtifactError(f"{self.path}: {where}: expected {expected}, got {shown}")
-
-    def get(self, raw: Any, key: str, kind: type | tuple[type, ...], where: str) -> Any:
-        if not isinstance(raw, dict):
-            raise self.fail(where, "an object", raw)
-        if key not in raw:
-            raise ArtifactError(f"{self.path}: {where}: {key!r} is missing")
-        value = raw[key]
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kinds):
-            names = " or ".join(k.__name__ for k in kinds)
-            raise self.fail(f"{where}.{key}", names, value)
-        return value
-
-    def integers(self, raw: Any, where: str) -> tuple[int, ...]:
-        if not isinstance(raw, list) or not all(type(v) is int for v in raw):
-            raise self.fail(where, "a list of integers", raw)
-        return tuple(raw)
-
+class _Reader(JsonReader):
     def contents(self, root: Path, raw: Any) -> Contents:
         schema = self.get(raw, "schema", int, "manifest")
         if schema != SCHEMA:
@@ -111,9 +86,7 @@ class _Reader:
         for name, entry in self.get(raw, "files", dict, "manifest").items():
             self.file_name(name, "files")
             where = f"files.{name}"
-            digest = self.get(entry, "sha256", str, where)
-            if not re.fullmatch(r"[0-9a-f]{64}", digest):
-                raise self.fail(f"{where}.sha256", "64 hexadecimal digits", digest)
+            digest = self.digest(entry, "sha256", where)
             files[name] = FileEntry(digest, self.get(entry, "bytes", int, where))
         listed = [f for p in programs.values() for f in p.files if f is not None]
         listed += [s.file for p in parameters.values() for s in p.shards]
@@ -147,13 +120,6 @@ class _Reader:
             replicated=tuple(self.get(raw, "replicated", list, "manifest")),
             training=training,
         )
-
-    def file_name(self, name: Any, where: str) -> str:
-        # onnxruntime refuses external data outside a model's folder, and a manifest from elsewhere
-        # must not make the runtime read other people's files.
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise self.fail(where, "a file name without folders", name)
-        return name
 
     def symbol(self, raw: Any, where: str) -> Symbol:
         numbers = {k: self.get(raw, k, int, where) for k in ("min", "max", "divisor", "remainder")}
@@ -301,12 +267,6 @@ class _Reader:
             raise self.fail(f"{where}.partial", "atoms that do not split it, once each", partial)
         return State(spec, kind, self.get(raw, "parameter", str, where), partial)
 
-    def names(self, raw: Any, key: str, where: str) -> tuple[str, ...]:
-        values = self.get(raw, key, list, where)
-        if not all(isinstance(value, str) for value in values):
-            raise self.fail(f"{where}.{key}", "a list of names", values)
-        return tuple(values)
-
     def equal_sizes(self, raw: Any, where: str) -> EqualSizes:
         values, dims, sizes = (self.get(raw, k, list, where) for k in ("values", "dims", "sizes"))
         kinds = [[type(item) for item in side] for side in zip(values, dims, sizes, strict=False)]
@@ -368,12 +328,3 @@ class _Reader:
                 )
             )
         return Parameter(spec, tuple(shards))
-
-    def box(self, raw: Any, key: str, where: str) -> tuple[tuple[int, int], ...]:
-        box = []
-        for pair in self.get(raw, key, list, where):
-            start, *rest = self.integers(pair, f"{where}.{key}") or (0,)
-            if len(rest) != 1 or not 0 <= start <= rest[0]:
-                raise self.fail(f"{where}.{key}", "[start, stop] pairs", pair)
-            box.append((start, rest[0]))
-        return tuple(box)
