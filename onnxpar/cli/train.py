@@ -69,6 +69,19 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Write the trained parameters, whole, as safetensors."),
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write checkpoints to this folder.")
+    ] = None,
+    every: Annotated[
+        int, typer.Option(metavar="K", help="Write one after each K-th step, and the last one.")
+    ] = 100,
+    keep: Annotated[int, typer.Option(metavar="N", help="Keep the last N checkpoints.")] = 2,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Continue from a checkpoint, or from the last one in a folder."
+        ),
+    ] = None,
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a JSON line for each step.")
     ] = None,
@@ -104,6 +117,10 @@ def command(
         evaluate=evaluate,
         parameters=parameters,
         save=save,
+        checkpoint=checkpoint,
+        every=every,
+        keep=keep,
+        resume=resume,
         log=log,
         print_every=print_every,
         device=device,

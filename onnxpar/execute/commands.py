@@ -15,6 +15,7 @@ from onnxpar_runtime.data import read_npz
 from onnxpar_runtime.manifest import FILE_NAME, Manifest
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training import commands as training
+from onnxpar_runtime.training.checkpoints import Saving
 from onnxpar_runtime.training.hyper import Settings, parse_betas
 from onnxpar_runtime.training.verify import TrainingCase, TrainingSettings, verify_training
 from onnxpar_runtime.verify import Case
@@ -79,6 +80,10 @@ def train(
     evaluate: bool = False,
     parameters: Path | None = None,
     save: Path | None = None,
+    checkpoint: Path | None = None,
+    every: int = 100,
+    keep: int = 2,
+    resume: Path | None = None,
     log: Path | None = None,
     print_every: int = 1,
     device: str = "auto",
@@ -109,6 +114,10 @@ def train(
         evaluate: Whether to evaluate after each epoch.
         parameters: Safetensors file of global parameters to begin with.
         save: Safetensors file for the trained global parameters.
+        checkpoint: Folder for checkpoints.
+        every: After how many steps one is written.
+        keep: How many are kept.
+        resume: Checkpoint, or folder of checkpoints, to continue from.
         log: File of JSON lines.
         print_every: Print every so many steps of an epoch; 0 prints none.
         device: `auto`, `cpu` or `cuda`.
@@ -142,6 +151,8 @@ def train(
         evaluate=evaluate,
         parameters=parameters,
         save=save,
+        checkpoints=None if checkpoint is None else Saving(checkpoint, every, keep),
+        resume=resume,
         log=log,
         print_every=print_every,
     )

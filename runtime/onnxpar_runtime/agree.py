@@ -3,7 +3,9 @@
 Without it a rank that has a bad input would raise while the others wait for it in a collective.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +15,7 @@ from onnxpar_runtime.errors import OnnxparRuntimeError, RankError, SymbolValueEr
 
 T = TypeVar("T")
 _MESSAGE_BYTES = 4096
+_PATIENCE_S = 2.0
 _ABSENT = np.iinfo(np.int64).min
 
 
@@ -129,3 +132,29 @@ def together(rank: Reducer, action: Callable[[], T]) -> T:
         error = caught
     agree(rank, error)
     return result  # type: ignore[return-value]  # None only where T has it: no error was raised
+
+
+def together_for_long(rank: Reducer, action: Callable[[], T]) -> T:
+    """Does as `together` for an action that may take longer than a collective may wait.
+
+    The action runs in a thread of its own; meanwhile the ranks ask one another, at least once in
+    `_PATIENCE_S`, whether all have done theirs.
+
+    Raises:
+        OnnxparRuntimeError: As `agree`; any other exception passes through.
+    """
+    result: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as error:  # raised below
+            result.set_exception(error)
+
+    # A daemon: when another rank fails, this one must end without waiting for it.
+    threading.Thread(target=work, name="onnxpar-work", daemon=True).start()
+    while True:
+        wait([result], _PATIENCE_S)
+        pending = np.array([not result.done()], np.int64)
+        if not rank.all_reduce(pending, op="max")[0]:
+            return together(rank, result.result)

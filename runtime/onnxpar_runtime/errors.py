@@ -23,6 +23,10 @@ class ArtifactError(OnnxparRuntimeError):
     """An artifact directory that is missing, incomplete, or does not match its manifest."""
 
 
+class CheckpointError(OnnxparRuntimeError):
+    """A checkpoint that is missing, incomplete, changed, or does not fit the artifacts."""
+
+
 class InputError(OnnxparRuntimeError):
     """An input array that is missing, unknown, or of the wrong dtype or shape."""
 

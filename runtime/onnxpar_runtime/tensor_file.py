@@ -45,6 +45,26 @@ class Entry:
         return prod(self.shape) * DTYPES[self.dtype].dtype.itemsize
 
 
+def header(entries: Sequence[Entry]) -> bytes:
+    """Returns what a file of these tensors begins with, before their data in this order."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        offsets = [start, start + entry.bytes]
+        table[entry.name] = {
+            "dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets,
+        }  # fmt: skip
+        start = offsets[1]
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def raw_bytes(array: Array) -> memoryview:
+    """Returns the bytes of an array as they stand in a file, without a copy where it can be."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
 def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[Array]) -> None:
     """Writes tensors to a file, which appears whole under its name, or not at all.
 
@@ -57,18 +77,8 @@ def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[A
         InputError: The file cannot be written.
         ValueError: An array is not what its entry says.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for entry in entries:
-        offsets = [start, start + entry.bytes]
-        header[entry.name] = {
-            "dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets,
-        }  # fmt: skip
-        start = offsets[1]
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     with replacing(path) as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(header(entries))
         for entry, array in zip(entries, arrays, strict=True):
             wanted = DTYPES[entry.dtype].dtype
             if array.shape != entry.shape or array.dtype != wanted:
@@ -76,7 +86,7 @@ def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[A
                     f"{entry.name!r}: expected {wanted} {entry.shape}, got {array.dtype} "
                     f"{array.shape}"
                 )
-            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            stream.write(raw_bytes(array))
 
 
 def read_tensors(path: str | Path) -> Mapping[str, Array]:

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -220,6 +221,7 @@ def steps_of(
     plan: Plan,
     indices: NDArray[np.int64],
     own: Mapping[str, Place] | None = None,
+    skip: int = 0,
 ) -> Iterator[Step]:
     """Returns the steps of an epoch over the samples in the order of `indices`.
 
@@ -228,9 +230,13 @@ def steps_of(
         plan: How they are put together.
         indices: Their order.
         own: As of `Samples.take`.
+        skip: Steps at the beginning that are left out.
     """
     start = 0
-    for sizes in plan.sizes():
+    for number, sizes in enumerate(plan.sizes()):
+        if number < skip:
+            start += sum(sizes)
+            continue
         micro_batches = []
         for size in sizes:
             micro_batches.append(samples.take(indices[start : start + size], own))
@@ -396,14 +402,18 @@ class TrainingData:
         """Steps of an epoch, None where nobody knows."""
         return None if self.plan is None else self.plan.steps
 
-    def epoch(self, number: int) -> Iterator[Step]:
-        """Returns the steps of an epoch, numbered from 1."""
+    def epoch(self, number: int, skip: int = 0) -> Iterator[Step]:
+        """Returns the steps of an epoch, numbered from 1, without those `skip` at its beginning.
+
+        A stream is asked for them all the same: only its function knows what comes after them.
+        """
         if isinstance(self.source, Samples) and self.plan is not None:
             indices = order(self.source.count, self.seed, number)
-            return steps_of(self.source, self.plan, indices, self.own)
+            return steps_of(self.source, self.plan, indices, self.own, skip)
         if isinstance(self.source, Stream):
             request = Request(number, self.seed, self.batch, train=True)
-            return steps_from(self.source, request, self.specs, self.accumulate, self.dim)
+            steps = steps_from(self.source, request, self.specs, self.accumulate, self.dim)
+            return islice(steps, skip, None)
         raise AssertionError("samples without a plan")
 
 

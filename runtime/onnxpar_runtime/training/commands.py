@@ -13,6 +13,8 @@ from typing import Any, cast
 from numpy.typing import NDArray
 
 from onnxpar_runtime.agree import together
+from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
+from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin
 from onnxpar_runtime.errors import LaunchError
@@ -27,6 +29,7 @@ from onnxpar_runtime.training.batches import (
     evaluation_data,
     training_data,
 )
+from onnxpar_runtime.training.checkpoints import Saving, described, resume, saving
 from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
 from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
@@ -80,7 +83,10 @@ class TrainingRun:
         evaluate: Whether to evaluate on the source's test part after each epoch.
         parameters: Safetensors file of global parameters to begin with, or None.
         save: Safetensors file for the trained global parameters, or None.
-        log: File of JSON lines, or None.
+        checkpoints: When checkpoints are written, and where; None for none.
+        resume: A checkpoint, or a folder of checkpoints, to continue from; None to begin anew.
+        log: File of JSON lines, or None. Of a run that is resumed it keeps the lines of the steps
+            that are done.
         print_every: Print every so many steps of an epoch; 0 prints none.
     """
 
@@ -97,6 +103,8 @@ class TrainingRun:
     evaluate: bool = False
     parameters: str | Path | None = None
     save: str | Path | None = None
+    checkpoints: Saving | None = None
+    resume: str | Path | None = None
     log: str | Path | None = None
     print_every: int = 1
 
@@ -109,6 +117,7 @@ class _Prepared:
     evaluation: EvaluationData | None
     hyper: Hyperparameters
     schedule: Schedule
+    run: dict[str, Any]
 
 
 def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
@@ -129,9 +138,10 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     def body() -> int:
         manifest = begin(rank, "train", directory, how.log_dir, wanted.save, how.transport)
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
+        checkpoint = _checkpoint(rank, manifest, wanted)
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluate else ()))
         trainer = _trainer(rank, manifest, how, first, wanted.seed, wanted.parameters)
-        _train(trainer, wanted, prepared)
+        _train(trainer, wanted, prepared, checkpoint)
         trainer.close()
         return 0
 
@@ -154,8 +164,9 @@ def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
     prepared = together(
         trainer.rank, lambda: _prepare(trainer.manifest, wanted, trainer.rank.index)
     )
+    checkpoint = _checkpoint(trainer.rank, trainer.manifest, wanted)
     _load(trainer, wanted.parameters)
-    return _train(trainer, wanted, prepared)
+    return _train(trainer, wanted, prepared, checkpoint)
 
 
 def evaluation(
@@ -272,18 +283,40 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     if wanted.evaluate:
         held_out = _evaluation_data(manifest, rank, wanted.data, None, wanted.seed)
     schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
-    return _Prepared(data, held_out, hyper, schedule)
+    run = described(wanted.data, data, hyper, schedule)
+    return _Prepared(data, held_out, hyper, schedule, run)
 
 
-def _train(trainer: Trainer, wanted: TrainingRun, prepared: _Prepared) -> Fitted:
+def _checkpoint(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoint | None:
+    """Returns the checkpoint that the run is to continue from."""
+    if wanted.resume is None:
+        return None
+    if wanted.parameters is not None:
+        error = LaunchError("--resume and --parameters: a checkpoint has the parameters")
+        error.agreed = True
+        raise error
+    return open_checkpoint(rank, manifest, wanted.resume)
+
+
+def _train(
+    trainer: Trainer, wanted: TrainingRun, prepared: _Prepared, checkpoint: Checkpoint | None
+) -> Fitted:
     rank = trainer.rank
-    with together(rank, lambda: _reporter(rank, wanted)) as reporter:
+    start, lines = Progress(), []
+    if checkpoint is not None:
+        start, lines = checkpoint.progress, resume(trainer, checkpoint, prepared.run)
+    with (
+        together(rank, lambda: _reporter(rank, wanted, start.step)) as reporter,
+        saving(trainer, wanted.checkpoints, prepared.run, start) as after_step,
+    ):
         for line in what_is_trained(trainer.training):
             reporter.tell(line)
         for plan in (prepared.data.plan, prepared.evaluation and prepared.evaluation.plan):
             if plan and plan.notice:
                 reporter.tell(f"notice: {plan.notice}")
-        start = time.perf_counter()
+        for line in lines:
+            reporter.tell(line)
+        begin = time.perf_counter()
         done = fit(
             trainer,
             prepared.data,
@@ -293,16 +326,18 @@ def _train(trainer: Trainer, wanted: TrainingRun, prepared: _Prepared) -> Fitted
             epochs=wanted.epochs,
             steps=wanted.steps,
             evaluation=prepared.evaluation,
+            start=start,
+            after_step=after_step,
         )
-        log.info("%d steps in %.3f s", done.steps, time.perf_counter() - start)
+        log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
         if wanted.save is not None:
             save(trainer, wanted.save)
             reporter.tell(f"wrote {wanted.save}")
     return done
 
 
-def _reporter(rank: Rank, wanted: TrainingRun) -> Reporter:
-    return Reporter(rank.index == 0, log=wanted.log, every=wanted.print_every)
+def _reporter(rank: Rank, wanted: TrainingRun, done: int) -> Reporter:
+    return Reporter(rank.index == 0, log=wanted.log, keep=done, every=wanted.print_every)
 
 
 def save(trainer: Trainer, path: str | Path) -> None:

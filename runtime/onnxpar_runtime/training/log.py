@@ -67,6 +67,7 @@ class Reporter:
     Args:
         first: Whether this is the first rank. Others tell nothing.
         log: File of JSON lines that is written anew, or None.
+        keep: Lines of that file that stay: of the steps before the run was resumed.
         every: Print every so many steps of an epoch; 0 prints none.
         out: Where lines go.
         bar: Whether to draw a progress bar; by default where a terminal shows what is printed.
@@ -80,6 +81,7 @@ class Reporter:
         first: bool,
         *,
         log: str | Path | None = None,
+        keep: int = 0,
         every: int = 1,
         out: TextIO | None = None,
         bar: bool | None = None,
@@ -96,19 +98,24 @@ class Reporter:
             try:
                 # Closed by the stack, with the run. Without a buffer nothing is left over for the
                 # end that a full disk would refuse again.
-                stream = open(log, "wb", buffering=0)  # noqa: SIM115
+                kept = _length(Path(log), keep)
+                stream = open(log, "r+b" if kept else "wb", buffering=0)  # noqa: SIM115
                 self._file = self._open.enter_context(stream)
+                # Lines that stay are not written again: a kill here must not lose them.
+                if kept:
+                    self._file.truncate(kept)
+                    self._file.seek(kept)
             except OSError as error:
                 raise self._cannot_write(error) from None
         self._progress: Progress | None = None
         if first and (on_terminal(self._out) if bar is None else bar):
             self._progress = _bar(self._out)
 
-    def begin(self, steps: int | None) -> None:
-        """Begins a run of so many steps, None where nobody knows."""
+    def begin(self, steps: int | None, done: int = 0) -> None:
+        """Begins a run of so many steps, None where nobody knows, of which some are done."""
         if self._progress is not None:
             self._progress.start()
-            self._task = self._progress.add_task("training", total=steps, state="")
+            self._task = self._progress.add_task("training", total=steps, completed=done, state="")
 
     def tell(self, text: str) -> None:
         """Prints a line."""
@@ -158,6 +165,14 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
         self._open.close()
+
+
+def _length(path: Path, count: int) -> int:
+    """Returns the bytes of up to `count` whole lines at the beginning of a file."""
+    if not count or not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)[:count]
+    return sum(len(line) for line in lines if line.endswith(b"\n"))
 
 
 def _bar(out: TextIO) -> "Progress":

@@ -1,11 +1,12 @@
 """The loop over epochs and steps, and the evaluation, on a `Trainer` or anything like it."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from onnxpar_runtime.agree import agree
+from onnxpar_runtime.checkpoint.contents import Progress
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import (
     InputError,
@@ -22,6 +23,8 @@ from onnxpar_runtime.training.sources import Batch, Stream
 
 Numbered = tuple[int, int, Step]
 """A step with its epoch and its number in the epoch, both from 1."""
+
+_BEGINNING = Progress()
 
 
 class StepOutcome(Protocol):
@@ -59,7 +62,7 @@ class Fitted:
 
     Attributes:
         epochs: Epochs that were begun.
-        steps: Steps of all of them.
+        steps: Steps of all of them, with those before the run was resumed.
         loss: Loss of the last step.
     """
 
@@ -130,6 +133,8 @@ def fit(
     epochs: int | None = None,
     steps: int | None = None,
     evaluation: EvaluationData | None = None,
+    start: Progress = _BEGINNING,
+    after_step: Callable[[Progress], None] | None = None,
 ) -> Fitted:
     """Trains. Every rank of the world must call it, with the same arguments.
 
@@ -142,6 +147,8 @@ def fit(
         epochs: As `total_steps`.
         steps: As `total_steps`.
         evaluation: What to evaluate on after each epoch, and after the last step.
+        start: How far the run has come already.
+        after_step: Is called after each step, with how far the run has come then.
 
     Raises:
         InputError: The data ends before the first step, or not on all ranks in the same step.
@@ -150,16 +157,17 @@ def fit(
     limit = total_steps(data, epochs, steps)
     if epochs is None and steps is None:
         epochs = 1
-    reporter.begin(limit)
-    done, last, loss = 0, 0, float("nan")
+    reporter.begin(limit, start.step)
+    done, last = start.step, start.epoch
+    loss = float("nan") if start.loss is None else start.loss
     together = isinstance(data.source, Stream)
-    with Ahead(_numbered(trainer, data, epochs, limit)) as items:
-        start = time.perf_counter()
+    with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
+        begin = time.perf_counter()
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
             if evaluation is not None and epoch != last and last:
                 _tell_evaluation(trainer, evaluation, reporter, last)
-                start = time.perf_counter()
+                begin = time.perf_counter()
             done, last = done + 1, epoch
             rate = schedule.at(done)
             try:
@@ -170,28 +178,35 @@ def fit(
                 raise told from None
             loss = float(outcome.loss)
             end = time.perf_counter()
-            speed = step.samples / (end - start)
-            start = end
+            speed = step.samples / (end - begin)
+            begin = end
             reporter.step(StepRecord(epoch, number, loss, rate, speed, float(outcome.grad_norm)))
+            if after_step is not None:
+                after_step(Progress(done, epoch, number, data.seed, loss, rate))
     if evaluation is not None:
         _tell_evaluation(trainer, evaluation, reporter, last)
     return Fitted(last, done, loss)
 
 
 def _numbered(
-    trainer: Trains, data: TrainingData, epochs: int | None, limit: int | None
+    trainer: Trains,
+    data: TrainingData,
+    epochs: int | None,
+    limit: int | None,
+    start: Progress,
 ) -> Iterator[Numbered]:
-    """Returns the steps of the run, cut for this rank."""
-    done, epoch = 0, 0
+    """Returns the steps of the run that are left, cut for this rank."""
+    done, epoch, skip = start.step, max(start.epoch - 1, 0), start.epoch_step
     while (epochs is None or epoch < epochs) and (limit is None or done < limit):
         epoch += 1
-        before = done
-        for number, step in enumerate(data.epoch(epoch), 1):
+        before = done - skip
+        for number, step in enumerate(data.epoch(epoch, skip), skip + 1):
             cut = tuple(trainer.prepare(batch) for batch in step.micro_batches)
             yield epoch, number, Step(cut, step.samples)
             done += 1
             if done == limit:
                 return
+        skip = 0
         if done == before:
             raise InputError(f"--data {data.source.name}: epoch {epoch} has no batches")
 

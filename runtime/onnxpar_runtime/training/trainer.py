@@ -411,6 +411,14 @@ class Trainer:
         for name, part in together(self.rank, parts).items():
             self._programs.states.set(name, part)
 
+    def put_state(self, name: str, part: Array) -> None:
+        """Overwrites this rank's part of a state, of the state's own type and local shape.
+
+        Raises:
+            InputError: There is no such state.
+        """
+        self._programs.states.set(name, part)
+
     def reset(self) -> None:
         """Makes all states and the counters of steps what they were at first."""
         self._programs.states.reset()

@@ -1,0 +1,104 @@
+"""Copies boxes of global tensors from the files of a checkpoint into arrays."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.entries import ShardBox
+from onnxpar_runtime.errors import CheckpointError, InputError
+from onnxpar_runtime.tensor_file import read_tensors
+
+Array = NDArray[Any]
+Box = tuple[tuple[int, int], ...]
+
+
+class Source:
+    """The tensors of a checkpoint, which stay on the disk until they are read.
+
+    Args:
+        checkpoint: The checkpoint.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Opens nothing yet."""
+        self.checkpoint = checkpoint
+        self._files: dict[str, dict[str, Array]] = {}
+
+    def array(self, tensor: StoredTensor, shard: StoredShard) -> Array:
+        """Returns a shard as it lies in its file.
+
+        Raises:
+            CheckpointError: The file cannot be read, or has another type or shape.
+        """
+        path = self.checkpoint.directory / shard.file
+        if shard.file not in self._files:
+            try:
+                self._files[shard.file] = dict(read_tensors(path))
+            except InputError as error:
+                raise CheckpointError(str(error)) from None
+        array = self._files[shard.file].get(tensor.name)
+        wanted = DTYPES[tensor.dtype].dtype
+        if array is None or array.shape != shard.shape or array.dtype != wanted:
+            got = "nothing" if array is None else f"{array.dtype} {array.shape}"
+            raise CheckpointError(
+                f"{path}: {tensor.name!r}: expected {wanted} {shard.shape}, got {got}"
+            )
+        return array
+
+    def forget(self) -> None:
+        """Gives back the memory of what was read: pages of files count as a process's own."""
+        self._files.clear()
+
+    def fill(self, tensor: StoredTensor, target: Array, boxes: Sequence[ShardBox]) -> None:
+        """Copies boxes of a tensor to where they lie in `target`.
+
+        Raises:
+            CheckpointError: As `array`.
+        """
+        for shard in tensor.shards:
+            pairs = [pair for wanted in boxes for pair in _overlaps(wanted, shard.boxes)]
+            if not pairs:
+                continue
+            array = self.array(tensor, shard)
+            for to, source in pairs:
+                target[_slices(to)] = array[_slices(source)]
+
+
+def _overlaps(wanted: ShardBox, there: Sequence[ShardBox]) -> Iterator[tuple[Box, Box]]:
+    """Returns where the common elements lie: on the side that wants them, and in the shard."""
+    for box in there:
+        both = tuple(
+            (max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted.source, box.source, strict=True)
+        )
+        if all(start < stop for start, stop in both):
+            yield _moved(both, wanted), _moved(both, box)
+
+
+def _moved(common: Box, box: ShardBox) -> Box:
+    """Returns a part of a box in the coordinates of what holds it."""
+    return tuple(
+        (start - origin + local, stop - origin + local)
+        for (start, stop), (origin, _), (local, _) in zip(
+            common, box.source, box.local, strict=True
+        )
+    )
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def directory_of(path: str | Path) -> Path:
+    """Returns the folder that something is written to, which must be there.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    parent = Path(path).absolute().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"{path}: the folder {parent} does not exist")
+    return parent

@@ -1,0 +1,149 @@
+"""The folder of a run's checkpoints: names, what is whole, and how one becomes whole.
+
+A checkpoint is a folder `step-00000012`. It is written as `.step-00000012.partial`, of which every
+file is brought to the disk before the folder takes its name: a folder of that name is whole. What a
+run that was killed left behind is removed by the next one.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint
+from onnxpar_runtime.entries import FileEntry
+from onnxpar_runtime.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d{8,})")
+_HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+_LOCK = ".lock"
+
+
+def step_name(step: int) -> str:
+    """Returns the name of the folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def partial_name(step: int) -> str:
+    """Returns the name of the folder while it is written."""
+    return f".{step_name(step)}.partial"
+
+
+def whole_steps(root: Path) -> list[int]:
+    """Returns the steps of the whole checkpoints in a folder, ascending."""
+    try:
+        names = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+    except OSError:
+        return []
+    found = [_STEP.fullmatch(name) for name in names]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def resolve(path: str | Path) -> Path:
+    """Returns the checkpoint that a path means: itself, or the last whole one in the folder.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    root = Path(path)
+    if (root / FILE_NAME).exists():
+        return root
+    steps = whole_steps(root)
+    if not steps:
+        what = "has no whole checkpoint" if root.is_dir() else "no such checkpoint or folder"
+        raise CheckpointError(f"{root}: {what}")
+    return root / step_name(steps[-1])
+
+
+@contextmanager
+def owned(root: Path) -> Iterator[None]:
+    """Makes the folder this process's to write checkpoints to, and removes what is not whole.
+
+    Raises:
+        CheckpointError: It cannot be written to, or another run writes there.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise cannot_write(root, error) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{root}: another run writes its checkpoints there") from None
+        except OSError:
+            pass  # A file system without locks.
+        for entry in list(os.scandir(root)):
+            if _HIDDEN.fullmatch(entry.name):
+                shutil.rmtree(entry.path, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+    """Writes a file and brings it to the disk; returns its checksum.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "wb", buffering=0) as stream:
+            for piece in pieces:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[stream.write(rest) :]
+                digest.update(piece)
+                size += len(piece)
+            os.fsync(stream.fileno())
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        raise cannot_write(path, error) from None
+    return FileEntry(digest.hexdigest(), size)
+
+
+def finish(partial: Path, checkpoint: Checkpoint, target: Path) -> None:
+    """Writes the manifest of a folder whose files are whole, and gives it its name.
+
+    Raises:
+        CheckpointError: It cannot be written, or the name is taken.
+    """
+    write_file(partial / FILE_NAME, [checkpoint.text().encode()])
+    try:
+        sync_folder(partial)
+        partial.rename(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise cannot_write(target, error) from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Removes all whole checkpoints but the last `keep`."""
+    for step in whole_steps(root)[:-keep]:
+        # Under its name it is whole, so it loses the name first.
+        old = root / step_name(step)
+        hidden = root / f".{step_name(step)}.removed"
+        with suppress(OSError):
+            old.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """Returns the error for what the system refused to write."""
+    return CheckpointError(f"{path}: cannot be written: {error.strerror or error}")

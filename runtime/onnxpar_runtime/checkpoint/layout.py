@@ -1,0 +1,138 @@
+"""Which boxes of every state the ranks of an artifact directory hold, and who writes which.
+
+A state that several ranks hold is written by one of them; which one goes round from state to state,
+so that replicas share the work. All ranks work this out alike from the manifest alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from onnxpar_runtime.boxes import Block, Cut, coordinates
+from onnxpar_runtime.checkpoint.contents import StoredShard, StoredTensor
+from onnxpar_runtime.entries import ShardBox, State
+from onnxpar_runtime.manifest import Manifest
+
+TRANSIENT = ("gradient", "micro_gradient")
+"""Kinds of states that mean nothing between steps."""
+
+
+def kept_states(manifest: Manifest) -> list[State]:
+    """Returns the states that a checkpoint has, by name."""
+    states = manifest.trained().states
+    return [states[name] for name in sorted(states) if states[name].kind not in TRANSIENT]
+
+
+def cut_of(manifest: Manifest, state: State) -> Cut:
+    """Returns how a state is cut over the ranks."""
+    return state.spec.cut(manifest.atoms, {})
+
+
+def rank_file(rank: int) -> str:
+    """Returns the name of the file with what a rank wrote."""
+    return f"rank{rank:04d}.safetensors"
+
+
+def boxes_of(cut: Cut, rank: int, *, padded: bool) -> tuple[ShardBox, ...]:
+    """Returns the boxes that a rank holds, and where they lie in its part.
+
+    Args:
+        cut: How the tensor is cut.
+        rank: The rank.
+        padded: Whether the part is as on the rank, of shape `cut.local_shape`, rather than without
+            padding.
+    """
+    blocks = iter(cut.blocks(rank))
+    dims = [[(n, next(blocks)) for n, _ in dim] for dim in cut.dims]
+    return tuple(
+        ShardBox(
+            tuple((start, start + length) for start, _, length in runs),
+            tuple((start, start + length) for _, start, length in runs),
+        )
+        for runs in product(*(_runs(dim, padded) for dim in dims))
+    )
+
+
+def unpadded_shape(cut: Cut, rank: int) -> tuple[int, ...]:
+    """Returns the shape of a rank's part without padding."""
+    blocks = iter(cut.blocks(rank))
+    return tuple(prod(next(blocks).valid for _ in dim) for dim in cut.dims)
+
+
+def _runs(parts: Sequence[tuple[int, Block]], padded: bool) -> list[tuple[int, int, int]]:
+    """Returns runs `(global start, local start, length)` of a dim, given its components."""
+    runs, whole = [(0, 0, 1)], True
+    wide = narrow = 1
+    for size, block in reversed(parts):
+        if whole:
+            # What is minor is there in full, so consecutive indices of this one follow another.
+            runs = [(block.start * wide, 0, block.valid * wide)]
+        else:
+            runs = [
+                ((block.start + index) * wide + start, index * narrow + local, length)
+                for index in range(block.valid)
+                for start, local, length in runs
+            ]
+        held = block.local if padded else block.valid
+        whole = whole and block.valid == held == size
+        wide, narrow = wide * size, narrow * held
+    return [run for run in runs if run[2]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part of a state that is written once.
+
+    Attributes:
+        state: The state.
+        cut: How it is cut.
+        rank: Who writes it.
+    """
+
+    state: State
+    cut: Cut
+    rank: int
+
+
+def written(manifest: Manifest) -> Iterator[Written]:
+    """Returns every part of every kept state that is not empty, with the rank that writes it."""
+    for number, state in enumerate(kept_states(manifest)):
+        cut = cut_of(manifest, state)
+        used = {a for dim in cut.dims for _, atoms in dim for a in atoms}
+        copies = prod(size for a, size in enumerate(cut.atoms) if a not in used)
+        digits = iter(coordinates(number % copies, [s for a, s in enumerate(cut.atoms)
+                                                    if a not in used]))  # fmt: skip
+        fixed = {a: next(digits) for a in range(len(cut.atoms)) if a not in used}
+        for place in product(*(
+            [fixed[a]] if a in fixed else range(size) for a, size in enumerate(cut.atoms)
+        )):  # fmt: skip
+            rank = 0
+            for digit, size in zip(place, cut.atoms, strict=True):
+                rank = rank * size + digit
+            if all(b.valid for b in cut.blocks(rank)):
+                yield Written(state, cut, rank)
+
+
+def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
+    """Returns what a checkpoint of the ranks of an artifact directory holds, by name."""
+    shards: dict[str, list[StoredShard]] = {s.spec.name: [] for s in kept_states(manifest)}
+    for part in written(manifest):
+        shards[part.state.spec.name].append(
+            StoredShard(
+                rank_file(part.rank),
+                unpadded_shape(part.cut, part.rank),
+                boxes_of(part.cut, part.rank, padded=False),
+            )
+        )
+    return {
+        state.spec.name: StoredTensor(
+            state.spec.name,
+            state.kind,
+            state.parameter,
+            state.spec.dtype,
+            cut_of(manifest, state).shape,
+            tuple(shards[state.spec.name]),
+        )
+        for state in kept_states(manifest)
+    }

@@ -1,0 +1,133 @@
+"""Reads what a rank needs of a checkpoint, whatever mesh it was written on."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.agree import together, together_for_long
+from onnxpar_runtime.checkpoint.contents import Checkpoint
+from onnxpar_runtime.checkpoint.copying import Source
+from onnxpar_runtime.checkpoint.folder import resolve
+from onnxpar_runtime.checkpoint.layout import boxes_of, cut_of, kept_states
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.errors import CheckpointError
+from onnxpar_runtime.manifest import Manifest
+
+Array = NDArray[Any]
+SHOWN = 3
+
+
+def open_checkpoint(rank: Rank, manifest: Manifest, path: str | Path) -> Checkpoint:
+    """Returns a checkpoint that fits an artifact directory. Every rank must call it.
+
+    Every byte is read once, each file by one of the ranks, and compared with its checksum.
+
+    Args:
+        rank: This rank.
+        manifest: The artifact directory's manifest.
+        path: The checkpoint, or a folder of checkpoints, whose last whole one is taken.
+
+    Raises:
+        CheckpointError: There is none, it is not whole, or it is of another model or optimizer.
+        RankError: Likewise, on another rank.
+    """
+
+    def find() -> Checkpoint:
+        checkpoint = Checkpoint.load(resolve(path))
+        check_fits(checkpoint, manifest)
+        return checkpoint
+
+    checkpoint = together(rank, find)
+
+    def verify() -> None:
+        for number, name in enumerate(sorted(checkpoint.files)):
+            if number % rank.world.size == rank.index:
+                checkpoint.verify_file(name)
+
+    together_for_long(rank, verify)
+    return checkpoint
+
+
+def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Raises CheckpointError unless a checkpoint has just the states of an artifact directory."""
+    where = f"{checkpoint.directory} does not fit {manifest.directory}"
+    optimizer = manifest.trained().optimizer
+    wanted = {state.spec.name: state for state in kept_states(manifest)}
+    wrong = []
+    for name, state in wanted.items():
+        tensor, shape = checkpoint.tensors.get(name), cut_of(manifest, state).shape
+        expected = f"expected {state.kind} {name!r} {state.spec.dtype} {list(shape)}"
+        if tensor is None:
+            wrong.append(f"{expected}, got none")
+        elif (tensor.kind, tensor.dtype, tensor.shape) != (state.kind, state.spec.dtype, shape):
+            wrong.append(f"{expected}, got {tensor.kind} {tensor.dtype} {list(tensor.shape)}")
+    wrong += [f"got {t.kind} {n!r}, which it has not" for n, t in checkpoint.tensors.items()
+              if n not in wanted]  # fmt: skip
+    if checkpoint.optimizer != optimizer:
+        wrong.insert(0, f"expected the optimizer {optimizer}, got {checkpoint.optimizer}")
+    if wrong:
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise CheckpointError(f"{where}: {'; '.join(wrong[:SHOWN])}{more}")
+
+
+def load_states(
+    rank: Rank,
+    manifest: Manifest,
+    checkpoint: Checkpoint,
+    put: Callable[[str, Array], None],
+) -> None:
+    """Reads this rank's part of every state, one after another. Every rank must call it.
+
+    Args:
+        rank: This rank.
+        manifest: The artifact directory's manifest, which the checkpoint fits.
+        checkpoint: The checkpoint.
+        put: Takes a state's name and this rank's part, padding included.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+        RankError: Likewise, on another rank.
+    """
+
+    def load() -> None:
+        source = Source(checkpoint)
+        for state in kept_states(manifest):
+            cut = cut_of(manifest, state)
+            part = np.zeros(cut.local_shape, DTYPES[state.spec.dtype].dtype)
+            boxes = boxes_of(cut, rank.index, padded=True)
+            source.fill(checkpoint.tensors[state.spec.name], part, boxes)
+            put(state.spec.name, part)
+
+    together_for_long(rank, load)
+
+
+MUST_AGREE: Mapping[str, str] = {
+    "seed": "--seed",
+    "batch_size": "--batch-size",
+    "steps_per_epoch": "the steps of an epoch",
+}
+"""What the position in the data means nothing without."""
+
+
+def check_run(checkpoint: Checkpoint, run: Mapping[str, Any]) -> list[str]:
+    """Returns what a run that goes on does otherwise than the one that wrote the checkpoint.
+
+    Raises:
+        CheckpointError: It would take other samples.
+    """
+    before = checkpoint.run
+    for key, option in MUST_AGREE.items():
+        if before.get(key) != run[key]:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {option}: expected {before.get(key)}, with which it was "
+                f"written, got {run[key]}: the position in the data depends on it"
+            )
+    return [
+        f"notice: {key} is {value}, where the checkpoint was written with {before.get(key)}"
+        for key, value in run.items()
+        if key not in MUST_AGREE and before.get(key) != value
+    ]

@@ -1,0 +1,291 @@
+"""Writes checkpoints while training goes on.
+
+At the end of a step every rank copies what it has to write, and goes on; a thread of its own brings
+the copy to the disk, under a hidden name, and leaves a mark with the checksum when it is there.
+The first rank's thread waits for the marks of all ranks, and only then gives the checkpoint its
+name. So ranks need not wait for one another, and no collective is needed while a step may be in
+one. The next checkpoint begins when the last one is whole on all ranks.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.agree import together, together_for_long
+from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress, StoredTensor
+from onnxpar_runtime.checkpoint.folder import (
+    cannot_write,
+    finish,
+    owned,
+    partial_name,
+    prune,
+    step_name,
+    whole_steps,
+    write_file,
+)
+from onnxpar_runtime.checkpoint.layout import Written, rank_file, stored_tensors, written
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.entries import FileEntry
+from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.tensor_file import Entry, header, raw_bytes
+
+log = logging.getLogger(__name__)
+Array = NDArray[Any]
+_POLL_S = 0.02
+_LEAVE_S = 30.0
+
+
+class Checkpointer:
+    """Writes one rank's part of checkpoints; used in a `with` statement, by all ranks.
+
+    Args:
+        rank: This rank.
+        manifest: The artifact directory's manifest.
+        root: The folder of checkpoints, the same one for all ranks.
+        state: Returns a copy of this rank's part of a state, padding included.
+        run: What the run is to do, to be compared when it is resumed.
+        keep: How many whole checkpoints to keep.
+        begun: Steps that are done when the run begins: the folder may have none later than that.
+
+    Raises:
+        CheckpointError: The folder cannot be used: all ranks raise it.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        manifest: Manifest,
+        root: str | Path,
+        state: Callable[[str], Array],
+        run: Mapping[str, Any],
+        *,
+        keep: int = 2,
+        begun: int = 0,
+    ) -> None:
+        """Prepares the folder."""
+        self._rank = rank
+        self._manifest = manifest
+        self._root = Path(root)
+        self._state = state
+        self._run = run
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+        self._error: OnnxparRuntimeError | None = None
+        self._own_done = threading.Event()
+        self._leaving = threading.Event()
+        self._last = begun
+        self._mine: list[Written] = []
+        self._writers: set[int] = set()
+        for part in written(manifest):
+            self._writers.add(part.rank)
+            if part.rank == rank.index:
+                self._mine.append(part)
+        self._tensors: dict[str, StoredTensor] = stored_tensors(manifest) if not rank.index else {}
+        self._open = ExitStack()
+        try:
+            together(rank, lambda: self._prepare(begun))
+            self._check_shared()
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _prepare(self, begun: int) -> None:
+        if self._rank.index:
+            return
+        self._open.enter_context(owned(self._root))
+        later = [step for step in whole_steps(self._root) if step > begun]
+        if later:
+            raise CheckpointError(
+                f"{self._root}: has checkpoints up to step {later[-1]}, and this run begins at "
+                f"step {begun}: continue it with --resume {self._root}, or write to another folder"
+            )
+
+    def _check_shared(self) -> None:
+        """Raises on all ranks unless all of them see the same folder."""
+        token = int.from_bytes(np.random.default_rng().bytes(4)) if not self._rank.index else 0
+        token = int(self._rank.all_reduce(np.array([token], np.int64))[0])
+        probe = self._root / f".shared-{token}"
+
+        def write() -> None:
+            if not self._rank.index:
+                try:
+                    probe.touch()
+                except OSError as error:
+                    raise cannot_write(self._root, error) from None
+
+        def see() -> None:
+            if not probe.exists():
+                raise CheckpointError(
+                    f"{self._root}: rank {self._rank.index} does not see what rank 0 writes there; "
+                    "checkpoints need a folder that all ranks share"
+                )
+
+        together(self._rank, write)
+        try:
+            together(self._rank, see)
+        finally:
+            if not self._rank.index:
+                probe.unlink(missing_ok=True)
+
+    # -- in the main thread ----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what the thread failed with, on this rank alone; nothing if it did not."""
+        if self._error is not None:
+            raise self._error
+
+    def save(self, progress: Progress) -> None:
+        """Begins to write a checkpoint, once the last one is whole. Every rank must call it.
+
+        Raises:
+            CheckpointError: The last one could not be written, by this rank.
+            RankError: Likewise, by another rank.
+        """
+        if progress.step <= self._last:
+            return
+        self.wait()
+        self._last = progress.step
+        start = time.perf_counter()
+        arrays = [_valid(part, self._state(part.state.spec.name)) for part in self._mine]
+        log.info("copied step %d in %.3f s", progress.step, time.perf_counter() - start)
+        self._own_done.clear()
+        self._thread = threading.Thread(
+            target=self._work, args=(progress, arrays), name="onnxpar-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is whole on all ranks. Every rank must call it.
+
+        Raises:
+            CheckpointError: As `save`.
+            RankError: As `save`.
+        """
+        if self._thread is None:
+            return
+        try:
+            # The first rank must not wait for the mark of a rank that will never leave one.
+            together_for_long(self._rank, self._join_own)
+            together_for_long(self._rank, self._join)
+        except BaseException:
+            self._leaving.set()
+            raise
+        self._thread = None
+
+    def _join_own(self) -> None:
+        self._own_done.wait()
+        self.check()
+
+    def _join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+        self.check()
+
+    def __enter__(self) -> "Checkpointer":
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for what is being written; after an error, only if all ranks do, not for ever."""
+        try:
+            together = getattr(error, "agreed", False) or self._rank.world.size == 1
+            if error is None:
+                self.wait()
+            elif self._thread is not None and together:
+                self._thread.join(_LEAVE_S)
+        finally:
+            self._leaving.set()
+            self._open.close()
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _work(self, progress: Progress, arrays: list[Array]) -> None:
+        try:
+            start = time.perf_counter()
+            partial = self._root / partial_name(progress.step)
+            if self._mine:
+                self._write_own(partial, arrays)
+            arrays.clear()
+            self._own_done.set()
+            if not self._rank.index:
+                self._finish(partial, progress)
+            log.info("wrote step %d in %.3f s", progress.step, time.perf_counter() - start)
+        except OnnxparRuntimeError as error:
+            self._error = error
+        except OSError as error:
+            self._error = cannot_write(self._root, error)
+        except Exception as error:  # carried to the main thread, which ends all ranks
+            self._error = CheckpointError(f"{self._root}: {type(error).__name__}: {error}")
+        finally:
+            self._own_done.set()
+
+    def _write_own(self, partial: Path, arrays: list[Array]) -> None:
+        partial.mkdir(exist_ok=True)
+        entries = [
+            Entry(part.state.spec.name, part.state.spec.dtype, array.shape)
+            for part, array in zip(self._mine, arrays, strict=True)
+        ]
+        name = rank_file(self._rank.index)
+        pieces: Iterable[bytes | memoryview] = (raw_bytes(array) for array in arrays)
+        entry = write_file(partial / name, _chain(header(entries), pieces))
+        mark = partial / f"{name}.tmp"
+        mark.write_text(json.dumps(vars(entry)))
+        mark.rename(partial / _mark(self._rank.index))
+
+    def _finish(self, partial: Path, progress: Progress) -> None:
+        """Waits for all ranks' files, and makes the checkpoint whole."""
+        files = {}
+        for writer in sorted(self._writers):
+            mark = partial / _mark(writer)
+            while not mark.exists():
+                if self._leaving.wait(_POLL_S):
+                    return
+            files[rank_file(writer)] = FileEntry(**json.loads(mark.read_text()))
+            mark.unlink()
+        checkpoint = Checkpoint(
+            directory=partial,
+            model=self._manifest.model,
+            optimizer=self._manifest.trained().optimizer,
+            devices=self._manifest.devices,
+            progress=progress,
+            run=self._run,
+            tensors=self._tensors,
+            files=files,
+        )
+        checkpoint.check_files()
+        target = self._root / step_name(progress.step)
+        finish(partial, replace(checkpoint, directory=target), target)
+        prune(self._root, self._keep)
+
+
+def _mark(rank: int) -> str:
+    return f".{rank_file(rank)}.done"
+
+
+def _chain(first: bytes, rest: Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
+    yield first
+    yield from rest
+
+
+def _valid(part: Written, array: Array) -> Array:
+    """Returns a rank's part without padding, of the copy that is given."""
+    blocks = part.cut.blocks(part.rank)
+    inside = array.reshape([b.local for b in blocks])[tuple(slice(0, b.valid) for b in blocks)]
+    shape = iter(blocks)
+    return inside.reshape([int(np.prod([next(shape).valid for _ in d])) for d in part.cut.dims])
