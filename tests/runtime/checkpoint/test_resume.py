@@ -15,6 +15,7 @@ from hand_trained import batch_of, regression
 from training_cases import batch_of as random_batch
 from training_cases import cut
 
+from onnxpar.strategy import Strategy
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import writer
 from onnxpar_runtime.checkpoint.folder import owned, partial_name, step_name, whole_steps
@@ -103,14 +104,23 @@ def test_on_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
 
 
 GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
-MESHES = ("dp=2,tp=2", "tp=3", "dp=3", "tp=2")
+SHARED = {"level": 3, "threshold": 0}
+MESHES: dict[str, str | Strategy] = {
+    "dp=2,tp=2": "dp=2,tp=2",
+    "dp=3, level 3": Strategy.from_dict({"mesh": {"dp": 3}, "optimizer_parallel": SHARED}),
+    "tp=3": "tp=3",
+    "dp=2,tp=2, level 3": Strategy.from_dict(
+        {"mesh": {"dp": 2, "tp": 2}, "optimizer_parallel": SHARED}
+    ),
+    "tp=2": "tp=2",
+}
 
 
 def test_dropout_moments_and_uneven_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer.build(**GPT, fused_qkv=True, dropout=0.2, training=True)
     cuts = {
-        mesh: cut(tmp_path / mesh.replace(",", "_"), model, mesh, optimizer="adamw")
-        for mesh in MESHES
+        mesh: cut(tmp_path / mesh.replace(",", "_"), model, strategy, optimizer="adamw")
+        for mesh, strategy in MESHES.items()
     }
     rng = np.random.default_rng(5)
     data = random_batch(cuts["tp=2"], rng, batch=10, seq=7)
@@ -125,7 +135,7 @@ def test_dropout_moments_and_uneven_shards(tmp_path: Path, monkeypatch: pytest.M
     interrupted(first, saving, 5, monkeypatch)
     assert train(first, replace(saving, resume=tmp_path / "ck")) == losses
     # From mesh to mesh, a step or two on each.
-    for number, mesh in enumerate(MESHES[1:], 1):
+    for number, mesh in enumerate([*MESHES][1:], 1):
         source = tmp_path / "ck" / step_name(3) if number == 1 else tmp_path / f"ck{number - 1}"
         rest = train(
             cuts[mesh],
