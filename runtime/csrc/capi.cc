@@ -3,9 +3,11 @@
 #include <dlfcn.h>
 
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "memory.h"
 #include "mpi_entry.h"
 #include "ops.h"
 #include "ort_io.h"
@@ -133,6 +135,36 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
     transport.all_reduce(g, call, in, out, count, type, static_cast<Reduction>(reduction),
                          nullptr);
   });
+}
+
+LiveBytes* onnxpar_live_bytes() {
+  LiveBytes* counter = nullptr;
+  guarded([&] {
+    if (api().create_env == nullptr) {
+      throw std::runtime_error("the operators have not been registered with onnxruntime yet");
+    }
+    counter = new LiveBytes();
+  });
+  return counter;
+}
+
+int onnxpar_live_bytes_install(LiveBytes* counter) {
+  return guarded([&] { counter->install(); });
+}
+
+int onnxpar_live_bytes_uninstall(LiveBytes* counter) {
+  return guarded([&] { counter->uninstall(); });
+}
+
+int onnxpar_live_bytes_read(const LiveBytes* counter, int64_t* live, int64_t* peak) {
+  *live = counter->live();
+  *peak = counter->peak();
+  return 0;
+}
+
+int onnxpar_live_bytes_reset(LiveBytes* counter) {
+  counter->reset();
+  return 0;
 }
 
 // Called by onnxruntime. The rank is the one that onnxpar_bind set on this thread.

@@ -9,6 +9,7 @@
 
 namespace onnxpar {
 struct World;
+class LiveBytes;
 }
 
 ONNXPAR_EXPORT const char* onnxpar_error();
@@ -33,3 +34,12 @@ ONNXPAR_EXPORT int onnxpar_reset_counters(const onnxpar::World* world, int rank)
 ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, const int* group,
                                       int members, const void* in, void* out, size_t count,
                                       int onnx_type, int reduction);
+// A counter of the bytes that sessions hold on the CPU, kept for ever; only once RegisterCustomOps
+// has run. Null on failure.
+ONNXPAR_EXPORT onnxpar::LiveBytes* onnxpar_live_bytes();
+// Sessions made between the two, with the environment's allocators, are counted by it.
+ONNXPAR_EXPORT int onnxpar_live_bytes_install(onnxpar::LiveBytes* counter);
+ONNXPAR_EXPORT int onnxpar_live_bytes_uninstall(onnxpar::LiveBytes* counter);
+ONNXPAR_EXPORT int onnxpar_live_bytes_read(const onnxpar::LiveBytes* counter, int64_t* live,
+                                           int64_t* peak);
+ONNXPAR_EXPORT int onnxpar_live_bytes_reset(onnxpar::LiveBytes* counter);

@@ -22,6 +22,9 @@ struct TensorInfo;
 struct ShapeContext;
 struct OpAttr;
 struct CustomOp;
+struct Env;
+struct MemoryInfo;
+struct Allocator;
 
 // The interface version in which the newest entry or field that we use appeared.
 inline constexpr uint32_t kVersion = 18;
@@ -33,6 +36,8 @@ inline constexpr int kOptional = 1;
 inline constexpr int kVariadic = 2;
 inline constexpr int kMemoryDefault = 0;  // OrtMemType
 inline constexpr int kMemoryCpuInput = -2;
+inline constexpr int kDeviceAllocator = 0;  // OrtAllocatorType
+inline constexpr int kLogError = 3;         // OrtLoggingLevel
 inline constexpr int kAttrInt = 1;  // OrtOpAttrType
 inline constexpr int kAttrInts = 2;
 inline constexpr int kAttrString = 5;
@@ -41,6 +46,7 @@ inline constexpr int kAttrString = 5;
 #define ONNXPAR_ORT_API(X)                                                                      \
   X(0, create_status, Status* (*)(int, const char*))                                            \
   X(2, get_error_message, const char* (*)(const Status*))                                       \
+  X(3, create_env, Status* (*)(int, const char*, Env**))                                        \
   X(26, create_domain, Status* (*)(const char*, CustomOpDomain**))                              \
   X(27, domain_add, Status* (*)(CustomOpDomain*, const CustomOp*))                              \
   X(28, add_domain, Status* (*)(SessionOptions*, CustomOpDomain*))                              \
@@ -53,6 +59,7 @@ inline constexpr int kAttrString = 5;
   X(62, dims, Status* (*)(const TensorInfo*, int64_t*, size_t))                                 \
   X(63, symbolic_dims, Status* (*)(const TensorInfo*, const char**, size_t))                    \
   X(65, type_and_shape, Status* (*)(const Value*, TensorInfo**))                                \
+  X(69, cpu_memory_info, Status* (*)(int, int, MemoryInfo**))                                   \
   X(86, attr_int, Status* (*)(const KernelInfo*, const char*, int64_t*))                        \
   X(87, attr_string, Status* (*)(const KernelInfo*, const char*, char*, size_t*))               \
   X(88, input_count, Status* (*)(const KernelContext*, size_t*))                                \
@@ -61,6 +68,8 @@ inline constexpr int kAttrString = 5;
   X(93, release_status, void (*)(Status*))                                                      \
   X(99, release_tensor_info, void (*)(TensorInfo*))                                             \
   X(163, attr_ints, Status* (*)(const KernelInfo*, const char*, int64_t*, size_t*))             \
+  X(176, register_allocator, Status* (*)(Env*, Allocator*))                                     \
+  X(177, unregister_allocator, Status* (*)(Env*, const MemoryInfo*))                            \
   X(193, gpu_stream, Status* (*)(const KernelContext*, void**))                                 \
   X(231, info_output_count, Status* (*)(const KernelInfo*, size_t*))                            \
   X(244, node_name, Status* (*)(const KernelInfo*, char*, size_t*))                             \
@@ -94,6 +103,16 @@ struct ApiBase {
   const void* const* (*get_api)(uint32_t version);
   const char* (*version_string)();
 };
+
+// OrtAllocator as of version 17: later fields are not read where `version` is less.
+struct Allocator {
+  uint32_t version;
+  void* (*alloc)(Allocator*, size_t);
+  void (*free)(Allocator*, void*);
+  const MemoryInfo* (*info)(const Allocator*);
+};
+inline constexpr uint32_t kAllocatorVersion = 17;
+static_assert(offsetof(Allocator, info) == 24);
 
 // OrtCustomOp as of version 18.
 struct CustomOp {

@@ -290,6 +290,10 @@ class Loss:
 STATE_KINDS = ("parameter", "gradient", "micro_gradient", "moment1", "moment2", "statistic")
 
 
+FROM_FILES = ("parameter", "statistic")
+"""Kinds of states that are weights of the model."""
+
+
 @dataclass(frozen=True)
 class State:
     """A tensor that the runtime keeps between runs, on the device, and updates in place.

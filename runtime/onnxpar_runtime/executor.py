@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from onnxpar_runtime.errors import (
 from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import Manifest, Program, SystemInput, TensorSpec
+from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import (
     CUDA,
     Device,
@@ -97,9 +99,12 @@ class Loader:
         device: `auto` (CUDA where it can be used), `cpu` or `cuda`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
+        measured: Whether to count the bytes that the sessions hold, on the CPU.
 
     Attributes:
         rank: The rank.
+        memory: Counts the bytes that the sessions hold; None where that is not asked for, and
+            before the first session.
         device: Where it computes. `auto` may still turn to the CPU when the first session is made.
         index: Number of the device.
 
@@ -113,10 +118,15 @@ class Loader:
         device: str,
         ort_options: Mapping[str, str] | None,
         custom_ops: Sequence[str | Path],
+        measured: bool = False,
     ) -> None:
         """Chooses the device."""
         self.rank = rank
+        self.memory: LiveBytes | None = None
+        self._measured = measured
         self.device = choose_device(device)
+        if measured and self.device is not Device.CPU:
+            raise LaunchError(f"memory is measured with device cpu only, got {self.device.value}")
         self.index = 0
         self._strict = device == "cuda"
         self._pairs = dict(ort_options or {})
@@ -143,8 +153,14 @@ class Loader:
         if self.device is Device.CUDA:
             onnxruntime.preload_dlls()
         wanted, self.index = providers(self.device, self.rank.index, self._pairs)
+        if self._measured and self.memory is None:
+            self.memory = LiveBytes()
+        counted = nullcontext() if self.memory is None else self.memory.counted(options)
         try:
-            session = onnxruntime.InferenceSession(str(path), options, providers=wanted)
+            with counted:
+                session = onnxruntime.InferenceSession(str(path), options, providers=wanted)
+        except LaunchError:
+            raise
         except Exception as error:
             # onnxruntime has no common base class for what it raises.
             raise ArtifactError(
@@ -467,6 +483,12 @@ class Executor:
             value = to_ort(array, self.device.value, self._index)
             binding.inputs[name] = value
             binding.io.bind_ortvalue_input(name, value)
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes of the inputs that are bound to the session, states apart."""
+        values = {id(v): v for b in self._bindings.values() for v in b.inputs.values()}
+        return sum(v.tensor_size_in_bytes() for v in values.values())
 
     def close(self) -> None:
         """Frees the session."""

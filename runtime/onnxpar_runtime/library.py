@@ -4,10 +4,14 @@ import ctypes
 import functools
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from onnxpar_runtime.errors import LaunchError
 
+Signatures = Mapping[str, tuple[Any, list[Any]]]
+"""Type of the result and of the arguments of functions, by name."""
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -49,7 +53,7 @@ def load_library() -> ctypes.CDLL:
     text, seconds = ctypes.c_char_p, ctypes.c_double
     counter = ctypes.POINTER(ctypes.c_int64)
     group = ctypes.POINTER(ctypes.c_int)
-    signatures = {
+    signatures: Signatures = {
         "onnxpar_error": (text, []),
         "onnxpar_threads": (pointer, [integer, integer, seconds]),
         "onnxpar_mpi": (pointer, [text, pointer, integer, seconds]),
@@ -65,11 +69,38 @@ def load_library() -> ctypes.CDLL:
             [pointer, integer, group, integer, pointer, pointer, size, integer, integer],
         ),
     }
+    _declare(library, signatures)
+    return library
+
+
+@functools.cache
+def memory_library() -> ctypes.CDLL:
+    """Returns the operator library with what counts memory declared as well.
+
+    Raises:
+        LaunchError: The library was built before it could count.
+    """
+    library = load_library()
+    pointer, integer, counter = ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)
+    signatures: Signatures = {
+        "onnxpar_live_bytes": (pointer, []),
+        "onnxpar_live_bytes_install": (integer, [pointer]),
+        "onnxpar_live_bytes_uninstall": (integer, [pointer]),
+        "onnxpar_live_bytes_reset": (integer, [pointer]),
+        "onnxpar_live_bytes_read": (integer, [pointer, counter, counter]),
+    }
+    try:
+        _declare(library, signatures)
+    except AttributeError as error:
+        raise LaunchError(f"the operator library is out of date: {error}; build it again") from None
+    return library
+
+
+def _declare(library: ctypes.CDLL, signatures: Signatures) -> None:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
-    return library
 
 
 def mpi_library(version: str) -> Path:

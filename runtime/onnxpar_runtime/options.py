@@ -82,8 +82,9 @@ def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.S
     """Returns session options with the runtime's defaults, overridden by `pairs`.
 
     Defaults: nodes run in the order in which the graph has them (PRIORITY_BASED, the order that the
-    transformer decided); threads that have nothing to do ask for work for a short time only; only
-    fatal messages are logged, since every other error is raised.
+    transformer decided); threads that have nothing to do ask for work for a short time only; memory
+    is given back where a value is last read, not kept for a later value of the same shape, which
+    would hold it in between; only fatal messages are logged, since every other error is raised.
 
     Args:
         threads: Threads that compute.
@@ -99,6 +100,7 @@ def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.S
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
     options.inter_op_num_threads = 1
+    options.enable_mem_reuse = False
     options.log_severity_level = 4
     for key, value in pairs.items():
         if key.startswith("cuda."):

@@ -11,6 +11,7 @@ from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
 from onnxpar_runtime.executor import Executor, Feeds, Loader
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Program
+from onnxpar_runtime.memory import peak_bytes, weight_bytes
 from onnxpar_runtime.options import Device
 
 Array = NDArray[Any]
@@ -28,6 +29,8 @@ class Session:
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         manifest: The manifest, if it has been read already.
+        measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
+            and runs take longer.
 
     Attributes:
         manifest: The manifest.
@@ -53,13 +56,13 @@ class Session:
         ort_options: Mapping[str, str] | None = None,
         custom_ops: Sequence[str | Path] = (),
         manifest: Manifest | None = None,
+        measured: bool = False,
     ) -> None:
         """Loads the rank's graph."""
         self.manifest = manifest or Manifest.load(directory)
         self._own_world, self.rank = own_rank(self.manifest, rank)
-        self._executor = Executor(
-            self.manifest, program, Loader(self.rank, device, ort_options, custom_ops)
-        )
+        self._loader = Loader(self.rank, device, ort_options, custom_ops, measured)
+        self._executor = Executor(self.manifest, program, self._loader)
         self.program: Program = self._executor.program
         self.device: Device = self._executor.device
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -103,6 +106,18 @@ class Session:
         """
         inputs = self._agreed(lambda: self._executor.local_inputs(feeds, symbols))
         return self._executor.run(inputs, self.counters)
+
+    def peak_bytes(self, *, reset: bool = False) -> int:
+        """Returns the most bytes that this rank held at once: inputs, values, weights.
+
+        Args:
+            reset: Begin a new peak, at what is held now.
+
+        Raises:
+            LaunchError: The session was not made with `measured`.
+        """
+        bound = self._executor.bound_bytes + weight_bytes(self.manifest, self.rank.index)
+        return peak_bytes(self._loader.memory, bound, reset=reset)
 
     def _agreed(self, make: Callable[[], Feeds]) -> Feeds:
         inputs = Feeds({}, {})

@@ -17,6 +17,7 @@ from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin
+from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.interrupts import told_when_terminated
 from onnxpar_runtime.launch import guarded, init
@@ -36,7 +37,6 @@ from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, tota
 from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
-from onnxpar_runtime.training.state import FROM_FILES
 from onnxpar_runtime.training.trainer import CORRECT, Trainer
 
 log = logging.getLogger(__name__)

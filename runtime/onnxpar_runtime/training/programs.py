@@ -7,6 +7,7 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.memory import LiveBytes, weight_bytes
 from onnxpar_runtime.options import Device
 from onnxpar_runtime.training.state import States
 
@@ -26,6 +27,7 @@ class Programs:
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries.
         first: Programs to load at once.
+        measured: Whether to count the bytes that they hold.
 
     Attributes:
         states: What they share.
@@ -43,10 +45,11 @@ class Programs:
         ort_options: Mapping[str, str] | None,
         custom_ops: Sequence[str | Path],
         first: Sequence[str],
+        measured: bool = False,
     ) -> None:
         """Loads the programs that are wanted at once."""
         self._manifest = manifest
-        self._loader = Loader(rank, device, ort_options, custom_ops)
+        self._loader = Loader(rank, device, ort_options, custom_ops, measured)
         self._executors: dict[str, Executor] = {}
         self.states = States(manifest, self._loader)
         for name in first:
@@ -81,6 +84,18 @@ class Programs:
                 f"{self._manifest.directory}: no micro_gradient state for the parameters {absent}"
             )
         return {name: micro[parameter] for parameter, name in gradients.items()}
+
+    @property
+    def memory(self) -> LiveBytes | None:
+        """What their sessions hold, where that is counted."""
+        return self._loader.memory
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes of weights, of the states that have memory, and of the inputs that are bound."""
+        inputs = sum(executor.bound_bytes for executor in self._executors.values())
+        weights = weight_bytes(self._manifest, self._loader.rank.index)
+        return weights + self.states.bytes + inputs
 
     def close(self) -> None:
         """Frees all of them."""

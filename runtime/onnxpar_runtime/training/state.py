@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import Cut, coordinates
 from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import ArtifactError, InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.manifest import Manifest, State
@@ -23,8 +24,6 @@ from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
 PAGE_BYTES = 4096
-FROM_FILES = ("parameter", "statistic")
-"""Kinds of states that are weights of the model."""
 
 
 class States:
@@ -83,6 +82,11 @@ class States:
                 )
             self._write(name, initial)
         return self._values[name]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the states that have got their memory."""
+        return sum(int(value.tensor_size_in_bytes()) for value in self._values.values())
 
     def get(self, name: str) -> Array:
         """Returns a copy of this rank's part of a state, padding included."""

@@ -22,10 +22,12 @@ from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.dtypes import DTYPES, lossless
+from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.executor import LOSS_WEIGHT, Executor, Feeds
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
+from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.options import Device
 from onnxpar_runtime.session import common_symbols, own_rank
 from onnxpar_runtime.training.counts import Prepared, prepare
@@ -37,7 +39,6 @@ from onnxpar_runtime.training.programs import (
     Programs,
 )
 from onnxpar_runtime.training.sources import Batch
-from onnxpar_runtime.training.state import FROM_FILES
 
 Array = NDArray[Any]
 LOSS = "onnxpar.loss"
@@ -88,6 +89,8 @@ class Trainer:
         seed: Seed of the random numbers that the model draws.
         programs: The programs to load at once; others are loaded when they are first needed.
         manifest: The manifest, if it has been read already.
+        measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
+            and steps take longer.
 
     Attributes:
         manifest: The manifest.
@@ -115,13 +118,14 @@ class Trainer:
         seed: int = 0,
         programs: Sequence[str] = (TRAINING, OPTIMIZER, EVALUATION),
         manifest: Manifest | None = None,
+        measured: bool = False,
     ) -> None:
         """Loads the rank's graphs."""
         self.manifest = manifest or Manifest.load(directory)
         self.training: Training = self.manifest.trained()
         self._own_world, self.rank = own_rank(self.manifest, rank)
         self._open: Programs | None = Programs(
-            self.manifest, self.rank, device, ort_options, custom_ops, programs
+            self.manifest, self.rank, device, ort_options, custom_ops, programs, measured
         )
         self._common = common_symbols(self.manifest)
         self._micro: dict[str, str] | None = None
@@ -142,6 +146,18 @@ class Trainer:
     def steps(self) -> int:
         """Number of optimizer steps that are done."""
         return self.counters["step"]
+
+    def peak_bytes(self, *, reset: bool = False) -> int:
+        """Returns the most bytes that this rank held at once: states, inputs, values, weights.
+
+        Args:
+            reset: Begin a new peak, at what is held now.
+
+        Raises:
+            LaunchError: The trainer was not made with `measured`.
+        """
+        programs = self._programs
+        return peak_bytes(programs.memory, programs.bound_bytes, reset=reset)
 
     # -- training --------------------------------------------------------------------------------
 

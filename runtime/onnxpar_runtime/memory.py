@@ -1,0 +1,124 @@
+"""Measuring: the bytes that a rank's sessions hold on the CPU, and the most that they held.
+
+A measured session takes its memory from a counter instead of onnxruntime's arena. The counter hands
+out what is asked for and takes back what is freed at once, so it knows the bytes that are alive;
+an arena knows its blocks, which are larger than what lies in them, and grows in doubling steps.
+That costs time: memory comes from the system at every run. So measuring has to be asked for.
+
+Weights that are no states are mapped from their files, and onnxruntime's kernels make copies of
+some that are packed in another way, after which the mapped ones are given back. A measured session
+does not pack, and weights are counted once, by the manifest.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.entries import FROM_FILES
+from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.library import memory_library
+from onnxpar_runtime.manifest import Manifest
+
+_INSTALLING = threading.Lock()
+
+
+class LiveBytes:
+    """The bytes that sessions hold: weights, values between nodes, outputs, working memory.
+
+    The operators of the domain `onnxpar` must have been registered (`Rank.register`) before. What
+    transports keep to themselves is not counted.
+
+    Raises:
+        LaunchError: onnxruntime has no counter for us.
+    """
+
+    def __init__(self) -> None:
+        """Makes a counter, which stays as long as the process: sessions may outlive this object."""
+        self._library = memory_library()
+        self._handle = ctypes.c_void_p(self._library.onnxpar_live_bytes())
+        if not self._handle:
+            raise LaunchError(f"memory cannot be measured: {self._error()}")
+
+    @contextmanager
+    def counted(self, options: Any) -> Iterator[None]:
+        """Counts the sessions that this thread makes meanwhile with these options.
+
+        Args:
+            options: Of `onnxruntime.SessionOptions`; they are changed.
+
+        Raises:
+            LaunchError: Another allocator has been registered with onnxruntime.
+        """
+        options.enable_mem_pattern = False
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        # An allocator is registered for the whole process.
+        with _INSTALLING:
+            self._check(self._library.onnxpar_live_bytes_install(self._handle))
+            try:
+                yield
+            finally:
+                self._check(self._library.onnxpar_live_bytes_uninstall(self._handle))
+
+    @property
+    def live(self) -> int:
+        """Bytes that are held now."""
+        return self._read()[0]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were held since the last `reset`."""
+        return self._read()[1]
+
+    def reset(self) -> None:
+        """Begins a new peak, at what is held now."""
+        self._library.onnxpar_live_bytes_reset(self._handle)
+
+    def _read(self) -> tuple[int, int]:
+        live, peak = ctypes.c_int64(), ctypes.c_int64()
+        self._library.onnxpar_live_bytes_read(self._handle, ctypes.byref(live), ctypes.byref(peak))
+        return live.value, peak.value
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise LaunchError(f"memory cannot be measured: {self._error()}")
+
+    def _error(self) -> str:
+        text: bytes = self._library.onnxpar_error()
+        return text.decode(errors="replace")
+
+
+def weight_bytes(manifest: Manifest, rank: int) -> int:
+    """Returns the bytes of a rank's weights that are no states, which sessions map from files."""
+    states = manifest.training.states.values() if manifest.training is not None else ()
+    trained = {s.parameter for s in states if s.kind in FROM_FILES}
+    return sum(
+        prod(shard.local_shape) * DTYPES[parameter.spec.dtype].dtype.itemsize
+        for name, parameter in manifest.parameters.items()
+        if name not in trained
+        for shard in parameter.shards
+        if rank in shard.ranks
+    )
+
+
+def peak_bytes(memory: LiveBytes | None, bound: int, *, reset: bool) -> int:
+    """Returns the peak of a rank: of its sessions, and what lies outside of them all the time.
+
+    Args:
+        memory: What the sessions hold.
+        bound: Bytes of weights, states and inputs.
+        reset: Begin a new peak.
+
+    Raises:
+        LaunchError: Nothing is counted.
+    """
+    if memory is None:
+        raise LaunchError("memory is not measured: it was not opened with measured=True")
+    peak = memory.peak + bound
+    if reset:
+        memory.reset()
+    return peak
