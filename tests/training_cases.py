@@ -31,12 +31,16 @@ def cut(
     ignore_index: int | None = None,
     devices: int | None = None,
     freeze: tuple[str, ...] = (),
+    compute: str | None = None,
 ) -> Path:
     """Writes a model beside `out` and the artifacts that train it to `out`; returns `out`."""
     path = out.with_suffix(".onnx")
     ir.save(model, path)
     spec = TrainingSpec(
-        parse_loss(loss, ignore_index=ignore_index), parse_optimizer(optimizer), freeze=freeze
+        parse_loss(loss, ignore_index=ignore_index),
+        parse_optimizer(optimizer),
+        freeze=freeze,
+        compute=compute,
     )
     shard(path, strategy, out, devices=devices, training=spec)
     return out

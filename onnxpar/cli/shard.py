@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from onnxpar.cli.options import Constraints, Devices, OptimizerParallel
 from onnxpar.errors import ModelError, SymbolError
+from onnxpar.passes.precision import parse_compute
 from onnxpar.pipeline import Summary, shard
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining
@@ -107,6 +108,15 @@ def command(
         list[str] | None,
         typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
     ] = None,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="float16 or bfloat16: compute products of a float32 model in it; parameters stay "
+            "float32. bfloat16 runs on CUDA alone.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     optimizer_parallel: OptimizerParallel = None,
 ) -> None:
     """Cut a model into one program for each device."""
@@ -119,6 +129,7 @@ def command(
         "--freeze": freeze,
         "--decay": decay,
         "--no-decay": no_decay,
+        "--compute": compute,
         "--optimizer-parallel": optimizer_parallel,
     }
     training = None
@@ -133,6 +144,7 @@ def command(
             tuple(freeze or ()),
             tuple(decay or ()),
             tuple(no_decay or ()),
+            None if compute is None else parse_compute(compute),
         )
     else:
         given = [name for name, value in wanted.items() if value is not None]

@@ -50,6 +50,13 @@ def command(
         float | None,
         typer.Option(metavar="C", help="Largest 2-norm of all gradients together; else none."),
     ] = None,
+    loss_scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dynamic|N",
+            help="Of 16-bit computation. Default: dynamic for float16, 1 for bfloat16.",
+        ),
+    ] = None,
     accumulate: Annotated[
         int, typer.Option(metavar="K", help="Micro-batches that a step's batch is split into.")
     ] = 1,
@@ -105,6 +112,7 @@ def command(
         epochs=epochs,
         steps=steps,
         seed=seed,
+        loss_scale=loss_scale,
         accumulate=accumulate,
         schedule=schedule,
         warmup=warmup,

@@ -69,6 +69,7 @@ def train(
     steps: int | None = None,
     seed: int = 0,
     accumulate: int = 1,
+    loss_scale: str | None = None,
     schedule: str = "constant",
     warmup: int = 0,
     momentum: float | None = None,
@@ -103,6 +104,7 @@ def train(
         steps: Steps of all epochs together after which it ends.
         seed: What the order of samples and the model's random numbers depend on.
         accumulate: Micro-batches in a step.
+        loss_scale: `dynamic` or a number, where the artifact computes in 16 bits.
         schedule: `constant`, `linear` or `cosine`.
         warmup: Warm-up steps.
         momentum: Factor of the velocity; None for the optimizer's default, as for what follows.
@@ -145,6 +147,7 @@ def train(
         steps=steps,
         seed=seed,
         accumulate=accumulate,
+        loss_scale=loss_scale,
         schedule=schedule,
         warmup=warmup,
         settings=settings,

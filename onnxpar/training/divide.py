@@ -98,7 +98,7 @@ def divide_training(
     states = _States(shards, trained, statistics)
     kind, opset = spec.optimizer, prepared.opset
     infos = [states.info(p) for p in trained]
-    updates = optimizer_model(kind, infos, opset=opset)
+    updates = optimizer_model(kind, infos, opset=opset, scaled=prepared.compute is not None)
     programs = (
         program,
         _evaluation(prepared.evaluation, strategy, symbols, spec, states),
@@ -110,6 +110,7 @@ def divide_training(
         "loss": _loss_entry(prepared.loss),
         "optimizer": {"kind": str(kind)},
         "states": [state_entry(b.item, str(b.kind), b.parameter) for b in buffers],
+        "compute": prepared.compute,
         "tensors": prepared.selection.entries(prepared.unreached),
         "notices": list(prepared.notices),
         "spec": asdict(spec),

@@ -37,6 +37,7 @@ from onnxpar.symbols import NO_CONSTRAINTS
 GRAD_NORM = "onnxpar.grad_norm"
 HYPER = "onnxpar.hyper."
 NEW = "onnxpar.new."
+INVERSE = "loss_scale_inverse"
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are clipped by, as in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -169,7 +170,11 @@ def _state_dtype(kind: StateKind, dtype: ir.DataType) -> ir.DataType:
 
 
 def optimizer_model(
-    kind: OptimizerKind | str, parameters: Sequence[ParameterInfo], *, opset: int = MIN_OPSET
+    kind: OptimizerKind | str,
+    parameters: Sequence[ParameterInfo],
+    *,
+    opset: int = MIN_OPSET,
+    scaled: bool = False,
 ) -> StateProgram:
     """Returns the program of one optimizer step over all parameters.
 
@@ -178,10 +183,16 @@ def optimizer_model(
     gradients before clipping, float64 where a parameter is, else float32). Gradients are clipped to
     the norm `clip_norm`, which may be infinite.
 
+    Gradients that are `scaled` have been multiplied by a loss scale (Micikevicius et al., 2018,
+    section 3.2), whose inverse is the hyperparameter `loss_scale_inverse`; the norm is that of the
+    gradients without it. Where it is not finite no state changes, on any rank: it is the same on
+    all of them.
+
     Args:
         kind: The optimizer.
         parameters: What it trains.
         opset: Version of the default domain; an older one than 18 is raised to it.
+        scaled: Whether gradients carry a loss scale.
 
     Raises:
         ModelError: No such optimizer, nothing to train, a parameter given twice or not floating.
@@ -199,14 +210,26 @@ def optimizer_model(
         builder.rename(reduced[name], f"onnxpar.reduced.{p.name}")
         gradients.append(builder.cast(reduced[name], work_dtype(p.dtype)))
     scalars = _Scalars(builder)
-    norm = _norm(builder, parameters, gradients)
-    step = _Step(builder, scalars, _clip(scalars, norm))
+    norm, finite = _norm(builder, parameters, gradients), None
+    if scaled:
+        norm, finite = _unscaled(scalars, norm)
+    builder.rename(norm, GRAD_NORM)
+    factor = _clip(scalars, norm)
+    if scaled:
+        factor = scalars.op("Mul", factor, scalars[INVERSE])
+    step = _Step(builder, scalars, factor)
     updated: dict[str, str] = {}
     for p, gradient in zip(parameters, gradients, strict=True):
         builder.scope = f"{update.scope}/{p.name}"
         moments = tuple(inputs[state_name(moment, p.name)] for moment in update.moments)
         parameter = builder.cast(inputs[p.name], work_dtype(p.dtype))
-        values = update.emit(step, p, _Tensors(parameter, gradient, moments))
+        old = _Tensors(parameter, gradient, moments)
+        values = update.emit(step, p, old)
+        if finite is not None:
+            values = tuple(
+                step.builder.op("Where", finite, new, was, shape=p.shape, dtype=new.dtype)
+                for new, was in zip(values, (parameter, *moments), strict=True)
+            )
         for moment, value in zip((StateKind.PARAMETER, *update.moments), values, strict=True):
             name = state_name(moment, p.name)
             _put_out(builder, value, _state_dtype(moment, p.dtype), NEW + name)
@@ -313,9 +336,7 @@ def _norm(
         square = builder.cast(_square_sum(builder, gradient), wide)
         groups.setdefault(p.norm_group, []).append(square)
     total = _sum(builder, [_sum(builder, squares) for squares in groups.values()])
-    norm = builder.op("Sqrt", total, shape=())
-    builder.rename(norm, GRAD_NORM)
-    return norm
+    return builder.op("Sqrt", total, shape=())
 
 
 def _square_sum(builder: GlobalBuilder, x: ir.Value) -> ir.Value:
@@ -359,6 +380,15 @@ class _Scalars:
 
     def const(self, number: float) -> ir.Value:
         return self.builder.const(number, DOUBLE)
+
+
+def _unscaled(scalars: _Scalars, norm: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The norm of gradients without their loss scale, and whether it is finite."""
+    wide = scalars.cast(norm, DOUBLE)
+    # x - x is 0 of finite numbers alone.
+    zero = scalars.op("Sub", wide, wide)
+    finite = scalars.op("Equal", zero, scalars.const(0), dtype=_BOOL)
+    return scalars.cast(scalars.op("Mul", wide, scalars[INVERSE]), norm.dtype), finite
 
 
 def _clip(scalars: _Scalars, norm: ir.Value) -> ir.Value:

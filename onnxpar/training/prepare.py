@@ -1,7 +1,7 @@
 """The program that trains a model, before anything is decided: loss appended, differentiated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -16,6 +16,7 @@ from onnxpar.ops.registry import OpDef
 from onnxpar.ops.running import forms, keep_statistics
 from onnxpar.passes.autodiff import differentiate
 from onnxpar.passes.load import symbol_table
+from onnxpar.passes.precision import COMPUTE_TYPES, compute_in, widen_parameters
 from onnxpar.symbols import Symbol
 from onnxpar.training.loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
 from onnxpar.training.optimizer import NEW, OptimizerKind
@@ -33,6 +34,7 @@ class TrainingSpec:
         freeze: Patterns of parameters not to train.
         decay: Patterns of parameters with weight decay, besides those of two dims or more.
         no_decay: Patterns of parameters that it does not apply to, whatever their dims.
+        compute: Type that products are computed in, "float16" or "bfloat16"; None for the model's.
     """
 
     loss: LossSpec
@@ -41,13 +43,16 @@ class TrainingSpec:
     freeze: tuple[str, ...] = ()
     decay: tuple[str, ...] = ()
     no_decay: tuple[str, ...] = ()
+    compute: str | None = None
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "TrainingSpec":
         """Returns what the manifest says: `TrainingSpec.of(asdict(spec)) == spec`."""
         loss = LossSpec(**{**entry["loss"], "kind": LossKind(entry["loss"]["kind"])})
         patterns = {key: tuple(entry[key]) for key in ("trainable", "freeze", "decay", "no_decay")}
-        return TrainingSpec(loss, OptimizerKind(entry["optimizer"]), **patterns)
+        return TrainingSpec(
+            loss, OptimizerKind(entry["optimizer"]), **patterns, compute=entry["compute"]
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Prepared:
         notices: What the user should know of the model.
         evaluation: The model without loss and backward.
         opset: Version of the default domain.
+        compute: The 16-bit type that it computes in, with float32 parameters; None where there is
+            none.
     """
 
     model: ir.Model
@@ -83,6 +90,7 @@ class Prepared:
     notices: tuple[str, ...]
     evaluation: ir.Model
     opset: int
+    compute: str | None = None
 
 
 def prepare_training(
@@ -117,6 +125,9 @@ def prepare_training(
         raise ModelError("nothing to train: no floating-point parameter is left")
     frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
     notices += _told_forms(model.graph, frozen)
+    selection, compute = _in_half(model, selection, spec)
+    if compute is not None:
+        notices.append(f"{compute} computation: {_ON_CPU[compute]}")
     evaluation = model.clone()
     info = append_loss(model, spec.loss)
     model = info.model
@@ -150,7 +161,36 @@ def prepare_training(
         tuple(notices),
         evaluation,
         model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1)),
+        compute,
     )
+
+
+_ON_CPU = {
+    "float16": "on the CPU onnxruntime computes it in float32, as fast and as exact as that",
+    "bfloat16": "it runs on CUDA alone; onnxruntime has no kernels for it on the CPU",
+}
+
+
+def _in_half(
+    model: ir.Model, selection: Selection, spec: TrainingSpec
+) -> tuple[Selection, str | None]:
+    """Lets the model compute in 16 bits with float32 parameters; returns them, and the type."""
+    names = [p.name for p in selection.trained]
+    widened = widen_parameters(model.graph, names)
+    types = {dtype.name.lower() for dtype in widened.values()}
+    if spec.compute is not None:
+        if types - {spec.compute}:
+            raise ModelError(
+                f"--compute {spec.compute}: expected a model whose parameters are float32, got "
+                f"{', '.join(sorted(types))}"
+            )
+        compute_in(model, COMPUTE_TYPES[spec.compute])
+        types = {spec.compute}
+    trained = tuple(
+        replace(p, dtype=ir.DataType.FLOAT) if p.name in widened else p for p in selection.trained
+    )
+    # Of two, float16 has the range that a loss has to be scaled for.
+    return replace(selection, trained=trained), max(types, default=None)
 
 
 def _told_forms(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:

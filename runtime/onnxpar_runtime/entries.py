@@ -341,6 +341,8 @@ class Training:
         tensors: The weights, trained or not.
         notices: What the user should hear of.
         spec: What was asked for, as the transformer understood it.
+        compute: The 16-bit type that products are computed in, with float32 parameters; None where
+            there is none.
     """
 
     loss: Loss
@@ -349,6 +351,7 @@ class Training:
     tensors: tuple[TrainingTensor, ...]
     notices: tuple[str, ...]
     spec: Mapping[str, Any]
+    compute: str | None = None
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,7 @@ class _Reader(JsonReader):
             ),
             notices=self.names(raw, "notices", where),
             spec=self.get(raw, "spec", dict, where),
+            compute=None if raw.get("compute") is None else self.get(raw, "compute", str, where),
         )
 
     def state(self, raw: Any, atoms: int) -> State:

@@ -326,12 +326,18 @@ def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
 
 
 def compare_bytes(
-    collectives: Sequence[Collective], group: Ranks[Any], values: Mapping[str, int]
+    collectives: Sequence[Collective],
+    group: Ranks[Any],
+    values: Mapping[str, int],
+    *,
+    widened: bool = False,
 ) -> tuple[int | None, int, list[str]]:
     """Returns bytes expected and counted, and the operators for which they differ.
 
     A formula's fraction of a byte is rounded down, as the ranks count. A rank that sends nothing in
-    a Permute, or receives in a Broadcast, counts less than the formula's rank.
+    a Permute, or receives in a Broadcast, counts less than the formula's rank. On the CPU
+    onnxruntime may bring float16 to float32 before a collective instead of after it, which doubles
+    what is sent; that is allowed where it is `widened`.
     """
     expected: dict[str, int] = {}
     try:
@@ -350,7 +356,7 @@ def compare_bytes(
         one_sided = op in ("Permute", "Broadcast", "Send", "Recv")
         for rank, counts in enumerate(counters):
             got = counts[op].bytes if op in counts else 0
-            if got > want or (got < want and not one_sided):
+            if got > want * (2 if widened else 1) or (got < want and not one_sided):
                 problems.append(f"{op} on rank {rank}: expected {want} bytes, got {got}")
                 break
     total = sum(expected.values()) if known else None

@@ -33,6 +33,9 @@ class Progress:
         seed: Seed of the order of samples and of the model's random numbers.
         loss: Its loss; None before the first.
         lr: Its learning rate; None before the first.
+        skipped: How many of the steps changed nothing, since gradients of 16 bits overflowed.
+        loss_scale: What the next step multiplies its loss by.
+        good: Steps with finite gradients since that changed.
     """
 
     step: int = 0
@@ -41,6 +44,9 @@ class Progress:
     seed: int = 0
     loss: float | None = None
     lr: float | None = None
+    skipped: int = 0
+    loss_scale: float = 1.0
+    good: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,10 +252,15 @@ class _Reader(JsonReader):
 
     def progress(self, raw: Any) -> Progress:
         numbers = {k: self.get(raw, k, int, "progress") for k in
-                   ("step", "epoch", "epoch_step", "seed")}  # fmt: skip
+                   ("step", "epoch", "epoch_step", "seed", "skipped", "good")}  # fmt: skip
         if any(n < 0 for n in numbers.values()):
             raise self.fail("progress", "numbers >= 0", raw)
-        return Progress(**numbers, loss=self.number(raw, "loss"), lr=self.number(raw, "lr"))
+        scale = self.number(raw, "loss_scale")
+        if scale is None or scale <= 0:
+            raise self.fail("progress.loss_scale", "a number > 0", scale)
+        return Progress(
+            **numbers, loss=self.number(raw, "loss"), lr=self.number(raw, "lr"), loss_scale=scale
+        )
 
     def number(self, raw: Any, key: str) -> float | None:
         if raw.get(key) is None:

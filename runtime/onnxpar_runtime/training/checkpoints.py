@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
     load_states(trainer.rank, trainer.manifest, checkpoint, trainer.put_state)
     progress = checkpoint.progress
     trainer.counters |= {"step": progress.step, "micro_batch": 0}
+    trainer.loss_scale.resume(progress.loss_scale, progress.good, progress.skipped)
     where = f"epoch {progress.epoch}, step {progress.epoch_step}"
     return [
         f"resumed from {checkpoint.directory}: {progress.step} steps are done, {where}",
@@ -119,6 +120,10 @@ def saving(
 
         def after(progress: Progress) -> None:
             nonlocal last
+            scale = trainer.loss_scale
+            progress = replace(
+                progress, loss_scale=scale.scale, good=scale.good, skipped=scale.skipped
+            )
             last = progress
             writer.check()
             if progress.step % wanted.every == 0:

@@ -88,6 +88,7 @@ class TrainingRun:
         log: File of JSON lines, or None. Of a run that is resumed it keeps the lines of the steps
             that are done.
         print_every: Print every so many steps of an epoch; 0 prints none.
+        loss_scale: As `Trainer`. `train_with` leaves that of its trainer.
     """
 
     data: str
@@ -107,6 +108,7 @@ class TrainingRun:
     resume: str | Path | None = None
     log: str | Path | None = None
     print_every: int = 1
+    loss_scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         checkpoint = _checkpoint(rank, manifest, wanted)
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluate else ()))
-        trainer = _trainer(rank, manifest, how, first, wanted.seed, wanted.parameters)
+        trainer = _trainer(
+            rank, manifest, how, first, wanted.seed, wanted.parameters, wanted.loss_scale
+        )
         _train(trainer, wanted, prepared, checkpoint)
         trainer.close()
         return 0
@@ -233,6 +237,7 @@ def _trainer(
     programs: Sequence[str],
     seed: int,
     parameters: str | Path | None,
+    loss_scale: str | None = None,
 ) -> Trainer:
     trainer = together(
         rank,
@@ -245,6 +250,7 @@ def _trainer(
             seed=seed,
             programs=programs,
             manifest=manifest,
+            loss_scale=loss_scale,
         ),
     )
     _load(trainer, parameters)

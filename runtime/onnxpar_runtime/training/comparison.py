@@ -190,7 +190,9 @@ class Comparison:
 
     def _rtol(self, dtype: str) -> float:
         given = self.settings.rtol
-        return TOLERANCE.get(dtype, 0.0) if given is None else given
+        compute = self.ranks.manifest.trained().compute or dtype
+        own = max(TOLERANCE.get(dtype, 0.0), TOLERANCE.get(compute, 0.0))
+        return own if given is None else given
 
     def _note(self, name: str, difference: float, relative: float) -> None:
         self.max_abs = max(self.max_abs, difference)
@@ -202,7 +204,12 @@ class Comparison:
         collectives: list[Collective] = []
         for name, count in times.items():
             collectives += list(self.ranks.manifest.program(name).collectives) * count
-        sent, counted, wrong = compare_bytes(collectives, self.ranks, self.values)
+        sent, counted, wrong = compare_bytes(
+            collectives,
+            self.ranks,
+            self.values,
+            widened=self.ranks.manifest.trained().compute is not None,
+        )
         self.problems += [f"{', '.join(times)}: {problem}" for problem in wrong]
         self.sent = None if sent is None or self.sent is None else self.sent + sent
         self.counted += counted
@@ -332,7 +339,7 @@ class Comparison:
                 # largest gradient, and what gradients moved that jump.
                 size = float(np.abs(wanted[parameter]).max(initial=0.0))
                 allowed = 2 * allowed + size * 2 * moved / max(expected.grad_norm, tiny)
-            tensor, unit = tensors[parameter], _unit(self.states[name])
+            tensor, unit = tensors[parameter], _unit(self.states[name].spec.dtype)
             kind = self.hyper.parameters.kind
             limit = limits.after_step(kind, allowed, tensor, work.hyper, work.step, unit)
             for state, difference, part in self._apart(where, parameter, tensor, limit):
@@ -361,6 +368,11 @@ class Comparison:
 
     def _kind(self, kind: str) -> dict[str, str]:
         return {s.parameter: n for n, s in self.states.items() if s.kind == kind}
+
+    def _unit(self, state: State) -> float:
+        """Returns the unit of rounding of what is computed for a state."""
+        compute = self.ranks.manifest.trained().compute
+        return max(_unit(state.spec.dtype), _unit(compute or state.spec.dtype))
 
     def _of_one(self, name: str) -> Array:
         return self.one.members[0].state(name).astype(np.float64)
@@ -391,7 +403,7 @@ class Comparison:
         for parameter, name in self._kind("gradient").items():
             state = self.states[name]
             scale = float(np.abs(wanted[parameter]).max(initial=0.0))
-            rounding = limits.NOISE_ULPS * _unit(state) * largest
+            rounding = limits.NOISE_ULPS * self._unit(state) * largest
             noise[parameter] = self._rtol(state.spec.dtype) * scale + rounding + self.settings.atol
         return noise
 
@@ -403,7 +415,7 @@ class Comparison:
             state = self.states[name]
             scale = float(np.abs(array).max(initial=0.0))
             rtol = self._rtol(state.spec.dtype)
-            bounds[name] = limits.of_statistic(rtol, scale, largest, _unit(state))
+            bounds[name] = limits.of_statistic(rtol, scale, largest, self._unit(state))
         return bounds
 
     def _statistics_hold(self, running: Mapping[str, Array], bounds: Mapping[str, float]) -> bool:
@@ -474,7 +486,7 @@ class Comparison:
         for _ in range(_SHAKES):
             shaken = {}
             for name, array in before.items():
-                size = _SHAKE_ULPS * _unit(self.states[name])
+                size = _SHAKE_ULPS * self._unit(self.states[name])
                 factor = 1 + size * rng.standard_normal(array.shape)
                 shaken[name] = (array * factor).astype(trainer.state(name).dtype)
             same = {name: array.astype(trainer.state(name).dtype) for name, array in old.items()}
@@ -544,10 +556,10 @@ def _apart(got: float, expected: float) -> float:
     return difference if isfinite(difference) else inf
 
 
-def _unit(state: State) -> float:
-    """Returns the unit of rounding of a state's type."""
+def _unit(dtype: str) -> float:
+    """Returns the unit of rounding of a type."""
     return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[
-        state.spec.dtype
+        dtype
     ]
 
 

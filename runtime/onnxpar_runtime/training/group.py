@@ -25,6 +25,7 @@ class TrainerGroup(Ranks[Trainer]):
         ort_options: As `Trainer`.
         custom_ops: As `Trainer`.
         seed: As `Trainer`.
+        loss_scale: As `Trainer`.
 
     Raises:
         OnnxparRuntimeError: As `Trainer`.
@@ -38,6 +39,7 @@ class TrainerGroup(Ranks[Trainer]):
         ort_options: Mapping[str, str] | None = None,
         custom_ops: Sequence[str | Path] = (),
         seed: int = 0,
+        loss_scale: str | None = None,
     ) -> None:
         """Loads the graphs of all ranks."""
         super().__init__(
@@ -50,6 +52,7 @@ class TrainerGroup(Ranks[Trainer]):
                 custom_ops=custom_ops,
                 seed=seed,
                 manifest=manifest,
+                loss_scale=loss_scale,
             ),
         )
 

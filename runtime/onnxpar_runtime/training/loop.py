@@ -38,6 +38,10 @@ class StepOutcome(Protocol):
     def grad_norm(self) -> float:
         """2-norm of all gradients together, before clipping."""
 
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was changed, since gradients of 16 bits overflowed."""
+
 
 class Trains(Protocol):
     """What the loop needs of a `Trainer`."""
@@ -158,7 +162,7 @@ def fit(
     if epochs is None and steps is None:
         epochs = 1
     reporter.begin(limit, start.step)
-    done, last = start.step, start.epoch
+    done, last, skipped = start.step, start.epoch, start.skipped
     loss = float("nan") if start.loss is None else start.loss
     together = isinstance(data.source, Stream)
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
@@ -171,12 +175,19 @@ def fit(
             done, last = done + 1, epoch
             rate = schedule.at(done)
             try:
-                outcome = trainer.train_step(step.micro_batches, hyper.at(done, rate))
+                # A step that changed nothing is none to the averages of the optimizer.
+                outcome = trainer.train_step(step.micro_batches, hyper.at(done - skipped, rate))
             except TrainingError as error:
                 told = TrainingError(f"epoch {epoch}, {error}")
                 told.agreed = error.agreed
                 raise told from None
             loss = float(outcome.loss)
+            skipped += outcome.skipped
+            if outcome.skipped:
+                reporter.tell(
+                    f"epoch: {epoch} step: {number}: gradients overflowed; nothing was changed, "
+                    "and the loss scale is halved"
+                )
             end = time.perf_counter()
             speed = step.samples / (end - begin)
             begin = end

@@ -28,9 +28,11 @@ from onnxpar_runtime.executor import LOSS_WEIGHT, Executor, Feeds
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
 from onnxpar_runtime.memory import peak_bytes
-from onnxpar_runtime.options import Device
+from onnxpar_runtime.options import Device, choose_device
 from onnxpar_runtime.session import common_symbols, own_rank
 from onnxpar_runtime.training.counts import Prepared, prepare
+from onnxpar_runtime.training.loss_scale import LossScale
+from onnxpar_runtime.training.loss_scale import loss_scale as chosen_scale
 from onnxpar_runtime.training.programs import (
     ACCUMULATION,
     EVALUATION,
@@ -44,6 +46,7 @@ Array = NDArray[Any]
 LOSS = "onnxpar.loss"
 GRAD_NORM = "onnxpar.grad_norm"
 CORRECT = "onnxpar.correct"
+INVERSE_SCALE = "loss_scale_inverse"
 _NOTHING = Feeds({}, {})
 
 
@@ -54,10 +57,13 @@ class StepResult:
     Attributes:
         loss: Mean loss of all that the step's micro-batches hold.
         grad_norm: 2-norm of all gradients together, before clipping.
+        skipped: Whether nothing was changed, since gradients were not finite: the loss scale was
+            too large.
     """
 
     loss: float
     grad_norm: float
+    skipped: bool = False
 
 
 class Evaluation(TypedDict):
@@ -91,6 +97,8 @@ class Trainer:
         manifest: The manifest, if it has been read already.
         measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
             and steps take longer.
+        loss_scale: `dynamic` or a number, where the artifact computes in 16 bits; see
+            `onnxpar_runtime.training.loss_scale`.
 
     Attributes:
         manifest: The manifest.
@@ -99,6 +107,8 @@ class Trainer:
         counters: What random numbers are keyed by: `seed`; `step`, the number of optimizer steps
             that are done; `micro_batch`, the number of the micro-batch in its step. Every rank must
             have the same.
+        loss_scale: What the loss is multiplied by in the graph. What is returned is without it; the
+            gradients among the states have it.
 
     Raises:
         ArtifactError: The directory is incomplete or not for training, or onnxruntime refuses a
@@ -119,10 +129,17 @@ class Trainer:
         programs: Sequence[str] = (TRAINING, OPTIMIZER, EVALUATION),
         manifest: Manifest | None = None,
         measured: bool = False,
+        loss_scale: str | None = None,
     ) -> None:
         """Loads the rank's graphs."""
         self.manifest = manifest or Manifest.load(directory)
         self.training: Training = self.manifest.trained()
+        self.loss_scale: LossScale = chosen_scale(loss_scale, self.training.compute)
+        if self.training.compute == "bfloat16" and choose_device(device) is Device.CPU:
+            raise LaunchError(
+                f"{self.manifest.directory}: computes in bfloat16, for which onnxruntime has no "
+                "kernels on the CPU; run it on CUDA, or cut the model with --compute float16"
+            )
         self._own_world, self.rank = own_rank(self.manifest, rank)
         self._open: Programs | None = Programs(
             self.manifest, self.rank, device, ort_options, custom_ops, programs, measured
@@ -186,7 +203,8 @@ class Trainer:
             InputError: An input is missing, unknown, of the wrong dtype or shape; a hyperparameter
                 is missing; nothing in the step counts.
             SymbolValueError: A symbol's value violates its constraint, or ranks disagree.
-            TrainingError: The loss is not finite; parameters are left as they were.
+            TrainingError: The loss is not finite, or gradients of 16 bits are not at a fixed loss
+                scale; parameters are left as they were.
             RankError: Another rank cannot go on; raised by all ranks.
         """
         prepared = [b if isinstance(b, Prepared) else self.prepare(b) for b in micro_batches]
@@ -203,7 +221,9 @@ class Trainer:
                 loss += self._forward_backward(micro, float(micro.divisor / total), ran > 0)
                 ran += 1
         self._check(loss)
-        return StepResult(loss, self._optimize(hyper))
+        skipped = self.loss_scale.skipped
+        norm = self._optimize(hyper)
+        return StepResult(loss, norm, self.loss_scale.skipped > skipped)
 
     def forward_backward(
         self, batch: Batch | Prepared, *, weight: float = 1.0, accumulate: bool = False
@@ -257,7 +277,8 @@ class Trainer:
 
     def _forward_backward(self, micro: Prepared, weight: float, accumulate: bool) -> float:
         program = self._programs.load(TRAINING)
-        numbers = {LOSS_WEIGHT: weight}
+        scale = self.loss_scale.scale
+        numbers = {LOSS_WEIGHT: weight * scale}
         if not accumulate:
             outputs = program.run(micro.feeds, self.counters, numbers)
         else:
@@ -265,18 +286,22 @@ class Trainer:
                 self._micro = self._programs.micro_gradients()
             outputs = program.run(micro.feeds, self.counters, numbers, self._micro)
             self._programs.load(ACCUMULATION).run(_NOTHING, self.counters)
-        return float(outputs[LOSS].item())
+        return float(outputs[LOSS].item()) / scale
 
     def _optimize(self, hyper: Mapping[str, float]) -> float:
-        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, self.counters, hyper)
+        numbers = {**hyper, INVERSE_SCALE: 1 / self.loss_scale.scale}
+        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, self.counters, numbers)
+        norm = float(outputs[GRAD_NORM].item())
+        if self.training.compute is not None:
+            self.loss_scale.after(isfinite(norm), self.steps + 1)
         self.counters["step"] += 1
         self.counters["micro_batch"] = 0
-        return float(outputs[GRAD_NORM].item())
+        return norm
 
     def _missing(self, hyper: Mapping[str, float]) -> OnnxparRuntimeError | None:
         reads = self._programs.load(OPTIMIZER).program.system_inputs
         names = [s.hyperparameter for s in reads if s.hyperparameter is not None]
-        missing = [name for name in names if name not in hyper]
+        missing = [name for name in names if name not in hyper and name != INVERSE_SCALE]
         if missing:
             return InputError(
                 f"hyperparameters: the optimizer {self.training.optimizer} reads {names}, missing "

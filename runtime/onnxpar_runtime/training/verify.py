@@ -90,7 +90,11 @@ def verify_training(
     else:
         chosen = [complete_case(manifest, program, c) for c in cases]
         chosen = chosen or default_cases(manifest, program)
-    start = partial(TrainerGroup, custom_ops=settings.custom_ops, seed=settings.seed)
+    # Limits of what is compared are worked out for gradients as they are.
+    scale = None if manifest.trained().compute is None else "1"
+    start = partial(
+        TrainerGroup, custom_ops=settings.custom_ops, seed=settings.seed, loss_scale=scale
+    )
     draw: Draws = Given(feeds) if feeds else Random(whole, settings.seed, settings.custom_ops)
     rate = RATES[kind] if settings.lr is None else settings.lr
     hyper = Rates(hyperparameters(kind, _settings(kind)), rate)

@@ -46,3 +46,18 @@ def test_cosine_is_half_a_period() -> None:
 def test_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         Schedule(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_equals_pytorchs_with_the_multipliers_of_transformers(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
+    steps = {} if kind == "constant" else {"num_training_steps": 20}
+    name = f"get_{kind}_schedule_with_warmup"
+    theirs = getattr(optimization, name)(optimizer, num_warmup_steps=5, **steps)
+    mine = Schedule(0.3, kind, warmup=5, total=20)
+    for step in range(1, 21):
+        assert mine.at(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-14, abs=1e-17)
+        optimizer.step()
+        theirs.step()

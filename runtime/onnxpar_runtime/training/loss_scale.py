@@ -1,0 +1,104 @@
+"""The loss scale of training in 16 bits, by which small gradients stay above what float16 holds.
+
+Dynamic scaling is that of Micikevicius et al., 2018, "Mixed Precision Training", section 3.2, with
+the numbers of PyTorch's `torch.amp.GradScaler`: it begins at 2^16, doubles after 2000 steps whose
+gradients were finite, and halves after one whose were not. Scales are powers of two, so that
+multiplying by one rounds nothing.
+"""
+
+from dataclasses import dataclass
+
+from onnxpar_runtime.errors import ArtifactError, LaunchError, TrainingError
+
+DYNAMIC = "dynamic"
+INITIAL = 2.0**16
+GROWTH = 2.0
+BACKOFF = 0.5
+INTERVAL = 2000
+LARGEST = 2.0**24
+SMALLEST = 2.0**-14
+_DEFAULTS = {"float16": DYNAMIC, "bfloat16": "1"}
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied by, and what is known of the steps before.
+
+    Attributes:
+        scale: The factor, > 0.
+        dynamic: Whether it follows the gradients.
+        good: Steps since it last changed, all of them with finite gradients.
+        skipped: Steps that changed nothing, since their gradients were not finite.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    good: int = 0
+    skipped: int = 0
+
+    def resume(self, scale: float, good: int, skipped: int) -> None:
+        """Goes on where a run was; a fixed scale stays what it is."""
+        self.skipped = skipped
+        if self.dynamic:
+            self.scale, self.good = scale, good
+
+    def after(self, finite: bool, step: int) -> None:
+        """Takes note of a step's gradients.
+
+        Args:
+            finite: Whether their norm was finite; where not, the step changed nothing.
+            step: Its number, for messages.
+
+        Raises:
+            TrainingError: They were not finite though the scale is fixed, or as small as it gets.
+        """
+        if finite:
+            self.good += 1
+            if self.dynamic and self.good == INTERVAL:
+                self.scale, self.good = min(self.scale * GROWTH, LARGEST), 0
+            return
+        if not self.dynamic or self.scale * BACKOFF < SMALLEST:
+            error = TrainingError(
+                f"step {step}: gradients are not finite at the loss scale {self.scale:g}; training "
+                f"stops, and the parameters are as step {step - 1} left them"
+            )
+            error.agreed = True  # the norm is the same on all ranks
+            raise error
+        self.scale, self.good = self.scale * BACKOFF, 0
+        self.skipped += 1
+
+
+def loss_scale(text: str | None, compute: str | None) -> LossScale:
+    """Returns what `--loss-scale` says.
+
+    Args:
+        text: `dynamic`, a number > 0, or None for the default: dynamic for float16, 1 for bfloat16,
+            whose range is that of float32.
+        compute: The type that the artifact computes in where that has 16 bits, or None.
+
+    Raises:
+        LaunchError: Something else; or a scale for an artifact that computes in float32.
+        ArtifactError: The type is not known.
+    """
+    if compute is None:
+        if text is not None:
+            raise LaunchError(
+                f"--loss-scale {text}: the artifact computes in the type of its parameters; cut "
+                "the model with --compute float16 to train it in 16 bits"
+            )
+        return LossScale()
+    if compute not in _DEFAULTS:
+        raise ArtifactError(f"unknown compute type {compute!r}, expected {' or '.join(_DEFAULTS)}")
+    text = _DEFAULTS[compute] if text is None else text
+    if text == DYNAMIC:
+        return LossScale(INITIAL, dynamic=True)
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not SMALLEST <= scale <= LARGEST:
+        raise LaunchError(
+            f"--loss-scale: expected dynamic or a number from {SMALLEST:g} to {LARGEST:g}, got "
+            f"{text}"
+        )
+    return LossScale(scale)
