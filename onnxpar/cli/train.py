@@ -95,6 +95,15 @@ def command(
     print_every: Annotated[
         int, typer.Option(metavar="K", min=0, help="Print each K-th step of an epoch; 0: none.")
     ] = 1,
+    check_replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="After every K-th step compare replicas of some parameters and moments, bit for "
+            "bit: for debugging.",
+        ),
+    ] = None,
     device: Device = "auto",
     transport: Transport = "auto",
     log_dir: LogDir = None,
@@ -131,6 +140,7 @@ def command(
         resume=resume,
         log=log,
         print_every=print_every,
+        check_replicas=check_replicas,
         device=device,
         transport=transport,
         log_dir=log_dir,

@@ -87,6 +87,7 @@ def train(
     resume: Path | None = None,
     log: Path | None = None,
     print_every: int = 1,
+    check_replicas: int | None = None,
     device: str = "auto",
     transport: str = "auto",
     log_dir: Path | None = None,
@@ -122,6 +123,7 @@ def train(
         resume: Checkpoint, or folder of checkpoints, to continue from.
         log: File of JSON lines.
         print_every: Print every so many steps of an epoch; 0 prints none.
+        check_replicas: Compare replicas of states every so many steps; None: never.
         device: `auto`, `cpu` or `cuda`.
         transport: `auto`, `mpi` or `threads`.
         log_dir: Folder for a log file of each rank, or None.
@@ -158,6 +160,7 @@ def train(
         resume=resume,
         log=log,
         print_every=print_every,
+        check_replicas=check_replicas,
     )
     how = training.Execution(device, transport, log_dir, parse_pairs(ort), custom_ops)
     return training.train(directory, wanted, how)

@@ -49,6 +49,12 @@ class ScheduleError(OnnxparRuntimeError):
     """A pipeline schedule that cannot be made, or could not be played to its end."""
 
 
+class ReplicaError(OnnxparRuntimeError):
+    """Ranks that should hold the same part of a state hold different ones."""
+
+    exit_code = 1
+
+
 class RankError(OnnxparRuntimeError):
     """A rank failed while all were running; the message begins with the rank that failed first.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlp
+import onnx
 import pytest
 import transformer
 from training_cases import cut
@@ -123,3 +124,35 @@ def test_what_a_device_holds_and_sends(tmp_path: Path, mesh: str) -> None:
     forward = counts(held[3], "eval_model")["AllGather"]
     assert forward == tensors
     assert tensors < counts(held[3], "training_model")["AllGather"] < 2 * tensors
+
+
+@pytest.mark.parametrize("program", ["training_model", "eval_model"])
+def test_a_gathered_parameter_is_dropped_after_its_reader(tmp_path: Path, program: str) -> None:
+    """One node reads it, which is written right after it; so does what only rearranges it."""
+    strategy = strategy_of("dp=2,tp=2", 3)
+    out = cut(tmp_path / "a", model_of("tied head"), strategy, optimizer="adamw")
+    names = {s.parameter for s in Manifest.load(out).trained().states.values()}
+    path = out / f"rank0000.{program}.onnx"
+    nodes = list(onnx.load(path, load_external_data=False).graph.node)
+    readers: dict[str, list[int]] = {}
+    for index, node in enumerate(nodes):
+        for name in node.input:
+            readers.setdefault(name, []).append(index)
+    gathers = Counter[str]()
+    for index, node in enumerate(nodes):
+        if node.op_type != "AllGather":
+            continue
+        texts = {entry.key: entry.value for entry in node.metadata_props}
+        assert texts["onnxpar.value"] in names
+        gathers[texts["onnxpar.value"]] += 1
+        (reader,) = readers[node.output[0]]
+        if nodes[reader].op_type == "Transpose":  # the table as the head reads it
+            (reader,) = readers[nodes[reader].output[0]]
+        # What stands between belongs to the reader: it was written for one of its operands.
+        between = {n.name.split("/")[1] for n in nodes[index:reader] if n.op_type != "Transpose"}
+        assert between == {nodes[reader].name.split("/")[1]}
+    assert set(gathers) == names
+    backward = {"wte.weight": 1, "ln_f.weight": 1, "layer0.mlp.fc1.weight": 1, "ln_f.bias": 0}
+    for name, more in backward.items():
+        uses = 2 if name == "wte.weight" else 1  # the table is read by embedding and head
+        assert gathers[name] == uses + (more if program == "training_model" else 0)

@@ -13,6 +13,8 @@ import two_layer
 from launching import mpirun
 from safetensors.numpy import load_file
 
+from onnxpar.strategy import Strategy
+
 EPOCHS, STEPS, BATCH = 5, 4, 16
 
 
@@ -33,8 +35,24 @@ def arguments(tmp_path: Path, name: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "tp=2"), (8, "dp=8")])
-def test_the_tutorial_of_two_layers(tmp_path: Path, ranks: int, strategy: str) -> None:
+def shared(level: int, **mesh: int) -> Strategy:
+    """A strategy whose replicas share states."""
+    parallel = {"level": level, "threshold": 0}
+    return Strategy.from_dict({"mesh": mesh, "optimizer_parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (2, "tp=2"),
+        (8, "dp=8"),
+        (4, shared(1, dp=4)),
+        (3, shared(2, dp=3)),
+        (4, shared(3, dp=2, tp=2)),
+    ],
+    ids=["tp=2", "dp=8", "dp=4, level 1", "dp=3, level 2", "dp=2,tp=2, level 3"],
+)
+def test_the_tutorial_of_two_layers(tmp_path: Path, ranks: int, strategy: str | Strategy) -> None:
     """MSE and momentum 0.1, 5 epochs of 4 steps of 16 samples: on 8 data ranks 2 for each."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((STEPS * BATCH, 32), np.float32)
@@ -50,7 +68,7 @@ def test_the_tutorial_of_two_layers(tmp_path: Path, ranks: int, strategy: str) -
         capture_output=True, text=True, check=False, timeout=90, env=dict(os.environ),
     )  # fmt: skip
     assert alone.returncode == 0, alone.stderr
-    outcome = mpirun(ranks, arguments(tmp_path, "ranks"))
+    outcome = mpirun(ranks, [*arguments(tmp_path, "ranks"), "--check-replicas", "3"])
     assert outcome.code == 0, outcome.err
     expected, got = losses(tmp_path / "one.jsonl"), losses(tmp_path / "ranks.jsonl")
     # The project's tolerance of a step, over twenty of them with one linear update each.

@@ -30,11 +30,12 @@ from onnxpar_runtime.training.batches import (
     evaluation_data,
     training_data,
 )
-from onnxpar_runtime.training.checkpoints import Saving, described, resume, saving
+from onnxpar_runtime.training.checkpoints import Saving, Told, described, resume, saving
 from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
 from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
+from onnxpar_runtime.training.replicas import ReplicaCheck
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
 from onnxpar_runtime.training.trainer import CORRECT, Trainer
@@ -89,6 +90,7 @@ class TrainingRun:
             that are done.
         print_every: Print every so many steps of an epoch; 0 prints none.
         loss_scale: As `Trainer`. `train_with` leaves that of its trainer.
+        check_replicas: Compare replicas of states every so many steps; None: never.
     """
 
     data: str
@@ -109,6 +111,7 @@ class TrainingRun:
     log: str | Path | None = None
     print_every: int = 1
     loss_scale: str | None = None
+    check_replicas: int | None = None
 
 
 @dataclass(frozen=True)
@@ -333,13 +336,27 @@ def _train(
             steps=wanted.steps,
             evaluation=prepared.evaluation,
             start=start,
-            after_step=after_step,
+            after_step=_checked(trainer, wanted.check_replicas, after_step),
         )
         log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
         if wanted.save is not None:
             save(trainer, wanted.save)
             reporter.tell(f"wrote {wanted.save}")
     return done
+
+
+def _checked(trainer: Trainer, every: int | None, then: Told | None) -> Told | None:
+    """Returns what follows a step: a check of replicas, if it is wanted, and then the rest."""
+    if every is None:
+        return then
+    check = ReplicaCheck(trainer, every)
+
+    def after_step(progress: Progress) -> None:
+        check.after(progress.step)
+        if then is not None:
+            then(progress)
+
+    return after_step
 
 
 def _reporter(rank: Rank, wanted: TrainingRun, done: int) -> Reporter:

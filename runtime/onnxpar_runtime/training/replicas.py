@@ -1,0 +1,132 @@
+"""A check for debugging: replicas of a part of a state are equal, bit for bit.
+
+Every replica computes its update by itself, or gets it from one gather, so that parameters, moments
+and running statistics never differ. Where they do (a collective that rounds differently on
+different ranks, memory or a link that is broken), training would go on with several models.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.boxes import Cut
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.errors import LaunchError, ReplicaError
+from onnxpar_runtime.manifest import State, Training
+
+SAMPLE = 16
+"""States that one check compares; the next check takes the next ones."""
+SHOWN = 8
+"""Ranks of a group that a message names."""
+
+
+class Holds(Protocol):
+    """What the check needs of a `Trainer`."""
+
+    @property
+    def rank(self) -> Rank:
+        """The rank."""
+
+    @property
+    def training(self) -> Training:
+        """What the manifest says about training."""
+
+    def state(self, name: str) -> NDArray[Any]:
+        """Returns a copy of this rank's part of a state, padding included."""
+
+    def cut(self, name: str) -> Cut:
+        """Returns how a state is cut over the ranks."""
+
+
+class ReplicaCheck:
+    """Compares some states over the ranks from time to time.
+
+    Args:
+        trainer: Holds the states.
+        every: Steps from one check to the next.
+        sample: States that one check compares.
+
+    Raises:
+        LaunchError: `every` is not positive.
+    """
+
+    def __init__(self, trainer: Holds, every: int, sample: int = SAMPLE) -> None:
+        """Has checked nothing yet."""
+        if every < 1:
+            raise LaunchError(f"--check-replicas: expected a number >= 1, got {every}")
+        self._trainer, self._every = trainer, every
+        states = trainer.training.states
+        self._names = [n for n in sorted(states) if _is_replicated(states[n])]
+        self._sample = min(sample, len(self._names))
+        self._next = 0
+
+    def after(self, step: int) -> None:
+        """Checks the next states if it is time. Every rank must call it after each step.
+
+        Args:
+            step: Number of steps that are done.
+
+        Raises:
+            ReplicaError: Replicas differ; raised by all ranks.
+        """
+        if step % self._every:
+            return
+        count = len(self._names)
+        chosen = [self._names[(self._next + i) % count] for i in range(self._sample)]
+        self._next = (self._next + self._sample) % max(count, 1)
+        check_replicas(self._trainer, chosen, f"step {step}")
+
+
+def check_replicas(trainer: Holds, names: Sequence[str], where: str) -> None:
+    """Compares states over the ranks, bit for bit. Every rank must call it.
+
+    Args:
+        trainer: Holds the states.
+        names: The states, the same on all ranks; gradients that wait for a sum are no replicas.
+        where: When that is, for the message.
+
+    Raises:
+        ReplicaError: Replicas differ, with the state and the ranks; raised by all ranks.
+    """
+    rank = trainer.rank
+    size: int = rank.world.size
+    # Every rank fills a column, so that a sum brings them all to all.
+    digests = np.zeros((len(names), size), np.int64)
+    for row, name in enumerate(names):
+        digests[row, rank.index] = _digest(trainer.state(name))
+    digests = rank.all_reduce(digests)
+    for name, found in zip(names, digests, strict=True):
+        holders: dict[Any, dict[int, list[int]]] = {}
+        cut = trainer.cut(name)
+        for other in range(size):
+            same = holders.setdefault(tuple(cut.blocks(other)), {})
+            same.setdefault(int(found[other]), []).append(other)
+        for contents in holders.values():
+            if len(contents) > 1:
+                kind = trainer.training.states[name].kind
+                error = ReplicaError(f"{where}: {kind} {name!r}: {_told(contents)}")
+                error.agreed = True
+                raise error
+
+
+def _told(contents: Mapping[int, Sequence[int]]) -> str:
+    groups = []
+    for ranks in contents.values():
+        more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+        groups.append(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
+        )
+    return f"expected replicas that are equal bit for bit, but {' and '.join(groups)} differ"
+
+
+def _is_replicated(state: State) -> bool:
+    return "gradient" not in state.kind
+
+
+def _digest(part: NDArray[Any]) -> int:
+    """Returns 64 bits that tell the bytes of arrays apart."""
+    number = blake2b(np.ascontiguousarray(part).tobytes(), digest_size=8).digest()
+    return int.from_bytes(number, "little", signed=True)
