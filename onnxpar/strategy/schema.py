@@ -404,8 +404,8 @@ def _message(document: Document, error: ErrorDetails) -> str:
         return f"{where}: {path}: {error['msg']}"
     got = _short(error["input"])
     if error["type"] in ("model_type", "model_attributes_type"):
-        keys = ", ".join(map(repr, _keys(_SECTIONS.get(location[0], _File))))
-        return f"{where}: {path}: expected a mapping with the keys {keys}, got {got}"
+        known = ", ".join(map(repr, _keys(_SECTIONS.get(location[0], _File))))
+        return f"{where}: {path}: expected a mapping with the keys {known}, got {got}"
     if error["type"] == "literal_error":
         return f"{where}: {path}: expected {error['ctx']['expected']}, got {got}"
     if error["type"] in _TYPES:
