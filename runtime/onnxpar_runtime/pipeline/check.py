@@ -15,8 +15,8 @@ from onnxpar_runtime.pipeline.transfers import ends_of, messages, rendezvous
 def check(program: Program, limits: Sequence[int] | None = None) -> None:
     """Returns if the program computes everything, transfers what is needed, and comes to its end.
 
-    Deadlocks are found by playing the program where nothing is buffered: a wait ends only when
-    both ranks have posted the transfer.
+    Deadlocks are found by playing the program where nothing is buffered, and where a send ends only
+    when its receiver waits for it, which may have had to learn the shapes before it could post.
 
     Args:
         program: The program.
@@ -36,7 +36,7 @@ def check(program: Program, limits: Sequence[int] | None = None) -> None:
         raise ScheduleError(f"{name}: the program computes something else than the schedule")
     _check_points(name, program)
     _check_channels(name, program)
-    needs = rendezvous(program, lambda message: 0.0)
+    needs = rendezvous(program, lambda message: 0.0, Point.WAIT_RECEIVE)
     result = timeline([[0.0] * len(steps) for steps in program.ranks], needs)
     require_end(schedule.name, program.ranks, needs, result)
     if limits is None:

@@ -48,21 +48,21 @@ def with_transfers(
     computations after the reader has begun in the schedule's own order, or at the end: until then
     the sender must keep the values. Values between two chunks of one rank need no transfer.
 
-    In the order of the schedule with its computations in a chain, a wait stands after every
-    point that it waits for. So any edges can be played that lead from earlier virtual stages to
-    later ones.
+    In the order that the schedule has with its virtual stages in a chain, a wait comes after every
+    step that it waits for, whether receivers take values when they post or when they wait. So any
+    edges can be played that lead from earlier virtual stages to later ones.
 
     Args:
         schedule: The computations.
         edges: What virtual stages give to one another; at most one edge from one to another.
-        lookahead: Computations, at least 0, during which a transfer can travel unnoticed. It bounds
+        lookahead: Computations, at least 1, during which a transfer can travel unnoticed. It bounds
             the buffers that lie ready for receiving, and those kept for sending.
 
     Raises:
         ScheduleError: The schedule is not complete or deadlocks, or an edge is impossible.
     """
-    if lookahead < 0:
-        raise ScheduleError(f"expected a lookahead of at least 0 computations, got {lookahead}")
+    if lookahead < 1:
+        raise ScheduleError(f"expected a lookahead of at least 1 computation, got {lookahead}")
     require_complete(schedule)
     starts = in_order(schedule).starts
     found = where(schedule)
@@ -170,24 +170,28 @@ def ends_of(message: Message) -> tuple[Unit, Unit]:
     )
 
 
-def rendezvous(program: Program, time_of: Callable[[Message], float]) -> Needs:
+def rendezvous(
+    program: Program, time_of: Callable[[Message], float], taken: Point = Point.RECEIVE
+) -> Needs:
     """Returns what the waits of a program need: that both sides have posted the transfer.
 
-    Nothing is assumed to be buffered: a send is done only when its receive has been posted, too.
+    Nothing is assumed to be buffered: a send is done only when its receiver takes the values.
 
     Args:
-        program: The program.
+        program: The program; every message has its four points.
         time_of: How long a message travels.
+        taken: Where the receiver takes them: where it posts the receive, or `WAIT_RECEIVE` if it
+            must learn the shapes before it can post.
     """
-    posted: defaultdict[Message, list[Place]] = defaultdict(list)
-    waits: list[tuple[Place, Message]] = []
+    points: defaultdict[Message, dict[Point, Place]] = defaultdict(dict)
     for rank, steps in enumerate(program.ranks):
         for index, step in enumerate(steps):
             if isinstance(step, Transfer):
-                if step.point in (Point.SEND, Point.RECEIVE):
-                    posted[step.message].append((rank, index))
-                else:
-                    waits.append(((rank, index), step.message))
-    return {
-        place: [(post, time_of(message)) for post in posted[message]] for place, message in waits
-    }
+                points[step.message][step.point] = rank, index
+    needs: dict[Place, list[tuple[Place, float]]] = {}
+    for message, at in points.items():
+        time = time_of(message)
+        sent = at[Point.SEND], time
+        needs[at[Point.WAIT_RECEIVE]] = [sent, (at[Point.RECEIVE], time)]
+        needs[at[Point.WAIT_SEND]] = [sent, (at[taken], time)]
+    return needs

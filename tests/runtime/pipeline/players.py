@@ -20,18 +20,21 @@ Held = tuple[Payload, int, str]
 class Player:
     """Plays a program where sends and receives of a channel meet by their order alone.
 
-    A transfer happens when both sides have posted it; a wait before that blocks. A computation
-    fails unless everything that it reads has come. `play` returns False where no rank can go on.
+    A transfer happens when both sides have posted it; a wait before that blocks. Where it is
+    `late`, receivers post only when they wait. A computation fails unless everything that it reads
+    has come. `play` returns False where no rank can go on.
     """
 
-    def __init__(self, program: Program, seed: int) -> None:
+    def __init__(self, program: Program, seed: int, late: bool) -> None:
         self.program = program
         self.schedule = program.schedule
+        self.late = late
         self.random = random.Random(seed)
         self.at = [0] * self.schedule.stages
         # By channel, what was posted on either side, in order.
         self.sends: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
         self.receives: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.waited: defaultdict[tuple[int, int], set[Message]] = defaultdict(set)
         # By virtual stage and micro-batch.
         self.held: defaultdict[tuple[int, int], set[Held]] = defaultdict(set)
         self.made: defaultdict[tuple[int, int], set[Payload]] = defaultdict(set)
@@ -51,7 +54,12 @@ class Player:
         channel = (rank, step.peer) if step.point is Point.WAIT_SEND else (step.peer, rank)
         sends, receives = self.sends[channel], self.receives[channel]
         posted = sends if step.point is Point.WAIT_SEND else receives
-        return posted.index(step.message) < min(len(sends), len(receives))
+        index = posted.index(step.message)
+        taken = self.waited[channel] if self.late else set(receives)
+        if step.point is Point.WAIT_SEND:
+            return index < len(receives) and receives[index] in taken
+        self.waited[channel].add(step.message)
+        return index < len(sends)
 
     def move(self, rank: int) -> None:
         step = self.program.ranks[rank][self.at[rank]]

@@ -150,14 +150,13 @@ def test_computations_in_a_circle() -> None:
     )
 
 
-# Of 1F1B over 2 ranks: micro-batch 0's and 1's activations, micro-batch 0's cotangents.
+# Of 1F1B over 2 ranks: what happens with micro-batch 0's and 1's activations.
 SEND = point(Point.SEND, 1, "activation", 0, 1, 0)
 RECEIVE = point(Point.RECEIVE, 0, "activation", 0, 1, 0)
 WAIT_SEND = point(Point.WAIT_SEND, 1, "activation", 0, 1, 0)
 WAIT_RECEIVE = point(Point.WAIT_RECEIVE, 0, "activation", 0, 1, 0)
 SEND_1 = point(Point.SEND, 1, "activation", 0, 1, 1)
 RECEIVE_1 = point(Point.RECEIVE, 0, "activation", 0, 1, 1)
-WAIT_COTANGENT = point(Point.WAIT_RECEIVE, 1, "cotangent", 1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -224,28 +223,27 @@ def test_wrong_transfers(rank: int, change: Callable[[Rank], object], message: s
     assert message in str(caught.value)
 
 
-def test_waiting_for_a_send_that_is_received_later_deadlocks() -> None:
-    # Without buffering rank 0 must not wait for its send of micro-batch 1 before micro-batch 0
-    # has been through rank 1, which posts the receive of the next one only then.
+def test_waiting_for_a_send_before_its_receiver_can_take_it_deadlocks() -> None:
+    # Rank 0 waits until micro-batch 1 is taken, before it takes micro-batch 0's cotangents; rank 1
+    # waits until those are taken, before it takes micro-batch 1.
     schedule = make("1f1b", 2, 2)
-    program = with_transfers(schedule, chain(schedule), lookahead=0)
-    wait = point(Point.WAIT_SEND, 1, "activation", 0, 1, 1)
-    after = program.ranks[0].index(SEND_1)
-    check(program)
-    # Rank 1 posts after its first backward's send has been taken, which rank 0 takes later.
-    taken = point(Point.WAIT_SEND, 0, "cotangent", 1, 0, 0)
-    post = list(program.ranks[1]).index(RECEIVE_1)
-    broken = program_with(program_with(program, 0, move(wait, after + 1)), 1, move(taken, post))
+    program = with_transfers(schedule, chain(schedule))
+    activation = point(Point.WAIT_SEND, 1, "activation", 0, 1, 1)
+    cotangent = point(Point.WAIT_SEND, 0, "cotangent", 1, 0, 0)
+    sent = program.ranks[1].index(point(Point.SEND, 0, "cotangent", 1, 0, 0))
+    # Either alone is no harm.
+    first = program_with(program, 0, move(activation, program.ranks[0].index(SEND_1) + 1))
+    check(first)
+    check(program_with(program, 1, move(cotangent, sent + 1)))
     with pytest.raises(ScheduleError) as caught:
-        check(broken)
-    assert "schedule '1f1b' deadlocks: rank 0 waits at step" in str(caught.value)
-    assert (
-        "wait send to rank 1 of the activations of micro-batch 1 from virtual stage 0 to 1, for"
-        " rank 1 to come to step" in str(caught.value)
-    )
-    assert (
-        "wait send to rank 0 of the cotangents of micro-batch 0 from virtual stage 1 to 0, for"
-        " rank 0 to come to step" in str(caught.value)
+        check(program_with(first, 1, move(cotangent, sent + 1)))
+    assert str(caught.value) == (
+        "schedule '1f1b' deadlocks: rank 0 waits at step 6, wait send to rank 1 of the activations"
+        " of micro-batch 1 from virtual stage 0 to 1, for rank 1 to come to step 7, wait receive"
+        " from rank 0 of the activations of micro-batch 1 from virtual stage 0 to 1;"
+        " rank 1 waits at step 6, wait send to rank 0 of the cotangents of micro-batch 0 from"
+        " virtual stage 1 to 0, for rank 0 to come to step 7, wait receive from rank 1 of the"
+        " cotangents of micro-batch 0 from virtual stage 1 to 0"
     )
 
 

@@ -27,8 +27,8 @@ STAGES = range(1, 9) if FULL else (1, 2, 3, 4, 6, 8)
 MICRO_BATCHES = range(1, 17) if FULL else (1, 2, 3, 4, 5, 7, 8, 13, 16)
 CHUNKS = range(1, 5) if FULL else (1, 2, 3)
 CHUNKED = {"interleaved", "forward"}
-# Times that are exact in binary, so that sums in any order are equal.
-FORWARD, INPUT, WEIGHT = 1.0, 0.75, 0.5
+# Of a forward and the backward's two parts; exact in binary, so that sums in any order are equal.
+TIMES = ((1.0, 1.0, 1.0), (1.0, 0.75, 0.5))
 
 
 def programs(name: str, stages: int) -> Iterator[Program]:
@@ -52,15 +52,14 @@ def peak(name: str, rank: int, p: int, m: int, v: int) -> int:
     return min(m * v, (v - 1) * group + 2 * (p - rank - 1) + 1)
 
 
-def idle(name: str, p: int, m: int, v: int, equal: bool) -> float:
-    """The idle time of every rank; of ZB-H1 only for parts of equal times."""
+def idle(name: str, p: int, m: int, v: int, f: float, i: float, w: float) -> float:
+    """The idle time of every rank; with fewer micro-batches than ranks each chunk waits."""
+    short = max(0, p - m)
     if name == "forward":
-        return FORWARD * ((p - 1) + (v - 1) * max(0, p - m))
+        return f * (p - 1 + (v - 1) * short)
     if name == "zb-h1":
-        assert equal
-        return float((p - 1) + max(0, p - m))
-    both = 3.0 if equal else FORWARD + INPUT + WEIGHT
-    return both * ((p - 1) + (v - 1) * max(0, p - m))
+        return (f + i - w) * (p - 1) + w * short
+    return (f + i + w) * (p - 1 + (v - 1) * short)
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -74,12 +73,11 @@ def test_can_be_played_within_the_peak_and_the_time_of_the_paper(name: str, stag
         peaks = tuple(peak(name, rank, p, m, v) for rank in range(p))
         assert activation_peaks(schedule) == peaks, schedule
         check(program, limits=peaks)
-        for equal in (True,) if name == "zb-h1" else (True, False):
-            times = Times.equal(p * v) if equal else Times.equal(p * v, FORWARD, INPUT, WEIGHT)
-            result = simulate(program, times)
-            work = m * v * (FORWARD if name == "forward" else 3.0 if equal else 2.25)
+        for f, i, w in TIMES:
+            result = simulate(program, Times.equal(p * v, f, i, w))
+            work = m * v * (f if name == "forward" else f + i + w)
             assert result.busy == (work,) * p
-            lost = idle(name, p, m, v, equal)
+            lost = idle(name, p, m, v, f, i, w)
             assert result.bubbles == pytest.approx((lost / (work + lost),) * p, abs=1e-9), (m, v)
             assert result.overheads == pytest.approx((lost / work,) * p, abs=1e-9), (m, v)
     assert count == len(MICRO_BATCHES) * (len(CHUNKS) if name in CHUNKED else 1)

@@ -1,6 +1,8 @@
 """Times, bytes and the picture of small schedules whose numbers can be counted by hand."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +84,15 @@ def test_picture() -> None:
         "rank 0 |F0-F1-...I0=W0~I1=W1~| idle 14.3%, 2 kept",
         "rank 1 |...F0-I0=F1-I1=W0~W1~| idle 14.3%, 2 kept",
     ]
+
+
+def test_pictures_of_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs/design/0016-pipeline.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(gpipe.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pictures = block.strip().split("\n\n")
+    assert len(pictures) == 4
+    for picture in pictures:
+        title, *lines = picture.splitlines()
+        name, *numbers = re.findall(r"^[\w-]+|\d+(?= )", title)
+        drawn = program(name, *map(int, numbers))
+        assert render(drawn, Times.equal(drawn.schedule.virtual_stages)).splitlines() == lines
