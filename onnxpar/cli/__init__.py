@@ -43,6 +43,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("run", "onnxpar.cli.run"),
     ("train", "onnxpar.cli.train"),
     ("eval", "onnxpar.cli.eval"),
+    ("launch", "onnxpar.cli.launch"),
     ("verify", "onnxpar.cli.verify"),
     ("view", "onnxpar.cli.view"),
     ("ops", "onnxpar.cli.ops"),
@@ -54,7 +55,7 @@ _COMPUTING = ("run", "train", "eval", "verify")
 
 # An interrupt ends these with the code that shells have for it, since a script that starts a long
 # run must tell an interrupt from a failure; the others end with 1.
-_LONG = ("train", "eval")
+_LONG = ("train", "eval", "launch")
 
 
 def build_app(only: str | None = None) -> "typer.Typer":

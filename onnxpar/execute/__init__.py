@@ -6,6 +6,7 @@ they are called, and nothing else of `onnxpar` does.
 
 from onnxpar.execute.commands import (
     evaluate,
+    launch,
     parse_case,
     report_json,
     run,
@@ -21,6 +22,7 @@ __all__ = [
     "Case",
     "TrainingCase",
     "evaluate",
+    "launch",
     "open_program",
     "parse_case",
     "report_json",

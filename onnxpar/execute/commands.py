@@ -1,6 +1,7 @@
 """Running, training and verifying what has been cut, as the commands do."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from onnxpar_runtime import verify as checks
 from onnxpar_runtime.data import read_npz
 from onnxpar_runtime.manifest import FILE_NAME, Manifest
 from onnxpar_runtime.options import parse_pairs
+from onnxpar_runtime.supervisor import Job, supervise
 from onnxpar_runtime.training import commands as training
 from onnxpar_runtime.training.checkpoints import Saving
 from onnxpar_runtime.training.hyper import Settings, parse_betas
@@ -164,6 +166,31 @@ def train(
     )
     how = training.Execution(device, transport, log_dir, parse_pairs(ort), custom_ops)
     return training.train(directory, wanted, how)
+
+
+def launch(
+    arguments: Sequence[str],
+    *,
+    ranks: int | None = None,
+    retries: int = 0,
+    fallbacks: Sequence[Path] = (),
+    options: Sequence[str] = (),
+) -> int:
+    """Runs `train` under mpirun and a supervisor; returns the exit code.
+
+    Args:
+        arguments: The command of each rank: `train DIR …`.
+        ranks: Number of ranks; None for that of the directory.
+        retries: How often it is started again when a rank has died.
+        fallbacks: Directories with which it goes on when retries are used up.
+        options: Further options of mpirun.
+
+    Raises:
+        LaunchError: As `onnxpar_runtime.supervisor.supervise`.
+        ArtifactError: Likewise.
+    """
+    program = (sys.executable, "-m", "onnxpar.cli")
+    return supervise(Job(program, arguments, ranks, retries, fallbacks, options))
 
 
 def evaluate(

@@ -22,6 +22,8 @@ TRANSPORTS = ("auto", "mpi", "threads")
 # Open MPI's mpirun, and the process managers of MPICH's family.
 _RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _INTERRUPTED = 130
+AGREED_NOTE = "ONNXPAR_AGREED_NOTE"
+"""Names a file that the first rank makes when all ranks agreed on an error: it would come again."""
 
 
 def mpirun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
@@ -97,6 +99,8 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
         if error.agreed or rank.world.size == 1:
             if rank.index == 0:
                 report(str(error))
+                if AGREED_NOTE in os.environ:
+                    Path(os.environ[AGREED_NOTE]).touch()
             return error.exit_code
         message = str(error).split(" | ", 1)[-1] if isinstance(error, RankError) else str(error)
         code = error.exit_code

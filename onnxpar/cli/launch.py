@@ -1,0 +1,49 @@
+"""`onnxpar launch`: mpirun under a supervisor, which starts it again when a rank has died."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="-- train DIR …", help="The command of each rank.")
+    ],
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", metavar="N", help="Number of ranks. Default: DIR's."),
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(metavar="K", help="Start again up to K times when a rank has died.")
+    ] = 0,
+    fallback: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR2",
+            help="When retries are used up, go on with this directory, cut for fewer ranks; may "
+            "be repeated.",
+        ),
+    ] = None,
+    mpirun: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION", help="An option of mpirun, as in --mpirun=--bind-to --mpirun=core."
+        ),
+    ] = None,
+) -> None:
+    """Train under mpirun: `onnxpar launch -n N --retries K -- train DIR --checkpoint FOLDER …`.
+
+    When a rank dies, all end, and the run goes on from the last whole checkpoint.
+    """
+    from onnxpar import execute  # loads onnxruntime, which the other commands do without
+
+    raise typer.Exit(
+        execute.launch(
+            arguments,
+            ranks=ranks,
+            retries=retries,
+            fallbacks=fallback or (),
+            options=mpirun or (),
+        )
+    )

@@ -1,0 +1,273 @@
+"""Runs mpirun, and runs it again from the last whole checkpoint when a rank has died.
+
+mpirun ends all ranks when one of them dies. What is added here: whether it is worth starting again
+is told by a note that the first rank leaves when all ranks agreed on an error, which would come
+again; ranks that lost their mpirun are ended too; and signals are handed on.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+
+from onnxpar_runtime.checkpoint.folder import resolve, whole_steps
+from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.launch import AGREED_NOTE, find_mpirun, mpirun_environment
+from onnxpar_runtime.manifest import FILE_NAME, Manifest
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE_S = 8.0
+_POLL_S = 0.05
+# Of Linux' prctl.h.
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, and how often.
+
+    Attributes:
+        program: What starts one rank, without its arguments.
+        arguments: A command that trains: `train DIR …`.
+        ranks: Number of ranks; None for that of the directory.
+        retries: How often a directory's run is started again.
+        fallbacks: Directories with which the run goes on when retries are used up, one after
+            another: the same training, cut for fewer ranks.
+        options: Further options of mpirun.
+    """
+
+    program: Sequence[str]
+    arguments: Sequence[str]
+    ranks: int | None = None
+    retries: int = 0
+    fallbacks: Sequence[Path] = ()
+    options: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _End:
+    """How an mpirun ended: its exit code, whether all ranks agreed on it, and by which signal."""
+
+    code: int
+    agreed: bool
+    interrupted: int | None
+
+
+def supervise(job: Job) -> int:
+    """Runs a job to its end, and tells on stderr what happens to it.
+
+    Returns:
+        0 when it is done; 1 or 2 where the ranks agreed on an error, as `train` has them; 1 when
+        ranks died and retries are used up; 128 and its number for a signal that ended it.
+
+    Raises:
+        LaunchError: The command does not train, a directory is for another number of ranks, or
+            there are retries and no checkpoints.
+        ArtifactError: A directory cannot be read.
+    """
+    plan = list(_attempts(job))
+    folder = option(job.arguments, "--checkpoint")
+    if len(plan) > 1 and folder is None:
+        raise LaunchError("--retries and --fallback: the command needs --checkpoint to go on from")
+    _adopt_orphans()
+    for number, (directory, ranks) in enumerate(plan):
+        arguments = _arguments(job, directory, folder if number else None)
+        start = time.monotonic()
+        end = _run(job, ranks, arguments)
+        if end.interrupted is not None:
+            return 128 + end.interrupted
+        if end.code in (0, 2) or end.agreed:
+            return end.code
+        _tell(f"a rank died or failed, and mpirun ended {_how(end.code)} after "
+              f"{time.monotonic() - start:.1f} s")  # fmt: skip
+        if number + 1 < len(plan):
+            _tell(f"{_where(folder)} on {plan[number + 1][1]} ranks, with "
+                  f"{plan[number + 1][0]} (restart {number + 1} of {len(plan) - 1})")  # fmt: skip
+    _tell("gave up: no retries are left" if len(plan) > 1 else "see --retries to start again")
+    return 1
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """Returns the value of the last option of a name in a command, None if it has none."""
+    found = None
+    for index, argument in enumerate(arguments):
+        if argument == name and index + 1 < len(arguments):
+            found = arguments[index + 1]
+        elif argument.startswith(f"{name}="):
+            found = argument.removeprefix(f"{name}=")
+    return found
+
+
+def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
+    """Returns directory and number of ranks of each attempt."""
+    if job.retries < 0:
+        raise LaunchError(f"--retries: expected a number >= 0, got {job.retries}")
+    command = list(job.arguments)
+    if len(command) < 2 or command[0] != "train" or not (Path(command[1]) / FILE_NAME).is_file():
+        raise LaunchError(
+            "expected `-- train DIR …` with what `onnxpar shard --train` wrote, got "
+            f"`-- {' '.join(command[:2])}`"
+        )
+    for place, directory in enumerate((Path(command[1]), *job.fallbacks)):
+        manifest = Manifest.load(directory)
+        manifest.trained()
+        if not place and job.ranks not in (None, manifest.devices):
+            raise LaunchError(
+                f"-n {job.ranks}: {directory} was cut for {manifest.devices} ranks; leave it out"
+            )
+        for _ in range(1 + job.retries):
+            yield directory, manifest.devices
+
+
+def _arguments(job: Job, directory: Path, folder: str | None) -> list[str]:
+    """Returns the command of an attempt, which goes on from the last checkpoint of `folder`."""
+    arguments = [job.arguments[0], str(directory), *job.arguments[2:]]
+    if folder is not None and whole_steps(Path(folder)):
+        # The last of two options counts.
+        arguments += ["--resume", folder]
+    return arguments
+
+
+def _where(folder: str | None) -> str:
+    if folder is None or not whole_steps(Path(folder)):
+        return "starting again from the beginning, since no checkpoint is whole,"
+    return f"resuming from {resolve(folder)}"
+
+
+def _how(code: int) -> str:
+    """Says how a program ended, for people."""
+    number = -code if code < 0 else code - 128
+    try:
+        return f"with {signal.Signals(number).name} (code {code})"
+    except ValueError:
+        return f"with code {code}"
+
+
+def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
+    """Runs mpirun once, until none of its ranks is left."""
+    more = ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
+    command = [find_mpirun(), *more, *job.options, "-n", str(ranks), *job.program, *arguments]
+    known = set(_children())
+    with TemporaryDirectory(prefix="onnxpar-launch-") as notes:
+        note = Path(notes, "agreed")
+        with _handed_on() as signals:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={**mpirun_environment(), AGREED_NOTE: str(note)},
+                start_new_session=True,  # The terminal's Ctrl-C comes to this process alone.
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+            try:
+                while process.poll() is None:
+                    signals.pass_to(process)
+                    time.sleep(_POLL_S)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+                _end_orphans(known)
+        return _End(process.returncode, note.exists(), signals.seen)
+
+
+class _Signals:
+    """Signals that came, and when."""
+
+    def __init__(self) -> None:
+        self.seen: int | None = None
+        self._passed = False
+        self._since = 0.0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Takes note of the first."""
+        del frame
+        if self.seen is None:
+            self.seen, self._since = number, time.monotonic()
+
+    def pass_to(self, process: "subprocess.Popen[bytes]") -> None:
+        """Sends mpirun a signal that came, as SIGTERM, and SIGKILL if that does not help."""
+        if self.seen is None:
+            return
+        if not self._passed:
+            self._passed = True
+            process.terminate()
+        elif time.monotonic() - self._since > _GRACE_S:
+            process.kill()
+
+
+@contextmanager
+def _handed_on() -> Iterator[_Signals]:
+    """Takes note of signals within the block, instead of what they did before."""
+    signals = _Signals()
+    previous = {n: signal.getsignal(n) for n in _SIGNALS}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signals.receive)
+    try:
+        yield signals
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+# -- processes that lost their parent -------------------------------------------------------------
+
+
+def _prctl(name: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(name, value, 0, 0, 0)
+
+
+def _end_with_parent() -> None:
+    """In mpirun, before it begins: SIGTERM when this process dies, which ends the ranks."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _adopt_orphans() -> None:
+    """Makes ranks whose mpirun died children of this process."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def _end_orphans(known: set[int]) -> None:
+    """Ends and collects ranks that mpirun left behind, as it does where it was killed itself.
+
+    Args:
+        known: Processes that were children of this one before, which are no ranks.
+    """
+    for sent in (None, signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + (1.0 if sent is None else _GRACE_S)
+        for child in set(_children()) - known:
+            if sent is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(child, sent)
+        while left := set(_children()) - known:
+            for child in left:
+                with suppress(ChildProcessError):
+                    os.waitpid(child, os.WNOHANG)
+            if time.monotonic() > until:
+                break
+            time.sleep(_POLL_S)
+
+
+def _children() -> list[int]:
+    """Returns the processes whose parent this one is, where the system tells."""
+    own = os.getpid()
+    found = []
+    for task in Path(f"/proc/{own}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"onnxpar: launch: {text}\n")
+    sys.stderr.flush()

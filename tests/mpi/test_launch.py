@@ -1,0 +1,235 @@
+"""`onnxpar launch`: ranks that are killed at any moment cost steps, and nothing else."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import linear
+import pytest
+from launching import LIMIT, alive, children
+
+from onnxpar.cli import main
+from onnxpar_runtime.checkpoint.contents import Checkpoint
+from onnxpar_runtime.checkpoint.folder import resolve, whole_steps
+from onnxpar_runtime.launch import mpirun_environment
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+KILLS = 20 if FULL else 2
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@contextmanager
+def launched(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Runs `onnxpar launch`; at the end none of its processes is left."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "onnxpar.cli", "launch", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=mpirun_environment(kept),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for pid in [*descendants(process.pid), process.pid] if process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        mine = children(pid)
+    except FileNotFoundError:
+        return []
+    return mine + [below for child in mine for below in descendants(child)]
+
+
+def ranks_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
+    """The ranks' processes, once there are so many."""
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until and process.poll() is None:
+        found = [rank for mpirun in children(process.pid) for rank in children(mpirun)]
+        if len(found) == count:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"there are no {count} ranks: {process.communicate()}")
+
+
+def slow(folder: Path) -> str:
+    """Writes a module of data whose steps take a while, and puts it where ranks find it."""
+    (folder / "slow_data.py").write_text(
+        "import time\nimport numpy as np\n"
+        "def batches(epoch, seed):\n"
+        "    rng = np.random.default_rng([seed, epoch])\n"
+        "    for _ in range(20):\n"
+        "        time.sleep(0.02)\n"
+        "        yield {'x': rng.random((8, 64), np.float32), 'labels': rng.integers(0, 10, 8)}\n"
+    )
+    return "slow_data:batches"
+
+
+def losses(log: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return tmp_path
+
+
+def training(folder: Path, directory: Path, *more: str) -> list[str]:
+    return [
+        "train", str(directory), "--data", slow(folder), "--lr", "0.05", "--epochs", "3",
+        "--seed", "5", "--device", "cpu", "--print-every", "0", *more,
+    ]  # fmt: skip
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    return process.communicate(timeout=LIMIT)
+
+
+def gone(pids: Sequence[int], seconds: float = 10) -> bool:
+    until = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_a_rank_killed_at_any_moment_costs_no_more_than_steps(work: Path) -> None:
+    directory = linear.cut(work, 2, optimizer="adamw")
+    arguments = training(work, directory)
+    log, folder = work / "log", work / "ck"
+    with launched("--", *arguments, "--log", str(log)) as process:
+        _, errors = finish(process)
+        assert process.returncode == 0, errors
+    wanted = losses(log)
+    assert len(wanted) == 60
+    rng = random.Random(SEED)
+    saving = ["--checkpoint", str(folder), "--every", "1", "--log", str(log)]
+    for number in range(KILLS):
+        shutil.rmtree(folder, ignore_errors=True)
+        log.unlink(missing_ok=True)
+        what = f"kill {number}, seed {SEED}"
+        with launched("-n", "2", "--retries", "1", "--", *arguments, *saving) as process:
+            ranks = ranks_of(process, 2)
+            # From the first checkpoint on every moment is in a step or beside the writing of one.
+            while not whole_steps(folder):
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 1.2))
+            assert process.poll() is None, what
+            start = time.monotonic()
+            os.kill(ranks[rng.randrange(2)], signal.SIGKILL)
+            assert gone(ranks), what
+            seconds = time.monotonic() - start
+            last = Checkpoint.load(resolve(folder))
+            for name in last.files:
+                last.verify_file(name)
+            _, errors = finish(process)
+        assert process.returncode == 0, (what, errors)
+        assert seconds < 10, what
+        assert losses(log) == wanted, what
+        found = re.search(r"resuming from \S+step-0*(\d+) on 2 ranks", errors)
+        assert found and int(found[1]) >= last.progress.step, (what, errors)
+        assert "SIGKILL" in errors
+
+
+def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, fewer, one = (linear.cut(work, devices) for devices in (3, 2, 1))
+    arguments = training(work, directory)
+    log, folder = work / "log", work / "ck"
+    monkeypatch.syspath_prepend(str(work))
+    assert main([*training(work, one), "--log", str(log)]) == 0
+    wanted = losses(log)
+    saving = ["--checkpoint", str(folder), "--every", "5", "--log", str(log)]
+    with launched("--fallback", str(fewer), "--", *arguments, *saving) as process:
+        ranks = ranks_of(process, 3)
+        while not whole_steps(folder):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(ranks[2], signal.SIGKILL)
+        _, errors = finish(process)
+    assert process.returncode == 0, errors
+    assert f"on 2 ranks, with {fewer} (restart 1 of 1)" in errors
+    assert losses(log) == pytest.approx(wanted, rel=1e-5)
+    assert Checkpoint.load(resolve(folder)).devices == 2
+
+
+def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
+    directory = linear.cut(work, 2)
+    (work / "bad.py").write_text(
+        "import numpy as np\ndef batches():\n    for x in (1, np.nan):\n"
+        "        yield {'x': np.full((2, 64), x, np.float32), 'labels': np.ones(2, np.int64)}\n"
+    )
+    arguments = ["train", str(directory), "--data", "bad:batches", "--lr", "1"]
+    arguments += ["--checkpoint", str(work / "ck"), "--every", "1"]
+    with launched("--retries", "3", "--", *arguments) as p:
+        _, errors = finish(p)
+    assert p.returncode == 1
+    assert errors.count("step 2: the loss is nan") == 1 and "resuming" not in errors
+    # What was being written when the run ended has become whole.
+    assert whole_steps(work / "ck") == [1]
+    with launched("--retries", "3", "--", *arguments, "--nope") as p:
+        _, errors = finish(p)
+    assert p.returncode == 2
+    assert errors.count("No such option") == 1
+
+
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+def test_retries_are_used_up(work: Path) -> None:
+    directory = linear.cut(work, 2)
+    (work / "dies.py").write_text("import os\ndef batches():\n    os.kill(os.getpid(), 9)\n")
+    arguments = ["train", str(directory), "--data", "dies:batches", "--lr", "1"]
+    with launched("--retries", "1", "--", *arguments, "--checkpoint", str(work / "ck")) as process:
+        _, errors = finish(process)
+    assert process.returncode == 1
+    told = [line for line in errors.splitlines() if line.startswith("onnxpar: launch: ")]
+    assert "starting again from the beginning, since no checkpoint is whole, on 2 ranks" in told[1]
+    assert len(told) == 4 and told[3] == "onnxpar: launch: gave up: no retries are left"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGTERM])
+def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
+    directory, folder = linear.cut(work, 2), work / "ck"
+    saving = ["--checkpoint", str(folder), "--every", "1"]
+    arguments = training(work, directory, *saving)
+    with launched("--retries", "3", "--", *arguments) as process:
+        ranks = ranks_of(process, 2)
+        while not whole_steps(folder):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, errors = finish(process)
+        assert process.returncode == 128 + number
+        assert gone(ranks, 1)
+    assert "onnxpar: error: interrupted" in errors and "resuming" not in errors
+
+
+@pytest.mark.parametrize("whom", ["mpirun", "supervisor"] if FULL else ["supervisor"])
+def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
+    directory, folder = linear.cut(work, 2), work / "ck"
+    arguments = training(work, directory, "--checkpoint", str(folder), "--every", "1")
+    with launched("--retries", "1", "--", *arguments) as process:
+        ranks = ranks_of(process, 2)
+        (mpirun,) = children(process.pid)
+        while not whole_steps(folder):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(mpirun if whom == "mpirun" else process.pid, signal.SIGKILL)
+        assert gone(ranks)
+        _, errors = finish(process)
+    assert process.returncode == (0 if whom == "mpirun" else -signal.SIGKILL), errors
