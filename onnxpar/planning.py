@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import onnx_ir as ir
 from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import Price, price
-from onnxpar.analysis.propagate import Rules, propagate
+from onnxpar.analysis.propagate import Alike, Rules, alike, propagate
 from onnxpar.analysis.search.find import Found
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv
@@ -93,7 +94,11 @@ class Program:
 
     def plan(self, seeds: Seeds) -> Plan:
         """Returns the plan that follows from seeds."""
-        return propagate(self.model, self.env, self.rules, seeds, self.links)
+        return propagate(self.model, self.env, self.rules, seeds, self.links, self._alike)
+
+    @cached_property
+    def _alike(self) -> Alike:
+        return alike(list(self.model.graph), self.env, self.rules)
 
     def price(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> Price:
         """Returns what a plan costs a device at given sizes of symbols."""

@@ -12,6 +12,7 @@ elements are a prefix followed by padding.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -50,6 +51,14 @@ class Sharding:
     dims: tuple[DimSharding, ...]
     partial: Atoms = ()
     reduction: str = "sum"
+
+    def __hash__(self) -> int:
+        """Hashes once: every table of plans and costs has shardings in its keys."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial, self.reduction))
 
     @staticmethod
     def replicated(shape: Sequence[Dim]) -> "Sharding":

@@ -60,6 +60,8 @@ class CostModel:
     sizes: Mapping[str, int] = field(default_factory=dict)
     _values: dict[Dim, int] = field(default_factory=dict, compare=False, repr=False)
     _fixed: dict[Sharding, Sharding] = field(default_factory=dict, compare=False, repr=False)
+    _elements: dict[Sharding, int] = field(default_factory=dict, compare=False, repr=False)
+    _works: dict[tuple[object, ...], Work] = field(default_factory=dict, compare=False, repr=False)
     _known: dict[tuple[Sharding, Sharding, int], float] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -84,8 +86,10 @@ class CostModel:
 
     def elements(self, sharding: Sharding) -> int:
         """Returns the number of elements that one device holds, padding included."""
-        shape = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
-        return prod(self.value(size) for size in shape)
+        if sharding not in self._elements:
+            shape = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
+            self._elements[sharding] = prod(self.value(size) for size in shape)
+        return self._elements[sharding]
 
     # -- communication ---------------------------------------------------------------------------
 
@@ -175,6 +179,19 @@ class CostModel:
             plan: How it is divided.
             count: Counts what its operator computes and moves; the rule's factors where None.
         """
+        operands = tuple(
+            None if v is None else (v.dtype, view.env.shapes.get(v.name or ""))
+            for v in (*view.node.inputs, *view.node.outputs)
+        )
+        # Where the operator counts, it may look at attributes.
+        counting = None if count is None else (count, str(view.node.attributes))
+        divided = (plan.inputs, plan.outputs, tuple(plan.factors.items()))
+        key = (rule, operands, counting, divided)
+        if key not in self._works:
+            self._works[key] = self._work(rule, view, plan, count)
+        return self._works[key]
+
+    def _work(self, rule: OpRule, view: NodeView, plan: NodePlan, count: CostFn | None) -> Work:
         local = {
             name: self._local(size, plan, name) for name, size in factor_sizes(rule, view).items()
         }

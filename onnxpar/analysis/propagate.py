@@ -56,12 +56,48 @@ class Rules:
     costs: Mapping[str, CostFn] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Alike:
+    """What is the same in every plan of a program, so that comparing plans finds it once.
+
+    Attributes:
+        parts: For each value the parts of each of its dims (see `analysis.structure`).
+        kinds: A number for each node, by name; nodes of one number are divided alike in one
+            situation: rule, shapes, types and parts of their operands are equal.
+    """
+
+    parts: Mapping[str, tuple[Parts, ...]]
+    kinds: Mapping[str, int]
+
+
+def alike(nodes: Sequence[ir.Node], env: ShapeEnv, rules: Rules) -> Alike:
+    """Returns what is the same in every plan of a program.
+
+    Args:
+        nodes: Its nodes, in topological order.
+        env: Its shapes.
+        rules: The rule of each of its nodes.
+    """
+    parts = structure(nodes, rules.rules, rules.views, env.table)
+    numbers: dict[object, int] = {}
+    kinds: dict[str, int] = {}
+    for node in nodes:
+        operands = tuple(
+            None if v is None else (v.dtype, env.shapes.get(v.name or ""), parts.get(v.name or ""))
+            for v in (*node.inputs, *node.outputs)
+        )
+        name = node.name or ""
+        kinds[name] = numbers.setdefault((rules.rules[name], operands), len(numbers))
+    return Alike(parts, kinds)
+
+
 def propagate(
     model: ir.Model,
     env: ShapeEnv,
     rules: Rules,
     seeds: Seeds,
     links: Mapping[str, str] | None = None,
+    known: Alike | None = None,
 ) -> Plan:
     """Returns a plan for the whole model.
 
@@ -74,17 +110,18 @@ def propagate(
             primal is (which of the two is partial says nothing of the other: they are dual). An
             output whose primal is a parameter is its gradient: it leaves split as the parameter
             is, and may still be partial, since it is reduced once a step.
+        known: What `alike` returns, where several plans of a program are wanted.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
     nodes = list(model.graph)
-    parts = structure(nodes, rules.rules, rules.views, env.table)
+    known = known or alike(nodes, env, rules)
     wishes = _wishes(nodes, rules, _pinned(nodes, rules, seeds), seeds)
     decided: dict[object, NodePlan] = {}
     hints = Hints()
     for number in range(MOST_ROUNDS):
-        walk = _Walk(model, env, rules, seeds, parts, wishes, links or {}, decided, hints)
+        walk = _Walk(model, env, rules, seeds, known, wishes, links or {}, decided, hints)
         plan = walk.run(nodes)
         wishes = _wishes(nodes, rules, plan.nodes, seeds)
         seen = hints | pending_hints(
@@ -150,7 +187,7 @@ class _Walk:
     env: ShapeEnv
     rules: Rules
     seeds: Seeds
-    parts: Mapping[str, tuple[Parts, ...]]
+    known: Alike
     wishes: Mapping[str, Sharding]
     links: Mapping[str, str]
     decided: dict[object, NodePlan]
@@ -270,34 +307,27 @@ class _Walk:
     def _choose(self, node: ir.Node, rule: OpRule, view: NodeView) -> NodePlan:
         names = [v.name if v is not None else None for v in node.inputs]
         outs = [v.name or "" for v in node.outputs]
-        itemsizes = tuple(
-            int(v.dtype.itemsize) if v is not None and v.dtype is not None else 4
-            for v in (*node.inputs, *node.outputs)
-        )
-        situation = Situation(
+        laid = (
             tuple(self.values.get(n) if n is not None else None for n in names),
             tuple(self._versions(n) if n is not None else () for n in names),
             tuple(n is not None and n in self.free for n in names),
-            tuple(self.parts.get(n) if n is not None else None for n in names),
+        )
+        later = (
             tuple(self._wish(n) for n in outs),
             tuple(self._parameter(n) for n in outs),
             tuple(self.hints.joined.get(n, frozenset()) for n in outs),
-            itemsizes,
         )
-        key = (
-            rule.inputs,
-            rule.outputs,
-            tuple(rule.kinds.items()),
-            rule.linear,
-            tuple(rule.sizes.items()),
-            rule.scaled,
-            tuple(view.env.shapes.get(n or "") for n in (*names, *outs)),
-            situation,
-        )
+        key = (self.known.kinds[node.name or ""], laid, later)
         if key not in self.decided:
+            parts = tuple(self.known.parts.get(n) if n is not None else None for n in names)
+            itemsizes = tuple(
+                int(v.dtype.itemsize) if v is not None and v.dtype is not None else 4
+                for v in (*node.inputs, *node.outputs)
+            )
             chooser = Chooser(
                 self.seeds.mesh, self.env.table, self.seeds.parameter_axes, self._cost
             )
+            situation = Situation(*laid, parts, *later, itemsizes)
             self.decided[key] = chooser.choose(rule, view, situation)
         return self.decided[key]
 

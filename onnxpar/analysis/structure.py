@@ -5,7 +5,7 @@ apart into (3, width), every value before it up to the weight has that structure
 split of the weight can be chosen which the later views keep.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -28,7 +28,7 @@ Parts = tuple[Part, ...]
 
 
 def structure(
-    nodes: list[ir.Node],
+    nodes: Sequence[ir.Node],
     rules: Mapping[str, OpRule],
     views: Mapping[str, NodeView],
     table: SymbolTable,

@@ -28,7 +28,7 @@ A factor without a clause is parallel: local results are shards of the global re
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from onnxpar.errors import RuleError
@@ -78,6 +78,14 @@ class OpRule:
     sizes: Mapping[str, Dim] = field(default_factory=dict)
     scaled: frozenset[str] = frozenset()
     inner: Mapping[str, Dim] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        """Hashes once: tables of plans have rules in their keys."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.inputs, self.outputs, tuple(self.kinds.items()), self.linear))
 
     @property
     def factors(self) -> tuple[str, ...]:

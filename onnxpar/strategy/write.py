@@ -43,8 +43,8 @@ def write_strategy(data: Mapping[str, Any], head: str = "") -> str:
     return "\n".join([*lines, text])
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes None as `~`, as the documentation does."""
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes None as `~`, as the documentation does; in C where PyYAML was built with it."""
 
 
 _Dumper.add_representer(
