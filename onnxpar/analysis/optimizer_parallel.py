@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 
-from onnxpar.analysis.plan import Plan
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import NodePlan, Plan, factor_sizes, project, shardings
+from onnxpar.analysis.propagate import Rules
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.sharding import Component, Sharding, local_size
 from onnxpar.symbols import NO_CONSTRAINTS
@@ -79,31 +82,86 @@ class Shards:
         taken = shard.split_atoms
         return shard.with_partial((a for a in leaves.partial if a not in taken), leaves.reduction)
 
-    @property
-    def gathered(self) -> frozenset[str]:
-        """The parameters that are gathered for each node that reads them."""
-        return frozenset(self.shards) if self.options.level >= PARAMETERS else frozenset()
-
-    def training(self) -> Plan:
-        """Returns the plan of the training program with gradients and parameters as they lie.
+    def training(self, graph: ir.Graph, rules: Rules) -> "Laid":
+        """Returns the training program's plan with gradients and parameters as they lie.
 
         A gradient is reduced and split as soon as it is made.
         """
+        laid = self.laid(self.plan, graph, rules)
         gradients = {
             output: self.gradient(name)
             for name, output in self.gradients.items()
             if self.gradient(name) != self.plan.outputs[output]
         }
-        return replace(
-            self.plan,
-            parameters=self.held(self.plan.parameters),
+        plan = replace(
+            laid.plan,
             outputs={**self.plan.outputs, **gradients},
             resharded={**self.plan.resharded, **gradients},
         )
+        return Laid(plan, laid.gathered)
 
-    def held(self, parameters: Mapping[str, Sharding]) -> dict[str, Sharding]:
-        """Returns how the parameters of a program lie: those that are trained as between runs."""
-        return {n: self.parameter(n) if n in self.gradients else s for n, s in parameters.items()}
+    def laid(self, plan: Plan, graph: ir.Graph, rules: Rules) -> "Laid":
+        """Returns the plan of a program with parameters as they lie.
+
+        What only rearranges a shard (a transpose, a cast) is computed of the shard, and gathered
+        in its place: gathered first, the rearranged parameter would be kept for all its readers.
+        """
+        whole = self.options.level < PARAMETERS
+        held = {} if whole else {n: s for n, s in self.shards.items() if n in plan.parameters}
+        parameters = {**plan.parameters, **held}
+        nodes = dict(plan.nodes)
+        for node in graph if held else ():
+            made = _of_shards(node, plan, rules, held, graph.initializers)
+            if made is not None:
+                nodes[node.name or ""] = made
+                held |= {v.name or "": s for v, s in zip(node.outputs, made.outputs, strict=True)}
+        return Laid(replace(plan, nodes=nodes, parameters=parameters), frozenset(held))
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A plan in which parameters are shards.
+
+    Attributes:
+        plan: The plan.
+        gathered: Values that are gathered anew for each node that reads them, and dropped after it.
+    """
+
+    plan: Plan
+    gathered: frozenset[str]
+
+
+def _of_shards(
+    node: ir.Node,
+    plan: Plan,
+    rules: Rules,
+    held: Mapping[str, Sharding],
+    constants: Collection[str],
+) -> NodePlan | None:
+    """Returns the plan of a node that computes a shard of its results of one shard; None: not so.
+
+    Args:
+        node: The node.
+        plan: The plan, in which it is computed otherwise.
+        rules: The rules of the nodes.
+        held: The shards so far.
+        constants: Names of the initializers, which may be its other operands.
+    """
+    name = node.name or ""
+    names = [v.name if v is not None else None for v in node.inputs]
+    mine = [i for i, n in enumerate(names) if n in held]
+    if len(mine) != 1 or any(n not in constants for n in names if n is not None and n not in held):
+        return None
+    if plan.nodes[name].pinned or any(v.name in plan.resharded for v in node.outputs):
+        return None
+    (index,), rule, view = mine, rules.rules[name], rules.views[name]
+    shard, sizes = held[names[index] or ""], factor_sizes(rule, view)
+    factors = project(rule.inputs[index], shard, sizes, plan.mesh, view.table, rule.scaled)
+    if not set(factors) <= set(rule.splittable):
+        return None
+    made = shardings(rule, view, factors, plan.mesh)
+    whole = any(s.partial or not s.split_atoms for s in made.outputs)
+    return None if whole or made.inputs[index] != shard else made
 
 
 def shard_states(

@@ -56,8 +56,8 @@ def partition(
         plan: What to carry out.
         program: Name of the program.
         states: Which of its operands are buffers of the runtime.
-        gathered: Initializers that are brought into another sharding anew for each node that reads
-            them, so that what was brought there for one need not be kept for the next.
+        gathered: Values that are brought into another sharding anew for each node that reads them,
+            so that what was brought there for one need not be kept for the next.
 
     Raises:
         ShardingError: A node cannot be written for the sharding the plan gives it.
@@ -79,7 +79,6 @@ class _Partition:
     states: States = STATELESS
     gathered: frozenset[str] = frozenset()
     made: dict[str, Sharding] = field(default_factory=dict)
-    remade: dict[str, ir.Node] = field(default_factory=dict)
     versions: dict[str, dict[Sharding, ir.Value]] = field(default_factory=dict)
     zero: dict[tuple[str, Sharding], bool] = field(default_factory=dict)
     parameters: list[Parameter] = field(default_factory=list)
@@ -104,11 +103,6 @@ class _Partition:
         for name, value in graph.initializers.items():
             self._initializer(name, value)
         for node in graph:
-            if self._is_remade(node):
-                name = node.outputs[0].name or ""
-                self.remade[name] = node
-                self.made[name] = self.plan.nodes[node.name or ""].outputs[0]
-                continue
             self.builder.scope(node.name or "")
             try:
                 self._node(node)
@@ -200,16 +194,6 @@ class _Partition:
     def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
         """Returns a value in a sharding, brought there the way that propagation priced."""
         name = value.name or ""
-        if name not in self.remade:
-            return self._brought(value, want, reason)
-        self._node(self.remade[name])
-        brought = self._brought(value, want, reason)
-        del self.versions[name]
-        return brought
-
-    def _brought(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
-        """Brings a value that is there into a sharding."""
-        name = value.name or ""
         versions = self.versions.get(name, {})
         if want in versions:
             return versions[want]
@@ -226,23 +210,11 @@ class _Partition:
             reason=reason,
         )
         zero = self.zero[name, way.source]
-        if name in self.gathered or name in self.remade:
+        if name in self.gathered:
             self.zero[name, want] = zero
         else:
             self._define(name, want, moved, zero=zero)
         return moved
-
-    def _is_remade(self, node: ir.Node) -> bool:
-        """Whether a node only rearranges a gathered parameter, so that each reader makes its own.
-
-        Kept for all of them, the result would be a copy of the parameter as long as they need it.
-        """
-        if not self.gathered or len(node.outputs) != 1 or node.outputs[0].name in self._outputs:
-            return False
-        names = [v.name or "" for v in node.inputs if v is not None]
-        others = [n for n in names if n not in self.gathered and n not in self.remade]
-        constant = all(n in self.model.graph.initializers for n in others)
-        return constant and len(names) == len(others) + 1
 
     def _node(self, node: ir.Node) -> None:
         name = node.name or ""

@@ -136,15 +136,16 @@ def _micro_batch(prepared: Prepared, shards: Shards) -> PartitionedModel:
     """Forward, loss and backward of one micro-batch, divided."""
     p = prepared
     gradients = {g: state_name(StateKind.GRADIENT, n) for n, g in p.gradients.items()}
+    laid = shards.training(p.model.graph, p.rules)
     return partition(
         p.model,
         p.env,
         p.rules,
         p.ops,
-        shards.training(),
+        laid.plan,
         program="training_model",
         states=States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated}),
-        gathered=shards.gathered,
+        gathered=laid.gathered,
     )
 
 
@@ -181,7 +182,7 @@ def _evaluation(
     """Forward and loss, with what is told of a batch; parameters lie as in training."""
     shards, training = states.shards, states.shards.plan
     # Constants of the loss may have names that training gave to others.
-    laid = {n: s for n, s in training.parameters.items() if n in model.graph.initializers}
+    planned = {n: s for n, s in training.parameters.items() if n in model.graph.initializers}
     stop_dropping(model.graph)
     infer_with_statistics(model.graph)
     info = append_loss(model, spec.loss)
@@ -197,21 +198,20 @@ def _evaluation(
     else:
         seeds = resolve(strategy, model, rules, env)
     # What is right for forward and backward together is kept, parameters lying as they do.
-    seeds = replace(seeds, parameters={**seeds.parameters, **laid}, plans=dict(training.nodes))
+    seeds = replace(seeds, parameters={**seeds.parameters, **planned}, plans=dict(training.nodes))
     if seeds.mesh != training.mesh:
         raise RuleError("evaluation and training were given two meshes")
-    plan = propagate(model, env, rules, seeds)
-    plan = replace(plan, parameters=shards.held(plan.parameters))
+    laid = shards.laid(propagate(model, env, rules, seeds), model.graph, rules)
     fed = States(frozenset((*states.parameters, *states.statistics)))
     return partition(
         model,
         env,
         rules,
         ops,
-        plan,
+        laid.plan,
         program="eval_model",
         states=fed,
-        gathered=shards.gathered,
+        gathered=laid.gathered,
     )
 
 

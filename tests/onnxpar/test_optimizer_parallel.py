@@ -2,6 +2,7 @@
 
 import itertools
 
+import onnx_ir as ir
 import pytest
 
 from onnxpar.analysis.optimizer_parallel import (
@@ -11,6 +12,7 @@ from onnxpar.analysis.optimizer_parallel import (
     within,
 )
 from onnxpar.analysis.plan import Plan
+from onnxpar.analysis.propagate import Rules
 from onnxpar.mesh import Mesh
 from onnxpar.sharding import Component, Sharding
 from onnxpar.symbols import NO_CONSTRAINTS
@@ -85,11 +87,11 @@ def test_levels_split_more_and_more(level: int) -> None:
     assert found.moment("w") == (shard if level >= 1 else whole)
     assert found.gradient("w") == (shard if level >= 2 else whole.with_partial((A, B)))
     assert found.parameter("w") == (shard if level >= 3 else whole)
-    assert found.gathered == (frozenset({"w"}) if level == 3 else frozenset())
-    training = found.training()
-    assert training.outputs["grad.w"] == found.gradient("w")
-    assert training.parameters["w"] == found.parameter("w")
-    assert ("grad.w" in training.resharded) == (level >= 2)
+    laid = found.training(ir.Graph([], [], nodes=[]), Rules({}, {}, {}))
+    assert laid.gathered == (frozenset({"w"}) if level == 3 else frozenset())
+    assert laid.plan.outputs["grad.w"] == found.gradient("w")
+    assert laid.plan.parameters["w"] == found.parameter("w")
+    assert ("grad.w" in laid.plan.resharded) == (level >= 2)
 
 
 def test_a_group_leaves_the_rest_of_a_gradient_pending() -> None:
