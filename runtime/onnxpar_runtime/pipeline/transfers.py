@@ -6,6 +6,7 @@ the same order, whatever is in them: transports that match by order (NCCL) need 
 match by order within a tag (MPI) need then no tags.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,16 +80,8 @@ def with_transfers(
         for made, read, message in reversed(sent):
             # No later than any that follows in the channel.
             post = min(post, max(0, read[1] - lookahead))
-            read_at = starts[target][read[1]]
-            done = next(
-                (
-                    i
-                    for i in range(made[1] + 1, len(starts[source]))
-                    if starts[source][i] >= read_at
-                ),
-                len(starts[source]),
-            )
-            done = min(done + lookahead, len(starts[source]))
+            begun = bisect_left(starts[source], starts[target][read[1]], made[1] + 1)
+            done = min(begun + lookahead, len(starts[source]))
             sender, receiver = slots[source], slots[target]
             sender[made[1] + 1].sends.append(Transfer(Point.SEND, target, message))
             sender[done].wait_sends.append(Transfer(Point.WAIT_SEND, target, message))
