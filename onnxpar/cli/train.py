@@ -58,8 +58,12 @@ def command(
         ),
     ] = None,
     accumulate: Annotated[
-        int, typer.Option(metavar="K", help="Micro-batches that a step's batch is split into.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="Micro-batches of a step; else as many as a pipeline was cut for, or 1.",
+        ),
+    ] = None,
     schedule: Annotated[
         str, typer.Option(metavar="KIND", help="constant, linear or cosine.")
     ] = "constant",

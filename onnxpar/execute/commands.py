@@ -70,7 +70,7 @@ def train(
     epochs: int | None = None,
     steps: int | None = None,
     seed: int = 0,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     loss_scale: str | None = None,
     schedule: str = "constant",
     warmup: int = 0,
@@ -106,7 +106,7 @@ def train(
         epochs: Epochs.
         steps: Steps of all epochs together after which it ends.
         seed: What the order of samples and the model's random numbers depend on.
-        accumulate: Micro-batches in a step.
+        accumulate: Micro-batches in a step; None for as many as a pipeline was cut for, or one.
         loss_scale: `dynamic` or a number, where the artifact computes in 16 bits.
         schedule: `constant`, `linear` or `cosine`.
         warmup: Warm-up steps.

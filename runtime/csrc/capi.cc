@@ -167,6 +167,31 @@ int onnxpar_live_bytes_reset(LiveBytes* counter) {
   return 0;
 }
 
+int onnxpar_concurrent(const World* world, int rank) {
+  int concurrent = -1;
+  guarded([&] { concurrent = world->rank(rank).transport().concurrent() ? 1 : 0; });
+  return concurrent;
+}
+
+int onnxpar_send(const World* world, int rank, int peer, int tag, const void* in, size_t bytes,
+                 const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    context.transport().send(Call(what), peer, tag, in, bytes, nullptr);
+    context.count(Op::kSend, static_cast<int64_t>(bytes));
+  });
+}
+
+int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, size_t bytes,
+                 int background, const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
+    context.transport().recv(Call(what), peer, tag, out, bytes, lane, nullptr);
+    context.count(Op::kRecv, 0);
+  });
+}
+
 // Called by onnxruntime. The rank is the one that onnxpar_bind set on this thread.
 ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                               const ort::ApiBase* base) {

@@ -43,3 +43,12 @@ ONNXPAR_EXPORT int onnxpar_live_bytes_uninstall(onnxpar::LiveBytes* counter);
 ONNXPAR_EXPORT int onnxpar_live_bytes_read(const onnxpar::LiveBytes* counter, int64_t* live,
                                            int64_t* peak);
 ONNXPAR_EXPORT int onnxpar_live_bytes_reset(onnxpar::LiveBytes* counter);
+// A message of host memory to or from the global rank `peer`, outside a session; counted as Send and
+// Recv. `what` says in messages what it is. Sending does not wait for the receiver. Receiving in the
+// background has no time limit, and may be done by several threads at once, each from a peer of its
+// own, where onnxpar_concurrent says so (1 or 0; -1 on failure).
+ONNXPAR_EXPORT int onnxpar_concurrent(const onnxpar::World* world, int rank);
+ONNXPAR_EXPORT int onnxpar_send(const onnxpar::World* world, int rank, int peer, int tag,
+                                const void* in, size_t bytes, const char* what);
+ONNXPAR_EXPORT int onnxpar_recv(const onnxpar::World* world, int rank, int peer, int tag, void* out,
+                                size_t bytes, int background, const char* what);

@@ -21,6 +21,8 @@
 #include <cstring>
 #include <list>
 #include <memory>
+#include <mutex>
+#include <optional>
 
 #include "mpi_entry.h"
 #include "mpi_memory.h"
@@ -32,6 +34,8 @@ namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;  // of a reduction
 constexpr size_t kTextBytes = 512;
+constexpr std::chrono::microseconds kShortestPause{10};  // between looks for a message
+constexpr std::chrono::microseconds kLongestPause{200};
 constexpr std::chrono::seconds kPatience{5};  // with messages that nobody receives, at the end
 
 struct MpiGroup : Group {
@@ -231,6 +235,7 @@ class MpiTransport : public Transport {
 
   void send(const Call& call, int peer, int tag, const void* in, size_t bytes, Stream) override {
     named(describe(rank_, call, {rank_, peer}), [&] {
+      std::lock_guard lock(outgoing_mutex_);
       reap();
       Outgoing& message = outgoing_.emplace_back();
       const Header header{bytes};
@@ -250,20 +255,27 @@ class MpiTransport : public Transport {
     });
   }
 
-  void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Stream) override {
+  void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Lane lane,
+            Stream) override {
     const std::vector<int> ranks{peer, rank_};
     named(describe(rank_, call, ranks), [&] {
-      const Watchdog::Guard guard(*watchdog_, Lane::kMain, call, ranks);
+      std::optional<Watchdog::Guard> guard;
+      if (lane == Lane::kMain) guard.emplace(*watchdog_, lane, call, ranks);
+      const auto take = [&](void* to, const Bytes& block) {
+        if (lane == Lane::kMain) {
+          check(MPI_Recv(to, block.count(), block.type(), peer, tag, world_, MPI_STATUS_IGNORE),
+                "MPI_Recv");
+        } else {
+          await(to, block, peer, tag);
+        }
+      };
       Header header{};
-      check(MPI_Recv(&header, sizeof(header), MPI_BYTE, peer, tag, world_, MPI_STATUS_IGNORE),
-            "MPI_Recv");
+      take(&header, Bytes(sizeof(header)));
       if (header.bytes != bytes) {
         throw std::runtime_error("expected " + std::to_string(bytes) + " bytes, got " +
                                  std::to_string(header.bytes));
       }
-      const Bytes block(bytes);
-      check(MPI_Recv(out, block.count(), block.type(), peer, tag, world_, MPI_STATUS_IGNORE),
-            "MPI_Recv");
+      take(out, Bytes(bytes));
     });
   }
 
@@ -373,6 +385,22 @@ class MpiTransport : public Transport {
         conflict(group, call.where, own, static_cast<int>(other), &texts[other * kTextBytes]));
   }
 
+  // Receives without keeping a core busy: what MPI waits for, it asks for without pause. Looking
+  // also moves the messages that this rank sends, while its foreground computes.
+  void await(void* out, const Bytes& block, int peer, int tag) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    check(MPI_Irecv(out, block.count(), block.type(), peer, tag, world_, &request), "MPI_Irecv");
+    std::chrono::microseconds pause = kShortestPause;
+    for (int look = 0;; ++look) {
+      int here = 0;
+      check(MPI_Test(&request, &here, MPI_STATUS_IGNORE), "MPI_Test");
+      if (here != 0) return;
+      if (look < looks_) continue;
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+  }
+
   // Forgets the messages that MPI has taken.
   void reap() {
     for (auto it = outgoing_.begin(); it != outgoing_.end();) {
@@ -393,6 +421,7 @@ class MpiTransport : public Transport {
   Operations operations_;
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;
+  std::mutex outgoing_mutex_;
   std::list<Outgoing> outgoing_;
   std::vector<float> wide_[kLanes];  // one piece of a reduction of 16-bit floats
 };

@@ -238,7 +238,7 @@ class RecvKernel : public PeerKernel {
     }
     void* out = io.output(0, shape);
     Transport& transport = rank_.transport();
-    transport.recv(Call(where_), peer_, tag_, out, bytes, stream(transport, io));
+    transport.recv(Call(where_), peer_, tag_, out, bytes, Lane::kMain, stream(transport, io));
     rank_.count(Op::kRecv, 0);
     token(io, 1);
   }

@@ -111,8 +111,9 @@ class NodeTransport : public Transport {
   void send(const Call& call, int peer, int tag, const void* in, size_t bytes, Stream s) override {
     base_->send(call, peer, tag, in, bytes, s);
   }
-  void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Stream s) override {
-    base_->recv(call, peer, tag, out, bytes, s);
+  void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Lane lane,
+            Stream s) override {
+    base_->recv(call, peer, tag, out, bytes, lane, s);
   }
   void abort(const std::string& message) override { base_->abort(message); }
   void stop() override { base_->stop(); }
@@ -238,7 +239,8 @@ void run_rank(RankContext& context, int size, int steps) {
       const int32_t sent = rank;
       int32_t got = -1;
       context.transport().send(Call("Send"), after, 0, &sent, sizeof(sent), nullptr);
-      context.transport().recv(Call("Recv"), before, 0, &got, sizeof(got), nullptr);
+      context.transport().recv(Call("Recv"), before, 0, &got, sizeof(got), Lane::kMain,
+                               nullptr);
       expect(got == before, "Recv");
     }
   }

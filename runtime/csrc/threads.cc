@@ -99,15 +99,19 @@ class ThreadWorld {
     box.arrival.notify_one();
   }
 
-  Message receive(int source, int rank, int tag, const Call& call) {
+  Message receive(int source, int rank, int tag, const Call& call, Lane lane) {
     std::unique_lock lock(mutex_);
     const std::string who = describe(rank, call, {source, rank});
     check_alive(who);
     Mailbox& box = mailbox(source, rank, tag);
-    if (box.messages.empty()) {
-      block(rank, Lane::kMain, who);
+    const auto here = [&] { return !box.messages.empty(); };
+    if (lane == Lane::kAsync) {
+      box.arrival.wait(lock, [&] { return here() || !abort_message_.empty(); });
+      if (!here()) check_alive(who);
+    } else if (!here()) {
+      block(rank, lane, who);
       box.receiver = rank;
-      wait(lock, box.arrival, who, [&] { return !box.messages.empty(); });
+      wait(lock, box.arrival, who, here);
       box.receiver = -1;
     }
     Message message = std::move(box.messages.front());
@@ -333,8 +337,9 @@ class ThreadTransport : public Transport {
                  {describe(rank_, call, {rank_, peer}), {data, data + bytes}});
   }
 
-  void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Stream) override {
-    const Message message = world_->receive(peer, rank_, tag, call);
+  void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Lane lane,
+            Stream) override {
+    const Message message = world_->receive(peer, rank_, tag, call, lane);
     if (message.data.size() != bytes) {
       throw std::runtime_error(describe(rank_, call, {peer, rank_}) + ": expected " +
                                std::to_string(bytes) + " bytes, got " +

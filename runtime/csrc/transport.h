@@ -104,7 +104,10 @@ class Transport {
                        const std::vector<Pair>& pairs, Stream) = 0;
   // Buffered: returns without waiting for the receiver. `peer` is a global rank.
   virtual void send(const Call&, int peer, int tag, const void* in, size_t bytes, Stream) = 0;
-  virtual void recv(const Call&, int peer, int tag, void* out, size_t bytes, Stream) = 0;
+  // On the background lane several threads may receive at once, each from a peer of its own, while
+  // the foreground does anything. Such a call has no time limit, and is no part of a deadlock: it
+  // may be made long before anyone waits for it, and who does minds the time.
+  virtual void recv(const Call&, int peer, int tag, void* out, size_t bytes, Lane lane, Stream) = 0;
 
   // Ends all communication: ranks that wait, and later calls, fail with this message.
   virtual void abort(const std::string& message) = 0;

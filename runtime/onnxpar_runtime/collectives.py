@@ -66,6 +66,8 @@ class World:
         size: Number of ranks.
         local_ranks: The ranks that live in this process.
         comm: For MPI the mpi4py communicator it was made from, else None.
+        timeout_s: How long one call waits for other ranks before all ranks end, in seconds; 0 for
+            ever.
     """
 
     def __init__(self, handle: int, size: int, local_ranks: range, comm: Any = None) -> None:
@@ -75,6 +77,7 @@ class World:
         self.size = size
         self.local_ranks = local_ranks
         self.comm = comm
+        self.timeout_s = _timeout()
         self._closed = False
 
     @staticmethod
@@ -261,6 +264,80 @@ class Rank:
             )
         )
         return result.reshape(np.shape(array))
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether other threads of the rank may receive while it communicates."""
+        found = self.world._library.onnxpar_concurrent(self.world._handle, self.index)
+        self._call(int(found < 0))
+        return bool(found)
+
+    def send(self, array: NDArray[Any], peer: int, tag: int, what: str) -> None:
+        """Sends an array's elements, without waiting for the receiver. Counted as `Send`.
+
+        Messages of one tag from one rank to another arrive in the order in which they were sent.
+
+        Args:
+            array: The array, C-contiguous; it may be changed once this returns.
+            peer: The receiver's global rank.
+            tag: From 0 to 32767; the receiver must ask for the same.
+            what: What it is, for messages.
+
+        Raises:
+            ValueError: The array is not contiguous, or the world has no such rank.
+            RankError: Another rank failed.
+        """
+        self._check_peer(array, peer)
+        library = self.world._library
+        self._call(
+            library.onnxpar_send(
+                self.world._handle,
+                self.index,
+                peer,
+                tag,
+                array.ctypes.data,
+                array.nbytes,
+                what.encode(),
+            )
+        )
+
+    def recv(
+        self, array: NDArray[Any], peer: int, tag: int, what: str, *, background: bool = False
+    ) -> None:
+        """Receives an array's elements. Counted as `Recv`, with no bytes.
+
+        Args:
+            array: C-contiguous memory, as large as what was sent.
+            peer: The sender's global rank.
+            tag: As of `send`.
+            what: What it is, for messages.
+            background: Without a limit of time. Where ranks are `concurrent` several threads of a
+                rank may do so, each from a peer of its own, beside whatever it does.
+
+        Raises:
+            ValueError: The array is not contiguous, or the world has no such rank.
+            RankError: Another rank failed, or sent something of another size.
+        """
+        self._check_peer(array, peer)
+        library = self.world._library
+        self._call(
+            library.onnxpar_recv(
+                self.world._handle,
+                self.index,
+                peer,
+                tag,
+                array.ctypes.data,
+                array.nbytes,
+                background,
+                what.encode(),
+            )
+        )
+
+    def _check_peer(self, array: NDArray[Any], peer: int) -> None:
+        if not array.flags.c_contiguous:
+            raise ValueError(f"expected a contiguous array, got strides {array.strides}")
+        if not 0 <= peer < self.world.size:
+            raise ValueError(f"rank {peer}: the world has {self.world.size} ranks")
 
     def _members(self, group: Sequence[int] | None) -> Any:
         members = list(range(self.world.size) if group is None else group)

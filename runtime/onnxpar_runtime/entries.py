@@ -207,6 +207,32 @@ class StateOutput:
 
 
 @dataclass(frozen=True)
+class Handed:
+    """A tensor that a program of a pipeline hands to others, of the same micro-batch.
+
+    Attributes:
+        name: Name of the graph's output, and of the input of those that read it.
+        dtype: ONNX's name of the element type in lower case.
+        shape: Local sizes as expressions; None where the symbols do not tell them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...] | None
+
+
+@dataclass(frozen=True)
+class HandedIn(Handed):
+    """A tensor that a program of a pipeline takes from another.
+
+    Attributes:
+        source: The program that makes it.
+    """
+
+    source: str
+
+
+@dataclass(frozen=True)
 class Program:
     """One program of the artifact, a graph per rank.
 
@@ -221,6 +247,8 @@ class Program:
         index_ranges: Likewise, of the elements of inputs.
         state_inputs: Graph inputs that are states, by the state's name.
         state_outputs: Graph outputs that are new values of states.
+        handed_in: Graph inputs that other programs of the pipeline make.
+        handed_out: Graph outputs that other programs of the pipeline read.
     """
 
     name: str
@@ -233,6 +261,58 @@ class Program:
     index_ranges: tuple[IndexRange, ...] = ()
     state_inputs: tuple[str, ...] = ()
     state_outputs: tuple[StateOutput, ...] = ()
+    handed_in: tuple[HandedIn, ...] = ()
+    handed_out: tuple[Handed, ...] = ()
+
+
+@dataclass(frozen=True)
+class VirtualStage:
+    """The programs of one virtual stage.
+
+    Attributes:
+        forward: Name of the program of the forward.
+        backward: That of the backward; None where nothing is differentiated.
+        weight: The part of the backward that no other stage waits for; None where it is whole.
+    """
+
+    forward: str
+    backward: str | None = None
+    weight: str | None = None
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """Names of the programs, in the order in which a micro-batch runs through them."""
+        return tuple(n for n in (self.forward, self.backward, self.weight) if n is not None)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a pipeline, each on a mesh of its own.
+
+    Virtual stage s is chunk s // stages of stage s % stages. The rank at a place on the mesh of a
+    stage exchanges values with those at the same place of other stages.
+
+    Attributes:
+        stages: Number of stages.
+        chunks: Virtual stages of each stage.
+        schedule: Name of the schedule.
+        micro_batches: Micro-batches of a step, unless another number is asked for.
+        programs: Of each program that runs through the stages its parts, by virtual stage.
+        updates: Of each program that works on states alone its parts: of the optimizer's by stage,
+            of the accumulation's by virtual stage.
+    """
+
+    stages: int
+    chunks: int
+    schedule: str
+    micro_batches: int
+    programs: Mapping[str, tuple[VirtualStage, ...]]
+    updates: Mapping[str, tuple[str, ...]]
+
+    @property
+    def virtual_stages(self) -> int:
+        """Their number."""
+        return self.stages * self.chunks
 
 
 @dataclass(frozen=True)
@@ -303,12 +383,16 @@ class State:
         kind: One of `STATE_KINDS`.
         parameter: The parameter that it is, or belongs to; of a statistic the statistic itself.
         partial: Atoms over whose ranks the stored values have still to be added up.
+        stages: The stages of the pipeline that hold it.
+        partial_stages: Whether those stages' values have still to be added up.
     """
 
     spec: TensorSpec
     kind: str
     parameter: str
     partial: tuple[int, ...]
+    stages: tuple[int, ...] = (0,)
+    partial_stages: bool = False
 
 
 @dataclass(frozen=True)
@@ -372,6 +456,7 @@ class Contents:
         strategy: The strategy as resolved.
         replicated: Nodes that every rank computes whole, with the reason.
         training: What there is to say about training; None where the artifact is for inference.
+        pipeline: The stages; None where there is one.
     """
 
     directory: Path
@@ -387,3 +472,18 @@ class Contents:
     strategy: Mapping[str, Any]
     replicated: tuple[Mapping[str, Any], ...]
     training: Training | None = None
+    pipeline: Pipeline | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return 1 if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def stage_devices(self) -> int:
+        """Number of ranks of a stage."""
+        return self.devices // self.stages
+
+    def stage_of(self, rank: int) -> int:
+        """Returns the stage of a rank."""
+        return rank // self.stage_devices

@@ -1,4 +1,4 @@
-"""One rank's graph of one program in onnxruntime: loading, cutting inputs, binding, running.
+"""One rank's graph of one program in onnxruntime: loading, binding, running.
 
 The rank's graph is an ordinary ONNX file. Collectives are bound to the rank, system inputs (global
 values of symbols, mesh coordinates, counters, hyperparameters) are filled here, and states are
@@ -6,8 +6,8 @@ bound to buffers that outlive the run. One IO binding is kept for each set of sh
 repeated step neither allocates nor copies on the device.
 """
 
+import functools
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,19 +19,12 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import Cut, Part, coordinates
+from onnxpar_runtime.boxes import coordinates
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.data import convert
-from onnxpar_runtime.errors import (
-    ArtifactError,
-    InputError,
-    LaunchError,
-    RankError,
-    SymbolValueError,
-)
-from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
-from onnxpar_runtime.gather import gather_to_root
-from onnxpar_runtime.manifest import Manifest, Program, SystemInput, TensorSpec
+from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError
+from onnxpar_runtime.expressions import ExpressionError
+from onnxpar_runtime.inputs import Feeds
+from onnxpar_runtime.manifest import Manifest, Program, SystemInput
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import (
     CUDA,
@@ -41,19 +34,11 @@ from onnxpar_runtime.options import (
     session_options,
     threads_per_rank,
 )
-from onnxpar_runtime.shapes import (
-    bind_local_symbols,
-    bind_symbols,
-    check_equal_sizes,
-    check_index_ranges,
-    check_symbols,
-)
 from onnxpar_runtime.tensors import to_host, to_ort
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
 _MAX_BINDINGS = 8
-_MAX_SHAPES = 64
 LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
 
@@ -66,16 +51,16 @@ class Buffers(Protocol):
 
 
 @dataclass(frozen=True)
-class Feeds:
-    """The inputs of one run on one rank.
+class Results:
+    """What a run leaves beside states.
 
     Attributes:
-        values: Global values of the symbols.
-        local: The rank's part of every input, padding included.
+        data: Local array of every output, padding included.
+        handed: The values that other programs take, on the device.
     """
 
-    values: Mapping[str, int]
-    local: Mapping[str, Array]
+    data: Mapping[str, Array]
+    handed: Mapping[str, Any]
 
 
 @dataclass
@@ -85,7 +70,7 @@ class _Binding:
     io: Any
     reusable: bool
     inputs: dict[str, Any] = field(default_factory=dict)
-    # The buffers of the outputs that are no states, once a run has made them.
+    # The buffers of the outputs that are neither states nor handed on, once a run has made them.
     outputs: list[Any] = field(default_factory=list)
     # The numbers of system inputs, in memory that onnxruntime reads at every run.
     system: list[tuple[SystemInput, Array]] = field(default_factory=list)
@@ -209,24 +194,26 @@ class Executor:
         self._session = loader.load(path)
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
-        self._specs = {spec.name: spec for spec in self.program.inputs}
         self._graph_inputs = {i.name for i in self._session.get_inputs()}
         self._states = {o.name: o.state for o in self.program.state_outputs}
         outputs = [o.name for o in self._session.get_outputs()]
+        self._handed = {value.name for value in self.program.handed_out}
         self._check_graph(path, set(outputs))
-        self._data_outputs = [name for name in outputs if name not in self._states]
+        self._made = [name for name in outputs if name not in self._states]
+        specs = {spec.name for spec in self.program.outputs}
+        self._data = {name for name in self._made if name in specs or name not in self._handed}
+        self._taken = [v.name for v in self.program.handed_in if v.name in self._graph_inputs]
         self._outputs = outputs
         self._coordinates = coordinates(self.rank.index, manifest.atoms)
-        self._lock = threading.Lock()
-        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, Part]]]
-        self._cuts = OrderedDict()
         self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
         log.info("rank %d of %d: %s on %s", self.rank.index, manifest.devices, path, self.device)
 
     def _check_graph(self, path: Path, found: set[str]) -> None:
-        outputs = {spec.name for spec in self.program.outputs} | set(self._states)
-        system = {s.name for s in self.program.system_inputs}
-        known = set(self._specs) | system | set(self.program.state_inputs)
+        program = self.program
+        outputs = {spec.name for spec in program.outputs} | set(self._states) | self._handed
+        known = {spec.name for spec in program.inputs} | set(program.state_inputs)
+        known |= {entry.name for entry in program.system_inputs}
+        known |= {value.name for value in program.handed_in}
         unknown = sorted(self._graph_inputs - known)
         absent = sorted(outputs - found)
         if unknown or absent:
@@ -234,127 +221,6 @@ class Executor:
                 f"{path}: does not match its manifest: inputs {unknown} are not in the manifest, "
                 f"outputs {absent} are not in the graph"
             )
-
-    # -- inputs ----------------------------------------------------------------------------------
-
-    def cut_inputs(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Returns the symbols' values and this rank's part of every global array.
-
-        May be called from another thread while the program runs.
-
-        Raises:
-            InputError: An input is missing, unknown, of the wrong dtype or shape, or its sizes do
-                not fit those of another.
-            SymbolValueError: A symbol's value violates its constraint.
-        """
-        arrays = convert(self.program.inputs, feeds)
-        key = tuple(a.shape for a in arrays.values())
-        with self._lock:
-            known = self._cuts.get(key)
-            if known is None:
-                shapes = {n: a.shape for n, a in arrays.items()}
-                values = bind_symbols(self.program.inputs, shapes)
-                check_symbols(self.manifest.symbols, values)
-                check_equal_sizes(self.program, values)
-                rank = self.rank.index
-                parts = {n: self.cut(s, values).part(rank) for n, s in self._specs.items()}
-                known = values, parts
-                self._cuts[key] = known
-                while len(self._cuts) > _MAX_SHAPES:
-                    self._cuts.popitem(last=False)
-        values, parts = known
-        local = {
-            # Not ascontiguousarray, which gives a scalar a dim.
-            name: np.asarray(parts[name].take(a), order="C")
-            for name, a in arrays.items()
-        }
-        check_index_ranges(self.program, local, values)
-        return Feeds(values, local)
-
-    def local_inputs(
-        self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None
-    ) -> Feeds:
-        """Returns checked inputs from this rank's parts.
-
-        Args:
-            feeds: Local array of every input, padding included.
-            symbols: Global values of the symbols. Without them they are read off the local shapes,
-                which works for whole dims and for splits that the constraint makes even.
-
-        Raises:
-            InputError: An input is missing, unknown, or of the wrong dtype or local shape.
-            SymbolValueError: A symbol has no value, or violates its constraint.
-        """
-        local = convert(self.program.inputs, feeds)
-        values = self._local_symbols(local, symbols)
-        self._check_local(local, values)
-        return Feeds(values, local)
-
-    def part_inputs(
-        self, arrays: Mapping[str, Array], values: Mapping[str, int], atoms: tuple[int, ...]
-    ) -> Feeds:
-        """Returns this rank's part of arrays that have been split in dim 0 already.
-
-        Args:
-            arrays: By input, of the right dtypes. Where `atoms` split dim 0: the valid rows of
-                this rank's place along them. Elsewhere: the global array.
-            values: Global values of the symbols on this rank.
-            atoms: Atoms that have split dim 0.
-        """
-        local = {}
-        for name, spec in self._specs.items():
-            array, cut = arrays[name], self.cut(spec, values)
-            if atoms and cut.dims and cut.dims[0][0][1] == atoms:
-                rows = cut.local_shape[0]
-                padding = [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1)
-                array = np.pad(array, padding)
-                cut = Cut(cut.atoms, (((rows, ()),), *cut.dims[1:]))
-            local[name] = np.asarray(cut.take(array, self.rank.index), order="C")
-        check_index_ranges(self.program, local, values)
-        return Feeds(values, local)
-
-    def cut(self, spec: TensorSpec, values: Mapping[str, int], local: Any = None) -> Cut:
-        """Returns `spec.cut`; raises ArtifactError where it cannot be evaluated."""
-        try:
-            return spec.cut(self.manifest.atoms, values, local)
-        except ExpressionError as error:
-            raise ArtifactError(
-                f"{self.manifest.directory}: sharding of {spec.name!r}: {error}"
-            ) from None
-
-    def _local_symbols(
-        self, local: Mapping[str, Array], symbols: Mapping[str, int] | None
-    ) -> dict[str, int]:
-        shapes = {name: a.shape for name, a in local.items()}
-        if symbols is None:
-            values = bind_local_symbols(
-                self.program.inputs, shapes, self.manifest.atoms, self.manifest.symbols
-            )
-        else:
-            values = {name: int(value) for name, value in symbols.items()}
-        check_symbols(self.manifest.symbols, values)
-        check_equal_sizes(self.program, values)
-        for entry in self.program.system_inputs:
-            if entry.symbol is not None and entry.symbol not in values:
-                raise SymbolValueError(
-                    f"symbol {entry.symbol!r} has no value: local shapes do not tell the size of a "
-                    "dim that may be split unevenly, pass `symbols`"
-                )
-        return values
-
-    def _check_local(self, local: Mapping[str, Array], values: Mapping[str, int]) -> None:
-        for name, array in local.items():
-            try:
-                expected = self._specs[name].cut(self.manifest.atoms, values).local_shape
-            except UnknownSymbolError:
-                continue  # without the symbol's value there is nothing to compare with
-            if array.shape != expected:
-                raise InputError(
-                    f"input {name!r}: expected the local shape {expected}, got {array.shape}"
-                )
-        check_index_ranges(self.program, local, values)
-
-    # -- running ---------------------------------------------------------------------------------
 
     def run(
         self,
@@ -378,6 +244,30 @@ class Executor:
             RankError: onnxruntime failed on this rank, or another rank did.
             KeyError: A number that the program reads is missing.
         """
+        return dict(self.run_part(feeds, counters, numbers, redirect, {}).data)
+
+    def run_part(
+        self,
+        feeds: Feeds,
+        counters: Mapping[str, int],
+        numbers: Mapping[str, float] | None,
+        redirect: Mapping[str, str] | None,
+        handed: Mapping[str, Any],
+    ) -> Results:
+        """Runs the program of a stage, as `run` does.
+
+        Args:
+            feeds: As `run`.
+            counters: As `run`.
+            numbers: As `run`.
+            redirect: As `run`.
+            handed: OrtValues of what other programs have made for this one, at least. They are not
+                held on to.
+
+        Raises:
+            RankError: As `run`.
+            KeyError: As `run`; or a value is missing.
+        """
         local = {n: a for n, a in feeds.local.items() if n in self._graph_inputs}
         key = (
             tuple(feeds.values.items()),
@@ -389,6 +279,8 @@ class Executor:
         while len(self._bindings) > _MAX_BINDINGS:
             self._bindings.popitem(last=False)
         self._feed(binding, local)
+        for name in self._taken:
+            binding.io.bind_ortvalue_input(name, handed[name])
         for entry, memory in binding.system:
             if entry.counter is not None:
                 memory[...] = counters[entry.counter]
@@ -406,22 +298,27 @@ class Executor:
             raise RankError(self.rank.index, first_line(error)) from error
         if not binding.outputs:
             # Those that are no states were bound first.
-            binding.outputs = binding.io.get_outputs()[: len(self._data_outputs)]
-        results = zip(self._data_outputs, binding.outputs, strict=True)
-        return {name: to_host(value) for name, value in results}
+            binding.outputs = binding.io.get_outputs()[: len(self._made)]
+        made = dict(zip(self._made, binding.outputs, strict=True))
+        results = Results(
+            {name: to_host(value) for name, value in made.items() if name in self._data},
+            {name: value for name, value in made.items() if name in self._handed},
+        )
+        self._let_go(binding)
+        return results
 
-    def join(
-        self, outputs: Mapping[str, Array], values: Mapping[str, int]
-    ) -> dict[str, Array] | None:
-        """Returns the global outputs on rank 0, None elsewhere. Every rank must call it."""
-        whole: dict[str, Array] = {}
-        for spec in self.program.outputs:
-            part = outputs[spec.name]
-            cut = self.cut(spec, values, part.shape)
-            array = gather_to_root(self.rank, cut, part)
-            if array is not None:
-                whole[spec.name] = array
-        return whole if self.rank.index == 0 else None
+    def value(self, array: Array) -> Any:
+        """Returns an OrtValue of an array, where the program computes."""
+        return to_ort(array, self.device.value, self._index)
+
+    def _let_go(self, binding: _Binding) -> None:
+        """Keeps no value of other programs, whose memory is theirs to free."""
+        for name in self._taken:
+            binding.io.bind_ortvalue_input(name, _nothing())
+        for name in self._handed:
+            binding.io.bind_output(name, self.device.value, self._index)
+        if self._handed:
+            binding.outputs.clear()
 
     def _bind(self, values: Mapping[str, int], redirect: Mapping[str, str] | None) -> _Binding:
         """Returns a new binding. Its output buffers are kept where the shapes alone fix theirs."""
@@ -457,7 +354,7 @@ class Executor:
 
     def _bind_outputs(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
         binding.io.clear_binding_outputs()
-        for name in self._data_outputs:
+        for name in self._made:
             binding.io.bind_output(name, self.device.value, self._index)
         for name in self._outputs:
             if name in self._states:
@@ -480,7 +377,7 @@ class Executor:
             if kept is not None and kept.device_name() != "cpu":
                 kept.update_inplace(array)
                 continue
-            value = to_ort(array, self.device.value, self._index)
+            value = self.value(array)
             binding.inputs[name] = value
             binding.io.bind_ortvalue_input(name, value)
 
@@ -494,6 +391,11 @@ class Executor:
         """Frees the session."""
         self._bindings.clear()
         self._session = None
+
+
+@functools.cache
+def _nothing() -> Any:
+    return to_ort(np.zeros(0, np.float32))
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.inputs import cut_of
+from onnxpar_runtime.manifest import Manifest, TensorSpec
 
 Array = NDArray[Any]
 # MPI counts are 32-bit in Open MPI 5.0; bytes are sent in pieces well below 2^31.
@@ -32,45 +36,63 @@ _boards: "WeakKeyDictionary[World, _Board]" = WeakKeyDictionary()
 _communicators: "WeakKeyDictionary[World, Any]" = WeakKeyDictionary()
 
 
-def gather_to_root(rank: Rank, cut: Cut, part: Array) -> Array | None:
+def gather_to_root(
+    rank: Rank,
+    cut: Cut,
+    part: Array | None,
+    first: int = 0,
+    dtype: np.dtype[Any] | None = None,
+) -> Array | None:
     """Returns the global array on rank 0 and None elsewhere. Every rank of the world must call it.
 
     Args:
         rank: This rank.
-        cut: How the array is cut.
-        part: This rank's part, of shape `cut.local_shape`.
+        cut: How the array is cut over the mesh of those that hold it.
+        part: This rank's part, of shape `cut.local_shape`; None on ranks outside of that mesh.
+        first: The mesh's first rank.
+        dtype: The array's type; needed where rank 0 has no part.
 
     Raises:
         ValueError: The part does not have the local shape.
     """
-    if part.shape != cut.local_shape:
-        raise ValueError(f"expected a part of shape {cut.local_shape}, got {part.shape}")
+    if part is not None:
+        if part.shape != cut.local_shape:
+            raise ValueError(f"expected a part of shape {cut.local_shape}, got {part.shape}")
+        dtype = part.dtype
+    if dtype is None:
+        raise ValueError("expected the type of an array that this rank has no part of")
     world = rank.world
-    if not cut.is_split:
-        # Each rank has all of it; nothing needs to move.
+    owners = tuple(first + place for place in cut.owners())
+    if owners == (0,):
+        # Rank 0 has all of it; nothing needs to move.
         return np.array(part) if rank.index == 0 else None
     if len(world.local_ranks) == world.size:
-        return _gather_threads(rank, cut, part)
-    return _gather_mpi(rank, cut, part)
+        return _gather_threads(rank, cut, part, first, dtype)
+    return _gather_mpi(rank, cut, part, first, dtype)
 
 
-def _gather_threads(rank: Rank, cut: Cut, part: Array) -> Array | None:
+def _gather_threads(
+    rank: Rank, cut: Cut, part: Array | None, first: int, dtype: np.dtype[Any]
+) -> Array | None:
     with _lock:
         board = _boards.setdefault(rank.world, _Board())
     with board.lock:
         number = board.done[rank.index]
         board.done[rank.index] += 1
-        board.parts[number][rank.index] = part
+        if part is not None:
+            board.parts[number][rank.index] = part
     # The reduction is a barrier that ends with an error, not a hang, when a rank has failed.
     rank.all_reduce(np.zeros(1, np.int64))
     if rank.index != 0:
         return None
     with board.lock:
         parts = board.parts.pop(number)
-    return cut.join(parts.__getitem__, part.dtype)
+    return cut.join(lambda place: parts[first + place], dtype)
 
 
-def _gather_mpi(rank: Rank, cut: Cut, part: Array) -> Array | None:
+def _gather_mpi(
+    rank: Rank, cut: Cut, part: Array | None, first: int, dtype: np.dtype[Any]
+) -> Array | None:
     world = rank.world
     comm = _communicators.get(world)
     if comm is None:
@@ -78,16 +100,16 @@ def _gather_mpi(rank: Rank, cut: Cut, part: Array) -> Array | None:
         _communicators[world] = comm
     if rank.index == 0:
 
-        def receive(source: int) -> Array:
-            if source == 0:
+        def receive(place: int) -> Array:
+            if first + place == 0 and part is not None:
                 return part
-            buffer = np.empty(cut.local_shape, part.dtype)
+            buffer = np.empty(cut.local_shape, dtype)
             for piece in _pieces(buffer):
-                comm.Recv(piece, source=source, tag=_TAG)
+                comm.Recv(piece, source=first + place, tag=_TAG)
             return buffer
 
-        return cut.join(receive, part.dtype)
-    if rank.index in cut.owners():
+        return cut.join(receive, dtype)
+    if part is not None and rank.index - first in cut.owners():
         for piece in _pieces(np.ascontiguousarray(part)):
             comm.Send(piece, dest=0, tag=_TAG)
     return None
@@ -97,3 +119,44 @@ def _pieces(array: Array) -> list[NDArray[np.uint8]]:
     """Returns the contiguous array's memory as runs of bytes that MPI can count."""
     flat = array.reshape(-1).view(np.uint8)
     return [flat[i : i + PIECE_BYTES] for i in range(0, flat.size, PIECE_BYTES)]
+
+
+def join_outputs(
+    rank: Rank,
+    manifest: Manifest,
+    made: Mapping[TensorSpec, int],
+    parts: Mapping[str, Array],
+    values: Mapping[str, int],
+) -> dict[str, Array] | None:
+    """Returns the global outputs on rank 0, None elsewhere. Every rank must call it.
+
+    Args:
+        rank: This rank.
+        manifest: The manifest.
+        made: The outputs, and the stage that makes each.
+        parts: This rank's parts of the outputs that its stage makes.
+        values: Global values of the symbols.
+
+    Raises:
+        ArtifactError: How an output is cut cannot be evaluated.
+    """
+    whole: dict[str, Array] = {}
+    for spec, stage in made.items():
+        part = parts.get(spec.name)
+        shape = _local_shape(rank, manifest, spec, part)
+        cut = cut_of(manifest, spec, values, shape)
+        first = stage * manifest.stage_devices
+        array = gather_to_root(rank, cut, part, first, DTYPES[spec.dtype].dtype)
+        if array is not None:
+            whole[spec.name] = array
+    return whole if rank.index == 0 else None
+
+
+def _local_shape(
+    rank: Rank, manifest: Manifest, spec: TensorSpec, part: Array | None
+) -> tuple[int, ...] | None:
+    """Returns the local shape, which ranks of other stages than the one that makes it are told."""
+    if manifest.stages == 1:
+        return None if part is None else part.shape
+    sizes = np.zeros(len(spec.shape), np.int64) if part is None else np.array(part.shape, np.int64)
+    return tuple(int(n) for n in rank.all_reduce(sizes, op="max")) if spec.shape else ()

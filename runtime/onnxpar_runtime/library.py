@@ -47,7 +47,11 @@ def _find(name: str) -> Path:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Returns the operator library with its own C interface declared (`runtime/csrc/capi.h`)."""
+    """Returns the operator library with its own C interface declared (`runtime/csrc/capi.h`).
+
+    Raises:
+        LaunchError: It has not been built, or from older sources.
+    """
     library = ctypes.CDLL(str(custom_op_library()))
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     text, seconds = ctypes.c_char_p, ctypes.c_double
@@ -67,6 +71,12 @@ def load_library() -> ctypes.CDLL:
         "onnxpar_all_reduce": (
             integer,
             [pointer, integer, group, integer, pointer, pointer, size, integer, integer],
+        ),
+        "onnxpar_concurrent": (integer, [pointer, integer]),
+        "onnxpar_send": (integer, [pointer, integer, integer, integer, pointer, size, text]),
+        "onnxpar_recv": (
+            integer,
+            [pointer, integer, integer, integer, pointer, size, integer, text],
         ),
     }
     _declare(library, signatures)
@@ -98,7 +108,12 @@ def memory_library() -> ctypes.CDLL:
 
 def _declare(library: ctypes.CDLL, signatures: Signatures) -> None:
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise LaunchError(
+                f"{custom_op_library()} has no {name}: it was built from older sources than this "
+                "package; build it again and install it into runtime/"
+            )
         function.restype = result
         function.argtypes = arguments
 

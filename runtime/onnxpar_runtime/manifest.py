@@ -16,9 +16,12 @@ from onnxpar_runtime.entries import (
     Contents,
     EqualSizes,
     FileEntry,
+    Handed,
+    HandedIn,
     IndexRange,
     Loss,
     Parameter,
+    Pipeline,
     Program,
     ShardBox,
     ShardFile,
@@ -29,6 +32,7 @@ from onnxpar_runtime.entries import (
     TensorSpec,
     Training,
     TrainingTensor,
+    VirtualStage,
 )
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.manifest_reader import SCHEMA, read_contents
@@ -41,10 +45,13 @@ __all__ = [
     "Contents",
     "EqualSizes",
     "FileEntry",
+    "Handed",
+    "HandedIn",
     "IndexRange",
     "Loss",
     "Manifest",
     "Parameter",
+    "Pipeline",
     "Program",
     "ShardBox",
     "ShardFile",
@@ -55,6 +62,7 @@ __all__ = [
     "TensorSpec",
     "Training",
     "TrainingTensor",
+    "VirtualStage",
 ]
 
 FILE_NAME = "manifest.json"
@@ -104,6 +112,19 @@ class Manifest(Contents):
                 f"{self.directory}: no program {name!r}, it has {sorted(self.programs)}"
             )
         return self.programs[name]
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Returns the programs that a program consists of: itself, or those of its stages.
+
+        Raises:
+            ArtifactError: There is no such program.
+        """
+        pipeline = self.pipeline
+        if pipeline is not None and name in pipeline.programs:
+            return tuple(part for stage in pipeline.programs[name] for part in stage.programs)
+        if pipeline is not None and name in pipeline.updates:
+            return pipeline.updates[name]
+        return (self.program(name).name,)
 
     def trained(self) -> Training:
         """Returns what the artifact says about training.

@@ -13,9 +13,12 @@ from onnxpar_runtime.entries import (
     Contents,
     EqualSizes,
     FileEntry,
+    Handed,
+    HandedIn,
     IndexRange,
     Loss,
     Parameter,
+    Pipeline,
     Program,
     ShardBox,
     ShardFile,
@@ -26,6 +29,7 @@ from onnxpar_runtime.entries import (
     TensorSpec,
     Training,
     TrainingTensor,
+    VirtualStage,
 )
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.json_reader import JsonReader
@@ -59,8 +63,10 @@ class _Reader(JsonReader):
         mesh = self.get(raw, "mesh", dict, "manifest")
         atoms = self.integers(self.get(mesh, "atoms", list, "mesh"), "mesh.atoms")
         devices = self.get(raw, "devices", int, "manifest")
-        if prod(atoms) != devices or any(a < 2 for a in atoms):
-            raise self.fail("mesh.atoms", f"integers > 1 whose product is {devices}", list(atoms))
+        stages = self.stages(raw, devices)
+        if prod(atoms) != devices // stages or any(a < 2 for a in atoms):
+            wanted = f"integers > 1 whose product is {devices // stages}"
+            raise self.fail("mesh.atoms", wanted, list(atoms))
         axes = []
         for axis in self.get(mesh, "axes", list, "mesh"):
             if not (isinstance(axis, list) and len(axis) == 2 and type(axis[1]) is int):
@@ -93,9 +99,14 @@ class _Reader(JsonReader):
         for name in listed:
             if name not in files:
                 raise ArtifactError(f"{self.path}: {name!r} is used but is not under 'files'")
+        pipeline = None
+        if "pipeline" in raw:
+            pipeline = self.pipeline(raw["pipeline"], stages, devices, programs)
         training = None
         if "training" in raw:
-            training = self.training(self.get(raw, "training", dict, "manifest"), len(atoms))
+            training = self.training(
+                self.get(raw, "training", dict, "manifest"), len(atoms), stages
+            )
             for state in training.states.values():
                 if state.parameter not in parameters:
                     where = f"training.states {state.spec.name!r}.parameter"
@@ -119,7 +130,92 @@ class _Reader(JsonReader):
             strategy=self.get(raw, "strategy", dict, "manifest"),
             replicated=tuple(self.get(raw, "replicated", list, "manifest")),
             training=training,
+            pipeline=pipeline,
         )
+
+    def stages(self, raw: Any, devices: int) -> int:
+        """Returns the number of stages, one where there is no pipeline."""
+        if "pipeline" not in raw:
+            return 1
+        entry = self.get(raw, "pipeline", dict, "manifest")
+        count: int = self.get(entry, "stages", int, "pipeline")
+        if count < 1 or devices % count:
+            raise self.fail("pipeline.stages", f"a divisor of the {devices} devices", count)
+        return count
+
+    def pipeline(
+        self, raw: Any, stages: int, devices: int, programs: Mapping[str, Program]
+    ) -> Pipeline:
+        where = "pipeline"
+        chunks, micro = (self.get(raw, key, int, where) for key in ("chunks", "micro_batches"))
+        for key, number in (("chunks", chunks), ("micro_batches", micro)):
+            if number < 1:
+                raise self.fail(f"{where}.{key}", "a number >= 1", number)
+        virtual: dict[str, tuple[VirtualStage, ...]] = {}
+        updates: dict[str, tuple[str, ...]] = {}
+        for name, entries in self.get(raw, "programs", dict, where).items():
+            place = f"{where}.programs.{name}"
+            if not isinstance(entries, list) or not entries:
+                raise self.fail(place, "a list of stages", entries)
+            if all(isinstance(e, dict) and "update" in e for e in entries):
+                updates[name] = tuple(self.get(e, "update", str, place) for e in entries)
+                allowed = {stages, stages * chunks}
+            else:
+                virtual[name] = tuple(
+                    VirtualStage(
+                        self.get(e, "forward", str, place),
+                        *(
+                            None if e.get(key) is None else self.get(e, key, str, place)
+                            for key in ("backward", "weight")
+                        ),
+                    )
+                    for e in entries
+                )
+                allowed = {stages * chunks}
+                if name not in programs:
+                    raise self.fail(place, f"one of the programs {sorted(programs)}", name)
+            if len(entries) not in allowed:
+                raise self.fail(
+                    place, f"{' or '.join(map(str, sorted(allowed)))} entries", len(entries)
+                )
+        pipeline = Pipeline(
+            stages, chunks, self.get(raw, "schedule", str, where), micro, virtual, updates
+        )
+        self.check_stages(pipeline, devices // stages, programs)
+        return pipeline
+
+    def check_stages(self, pipeline: Pipeline, size: int, programs: Mapping[str, Program]) -> None:
+        """Checks that the parts are programs, have graphs on their stages alone, and fit together.
+
+        Args:
+            pipeline: The pipeline.
+            size: Ranks of a stage.
+            programs: The programs.
+        """
+        parts = [
+            (name, index % pipeline.stages)
+            for listed in pipeline.programs.values()
+            for index, stage in enumerate(listed)
+            for name in stage.programs
+        ]
+        parts += [
+            (name, index % pipeline.stages)
+            for listed in pipeline.updates.values()
+            for index, name in enumerate(listed)
+        ]
+        for name, stage in parts:
+            if name not in programs:
+                raise self.fail("pipeline.programs", f"one of {sorted(programs)}", name)
+            ranks = [r for r, file in enumerate(programs[name].files) if file is not None]
+            if any(rank // size != stage for rank in ranks):
+                wanted = f"files for the ranks of stage {stage} alone"
+                raise self.fail(f"programs.{name}.files", wanted, ranks)
+            for value in programs[name].handed_in:
+                source = programs.get(value.source)
+                made = source and {(v.name, v.dtype, v.shape) for v in source.handed_out}
+                if not made or (value.name, value.dtype, value.shape) not in made:
+                    where = f"programs.{name}.handed_in {value.name!r}"
+                    raise self.fail(where, f"{value.source!r} to hand it out alike", value)
 
     def symbol(self, raw: Any, where: str) -> Symbol:
         numbers = {k: self.get(raw, k, int, where) for k in ("min", "max", "divisor", "remainder")}
@@ -216,9 +312,30 @@ class _Reader(JsonReader):
                 )
                 for entry in self.get({"state_outputs": [], **raw}, "state_outputs", list, where)
             ),
+            handed_in=tuple(
+                HandedIn(*self.handed(entry, place), self.get(entry, "from", str, place))
+                for place in (f"{where}.handed_in",)
+                for entry in self.get({"handed_in": [], **raw}, "handed_in", list, where)
+            ),
+            handed_out=tuple(
+                Handed(*self.handed(entry, f"{where}.handed_out"))
+                for entry in self.get({"handed_out": [], **raw}, "handed_out", list, where)
+            ),
         )
 
-    def training(self, raw: Any, atoms: int) -> Training:
+    def handed(self, raw: Any, where: str) -> tuple[str, str, tuple[int | str, ...] | None]:
+        """Returns name, dtype and shape of a value that programs hand on."""
+        name, dtype = self.get(raw, "name", str, where), self.get(raw, "dtype", str, where)
+        if dtype not in DTYPES:
+            raise self.fail(f"{where} {name!r}.dtype", f"one of {sorted(DTYPES)}", dtype)
+        shape = raw.get("shape")
+        if shape is None:
+            return name, dtype, None
+        if not isinstance(shape, list) or not all(type(size) in (int, str) for size in shape):
+            raise self.fail(f"{where} {name!r}.shape", "a list of sizes or null", shape)
+        return name, dtype, tuple(shape)
+
+    def training(self, raw: Any, atoms: int, stages: int) -> Training:
         where = "training"
         loss = self.get(raw, "loss", dict, where)
         optional: dict[str, Any] = {
@@ -227,7 +344,7 @@ class _Reader(JsonReader):
         }
         states: dict[str, State] = {}
         for entry in self.get(raw, "states", list, where):
-            state = self.state(entry, atoms)
+            state = self.state(entry, atoms, stages)
             if state.spec.name in states:
                 raise self.fail(f"{where}.states", "each name once", state.spec.name)
             states[state.spec.name] = state
@@ -252,7 +369,7 @@ class _Reader(JsonReader):
             compute=None if raw.get("compute") is None else self.get(raw, "compute", str, where),
         )
 
-    def state(self, raw: Any, atoms: int) -> State:
+    def state(self, raw: Any, atoms: int, stages: int) -> State:
         where = "training.states"
         spec = self.tensor(raw, atoms, where)
         where += f" {spec.name!r}"
@@ -266,7 +383,18 @@ class _Reader(JsonReader):
         used = [*partial, *(a for dim in spec.dims for _, by in dim for a in by)]
         if len(set(used)) != len(used) or any(not 0 <= a < atoms for a in partial):
             raise self.fail(f"{where}.partial", "atoms that do not split it, once each", partial)
-        return State(spec, kind, self.get(raw, "parameter", str, where), partial)
+        every = list(range(stages))
+        held = self.integers(raw.get("stages", every), f"{where}.stages")
+        if not held or len(set(held)) != len(held) or not set(held) <= set(every):
+            raise self.fail(f"{where}.stages", f"different stages of {every}", list(held))
+        return State(
+            spec,
+            kind,
+            self.get(raw, "parameter", str, where),
+            partial,
+            held,
+            self.get({"partial_stages": False, **raw}, "partial_stages", bool, where),
+        )
 
     def equal_sizes(self, raw: Any, where: str) -> EqualSizes:
         values, dims, sizes = (self.get(raw, k, list, where) for k in ("values", "dims", "sizes"))

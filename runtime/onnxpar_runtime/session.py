@@ -9,10 +9,13 @@ from numpy.typing import NDArray
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
-from onnxpar_runtime.executor import Executor, Feeds, Loader
-from onnxpar_runtime.manifest import COUNTERS, Manifest, Program
+from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.gather import join_outputs
+from onnxpar_runtime.inputs import Feeds, Inputs
+from onnxpar_runtime.manifest import COUNTERS, Manifest, Program, TensorSpec
 from onnxpar_runtime.memory import peak_bytes, weight_bytes
 from onnxpar_runtime.options import Device
+from onnxpar_runtime.pipeline.forward import Forward
 
 Array = NDArray[Any]
 
@@ -62,9 +65,18 @@ class Session:
         self.manifest = manifest or Manifest.load(directory)
         self._own_world, self.rank = own_rank(self.manifest, rank)
         self._loader = Loader(self.rank, device, ort_options, custom_ops, measured)
-        self._executor = Executor(self.manifest, program, self._loader)
-        self.program: Program = self._executor.program
-        self.device: Device = self._executor.device
+        self._runs: Executor | Forward
+        self._made: Mapping[TensorSpec, int]
+        self.program: Program = self.manifest.program(program)
+        pipeline = self.manifest.pipeline
+        if pipeline is not None and program in pipeline.programs:
+            self._runs = Forward(self.manifest, program, self._loader)
+            self._made = self._runs.made
+        else:
+            self._runs = Executor(self.manifest, program, self._loader)
+            self._made = dict.fromkeys(self.program.outputs, 0)
+        self._inputs = Inputs(self.manifest, program, self.rank.index)
+        self.device: Device = self._loader.device
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def run_global(self, feeds: Mapping[str, Array]) -> dict[str, Array] | None:
@@ -82,9 +94,12 @@ class Session:
             SymbolValueError: A symbol's value violates its constraint, or ranks disagree.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        inputs = self._agreed(lambda: self._executor.cut_inputs(feeds))
-        outputs = self._executor.run(inputs, self.counters)
-        return together(self.rank, lambda: self._executor.join(outputs, inputs.values))
+        inputs = self._agreed(lambda: self._inputs.cut_inputs(feeds))
+        parts = self._runs.run(inputs, self.counters)
+        return together(
+            self.rank,
+            lambda: join_outputs(self.rank, self.manifest, self._made, parts, inputs.values),
+        )
 
     def run(
         self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None
@@ -97,15 +112,16 @@ class Session:
                 which works for whole dims and for splits that the constraint makes even.
 
         Returns:
-            Local array of every output, padding included.
+            Local array of every output, padding included; in a pipeline, of those that this rank's
+            stage makes.
 
         Raises:
             InputError: An input is missing, unknown, or of the wrong dtype or local shape.
             SymbolValueError: A symbol has no value, violates its constraint, or ranks disagree.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        inputs = self._agreed(lambda: self._executor.local_inputs(feeds, symbols))
-        return self._executor.run(inputs, self.counters)
+        inputs = self._agreed(lambda: self._inputs.local_inputs(feeds, symbols))
+        return self._runs.run(inputs, self.counters)
 
     def peak_bytes(self, *, reset: bool = False) -> int:
         """Returns the most bytes that this rank held at once: inputs, values, weights.
@@ -116,7 +132,7 @@ class Session:
         Raises:
             LaunchError: The session was not made with `measured`.
         """
-        bound = self._executor.bound_bytes + weight_bytes(self.manifest, self.rank.index)
+        bound = self._runs.bound_bytes + weight_bytes(self.manifest, self.rank.index)
         return peak_bytes(self._loader.memory, bound, reset=reset)
 
     def _agreed(self, make: Callable[[], Feeds]) -> Feeds:
@@ -131,7 +147,7 @@ class Session:
 
     def close(self) -> None:
         """Frees the session, and the world of one rank if it made one."""
-        self._executor.close()
+        self._runs.close()
         if self._own_world is not None:
             self._own_world.close()
 

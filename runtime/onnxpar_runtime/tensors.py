@@ -25,6 +25,17 @@ def to_ort(array: Array, device: str = "cpu", index: int = 0) -> Any:
     return make.ortvalue_from_numpy(array, device, index)
 
 
+def host_view(value: Any) -> Array:
+    """Returns an OrtValue in host memory: its own where it lies there, else a copy.
+
+    It must not outlive the value.
+    """
+    if value.device_name() != "cpu" or value.data_type() == "tensor(bfloat16)":
+        return to_host(value)
+    array: Array = value.numpy()
+    return array
+
+
 def to_host(value: Any) -> Array:
     """Returns a copy of an OrtValue in host memory, of its own."""
     if value.data_type() != "tensor(bfloat16)":

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from math import floor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +20,10 @@ from numpy.typing import NDArray
 from onnxpar_runtime.data import convert
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
-from onnxpar_runtime.expressions import ExpressionError, bare_name, evaluate, evaluate_exact
-from onnxpar_runtime.group import Ranks, ThreadsGroup
+from onnxpar_runtime.expressions import ExpressionError, bare_name, evaluate
+from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import (
     FILE_NAME,
-    Collective,
     Manifest,
     Program,
     Symbol,
@@ -33,6 +31,7 @@ from onnxpar_runtime.manifest import (
 )
 from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
 from onnxpar_runtime.tensors import to_host, to_ort
+from onnxpar_runtime.traffic import compare_bytes
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -214,7 +213,7 @@ def verify(
     model = Path(model)
     if not model.exists():
         raise InputError(f"{model}: no such file")
-    reference = _reference(model, program, settings)
+    reference = _reference(model, manifest, settings)
     with closing(reference):
         if feeds is not None:
             if cases:
@@ -240,10 +239,11 @@ def verify(
             return [_compare(group, reference, program, v, f, settings) for v, f in runs]
 
 
-def _reference(model: Path, program: Program, settings: Settings) -> Reference:
+def _reference(model: Path, manifest: Manifest, settings: Settings) -> Reference:
     if (model / FILE_NAME).is_file():
         return ArtifactReference(model, settings.program, settings.custom_ops)
-    if any(entry.counter is not None for entry in program.system_inputs):
+    parts = [manifest.program(name) for name in manifest.parts(settings.program)]
+    if any(entry.counter is not None for part in parts for entry in part.system_inputs):
         # onnxruntime's own generators have hidden state, so no run of the model repeats another.
         raise InputError(
             f"the program draws random numbers, which {model} would draw differently: cut it with "
@@ -286,7 +286,7 @@ def _compare(
                 f"output {spec.name!r}: expected a difference of at most {limit:.3g}, got "
                 f"{difference:.3g}"
             )
-    total, counted, wrong = compare_bytes(program.collectives, group, values)
+    total, counted, wrong = compare_bytes({settings.program: 1}, group, values)
     problems += wrong
     return Case(values, not problems, max_abs, max_rel, worst, total, counted, tuple(problems))
 
@@ -323,44 +323,6 @@ def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
     if expected.dtype.kind in "iub" and difference == 0 and not np.array_equal(expected, got):
         difference = 1.0  # integers beyond 2^53 that float64 does not tell apart
     return difference, float(np.abs(a).max()), True
-
-
-def compare_bytes(
-    collectives: Sequence[Collective],
-    group: Ranks[Any],
-    values: Mapping[str, int],
-    *,
-    widened: bool = False,
-) -> tuple[int | None, int, list[str]]:
-    """Returns bytes expected and counted, and the operators for which they differ.
-
-    A formula's fraction of a byte is rounded down, as the ranks count. A rank that sends nothing in
-    a Permute, or receives in a Broadcast, counts less than the formula's rank. On the CPU
-    onnxruntime may bring float16 to float32 before a collective instead of after it, which doubles
-    what is sent; that is allowed where it is `widened`.
-    """
-    expected: dict[str, int] = {}
-    try:
-        for c in collectives:
-            expected[c.op] = expected.get(c.op, 0) + floor(evaluate_exact(c.bytes, values))
-    except ExpressionError:
-        expected = {}
-        known = False
-    else:
-        known = True
-    counters = group.counters()
-    totals = [sum(c.bytes for c in counts.values()) for counts in counters]
-    problems = []
-    for op in sorted(set(expected) | {o for counts in counters for o in counts} if known else ()):
-        want = expected.get(op, 0)
-        one_sided = op in ("Permute", "Broadcast", "Send", "Recv")
-        for rank, counts in enumerate(counters):
-            got = counts[op].bytes if op in counts else 0
-            if got > want * (2 if widened else 1) or (got < want and not one_sided):
-                problems.append(f"{op} on rank {rank}: expected {want} bytes, got {got}")
-                break
-    total = sum(expected.values()) if known else None
-    return total, max(totals), problems
 
 
 # -- cases and inputs ----------------------------------------------------------------------------

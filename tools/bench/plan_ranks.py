@@ -34,9 +34,8 @@ def main(text: str) -> int:
         if job["training"] is None:
             session = Session(directory, rank=rank, device="cpu")
             # What is timed is the program, not how a global batch is cut for it.
-            executor = session._executor
-            inputs = executor.cut_inputs({case.input: batch[case.input]})
-            return lambda: executor.run(inputs, session.counters)
+            feeds = session._inputs.cut_inputs({case.input: batch[case.input]})
+            return lambda: session._runs.run(feeds, session.counters)
         trainer = Trainer(directory, rank=rank, device="cpu")
         prepared = trainer.prepare(batch)
         hyper = hyperparameters(job["training"], Settings()).at(1, 1e-6)

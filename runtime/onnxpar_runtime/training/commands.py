@@ -34,11 +34,17 @@ from onnxpar_runtime.training.checkpoints import Saving, Told, described, resume
 from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
 from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
-from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
+from onnxpar_runtime.training.programs import (
+    CORRECT,
+    EVALUATION,
+    OPTIMIZER,
+    TRAINING,
+    hyperparameters_read,
+)
 from onnxpar_runtime.training.replicas import ReplicaCheck
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
-from onnxpar_runtime.training.trainer import CORRECT, Trainer
+from onnxpar_runtime.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -77,7 +83,7 @@ class TrainingRun:
         epochs: Epochs; by default one, or as many as `steps` takes.
         steps: Steps of all epochs together after which it ends.
         seed: What the order of samples and the model's random numbers depend on.
-        accumulate: Micro-batches in a step.
+        accumulate: Micro-batches in a step; None for as many as a pipeline was cut for, or one.
         schedule: `constant`, `linear` or `cosine`.
         warmup: Warm-up steps.
         settings: The optimizer's settings.
@@ -99,7 +105,7 @@ class TrainingRun:
     epochs: int | None = None
     steps: int | None = None
     seed: int = 0
-    accumulate: int = 1
+    accumulate: int | None = None
     schedule: str = "constant"
     warmup: int = 0
     settings: Settings = _DEFAULTS
@@ -277,15 +283,12 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
         specs,
         BatchDim.of(manifest, specs),
         batch=wanted.batch_size,
-        accumulate=wanted.accumulate,
+        accumulate=_micro_batches(manifest, wanted.accumulate),
         seed=wanted.seed,
         own=places(specs, manifest.atoms, rank, training.loss.labels),
     )
-    reads = manifest.program(OPTIMIZER).system_inputs
     hyper = hyperparameters(
-        training.optimizer,
-        wanted.settings,
-        {s.hyperparameter for s in reads if s.hyperparameter is not None},
+        training.optimizer, wanted.settings, set(hyperparameters_read(manifest))
     )
     total = total_steps(data, wanted.epochs, wanted.steps)
     held_out = None
@@ -294,6 +297,13 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
     run = described(wanted.data, data, hyper, schedule)
     return _Prepared(data, held_out, hyper, schedule, run)
+
+
+def _micro_batches(manifest: Manifest, wanted: int | None) -> int:
+    """Returns the number of micro-batches in a step."""
+    if wanted is not None:
+        return wanted
+    return 1 if manifest.pipeline is None else manifest.pipeline.micro_batches
 
 
 def _checkpoint(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoint | None:

@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError, TrainingError
-from onnxpar_runtime.manifest import Collective, Program, State
+from onnxpar_runtime.manifest import Program, State
+from onnxpar_runtime.traffic import compare_bytes
 from onnxpar_runtime.training import limits
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.programs import ACCUMULATION, EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.random_data import Draws
 from onnxpar_runtime.training.trainer import Evaluation, StepResult
-from onnxpar_runtime.verify import TOLERANCE, compare_bytes, difference_of
+from onnxpar_runtime.verify import TOLERANCE, difference_of
 
 Array = NDArray[Any]
 _SHAKES = 8
@@ -201,14 +202,9 @@ class Comparison:
 
     def _bytes(self, times: Mapping[str, int]) -> None:
         """Compares what the ranks have counted since the last reset with so many runs."""
-        collectives: list[Collective] = []
-        for name, count in times.items():
-            collectives += list(self.ranks.manifest.program(name).collectives) * count
+        compute = self.ranks.manifest.trained().compute
         sent, counted, wrong = compare_bytes(
-            collectives,
-            self.ranks,
-            self.values,
-            widened=self.ranks.manifest.trained().compute is not None,
+            times, self.ranks, self.values, widened=compute is not None
         )
         self.problems += [f"{', '.join(times)}: {problem}" for problem in wrong]
         self.sent = None if sent is None or self.sent is None else self.sent + sent
@@ -267,7 +263,9 @@ class Comparison:
 
     def _batches(self, draw: Draws, step: int) -> list[dict[str, Array]]:
         names = {s.name for s in self.ranks.manifest.program(TRAINING).inputs}
-        batches = [draw.batch(self.values) for _ in range(1 if step % 2 else 2)]
+        pipeline = self.ranks.manifest.pipeline
+        count = 1 if pipeline is None else pipeline.micro_batches
+        batches = [draw.batch(self.values) for _ in range(count if step % 2 else count + 1)]
         return [{n: a for n, a in batch.items() if n in names} for batch in batches]
 
     def _alone(self, steps: Sequence[Sequence[Mapping[str, Array]]]) -> list["_Work"]:
@@ -385,7 +383,8 @@ class Comparison:
     def _norm(
         self, where: str, results: Sequence[StepResult], expected: StepResult, more: float
     ) -> None:
-        dtype = next(s.dtype for s in self.ranks.manifest.program(OPTIMIZER).outputs)
+        manifest = self.ranks.manifest
+        dtype = manifest.program(manifest.parts(OPTIMIZER)[0]).outputs[0].dtype
         limit = self._rtol(dtype) * expected.grad_norm + self.settings.atol + more
         got = max((r.grad_norm for r in results), key=lambda n: _apart(n, expected.grad_norm))
         if not _apart(got, expected.grad_norm) <= limit:
@@ -532,6 +531,8 @@ class Comparison:
         allowed = np.broadcast_to(bound, expected.shape) + self.settings.atol
         most, share = 0.0, 0.0
         for rank, member in enumerate(self.ranks.members):
+            if not member.holds(name):
+                continue
             whole = expected.copy()
             member.cut(name).put(whole, member.state(name), rank)
             difference = np.abs(whole - expected)

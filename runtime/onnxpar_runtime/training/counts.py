@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from onnxpar_runtime.boxes import block, coordinates
 from onnxpar_runtime.data import convert
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, SymbolValueError
-from onnxpar_runtime.executor import Executor, Feeds
 from onnxpar_runtime.expressions import ExpressionError, evaluate
+from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.manifest import Loss, TensorSpec
 from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
 from onnxpar_runtime.training.sources import Arrays, Batch
@@ -45,13 +45,13 @@ class Prepared:
     error: OnnxparRuntimeError | None = None
 
 
-def prepare(executor: Executor, loss: Loss, batch: Batch) -> Prepared:
-    """Returns a batch cut for the executor's rank; an error of the user's stands in the result."""
+def prepare(inputs: Inputs, loss: Loss, batch: Batch) -> Prepared:
+    """Returns a batch cut for the rank of `inputs`; an error of the user's stands in the result."""
     try:
         if isinstance(batch, tuple):
-            return _of_data_ranks(executor, loss, batch)
-        feeds = executor.cut_inputs(batch)
-        count = _mean_over(loss, executor.program.inputs, batch, feeds.values)
+            return _of_data_ranks(inputs, loss, batch)
+        feeds = inputs.cut_inputs(batch)
+        count = _mean_over(loss, inputs.program.inputs, batch, feeds.values)
         return Prepared(feeds, count, count)
     except OnnxparRuntimeError as error:
         return Prepared(Feeds({}, {}), 0, 0, error=error)
@@ -76,7 +76,7 @@ def _mean_over(
         raise InputError(f"what the loss is the mean of: {error}") from None
 
 
-def _of_data_ranks(executor: Executor, loss: Loss, parts: tuple[Arrays, ...]) -> Prepared:
+def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Prepared:
     """Prepares one dict for each data rank, in the order of the ranks.
 
     The data ranks are the positions along the atoms that split dim 0 of the inputs. Inputs without
@@ -86,7 +86,7 @@ def _of_data_ranks(executor: Executor, loss: Loss, parts: tuple[Arrays, ...]) ->
         InputError: The arrays do not fit the inputs, or one another.
         SymbolValueError: A symbol's value violates its constraint.
     """
-    manifest, specs = executor.manifest, executor.program.inputs
+    manifest, specs = inputs.manifest, inputs.program.inputs
     data = next((s.dims[0][0][1] for s in specs if s.dims and s.dims[0][0][1]), ())
     rows = [s for s in specs if s.dims and s.dims[0][0][1] == data and data]
     ways = [manifest.atoms[a] for a in data]
@@ -112,7 +112,7 @@ def _of_data_ranks(executor: Executor, loss: Loss, parts: tuple[Arrays, ...]) ->
         shapes = {n: (total[n], *a.shape[1:]) if n in total else a.shape for n, a in part.items()}
         values.append(bind_symbols(specs, shapes))
         check_symbols(manifest.symbols, values[-1])
-        check_equal_sizes(executor.program, values[-1])
+        check_equal_sizes(inputs.program, values[-1])
         divisor = _mean_over(loss, specs, part, values[-1])
         if loss.count is None and not _ignores(loss):
             divisor = total.get(specs[0].name, divisor)
@@ -125,9 +125,9 @@ def _of_data_ranks(executor: Executor, loss: Loss, parts: tuple[Arrays, ...]) ->
                 f"symbol {name!r} must be equal on all ranks, got values from {min(found)} to "
                 f"{max(found)}"
             )
-    here = coordinates(executor.rank.index, manifest.atoms)
+    here = coordinates(inputs.rank, manifest.atoms)
     mine = places.index(tuple(here[a] for a in data))
-    feeds = executor.part_inputs(arrays[mine], values[mine], data)
+    feeds = inputs.part_inputs(arrays[mine], values[mine], data)
     if _ignores(loss):
         # The graph counts the labels of all ranks, since their number has no size of its own.
         return Prepared(feeds, int(count), count)

@@ -15,6 +15,16 @@ TRAINING = "training_model"
 OPTIMIZER = "optimizer_model"
 EVALUATION = "eval_model"
 ACCUMULATION = "accumulation_model"
+LOSS = "onnxpar.loss"
+GRAD_NORM = "onnxpar.grad_norm"
+CORRECT = "onnxpar.correct"
+
+
+def hyperparameters_read(manifest: Manifest) -> list[str]:
+    """Returns the hyperparameters that the optimizer's program reads, on any stage."""
+    parts = [manifest.program(name) for name in manifest.parts(OPTIMIZER)]
+    names = [s.hyperparameter for part in parts for s in part.system_inputs]
+    return list(dict.fromkeys(name for name in names if name is not None))
 
 
 class Programs:
@@ -26,7 +36,6 @@ class Programs:
         device: `auto`, `cpu` or `cuda`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries.
-        first: Programs to load at once.
         measured: Whether to count the bytes that they hold.
 
     Attributes:
@@ -44,16 +53,14 @@ class Programs:
         device: str,
         ort_options: Mapping[str, str] | None,
         custom_ops: Sequence[str | Path],
-        first: Sequence[str],
         measured: bool = False,
     ) -> None:
-        """Loads the programs that are wanted at once."""
+        """Loads nothing yet."""
         self._manifest = manifest
         self._loader = Loader(rank, device, ort_options, custom_ops, measured)
         self._executors: dict[str, Executor] = {}
+        self._micro: dict[str, str] | None = None
         self.states = States(manifest, self._loader)
-        for name in first:
-            self.load(name)
 
     def load(self, name: str) -> Executor:
         """Returns a program of this rank, loaded if it was not.
@@ -76,6 +83,8 @@ class Programs:
         Raises:
             ArtifactError: A gradient has none.
         """
+        if self._micro is not None:
+            return self._micro
         micro = self.states.of_kind("micro_gradient")
         gradients = self.states.of_kind("gradient")
         absent = sorted(set(gradients) - set(micro))
@@ -83,7 +92,8 @@ class Programs:
             raise ArtifactError(
                 f"{self._manifest.directory}: no micro_gradient state for the parameters {absent}"
             )
-        return {name: micro[parameter] for parameter, name in gradients.items()}
+        self._micro = {name: micro[parameter] for parameter, name in gradients.items()}
+        return self._micro
 
     @property
     def memory(self) -> LiveBytes | None:

@@ -42,6 +42,7 @@ class States:
         self._manifest = manifest
         self._loader = loader
         self._rank = loader.rank.index
+        self._stage = manifest.stage_of(self._rank)
         self._states: Mapping[str, State] = manifest.trained().states
         self._files: dict[str, Mapping[str, Array]] = {}
         self._values: dict[str, Any] = {}
@@ -54,8 +55,12 @@ class States:
         return self._states[name]
 
     def of_kind(self, kind: str) -> dict[str, str]:
-        """Returns the names of the states of a kind, by parameter."""
-        return {s.parameter: n for n, s in self._states.items() if s.kind == kind}
+        """Returns the names of the states of a kind that the rank holds, by parameter."""
+        return {s.parameter: n for n, s in self._states.items() if s.kind == kind and self.holds(n)}
+
+    def holds(self, name: str) -> bool:
+        """Whether the rank's stage holds a state; raises InputError if there is none such."""
+        return self._stage in self[name].stages
 
     def cut(self, name: str) -> Cut:
         """Returns how a state is cut."""
@@ -65,11 +70,17 @@ class States:
         """Returns the OrtValue of a state, always the same one.
 
         Raises:
+            InputError: The rank's stage does not hold it.
             ArtifactError: The weight file of a parameter cannot be read, or has another type or
                 shape.
         """
         if name not in self._values:
             state = self[name]
+            if not self.holds(name):
+                raise InputError(
+                    f"state {name!r} is held by the stages {list(state.stages)}, and rank "
+                    f"{self._rank} is of stage {self._stage}"
+                )
             dtype, shape = DTYPES[state.spec.dtype], self.cut(name).local_shape
             initial = self._initial(state, shape)
             if self._loader.device is Device.CPU:
@@ -98,6 +109,10 @@ class States:
         self.value(name)
         self._write(name, part)
 
+    def clear(self, name: str) -> None:
+        """Makes this rank's part of a state zero."""
+        self.set(name, np.zeros((), DTYPES[self[name].spec.dtype].dtype))
+
     def reset(self) -> None:
         """Makes every state what it was in the beginning."""
         for name in self._values:
@@ -108,7 +123,8 @@ class States:
         if name in self._host:
             self._host[name][...] = part
         else:
-            source = to_ort(np.ascontiguousarray(part).reshape(part.shape))
+            whole = np.broadcast_to(part, self.cut(name).local_shape)
+            source = to_ort(np.ascontiguousarray(whole).reshape(whole.shape))
             onnxruntime.copy_tensors([source], [self._values[name]])
 
     def _initial(self, state: State, shape: tuple[int, ...]) -> Array:
@@ -139,13 +155,15 @@ class States:
 
     def partial_group(self, name: str) -> tuple[int, ...]:
         """Returns the ranks whose parts of a state add up, this one among them."""
-        atoms, partial = self._manifest.atoms, self[name].partial
-        mine = coordinates(self._rank, atoms)
-        fixed = [a for a in range(len(atoms)) if a not in partial]
+        manifest, state = self._manifest, self[name]
+        mine = coordinates(self._rank, manifest.atoms)
+        fixed = [a for a in range(len(manifest.atoms)) if a not in state.partial]
+        stages = state.stages if state.partial_stages else (self._stage,)
         return tuple(
             other
-            for other in range(self._manifest.devices)
-            if all(coordinates(other, atoms)[a] == mine[a] for a in fixed)
+            for other in range(manifest.devices)
+            if manifest.stage_of(other) in stages
+            and all(coordinates(other, manifest.atoms)[a] == mine[a] for a in fixed)
         )
 
 

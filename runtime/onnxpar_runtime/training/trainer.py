@@ -24,30 +24,33 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.dtypes import DTYPES, lossless
 from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
-from onnxpar_runtime.executor import LOSS_WEIGHT, Executor, Feeds
-from onnxpar_runtime.gather import gather_to_root
+from onnxpar_runtime.executor import LOSS_WEIGHT
+from onnxpar_runtime.gather import gather_to_root, join_outputs
+from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
 from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.options import Device, choose_device
+from onnxpar_runtime.pipeline.trace import Trace
+from onnxpar_runtime.pipeline.work import Micro
 from onnxpar_runtime.session import common_symbols, own_rank
 from onnxpar_runtime.training.counts import Prepared, prepare
 from onnxpar_runtime.training.loss_scale import LossScale
 from onnxpar_runtime.training.loss_scale import loss_scale as chosen_scale
 from onnxpar_runtime.training.programs import (
-    ACCUMULATION,
+    CORRECT,
     EVALUATION,
+    LOSS,
     OPTIMIZER,
     TRAINING,
     Programs,
+    hyperparameters_read,
 )
+from onnxpar_runtime.training.runner import Runner, runner
 from onnxpar_runtime.training.sources import Batch
+from onnxpar_runtime.training.state import States
 
 Array = NDArray[Any]
-LOSS = "onnxpar.loss"
-GRAD_NORM = "onnxpar.grad_norm"
-CORRECT = "onnxpar.correct"
 INVERSE_SCALE = "loss_scale_inverse"
-_NOTHING = Feeds({}, {})
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,15 @@ class Evaluation(TypedDict):
     outputs: dict[str, Array] | None
 
 
+@dataclass(frozen=True)
+class _Open:
+    """What a trainer has until it is closed."""
+
+    programs: Programs
+    runner: Runner
+    inputs: Mapping[str, Inputs]
+
+
 class Trainer:
     """One rank of a directory that was cut for training.
 
@@ -99,6 +111,7 @@ class Trainer:
             and steps take longer.
         loss_scale: `dynamic` or a number, where the artifact computes in 16 bits; see
             `onnxpar_runtime.training.loss_scale`.
+        trace: Notes when the stages of a pipeline compute in training, if given.
 
     Attributes:
         manifest: The manifest.
@@ -130,6 +143,7 @@ class Trainer:
         manifest: Manifest | None = None,
         measured: bool = False,
         loss_scale: str | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """Loads the rank's graphs."""
         self.manifest = manifest or Manifest.load(directory)
@@ -141,23 +155,31 @@ class Trainer:
                 "kernels on the CPU; run it on CUDA, or cut the model with --compute float16"
             )
         self._own_world, self.rank = own_rank(self.manifest, rank)
-        self._open: Programs | None = Programs(
-            self.manifest, self.rank, device, ort_options, custom_ops, programs, measured
-        )
+        loaded = Programs(self.manifest, self.rank, device, ort_options, custom_ops, measured)
+        running = runner(self.manifest, self.rank, loaded, trace)
+        for name in programs:
+            running.load(name)
+        inputs = {
+            name: Inputs(self.manifest, name, self.rank.index) for name in (TRAINING, EVALUATION)
+        }
+        self._open: _Open | None = _Open(loaded, running, inputs)
         self._common = common_symbols(self.manifest)
-        self._micro: dict[str, str] | None = None
         self.counters = dict.fromkeys(COUNTERS, 0) | {"seed": seed}
 
     @property
-    def _programs(self) -> Programs:
+    def _opened(self) -> "_Open":
         if self._open is None:
             raise LaunchError(f"the trainer of {self.manifest.directory} is closed")
         return self._open
 
     @property
+    def _states(self) -> States:
+        return self._opened.programs.states
+
+    @property
     def device(self) -> Device:
         """Where the rank computes."""
-        return self._programs.device
+        return self._opened.programs.device
 
     @property
     def steps(self) -> int:
@@ -173,7 +195,7 @@ class Trainer:
         Raises:
             LaunchError: The trainer was not made with `measured`.
         """
-        programs = self._programs
+        programs = self._opened.programs
         return peak_bytes(programs.memory, programs.bound_bytes, reset=reset)
 
     # -- training --------------------------------------------------------------------------------
@@ -184,7 +206,7 @@ class Trainer:
         May be called ahead of time, from another thread. A mistake in the batch is raised where the
         result is used, on all ranks together.
         """
-        return prepare(self._programs.load(TRAINING), self.training.loss, batch)
+        return prepare(self._opened.inputs[TRAINING], self.training.loss, batch)
 
     def train_step(
         self, micro_batches: Sequence[Batch | Prepared], hyper: Mapping[str, float]
@@ -214,13 +236,12 @@ class Trainer:
         if error is None and not total:
             error = InputError("a step on nothing: it has no micro-batch with labels that count")
         self._agree(prepared, error)
-        loss, ran = 0.0, 0
-        for number, micro in enumerate(prepared):
-            self.counters["micro_batch"] = number
-            if micro.count:
-                loss += self._forward_backward(micro, float(micro.divisor / total), ran > 0)
-                ran += 1
-        self._check(loss)
+        runs = [
+            self._micro(p, float(p.divisor / total), number)
+            for number, p in enumerate(prepared)
+            if p.count
+        ]
+        loss = self._forward_backward(runs, accumulate=False)
         skipped = self.loss_scale.skipped
         norm = self._optimize(hyper)
         return StepResult(loss, norm, self.loss_scale.skipped > skipped)
@@ -252,9 +273,8 @@ class Trainer:
         self.counters["micro_batch"] = self.counters["micro_batch"] + 1 if accumulate else 0
         # Differs from `weight` where data ranks have sizes of their own.
         own = weight * float(micro.divisor / micro.count)
-        loss = self._forward_backward(micro, own, accumulate)
-        self._check(loss)
-        return loss
+        run = self._micro(micro, own, self.counters["micro_batch"])
+        return self._forward_backward([run], accumulate=accumulate)
 
     def step(self, hyper: Mapping[str, float]) -> float:
         """Reduces the gradients and updates the parameters with them. Every rank must call it.
@@ -275,23 +295,18 @@ class Trainer:
             raise error
         return self._optimize(hyper)
 
-    def _forward_backward(self, micro: Prepared, weight: float, accumulate: bool) -> float:
-        program = self._programs.load(TRAINING)
-        scale = self.loss_scale.scale
-        numbers = {LOSS_WEIGHT: weight * scale}
-        if not accumulate:
-            outputs = program.run(micro.feeds, self.counters, numbers)
-        else:
-            if self._micro is None:
-                self._micro = self._programs.micro_gradients()
-            outputs = program.run(micro.feeds, self.counters, numbers, self._micro)
-            self._programs.load(ACCUMULATION).run(_NOTHING, self.counters)
-        return float(outputs[LOSS].item()) / scale
+    def _micro(self, prepared: Prepared, weight: float, number: int) -> Micro:
+        return Micro(prepared.feeds, {LOSS_WEIGHT: weight * self.loss_scale.scale}, number)
+
+    def _forward_backward(self, runs: Sequence[Micro], *, accumulate: bool) -> float:
+        loss = self._opened.runner.forward_backward(runs, self.counters, accumulate=accumulate)
+        loss /= self.loss_scale.scale
+        self._check(loss)
+        return loss
 
     def _optimize(self, hyper: Mapping[str, float]) -> float:
         numbers = {**hyper, INVERSE_SCALE: 1 / self.loss_scale.scale}
-        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, self.counters, numbers)
-        norm = float(outputs[GRAD_NORM].item())
+        norm = self._opened.runner.update(self.counters, numbers)
         if self.training.compute is not None:
             self.loss_scale.after(isfinite(norm), self.steps + 1)
         self.counters["step"] += 1
@@ -299,8 +314,7 @@ class Trainer:
         return norm
 
     def _missing(self, hyper: Mapping[str, float]) -> OnnxparRuntimeError | None:
-        reads = self._programs.load(OPTIMIZER).program.system_inputs
-        names = [s.hyperparameter for s in reads if s.hyperparameter is not None]
+        names = hyperparameters_read(self.manifest)
         missing = [name for name in names if name not in hyper and name != INVERSE_SCALE]
         if missing:
             return InputError(
@@ -340,33 +354,45 @@ class Trainer:
             SymbolValueError: As `train_step`.
             RankError: As `train_step`.
         """
-        program: Executor = self._programs.load(EVALUATION)
-        prepared = prepare(program, self.training.loss, batch)
+        running = self._opened.runner
+        prepared = prepare(self._opened.inputs[EVALUATION], self.training.loss, batch)
         error = prepared.error
-        if not prepared.alike and not any(s.loss_weight for s in program.program.system_inputs):
+        if not prepared.alike and not self._weighs():
             error = error or InputError(
                 "evaluation: the artifact's eval_model weighs all data ranks alike, so a batch "
                 "must have equal sizes on all of them"
             )
         self._agree([prepared], error)
         weight = float(prepared.divisor / prepared.count) if prepared.count else 1.0
-        found = program.run(prepared.feeds, self.counters, {LOSS_WEIGHT: weight})
+        micro = Micro(prepared.feeds, {LOSS_WEIGHT: weight}, self.counters["micro_batch"])
+        found = running.evaluate(micro, self.counters)
         whole: dict[str, Array] | None = None
         if outputs:
-            whole = together(self.rank, lambda: program.join(found, prepared.feeds.values))
+            made, values = running.outputs, prepared.feeds.values
+            whole = together(
+                self.rank, lambda: join_outputs(self.rank, self.manifest, made, found.parts, values)
+            )
             for name in (LOSS, CORRECT):
                 (whole or {}).pop(name, None)
         return Evaluation(
-            loss=float(found[LOSS].item()),
+            loss=found.loss,
             count=int(prepared.count),
-            correct=int(found[CORRECT].item()) if CORRECT in found else None,
+            correct=found.correct,
             outputs=whole,
         )
+
+    def _weighs(self) -> bool:
+        """Whether the evaluation takes a weight of the loss."""
+        parts = [self.manifest.program(name) for name in self.manifest.parts(EVALUATION)]
+        return any(s.loss_weight for part in parts for s in part.system_inputs)
 
     # -- states ----------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Array]:
-        """Returns copies of this rank's parts of the trained parameters, padding included."""
+        """Returns copies of this rank's parts of the trained parameters, padding included.
+
+        Of a pipeline they are those of the rank's stage; so it is with `statistics`.
+        """
         return self._of_kind("parameter")
 
     def statistics(self) -> dict[str, Array]:
@@ -377,16 +403,24 @@ class Trainer:
         return self._of_kind("statistic")
 
     def _of_kind(self, kind: str) -> dict[str, Array]:
-        names = self._programs.states.of_kind(kind)
+        names = self._states.of_kind(kind)
         return {parameter: self.state(name) for parameter, name in names.items()}
 
     def state(self, name: str) -> Array:
         """Returns a copy of this rank's part of a state, padding included.
 
         Raises:
+            InputError: There is no such state, or not on this rank.
+        """
+        return self._states.get(name)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a part of a state: in a pipeline a stage has its own states.
+
+        Raises:
             InputError: There is no such state.
         """
-        return self._programs.states.get(name)
+        return self._states.holds(name)
 
     def cut(self, name: str) -> Cut:
         """Returns how a state is cut over the ranks.
@@ -394,7 +428,7 @@ class Trainer:
         Raises:
             InputError: There is no such state.
         """
-        return self._programs.states.cut(name)
+        return self._states.cut(name)
 
     def gather(self, name: str) -> Array | None:
         """Returns the global array of a state on rank 0 and None elsewhere. All ranks must call it.
@@ -405,11 +439,15 @@ class Trainer:
             InputError: There is no such state.
             RankError: A rank failed.
         """
-        states = self._programs.states
-        state, part = states[name], states.get(name)
-        if state.partial:
+        states = self._states
+        state, part = states[name], states.get(name) if states.holds(name) else None
+        if part is not None and (state.partial or state.partial_stages):
             part = self.rank.all_reduce(part, states.partial_group(name))
-        return gather_to_root(self.rank, states.cut(name), part)
+        stage = min(state.stages)
+        if self.manifest.stage_of(self.rank.index) != stage:
+            part = None
+        first, dtype = stage * self.manifest.stage_devices, DTYPES[state.spec.dtype].dtype
+        return gather_to_root(self.rank, states.cut(name), part, first, dtype)
 
     def load_parameters(self, arrays: Mapping[str, Array]) -> None:
         """Overwrites trained parameters and running statistics. Every rank must call it.
@@ -424,8 +462,8 @@ class Trainer:
                 nothing has been overwritten then.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        states = self._programs.states
-        names = {p: name for kind in FROM_FILES for p, name in states.of_kind(kind).items()}
+        known = self.training.states
+        names = {s.parameter: name for name, s in known.items() if s.kind in FROM_FILES}
         self._load(names, arrays, "trained parameters and statistics")
 
     def load_states(self, arrays: Mapping[str, Array]) -> None:
@@ -450,7 +488,8 @@ class Trainer:
             return {names[n]: self._part(names[n], np.asarray(a)) for n, a in arrays.items()}
 
         for name, part in together(self.rank, parts).items():
-            self._programs.states.set(name, part)
+            if self.holds(name):
+                self._states.set(name, part)
 
     def put_state(self, name: str, part: Array) -> None:
         """Overwrites this rank's part of a state, of the state's own type and local shape.
@@ -458,15 +497,15 @@ class Trainer:
         Raises:
             InputError: There is no such state.
         """
-        self._programs.states.set(name, part)
+        self._states.set(name, part)
 
     def reset(self) -> None:
         """Makes all states and the counters of steps what they were at first."""
-        self._programs.states.reset()
+        self._states.reset()
         self.counters |= {"step": 0, "micro_batch": 0}
 
     def _part(self, name: str, array: Array) -> Array:
-        states = self._programs.states
+        states = self._states
         cut, dtype = states.cut(name), DTYPES[states[name].spec.dtype].dtype
         converted = lossless(array, dtype)
         if converted is None or array.shape != cut.shape:
@@ -483,7 +522,8 @@ class Trainer:
         """
         if self._open is None:
             return
-        self._open.close()
+        self._open.runner.close()
+        self._open.programs.close()
         self._open = None
         if self._own_world is not None:
             self._own_world.close()

@@ -133,7 +133,7 @@ def test_states_keep_their_memory(tmp_path: Path) -> None:
         names = ("w", "onnxpar.grad.w", "onnxpar.moment1.w")
 
         def places(rank: int) -> list[int]:
-            states = group.members[rank]._programs.states
+            states = group.members[rank]._states
             return [states.value(name).data_ptr() for name in names]
 
         group.train_step([batch_of(4)], scalars(1))
@@ -441,7 +441,7 @@ def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
         np.testing.assert_array_equal(parts[1], np.array([[4, 0], [10, 0]], parts[1].dtype))
         # A sum over both ranks' parts.
         for rank, trainer in enumerate(group.members):
-            trainer._programs.states.set("g", np.full((2, 2), rank + 1, DTYPES[dtype].dtype))
+            trainer._states.set("g", np.full((2, 2), rank + 1, DTYPES[dtype].dtype))
         np.testing.assert_array_equal(group.gather("g"), np.full((2, 2), 3, DTYPES[dtype].dtype))
 
 

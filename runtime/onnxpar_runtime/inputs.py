@@ -1,0 +1,190 @@
+"""Cuts a program's inputs for one rank: whole arrays, its own parts, or data ranks' batches."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.boxes import Cut, Part
+from onnxpar_runtime.data import convert
+from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
+from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
+from onnxpar_runtime.manifest import Manifest, Program, TensorSpec
+from onnxpar_runtime.shapes import (
+    bind_local_symbols,
+    bind_symbols,
+    check_equal_sizes,
+    check_index_ranges,
+    check_symbols,
+)
+
+Array = NDArray[Any]
+_MAX_SHAPES = 64
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """The inputs of one run on one rank.
+
+    Attributes:
+        values: Global values of the symbols.
+        local: The rank's part of every input, padding included.
+    """
+
+    values: Mapping[str, int]
+    local: Mapping[str, Array]
+
+
+def cut_of(
+    manifest: Manifest,
+    spec: TensorSpec,
+    values: Mapping[str, int],
+    local: tuple[int, ...] | None = None,
+) -> Cut:
+    """Returns `spec.cut`; raises ArtifactError where it cannot be evaluated."""
+    try:
+        return spec.cut(manifest.atoms, values, local)
+    except ExpressionError as error:
+        raise ArtifactError(f"{manifest.directory}: sharding of {spec.name!r}: {error}") from None
+
+
+class Inputs:
+    """What cuts the inputs of a program for a rank. It needs no graph.
+
+    Args:
+        manifest: The manifest.
+        program: Name of the program.
+        rank: The rank's number.
+
+    Attributes:
+        manifest: The manifest.
+        program: The program.
+        rank: The rank's number.
+
+    Raises:
+        ArtifactError: There is no such program.
+    """
+
+    def __init__(self, manifest: Manifest, program: str, rank: int) -> None:
+        """Cuts nothing yet."""
+        self.manifest = manifest
+        self.program: Program = manifest.program(program)
+        self.rank = rank
+        self._specs = {spec.name: spec for spec in self.program.inputs}
+        self._lock = threading.Lock()
+        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, Part]]]
+        self._cuts = OrderedDict()
+
+    def cut_inputs(self, feeds: Mapping[str, Array]) -> Feeds:
+        """Returns the symbols' values and this rank's part of every global array.
+
+        May be called from another thread while the program runs.
+
+        Raises:
+            InputError: An input is missing, unknown, of the wrong dtype or shape, or its sizes do
+                not fit those of another.
+            SymbolValueError: A symbol's value violates its constraint.
+        """
+        arrays = convert(self.program.inputs, feeds)
+        key = tuple(a.shape for a in arrays.values())
+        with self._lock:
+            known = self._cuts.get(key)
+            if known is None:
+                shapes = {n: a.shape for n, a in arrays.items()}
+                values = bind_symbols(self.program.inputs, shapes)
+                check_symbols(self.manifest.symbols, values)
+                check_equal_sizes(self.program, values)
+                parts = {n: self._cut(s, values).part(self.rank) for n, s in self._specs.items()}
+                known = values, parts
+                self._cuts[key] = known
+                while len(self._cuts) > _MAX_SHAPES:
+                    self._cuts.popitem(last=False)
+        values, parts = known
+        local = {
+            # Not ascontiguousarray, which gives a scalar a dim.
+            name: np.asarray(parts[name].take(a), order="C")
+            for name, a in arrays.items()
+        }
+        check_index_ranges(self.program, local, values)
+        return Feeds(values, local)
+
+    def local_inputs(
+        self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None
+    ) -> Feeds:
+        """Returns checked inputs from this rank's parts.
+
+        Args:
+            feeds: Local array of every input, padding included.
+            symbols: Global values of the symbols. Without them they are read off the local shapes,
+                which works for whole dims and for splits that the constraint makes even.
+
+        Raises:
+            InputError: An input is missing, unknown, or of the wrong dtype or local shape.
+            SymbolValueError: A symbol has no value, or violates its constraint.
+        """
+        local = convert(self.program.inputs, feeds)
+        values = self._local_symbols(local, symbols)
+        self._check_local(local, values)
+        return Feeds(values, local)
+
+    def part_inputs(
+        self, arrays: Mapping[str, Array], values: Mapping[str, int], atoms: tuple[int, ...]
+    ) -> Feeds:
+        """Returns this rank's part of arrays that have been split in dim 0 already.
+
+        Args:
+            arrays: By input, of the right dtypes. Where `atoms` split dim 0: the valid rows of
+                this rank's place along them. Elsewhere: the global array.
+            values: Global values of the symbols on this rank.
+            atoms: Atoms that have split dim 0.
+        """
+        local = {}
+        for name, spec in self._specs.items():
+            array, cut = arrays[name], self._cut(spec, values)
+            if atoms and cut.dims and cut.dims[0][0][1] == atoms:
+                rows = cut.local_shape[0]
+                padding = [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1)
+                array = np.pad(array, padding)
+                cut = Cut(cut.atoms, (((rows, ()),), *cut.dims[1:]))
+            local[name] = np.asarray(cut.take(array, self.rank), order="C")
+        check_index_ranges(self.program, local, values)
+        return Feeds(values, local)
+
+    def _cut(self, spec: TensorSpec, values: Mapping[str, int]) -> Cut:
+        return cut_of(self.manifest, spec, values)
+
+    def _local_symbols(
+        self, local: Mapping[str, Array], symbols: Mapping[str, int] | None
+    ) -> dict[str, int]:
+        shapes = {name: a.shape for name, a in local.items()}
+        if symbols is None:
+            values = bind_local_symbols(
+                self.program.inputs, shapes, self.manifest.atoms, self.manifest.symbols
+            )
+        else:
+            values = {name: int(value) for name, value in symbols.items()}
+        check_symbols(self.manifest.symbols, values)
+        check_equal_sizes(self.program, values)
+        for entry in self.program.system_inputs:
+            if entry.symbol is not None and entry.symbol not in values:
+                raise SymbolValueError(
+                    f"symbol {entry.symbol!r} has no value: local shapes do not tell the size of a "
+                    "dim that may be split unevenly, pass `symbols`"
+                )
+        return values
+
+    def _check_local(self, local: Mapping[str, Array], values: Mapping[str, int]) -> None:
+        for name, array in local.items():
+            try:
+                expected = self._specs[name].cut(self.manifest.atoms, values).local_shape
+            except UnknownSymbolError:
+                continue  # without the symbol's value there is nothing to compare with
+            if array.shape != expected:
+                raise InputError(
+                    f"input {name!r}: expected the local shape {expected}, got {array.shape}"
+                )
+        check_index_ranges(self.program, local, values)

@@ -1,0 +1,71 @@
+"""A program that runs forward through the stages of a pipeline, on one rank."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.inputs import Feeds
+from onnxpar_runtime.manifest import Manifest, TensorSpec
+from onnxpar_runtime.pipeline.inbox import Inbox
+from onnxpar_runtime.pipeline.work import FORWARD, Micro, Stages
+
+Array = NDArray[Any]
+
+
+class Forward:
+    """A rank's part of a program without states.
+
+    Args:
+        manifest: The manifest of a pipeline.
+        program: Name of the program.
+        loader: Makes the sessions.
+
+    Attributes:
+        made: The program's outputs, and the stage that makes each.
+
+    Raises:
+        ArtifactError: The manifest has no such program, parts do not fit together, or a graph
+            cannot be loaded.
+        LaunchError: The device or an option cannot be used.
+    """
+
+    def __init__(self, manifest: Manifest, program: str, loader: Loader) -> None:
+        """Loads the rank's graphs."""
+        self._executors: dict[str, Executor] = {}
+        self._inbox = Inbox(loader.rank)
+
+        def load(name: str) -> Executor:
+            self._executors[name] = Executor(manifest, name, loader)
+            return self._executors[name]
+
+        self._stages = Stages(manifest, program, loader.rank, load, self._inbox)
+        self.made: Mapping[TensorSpec, int] = self._stages.made
+
+    def run(self, feeds: Feeds, counters: Mapping[str, int]) -> dict[str, Array]:
+        """Returns local arrays of the outputs that this rank's stage makes.
+
+        Every rank must call it.
+
+        Args:
+            feeds: This rank's part of the inputs.
+            counters: Values of `manifest.COUNTERS`.
+
+        Raises:
+            RankError: A rank failed.
+        """
+        micro = Micro(feeds, {}, counters["micro_batch"])
+        (found,) = self._stages.run(FORWARD, [micro], counters)
+        return found
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes of the inputs that are bound."""
+        return sum(executor.bound_bytes for executor in self._executors.values())
+
+    def close(self) -> None:
+        """Frees the sessions."""
+        self._inbox.close()
+        for executor in self._executors.values():
+            executor.close()

@@ -1,0 +1,119 @@
+"""Receives that are posted early: messages come in while the rank computes."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.errors import RankError
+
+T = TypeVar("T")
+
+
+class Ticket(Generic[T]):
+    """A receive that was posted.
+
+    Args:
+        receive: Receives it.
+        what: What it is, for messages.
+    """
+
+    def __init__(self, receive: Callable[[], T], what: str) -> None:
+        """Has received nothing yet."""
+        self.what = what
+        self.done = threading.Event()
+        self._receive = receive
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Receives; what is raised is kept for whom takes the result."""
+        try:
+            self._result = self._receive()
+        except BaseException as error:  # carried to the thread that waits
+            self._error = error
+        self.done.set()
+
+    def result(self) -> T:
+        """Returns what was received, or raises what the receiving raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # `run` has set it
+
+
+class Inbox:
+    """What a rank has been sent and will be sent.
+
+    Messages of one peer come in in the order in which they were posted. Where the transport lets
+    other threads receive, each peer has one; elsewhere messages are received when they are waited
+    for.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        """Starts nothing yet."""
+        self._rank = rank
+        self._concurrent = rank.concurrent
+        self._posted: dict[int, deque[Ticket[Any]]] = {}
+        self._queues: dict[int, queue.SimpleQueue[Ticket[Any] | None]] = {}
+
+    @property
+    def background(self) -> bool:
+        """Whether receives run beside the rank's own thread; `Rank.recv` wants to know."""
+        return self._concurrent
+
+    def post(self, peer: int, receive: Callable[[], T], what: str) -> Ticket[T]:
+        """Returns the ticket of a message from a peer.
+
+        Args:
+            peer: The sender's global rank.
+            receive: Receives the message.
+            what: What it is, for messages.
+        """
+        ticket = Ticket(receive, what)
+        if not self._concurrent:
+            self._posted.setdefault(peer, deque()).append(ticket)
+            return ticket
+        if peer not in self._queues:
+            waiting: queue.SimpleQueue[Ticket[Any] | None] = queue.SimpleQueue()
+            self._queues[peer] = waiting
+            # A peer that never sends must not keep the process alive.
+            name = f"onnxpar-receive-{self._rank.index}-{peer}"
+            threading.Thread(target=_work, args=(waiting,), name=name, daemon=True).start()
+        self._queues[peer].put(ticket)
+        return ticket
+
+    def wait(self, peer: int, ticket: Ticket[T]) -> T:
+        """Returns what was received, once it is there.
+
+        Raises:
+            RankError: A rank failed, or nothing came within the world's limit of time, which ends
+                all ranks.
+        """
+        if not self._concurrent:
+            while not ticket.done.is_set():
+                self._posted[peer].popleft().run()
+            return ticket.result()
+        world = self._rank.world
+        if not ticket.done.wait(world.timeout_s or None):
+            message = (
+                f"{ticket.what}: waited {world.timeout_s:.0f} s for rank {peer} (ONNXPAR_TIMEOUT)"
+            )
+            world.abort(self._rank.index, message)
+            raise RankError(self._rank.index, message)
+        return ticket.result()
+
+    def close(self) -> None:
+        """Ends the threads, once they have received what was posted."""
+        for waiting in self._queues.values():
+            waiting.put(None)
+        self._queues.clear()
+
+
+def _work(waiting: "queue.SimpleQueue[Ticket[Any] | None]") -> None:
+    while (ticket := waiting.get()) is not None:
+        ticket.run()

@@ -1,0 +1,132 @@
+"""What the programs of a pipeline hand to one another, read off the manifest.
+
+A value that a virtual stage's programs take from another virtual stage's is sent from rank to rank,
+with all others of the same pair in one message: as activations if a forward made it, as cotangents
+if a backward did. Values between programs of one virtual stage, or of two on one rank, stay where
+they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.manifest import Handed, HandedIn, Manifest, VirtualStage
+from onnxpar_runtime.pipeline.schedule import Edge, Kind, Payload
+
+Ends = tuple[Payload, int, int]
+"""What is sent, the virtual stage that makes it, and the one that reads it."""
+_VALUES = ("values",)
+
+
+@dataclass(frozen=True)
+class Values:
+    """What the programs of the virtual stages hand to one another.
+
+    Attributes:
+        stages: The virtual stages.
+        messages: The values that each virtual stage gives to another one.
+        kept: The values that each virtual stage's programs keep for its later ones.
+        readers: For each virtual stage, how many of its programs read a value, by its name.
+    """
+
+    stages: tuple[VirtualStage, ...]
+    messages: Mapping[Ends, tuple[Handed, ...]]
+    kept: tuple[frozenset[str], ...]
+    readers: tuple[Mapping[str, int], ...]
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What the virtual stages give to one another, as schedules want it."""
+        ends = [e for e in self.messages if e[0] is Payload.ACTIVATION]
+        return tuple(
+            Edge(
+                source,
+                target,
+                _VALUES,
+                _VALUES if (Payload.COTANGENT, target, source) in self.messages else (),
+            )
+            for _, source, target in ends
+        )
+
+
+def read_values(manifest: Manifest, program: str) -> Values:
+    """Returns what the parts of a program hand to one another.
+
+    Args:
+        manifest: The manifest of a pipeline.
+        program: Name of a program that runs through its stages.
+
+    Raises:
+        ArtifactError: The manifest has no such program, or a value goes a way that no schedule
+            provides: to an earlier part of the computation.
+    """
+    pipeline = manifest.pipeline
+    if pipeline is None or program not in pipeline.programs:
+        raise ArtifactError(f"{manifest.directory}: no program {program!r} in stages")
+    stages = pipeline.programs[program]
+    made = {
+        name: (index, kind)
+        for index, stage in enumerate(stages)
+        for kind, name in _kinds(stage).items()
+    }
+    messages: dict[Ends, dict[str, Handed]] = {}
+    kept: list[set[str]] = [set() for _ in stages]
+    readers: list[dict[str, int]] = [{} for _ in stages]
+    for target, stage in enumerate(stages):
+        for kind, name in _kinds(stage).items():
+            for value in manifest.program(name).handed_in:
+                if value.source not in made:
+                    raise _wrong_way(manifest, name, value)
+                source, maker = made[value.source]
+                if not _allowed(source, maker, target, kind):
+                    raise _wrong_way(manifest, name, value)
+                readers[target][value.name] = readers[target].get(value.name, 0) + 1
+                if source == target:
+                    kept[target].add(value.name)
+                    continue
+                payload = Payload.ACTIVATION if maker is Kind.FORWARD else Payload.COTANGENT
+                messages.setdefault((payload, source, target), {})[value.name] = value
+    for payload, source, target in messages:
+        if payload is Payload.COTANGENT and (Payload.ACTIVATION, target, source) not in messages:
+            raise ArtifactError(
+                f"{manifest.directory}: {program}: virtual stage {source} hands cotangents back to "
+                f"{target}, from which it takes nothing"
+            )
+    return Values(
+        stages,
+        {ends: tuple(values.values()) for ends, values in sorted(messages.items(), key=_order)},
+        tuple(frozenset(names) for names in kept),
+        tuple(readers),
+    )
+
+
+def _kinds(stage: VirtualStage) -> dict[Kind, str]:
+    """Returns the programs of a virtual stage, by what they compute, in their order."""
+    names = {
+        Kind.FORWARD: stage.forward,
+        Kind.BACKWARD_INPUT if stage.weight else Kind.BACKWARD: stage.backward,
+        Kind.BACKWARD_WEIGHT: stage.weight,
+    }
+    return {kind: name for kind, name in names.items() if name is not None}
+
+
+def _allowed(source: int, maker: Kind, target: int, reader: Kind) -> bool:
+    """Whether every schedule has the reading after the making."""
+    if source == target:
+        order = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        return order.index(maker) < order.index(reader)
+    if maker is Kind.FORWARD:
+        return source < target
+    return maker is not Kind.BACKWARD_WEIGHT and reader is not Kind.FORWARD and source > target
+
+
+def _wrong_way(manifest: Manifest, name: str, value: HandedIn) -> ArtifactError:
+    return ArtifactError(
+        f"{manifest.directory}: programs.{name}: takes {value.name!r} from {value.source!r}, "
+        "expected a program that runs before it in every schedule"
+    )
+
+
+def _order(item: tuple[Ends, dict[str, Handed]]) -> tuple[str, int, int]:
+    (payload, source, target), _ = item
+    return payload.value, source, target

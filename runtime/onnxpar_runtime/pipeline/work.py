@@ -1,0 +1,302 @@
+"""A rank's part of a program that runs through the stages of a pipeline."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.errors import ArtifactError, RankError
+from onnxpar_runtime.executor import Executor
+from onnxpar_runtime.expressions import ExpressionError, evaluate
+from onnxpar_runtime.inputs import Feeds
+from onnxpar_runtime.manifest import Handed, Manifest, Pipeline, TensorSpec, VirtualStage
+from onnxpar_runtime.pipeline.inbox import Inbox
+from onnxpar_runtime.pipeline.player import Expected, Place, plan, play
+from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
+from onnxpar_runtime.pipeline.trace import Trace
+from onnxpar_runtime.pipeline.values import Ends, read_values
+from onnxpar_runtime.tensors import host_view
+
+Array = NDArray[Any]
+FORWARD = "forward"
+"""The schedule that differentiates nothing."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch, as it is run.
+
+    Attributes:
+        feeds: This rank's part of the inputs.
+        numbers: Numbers that programs read, by name.
+        number: Its number in the step, which random numbers are keyed by.
+    """
+
+    feeds: Feeds
+    numbers: Mapping[str, float]
+    number: int
+
+
+class Writes(Protocol):
+    """Where programs write states, and what follows once they have."""
+
+    def before(self, virtual_stage: int, program: str, index: int) -> Mapping[str, str] | None:
+        """Returns what `Executor.run` takes as `redirect` for the run on micro-batch `index`."""
+
+    def after(self, virtual_stage: int, redirect: Mapping[str, str] | None) -> None:
+        """Is told that a run has been made that was redirected so."""
+
+
+class _Held:
+    """A value that waits for the programs that read it."""
+
+    def __init__(self, value: Any, readers: int) -> None:
+        self.value = value
+        self.readers = readers
+
+
+class Stages:
+    """A rank's virtual stages of one program.
+
+    Args:
+        manifest: The manifest of a pipeline.
+        program: Name of a program that runs through its stages.
+        rank: The rank.
+        load: Returns the executor of a part.
+        inbox: The rank's.
+        trace: Notes what is computed, if given.
+
+    Attributes:
+        made: The program's outputs, and the stage that makes each.
+        peak_bytes: The most bytes of values of other programs and other stages that the rank has
+            kept at a time. A value that two of its virtual stages read counts twice.
+
+    Raises:
+        ArtifactError: The manifest has no such program, parts do not fit together, or a graph
+            cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        program: str,
+        rank: Rank,
+        load: Callable[[str], Executor],
+        inbox: Inbox,
+        trace: Trace | None = None,
+    ) -> None:
+        """Loads the rank's parts."""
+        self._manifest, self._rank, self._inbox, self._trace = manifest, rank, inbox, trace
+        self._values = read_values(manifest, program)
+        assert manifest.pipeline is not None  # or there were no values
+        self._pipeline: Pipeline = manifest.pipeline
+        size = manifest.stage_devices
+        self._place = Place(manifest.stage_of(rank.index), rank.index % size, size)
+        self.made = _made(manifest, program, self._values.stages, self._pipeline.stages)
+        own = range(self._place.stage, self._pipeline.virtual_stages, self._pipeline.stages)
+        self._executors = {
+            name: load(name) for stage in own for name in self._values.stages[stage].programs
+        }
+        # Of what each part makes: the messages that take it, and the virtual stages here that do.
+        self._sent: dict[tuple[str, str], list[Ends]] = defaultdict(list)
+        self._near: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for ends, values in self._values.messages.items():
+            _, source, target = ends
+            for value in values:
+                key = (self._maker(source, value.name), value.name)
+                if target in own:
+                    self._near[key].append(target)
+                else:
+                    self._sent[key].append(ends)
+        for stage in own:
+            for name in self._values.kept[stage]:
+                self._near[self._maker(stage, name), name].append(stage)
+        self._counters: Mapping[str, int] = {}
+        self._writes: Writes | None = None
+        self._micro: Sequence[Micro] = ()
+        self._held: dict[tuple[int, int], dict[str, _Held]] = defaultdict(dict)
+        self._leaving: dict[tuple[Ends, int], dict[str, Any]] = defaultdict(dict)
+        self._found: list[dict[str, Array]] = []
+        self._bytes = 0
+        self.peak_bytes = 0
+
+    def _maker(self, virtual_stage: int, value: str) -> str:
+        """Returns the program of a virtual stage that makes a value."""
+        for name in self._values.stages[virtual_stage].programs:
+            if any(v.name == value for v in self._manifest.program(name).handed_out):
+                return name
+        raise AssertionError(f"virtual stage {virtual_stage} does not make {value!r}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the rank's parts."""
+        return tuple(self._executors)
+
+    def run(
+        self,
+        schedule: str,
+        micro_batches: Sequence[Micro],
+        counters: Mapping[str, int],
+        writes: Writes | None = None,
+    ) -> list[dict[str, Array]]:
+        """Plays a schedule. Every rank must call it, with the same number of micro-batches.
+
+        Args:
+            schedule: Name of the schedule.
+            micro_batches: The micro-batches.
+            counters: Values of `manifest.COUNTERS` but for the number of the micro-batch.
+            writes: Where states are written, if not in their own place.
+
+        Returns:
+            For each micro-batch the local arrays of the outputs that this rank's stage makes.
+
+        Raises:
+            ScheduleError: The schedule cannot be played.
+            ArtifactError: The schedule splits a backward that is not in parts.
+            RankError: A rank failed.
+        """
+        program = self._plan(schedule, len(micro_batches))
+        self._counters, self._writes, self._micro = counters, writes, micro_batches
+        self._found = [{} for _ in micro_batches]
+        self._held.clear()
+        self._leaving.clear()
+        self._bytes = 0
+        play(self._rank, self._place, program, self, self._inbox, self._trace)
+        return self._found
+
+    def _plan(self, schedule: str, count: int) -> Program:
+        pipeline = self._pipeline
+        edges = self._values.edges
+        program = plan(schedule, pipeline.stages, count, pipeline.chunks, edges)
+        split = any(a.kind is Kind.BACKWARD_WEIGHT for _, _, a in program.schedule.places())
+        if split and any(stage.weight is None for stage in self._values.stages):
+            raise ArtifactError(
+                f"{self._manifest.directory}: schedule {schedule!r} computes the gradients of "
+                "parameters later than the rest, and the backward of a stage is one program"
+            )
+        return program
+
+    # -- what the schedule asks for ----------------------------------------------------------------
+
+    def compute(self, action: Action) -> None:
+        """Runs the programs of a computation; as `player.Work`."""
+        virtual = action.chunk * self._pipeline.stages + self._place.stage
+        stage = self._values.stages[virtual]
+        names = {
+            Kind.FORWARD: (stage.forward,),
+            Kind.BACKWARD: (stage.backward, stage.weight),
+            Kind.BACKWARD_INPUT: (stage.backward,),
+            Kind.BACKWARD_WEIGHT: (stage.weight,),
+        }[action.kind]
+        for name in names:
+            if name is not None:
+                self._run(virtual, name, action.micro_batch)
+
+    def leaving(self, message: Message) -> list[tuple[Array, bool]]:
+        """Returns the arrays of a message; as `player.Work`."""
+        ends = (message.payload, message.source, message.target)
+        values = self._leaving.pop((ends, message.micro_batch))
+        return [
+            (np.asarray(host_view(values[v.name]), order="C"), v.shape is None)
+            for v in self._values.messages[ends]
+        ]
+
+    def expected(self, message: Message) -> list[Expected]:
+        """Returns what a message has; as `player.Work`."""
+        values = self._values.messages[message.payload, message.source, message.target]
+        return [self._expected(value, message.micro_batch) for value in values]
+
+    def arrived(self, message: Message, arrays: Sequence[Array]) -> None:
+        """Keeps what came for the programs that read it; as `player.Work`."""
+        values = self._values.messages[message.payload, message.source, message.target]
+        executor = next(iter(self._executors.values()))
+        for value, array in zip(values, arrays, strict=True):
+            self._keep(message.target, message.micro_batch, value.name, executor.value(array))
+
+    def _expected(self, value: Handed, index: int) -> Expected:
+        dtype = DTYPES[value.dtype].dtype
+        if value.shape is None:
+            return Expected(dtype, None)
+        symbols = self._micro[index].feeds.values
+        try:
+            return Expected(dtype, tuple(evaluate(size, symbols) for size in value.shape))
+        except ExpressionError as error:
+            raise ArtifactError(
+                f"{self._manifest.directory}: shape of {value.name!r}: {error}"
+            ) from None
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def _run(self, virtual: int, name: str, index: int) -> None:
+        executor, micro = self._executors[name], self._micro[index]
+        held = self._held[virtual, index]
+        redirect = None if self._writes is None else self._writes.before(virtual, name, index)
+        results = executor.run_part(
+            micro.feeds,
+            {**self._counters, "micro_batch": micro.number},
+            micro.numbers,
+            redirect,
+            {value.name: held[value.name].value for value in executor.program.handed_in},
+        )
+        for taken in executor.program.handed_in:
+            self._read(held, taken.name)
+        for value in executor.program.handed_out:
+            made = results.handed[value.name]
+            self._check(value, made, index)
+            for target in self._near.get((name, value.name), ()):
+                self._keep(target, index, value.name, made)
+            for ends in self._sent.get((name, value.name), ()):
+                self._leaving[ends, index][value.name] = made
+        self._found[index] |= results.data
+        if self._writes is not None:
+            self._writes.after(virtual, redirect)
+
+    def _check(self, value: Handed, made: Any, index: int) -> None:
+        """Raises RankError where a value is not as the manifest promises to its readers."""
+        shape = self._expected(value, index).shape
+        if shape is not None and tuple(made.shape()) != shape:
+            raise RankError(
+                self._rank.index,
+                f"{value.name!r}, handed to another program: expected the local shape {shape}, "
+                f"got {tuple(made.shape())}",
+            )
+
+    def _keep(self, virtual: int, index: int, name: str, value: Any) -> None:
+        self._held[virtual, index][name] = _Held(value, self._values.readers[virtual][name])
+        self._bytes += value.tensor_size_in_bytes()
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+    def _read(self, held: dict[str, _Held], name: str) -> None:
+        """Forgets a value that was read, if that was the last time."""
+        held[name].readers -= 1
+        if not held[name].readers:
+            self._bytes -= held.pop(name).value.tensor_size_in_bytes()
+
+
+def _made(
+    manifest: Manifest, program: str, stages: Sequence[VirtualStage], count: int
+) -> dict[TensorSpec, int]:
+    """Returns the outputs of a program, and the stage that makes each.
+
+    Raises:
+        ArtifactError: None does, or several do.
+    """
+    makers: dict[str, list[int]] = defaultdict(list)
+    for index, stage in enumerate(stages):
+        for name in stage.programs:
+            for spec in manifest.program(name).outputs:
+                makers[spec.name].append(index % count)
+    made = {}
+    for spec in manifest.program(program).outputs:
+        if len(makers[spec.name]) != 1:
+            raise ArtifactError(
+                f"{manifest.directory}: output {spec.name!r} of {program}: expected one stage that "
+                f"makes it, got {makers[spec.name]}"
+            )
+        made[spec] = makers[spec.name][0]
+    return made

@@ -1,0 +1,121 @@
+"""The bytes that ranks send, by the manifest's formulas and by their own counts."""
+
+from collections.abc import Mapping
+from math import floor, prod
+from typing import Any
+
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.expressions import ExpressionError, evaluate_exact
+from onnxpar_runtime.group import Ranks
+from onnxpar_runtime.manifest import Collective, Handed, Manifest
+from onnxpar_runtime.pipeline.values import read_values
+
+_NOT_KNOWN = "?"
+
+
+def collectives(manifest: Manifest, program: str, stage: int) -> tuple[Collective, ...]:
+    """Returns what the ranks of a stage issue in one run of a program on one micro-batch.
+
+    What is sent to other stages is among it, as `Send`.
+
+    Args:
+        manifest: The manifest.
+        program: Name of the program.
+        stage: The stage; 0 where there are none.
+
+    Raises:
+        ArtifactError: There is no such program.
+    """
+    pipeline = manifest.pipeline
+    if pipeline is None:
+        return manifest.program(program).collectives
+    own = range(stage, pipeline.virtual_stages, pipeline.stages)
+    if program in pipeline.updates:
+        parts = pipeline.updates[program]
+        names = [part for i, part in enumerate(parts) if i % pipeline.stages == stage]
+        return tuple(c for name in names for c in manifest.program(name).collectives)
+    stages = pipeline.programs.get(program, ())
+    if not stages:
+        return manifest.program(program).collectives
+    names = [name for i in own for name in stages[i].programs]
+    issued = [c for name in names for c in manifest.program(name).collectives]
+    for (_, source, target), values in read_values(manifest, program).messages.items():
+        if source in own and target not in own:
+            issued += [_send(value, source, target) for value in values]
+    return tuple(issued)
+
+
+def _send(value: Handed, source: int, target: int) -> Collective:
+    size: str | int = _NOT_KNOWN
+    if value.shape is not None:
+        item = DTYPES[value.dtype].dtype.itemsize
+        item *= prod(n for n in value.shape if isinstance(n, int))
+        size = "*".join([str(item), *(f"({n})" for n in value.shape if isinstance(n, str))])
+    return Collective(
+        op="Send",
+        node="",
+        value=value.name,
+        atoms=(),
+        bytes=size,
+        reason=f"virtual stage {target} reads what {source} makes",
+        before="",
+        after="",
+    )
+
+
+def compare_bytes(
+    runs: Mapping[str, int],
+    group: Ranks[Any],
+    values: Mapping[str, int],
+    *,
+    widened: bool = False,
+) -> tuple[int | None, int, list[str]]:
+    """Returns bytes expected and counted, and the operators for which they differ.
+
+    A formula's fraction of a byte is rounded down, as the ranks count. A rank that sends nothing in
+    a Permute, or receives in a Broadcast, counts less than the formula's rank.
+
+    Args:
+        runs: How often each program has run since the counts were zero.
+        group: The ranks.
+        values: Values of the symbols.
+        widened: Allow twice the bytes: on the CPU onnxruntime may bring float16 to float32 before a
+            collective instead of after it.
+
+    Returns:
+        The bytes that the rank which sends most should send, None where a formula has a size that
+        is not known; the most that any rank counted; and what does not hold, for people.
+    """
+    manifest = group.manifest
+    wanted = [_expected(manifest, runs, stage, values) for stage in range(manifest.stages)]
+    counters = group.counters()
+    counted = max(sum(c.bytes for c in counts.values()) for counts in counters)
+    problems: dict[str, str] = {}
+    total = 0
+    for rank, counts in enumerate(counters):
+        expected = wanted[manifest.stage_of(rank)]
+        if expected is None:
+            return None, counted, []
+        total = max(total, sum(expected.values()))
+        for op in sorted(set(expected) | set(counts)):
+            want, got = expected.get(op, 0), counts[op].bytes if op in counts else 0
+            one_sided = op in ("Permute", "Broadcast", "Send", "Recv")
+            if got > want * (2 if widened else 1) or (got < want and not one_sided):
+                problem = f"{op} on rank {rank}: expected {want} bytes, got {got}"
+                problems.setdefault(op, problem)
+    return total, counted, [problems[op] for op in sorted(problems)]
+
+
+def _expected(
+    manifest: Manifest, runs: Mapping[str, int], stage: int, values: Mapping[str, int]
+) -> dict[str, int] | None:
+    """Returns the bytes by operator, None where a formula cannot be evaluated."""
+    expected: dict[str, int] = {}
+    for program, count in runs.items():
+        for issued in collectives(manifest, program, stage):
+            try:
+                size = floor(evaluate_exact(issued.bytes, values))
+            except ExpressionError:
+                return None
+            expected[issued.op] = expected.get(issued.op, 0) + count * size
+    return expected

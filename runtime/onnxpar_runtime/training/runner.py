@@ -1,0 +1,278 @@
+"""How the micro-batches of a step are run: one after another on all ranks, or through stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.inputs import Feeds
+from onnxpar_runtime.manifest import Manifest, TensorSpec
+from onnxpar_runtime.pipeline.inbox import Inbox
+from onnxpar_runtime.pipeline.trace import Trace
+from onnxpar_runtime.pipeline.work import FORWARD, Micro, Stages
+from onnxpar_runtime.training.programs import (
+    ACCUMULATION,
+    CORRECT,
+    EVALUATION,
+    GRAD_NORM,
+    LOSS,
+    OPTIMIZER,
+    TRAINING,
+    Programs,
+)
+
+Array = NDArray[Any]
+Counters = Mapping[str, int]
+_NOTHING = Feeds({}, {})
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an evaluation leaves on a rank.
+
+    Attributes:
+        loss: Weighted loss, on all ranks.
+        correct: Labels that were hit, on all ranks; None where there are no classes.
+        parts: Local arrays of the outputs that this rank has.
+    """
+
+    loss: float
+    correct: int | None
+    parts: Mapping[str, Array]
+
+
+class Runner(Protocol):
+    """Runs the programs of a training directory on one rank. Every rank makes the same calls."""
+
+    @property
+    def outputs(self) -> Mapping[TensorSpec, int]:
+        """The outputs of the evaluation, and the stage that makes each."""
+
+    def load(self, program: str) -> None:
+        """Loads a program, if it was not."""
+
+    def forward_backward(
+        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool
+    ) -> float:
+        """Runs micro-batches and leaves their gradients with the states.
+
+        Args:
+            micro_batches: At least one.
+            counters: What random numbers are keyed by, but for the number of the micro-batch.
+            accumulate: Add to the gradients that are there, instead of replacing them.
+
+        Returns:
+            The sum of the weighted losses, on all ranks.
+        """
+
+    def update(self, counters: Counters, hyper: Mapping[str, float]) -> float:
+        """Updates the parameters; returns the 2-norm of all gradients together."""
+
+    def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
+        """Runs the evaluation."""
+
+    def close(self) -> None:
+        """Ends what runs beside the rank's own thread."""
+
+
+def runner(
+    manifest: Manifest, rank: Rank, programs: Programs, trace: Trace | None = None
+) -> Runner:
+    """Returns what runs the programs of an artifact.
+
+    Args:
+        manifest: The manifest.
+        rank: The rank.
+        programs: The rank's programs.
+        trace: Notes what the stages of a pipeline compute, if given.
+    """
+    if manifest.pipeline is None:
+        return OneStage(manifest, programs)
+    return Pipelined(manifest, rank, programs, trace)
+
+
+class OneStage:
+    """Micro-batches one after another, each through the whole program; a `Runner`.
+
+    Args:
+        manifest: The manifest.
+        programs: The rank's programs.
+    """
+
+    def __init__(self, manifest: Manifest, programs: Programs) -> None:
+        """Runs nothing yet."""
+        self._manifest, self._programs = manifest, programs
+
+    @property
+    def outputs(self) -> Mapping[TensorSpec, int]:
+        """As `Runner`."""
+        return dict.fromkeys(self._manifest.program(EVALUATION).outputs, 0)
+
+    def load(self, program: str) -> None:
+        """As `Runner`."""
+        self._programs.load(program)
+
+    def forward_backward(
+        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool
+    ) -> float:
+        """As `Runner`."""
+        program = self._programs.load(TRAINING)
+        loss = 0.0
+        for index, micro in enumerate(micro_batches):
+            redirect = self._programs.micro_gradients() if index or accumulate else None
+            now = {**counters, "micro_batch": micro.number}
+            outputs = program.run(micro.feeds, now, micro.numbers, redirect)
+            if redirect is not None:
+                self._programs.load(ACCUMULATION).run(_NOTHING, now)
+            loss += float(outputs[LOSS].item())
+        return loss
+
+    def update(self, counters: Counters, hyper: Mapping[str, float]) -> float:
+        """As `Runner`."""
+        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, counters, hyper)
+        return float(outputs[GRAD_NORM].item())
+
+    def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
+        """As `Runner`."""
+        program = self._programs.load(EVALUATION)
+        parts = program.run(micro_batch.feeds, counters, micro_batch.numbers)
+        correct = int(parts[CORRECT].item()) if CORRECT in parts else None
+        return Found(float(parts[LOSS].item()), correct, parts)
+
+    def close(self) -> None:
+        """As `Runner`; there is nothing."""
+
+
+class Pipelined:
+    """Micro-batches through the stages of a pipeline, in the order of its schedule; a `Runner`.
+
+    Args:
+        manifest: The manifest of a pipeline.
+        rank: The rank.
+        programs: The rank's programs.
+        trace: Notes what is computed in training, if given.
+    """
+
+    def __init__(
+        self, manifest: Manifest, rank: Rank, programs: Programs, trace: Trace | None
+    ) -> None:
+        """Runs nothing yet."""
+        assert manifest.pipeline is not None
+        self._manifest, self._rank, self._programs = manifest, rank, programs
+        self._pipeline, self._trace = manifest.pipeline, trace
+        self._stage = manifest.stage_of(rank.index)
+        self._inbox = Inbox(rank)
+        self._stages: dict[str, Stages] = {}
+        self._gradients = _Gradients(manifest, programs)
+
+    def load(self, program: str) -> None:
+        """As `Runner`."""
+        if program in self._pipeline.updates:
+            for name in self._updates(program):
+                self._programs.load(name)
+        else:
+            self._through(program)
+
+    def _updates(self, program: str) -> list[str]:
+        """Returns this stage's parts of a program that works on states alone."""
+        parts = enumerate(self._pipeline.updates[program])
+        return [part for i, part in parts if i % self._pipeline.stages == self._stage]
+
+    def _through(self, program: str) -> Stages:
+        """Returns this stage's parts of a program that runs through the stages."""
+        if program not in self._stages:
+            trace = self._trace if program == TRAINING else None
+            self._stages[program] = Stages(
+                self._manifest, program, self._rank, self._programs.load, self._inbox, trace
+            )
+        return self._stages[program]
+
+    @property
+    def outputs(self) -> Mapping[TensorSpec, int]:
+        """As `Runner`."""
+        return self._through(EVALUATION).made
+
+    def forward_backward(
+        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool
+    ) -> float:
+        """As `Runner`."""
+        self._gradients.begin(accumulate)
+        found = self._through(TRAINING).run(
+            self._pipeline.schedule, micro_batches, counters, self._gradients
+        )
+        return self._told([sum(float(f[LOSS].item()) for f in found if LOSS in f)])[0]
+
+    def _told(self, numbers: Sequence[float]) -> list[float]:
+        """Returns on all ranks what the last stage has."""
+        # Its first rank speaks; a number that is not finite goes through as it is.
+        speaks = self._rank.index == (self._pipeline.stages - 1) * self._manifest.stage_devices
+        own = np.array(numbers, np.float64)
+        return [float(n) for n in self._rank.all_reduce(own if speaks else np.zeros_like(own))]
+
+    def update(self, counters: Counters, hyper: Mapping[str, float]) -> float:
+        """As `Runner`."""
+        (name,) = self._updates(OPTIMIZER)
+        outputs = self._programs.load(name).run(_NOTHING, counters, hyper)
+        return float(outputs[GRAD_NORM].item())
+
+    def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
+        """As `Runner`."""
+        micro = replace(micro_batch, number=counters["micro_batch"])
+        (parts,) = self._through(EVALUATION).run(FORWARD, [micro], counters)
+        counts = any(spec.name == CORRECT for spec in self.outputs)
+        scalars = (LOSS, CORRECT) if counts else (LOSS,)
+        numbers = [float(parts[n].item()) if n in parts else 0.0 for n in scalars]
+        loss, *correct = self._told(numbers)
+        return Found(loss, int(correct[0]) if counts else None, parts)
+
+    def close(self) -> None:
+        """As `Runner`."""
+        self._inbox.close()
+
+
+class _Gradients:
+    """Where the parts of a training program write gradients; as `pipeline.work.Writes`.
+
+    The first micro-batch of a virtual stage writes them in their place, every other one beside it,
+    from where the virtual stage's accumulation program adds them. Schedules differentiate the
+    micro-batches of a virtual stage in ascending order, as one device does.
+    """
+
+    def __init__(self, manifest: Manifest, programs: Programs) -> None:
+        self._manifest, self._programs = manifest, programs
+        self._accumulate = False
+        self._written: set[str] = set()
+
+    def begin(self, accumulate: bool) -> None:
+        """Begins a step."""
+        self._accumulate = accumulate
+        self._written = set()
+
+    def before(self, virtual_stage: int, program: str, index: int) -> Mapping[str, str] | None:
+        """As `Writes`."""
+        states = self._programs.states
+        outputs = self._manifest.program(program).state_outputs
+        own = {o.state for o in outputs if states[o.state].kind == "gradient"}
+        if not own:
+            return None
+        if not index and not self._accumulate:
+            if not own & self._written:
+                self._written |= own
+                return None
+            # Two virtual stages of this rank share a parameter: what the other one wrote stays.
+            for name in own - self._written:
+                states.clear(name)
+            self._written |= own
+        return self._programs.micro_gradients()
+
+    def after(self, virtual_stage: int, redirect: Mapping[str, str] | None) -> None:
+        """As `Writes`."""
+        if redirect is None:
+            return
+        pipeline = self._manifest.pipeline
+        assert pipeline is not None
+        name = pipeline.updates[ACCUMULATION][virtual_stage]
+        self._programs.load(name).run(_NOTHING, {})
