@@ -36,7 +36,7 @@ def test_training_keeps_replicas_equal(ranks: Path) -> None:
 
 def spoil(group: TrainerGroup, rank: int, name: str) -> None:
     """Moves the first element of a rank's part by one unit of rounding."""
-    states = group.members[rank]._programs.states
+    states = group.members[rank]._states
     part = states.get(name)
     part.flat[0] = np.nextafter(part.flat[0], np.float32(np.inf))
     states.set(name, part)
