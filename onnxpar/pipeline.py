@@ -13,6 +13,7 @@ from onnxpar.analysis.propagate import Rules, propagate
 from onnxpar.analysis.report import directory_data
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv, shapes
+from onnxpar.analysis.stages import ONE_PLACE, Places
 from onnxpar.artifacts import check_target, write
 from onnxpar.errors import StrategyError
 from onnxpar.ops.find import find_rules
@@ -21,13 +22,14 @@ from onnxpar.passes.dump import Dumper
 from onnxpar.passes.emit import emit_rank
 from onnxpar.passes.load import in_memory, load, normalise, read, symbol_table
 from onnxpar.passes.partition import partition
-from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.passes.partitioned import PartitionedModel, Pipeline
 from onnxpar.passes.validity import blamed_on_model
 from onnxpar.strategy import Strategy, resolved, strategy_for
 from onnxpar.strategy.decide import decide
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining, divide_training
 from onnxpar.training.prepare import TrainingSpec
+from onnxpar.training.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,35 @@ def _seeds(analysed: Analysed, strategy: Strategy) -> Seeds:
     return decide(strategy, analysed.model, analysed.rules, analysed.env)
 
 
-def divide(analysed: Analysed, seeds: Seeds) -> PartitionedModel:
+def divide(analysed: Analysed, seeds: Seeds, places: Places = ONE_PLACE) -> PartitionedModel:
     """Plans and partitions a model.
+
+    Args:
+        analysed: The model.
+        seeds: What is fixed.
+        places: Where its nodes run in a pipeline.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
-    return partition(analysed.model, analysed.env, analysed.rules, analysed.ops, chosen)
+    a = analysed
+    chosen = propagate(a.model, a.env, a.rules, seeds)
+    return partition(a.model, a.env, a.rules, a.ops, chosen, places=places)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A model, divided.
+
+    Attributes:
+        whole: The program; without nodes where a pipeline's programs have them.
+        programs: What is written: the program, or those of a pipeline.
+        pipeline: How they make up a pipeline, where the strategy has one.
+    """
+
+    whole: PartitionedModel
+    programs: tuple[PartitionedModel, ...]
+    pipeline: Pipeline | None = None
 
 
 def divide_model(
@@ -84,8 +107,8 @@ def divide_model(
     *,
     dumper: Dumper | None = None,
     lap: Callable[[str], None] = lambda stage: None,
-) -> PartitionedModel:
-    """Returns the forward program of all ranks: everything that `shard` does but write files.
+) -> Divided:
+    """Divides a forward program: everything that `shard` does but write files.
 
     Args:
         model: As read by `onnxpar.passes.load.load`; it is used up.
@@ -101,9 +124,19 @@ def divide_model(
     if dumper:
         dumper.model("normalised", analysed.model)
     lap("analyse")
-    partitioned = divide(analysed, _seeds(analysed, strategy))
+    if strategy.pipeline is None:
+        whole = divide(analysed, _seeds(analysed, strategy))
+        lap("divide")
+        return Divided(whole, (whole,))
+    staging = Staging(strategy, strategy.pipeline)
+    places = staging.put_forward(analysed.model, analysed.env)
+    # Copies of nodes are new.
+    env = shapes(analysed.model, analysed.env.table)
+    analysed = Analysed(analysed.model, env, *find_rules(analysed.model, env))
+    whole = divide(analysed, _seeds(analysed, strategy), places)
+    stages = staging.split(whole, places, "model")
     lap("divide")
-    return partitioned
+    return Divided(stages.whole, stages.programs, staging.pipeline([stages]))
 
 
 def plan(
@@ -219,16 +252,15 @@ def _shard(
     if optimizer_parallel is not None:
         strategy = strategy.at_level(optimizer_parallel)
     loaded = in_memory(proto, model)
-    _check_ranks(ranks, strategy.devices)
+    _check_ranks(ranks, strategy.world)
     clock.lap("load")
     constraints = {**strategy.symbols, **symbols}
     if dumper:
         dumper.model("loaded", loaded)
     divided: DividedTraining | None = None
     if training is None:
-        programs: tuple[PartitionedModel, ...] = (
-            divide_model(loaded, strategy, constraints, dumper=dumper, lap=clock.lap),
-        )
+        forward = divide_model(loaded, strategy, constraints, dumper=dumper, lap=clock.lap)
+        programs, pipeline, first = forward.programs, forward.pipeline, forward.whole
     else:
         originals = frozenset(loaded.graph.initializers)
         # Those of bodies become the model's, and may have to take another name.
@@ -238,14 +270,16 @@ def _shard(
         if dumper:
             dumper.model("normalised", normal)
         divided = divide_training(normal, originals, strategy, constraints, training)
-        programs = divided.programs
+        programs, pipeline = divided.programs, divided.pipeline
+        first = pipeline.whole[0] if pipeline is not None else programs[0]
         clock.lap("divide")
-    first = programs[0]
     if dumper:
         dumper.plan("planned", first.source, first.plan)
         for program in programs:
-            dumper.model(f"partitioned.{program.program}.rank0", emit_rank(program, 0))
-    report = directory_data(programs)
+            rank = program.ranks.start
+            name = f"partitioned.{program.program}.rank{rank}"
+            dumper.model(name, emit_rank(program, rank))
+    report = directory_data(programs if pipeline is None else pipeline.shown(programs))
     write(
         programs,
         Path(out),
@@ -255,6 +289,7 @@ def _shard(
         strategy=_resolved(first, divided, strategy),
         model_name=Path(model).stem,
         training=divided.manifest if divided else None,
+        pipeline=pipeline,
     )
     clock.lap("write")
     return Summary(Path(out), first, report, clock.laps, divided)

@@ -21,11 +21,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from sliding_reference import OPERATORS as SLIDING
 
+from onnxpar.analysis.graph import read_by
 from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS, VERSION
 from onnxpar.ops.gradients.matmul import MICROSOFT
 from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
-from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.closure import every_node
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.sharding import Component, DimSharding, Sharding, join, split

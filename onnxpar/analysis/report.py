@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import ShapeEnv, shapes
+from onnxpar.analysis.stages import stage_of
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import format_rule
 from onnxpar.passes.builder import Collective
@@ -58,7 +59,8 @@ def inspect_data(parted: PartitionedModel) -> Json:
     None for an operand that is absent or taken as it lies. `partial` is None or the reduction that
     the value waits for: `{"reduction", "over"}`. `bytes` is what one device sends.
 
-    Keys: `mesh`, `devices`, `symbols`, `nodes`, `collectives`, `replicated`, `totals`.
+    Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
+    `replicated`, `totals`.
 
     Args:
         parted: The program of all ranks.
@@ -72,11 +74,12 @@ def inspect_data(parted: PartitionedModel) -> Json:
     for node in parted.source.graph:
         found = parted.plan.nodes.get(node.name or "")
         if found is not None:
-            nodes.append(_node(node, found, parted.plan.resharded, texts))
+            nodes.append(_node(node, found, parted.plan.resharded, texts, parted.stages))
     mesh = parted.plan.mesh
     return {
         "mesh": {"axes": dict(mesh.axes), "atoms": list(mesh.atoms)},
-        "devices": mesh.size,
+        "devices": mesh.size * parted.stages,
+        "stages": parted.stages,
         "symbols": {name: str(symbol) for name, symbol in parted.symbols.items()},
         "nodes": nodes,
         "collectives": [texts.collective(c) for c in parted.builder.collectives],
@@ -142,7 +145,9 @@ class _Texts:
         }
 
 
-def _node(node: ir.Node, plan: NodePlan, resharded: Mapping[str, Sharding], texts: _Texts) -> Json:
+def _node(
+    node: ir.Node, plan: NodePlan, resharded: Mapping[str, Sharding], texts: _Texts, stages: int
+) -> Json:
     outputs = []
     for value, sharding in zip(node.outputs, plan.outputs, strict=True):
         item = texts.operand(value, sharding)
@@ -153,7 +158,7 @@ def _node(node: ir.Node, plan: NodePlan, resharded: Mapping[str, Sharding], text
     return {
         "name": node.name or "",
         "op_type": node.op_type,
-        "stage": 0,
+        "stage": stage_of(node) % stages,
         "pinned": plan.pinned,
         "inputs": [
             texts.operand(value, sharding)

@@ -22,6 +22,9 @@ CONST_LIMIT = 65536
 GRADIENT_OF = "onnxpar.gradient_of"
 """Metadata key of a node that autodiff added: name of the node whose gradient it belongs to."""
 
+STAGE = "onnxpar.stage"
+"""Metadata key of a node: number of the pipeline part that it belongs to."""
+
 EXPANDED_FROM = "onnxpar.expanded_from"
 """Metadata key of a node of an operator's body: name of the node that the body replaces."""
 EXPANDED_OPERANDS = "onnxpar.expanded_operands"

@@ -26,10 +26,10 @@ from onnxpar.passes.builder import (
     Collective,
 )
 from onnxpar.passes.emit import used_system_inputs
-from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
+from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel, Pipeline
 from onnxpar.passes.weight_layout import Interval, WeightLayout, boxes
 from onnxpar.sharding import Sharding
-from onnxpar.symbols import Dim, Symbol, dim_str, safe_name
+from onnxpar.symbols import Dim, Symbol, as_dim, dim_str, safe_name, symbols_of
 from onnxpar.symbols.expr import fraction
 
 SCHEMA = 1
@@ -48,6 +48,7 @@ def manifest(
     strategy: Mapping[str, Any],
     report: Mapping[str, Any],
     training: Mapping[str, Any] | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Json:
     """Returns the manifest as plain data.
 
@@ -61,6 +62,7 @@ def manifest(
         strategy: The strategy as resolved.
         report: What else the transformer has to tell.
         training: What the runtime must know to train, for programs that train.
+        pipeline: How the programs make up a pipeline, where they do.
     """
     mesh = models[0].plan.mesh
     contents: Json = {
@@ -68,7 +70,7 @@ def manifest(
         "generator": f"{GENERATOR} {__version__}",
         "model": model_name,
         "mesh": {"axes": [[n, s] for n, s in mesh.axes], "atoms": list(mesh.atoms)},
-        "devices": mesh.size,
+        "devices": mesh.size * models[0].stages,
         "symbols": {
             safe_name(name): _symbol(name, pm.symbols) for pm in models for name in pm.symbols
         },
@@ -87,6 +89,11 @@ def manifest(
     }
     if training is not None:
         contents["training"] = dict(training)
+    if pipeline is not None:
+        contents["programs"] |= {
+            pm.program: _whole(pm, mesh.size * models[0].stages) for pm in pipeline.whole
+        }
+        contents["pipeline"] = dict(pipeline.entry)
     return contents
 
 
@@ -140,19 +147,32 @@ def _tensor(item: GraphInput) -> Json:
     }
 
 
-def state_entry(item: GraphInput, kind: str, parameter: str) -> Json:
-    """Returns the manifest's entry of a buffer that the runtime keeps between runs."""
-    return {
+def state_entry(
+    item: GraphInput, kind: str, parameter: str, stages: Sequence[int] = (), *, summed: bool = False
+) -> Json:
+    """Returns the manifest's entry of a buffer that the runtime keeps between runs.
+
+    Args:
+        item: The buffer.
+        kind: What it is for.
+        parameter: The parameter that it belongs to.
+        stages: The pipeline stages that hold it; all where there is no pipeline.
+        summed: Whether its value is the sum of what these stages hold.
+    """
+    entry: Json = {
         **_tensor(item),
         "kind": kind,
         "parameter": parameter,
         "partial": list(item.sharding.partial),
     }
+    if stages:
+        entry |= {"stages": list(stages), "partial_stages": summed}
+    return entry
 
 
 def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
     states = pm.states
-    data = [i for i in pm.inputs if i.name not in states.inputs and not _is_scalar(i.name)]
+    data = [i for i in pm.inputs if _is_data(i, pm)]
     scalars = [i.name for i in pm.inputs if _is_scalar(i.name)]
     scalars += [value.name or "" for value in used_system_inputs(pm)]
     entry: Json = {
@@ -172,7 +192,45 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
             for i in pm.outputs
             if i.name in states.outputs
         ]
+    if pm.stages > 1:
+        entry["handed_in"] = [
+            {**_handed(h.local, pm.symbols), "from": h.source} for h in pm.handed_in
+        ]
+        entry["handed_out"] = [_handed(h.local, pm.symbols) for h in pm.handed_out]
     return entry
+
+
+def _whole(pm: PartitionedModel, devices: int) -> Json:
+    """The entry of a program that a pipeline's programs make up: inputs and outputs, no graphs."""
+    return {
+        "files": [None] * devices,
+        "inputs": [_tensor(i) for i in pm.inputs if _is_data(i, pm)],
+        "outputs": [_tensor(i) for i in pm.outputs if i.name not in pm.states.outputs],
+        "system_inputs": [],
+        "collectives": [],
+        "equal_sizes": [_equality(e) for e in pm.equalities],
+        "index_ranges": [],
+    }
+
+
+def _is_data(item: GraphInput, pm: PartitionedModel) -> bool:
+    return item.name not in pm.states.inputs and not _is_scalar(item.name)
+
+
+def _handed(value: ir.Value, symbols: Mapping[str, Symbol]) -> Json:
+    """A local tensor that goes from program to program; its shape, where symbols tell it."""
+    if value.dtype is None:
+        raise ArtifactError(f"{value.name!r}: the element type of a value between stages")
+    shape: list[int | str] | None = None
+    if value.shape is not None:
+        shape = []
+        for dim in value.shape:
+            size = dim if isinstance(dim, int) else as_dim(dim.value or "")
+            if not isinstance(size, int) and any(n not in symbols for n in symbols_of(size)):
+                shape = None
+                break
+            shape.append(_size(size))
+    return {"name": value.name or "", "dtype": dtype_name(value.dtype), "shape": shape}
 
 
 def _is_scalar(name: str) -> bool:
@@ -202,6 +260,7 @@ def _collective(collective: Collective) -> Json:
         "node": collective.node,
         "value": collective.value,
         "atoms": list(collective.atoms),
+        "stages": list(collective.stages),
         "bytes": _bytes(collective.bytes),
         "reason": collective.reason,
         "before": collective.before,

@@ -15,7 +15,7 @@ from onnxpar.artifacts.manifest import manifest
 from onnxpar.artifacts.weights import Written, write_weights
 from onnxpar.errors import ArtifactError
 from onnxpar.passes.emit import fill, template
-from onnxpar.passes.partitioned import Parameter, PartitionedModel
+from onnxpar.passes.partitioned import Parameter, PartitionedModel, Pipeline
 from onnxpar.passes.weight_layout import layout
 
 MAX_PROTOBUF = 2**31 - 1
@@ -34,6 +34,7 @@ def write(
     strategy: Mapping[str, Any] | None = None,
     model_name: str,
     training: Mapping[str, Any] | None = None,
+    pipeline: Pipeline | None = None,
 ) -> None:
     """Writes programs of one mesh as an artifact directory, whole or not at all.
 
@@ -49,6 +50,7 @@ def write(
         strategy: The strategy as resolved, as JSON.
         model_name: Name of the model, for people.
         training: What the runtime must know to train, as JSON.
+        pipeline: How the programs make up a pipeline, where they do.
 
     Raises:
         ArtifactError: The directory cannot be written or must not be replaced, a weight's data is
@@ -57,11 +59,17 @@ def write(
     mesh = models[0].plan.mesh
     if any(pm.plan.mesh != mesh for pm in models):
         raise ArtifactError("the programs of one directory must be cut for one mesh")
-    chosen = sorted(set(range(mesh.size) if ranks is None else ranks))
-    if not chosen or chosen[0] < 0 or chosen[-1] >= mesh.size:
-        raise ArtifactError(f"expected ranks from 0 to {mesh.size - 1}, got {chosen}")
+    devices = mesh.size * models[0].stages
+    chosen = sorted(set(range(devices) if ranks is None else ranks))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= devices:
+        raise ArtifactError(f"expected ranks from 0 to {devices - 1}, got {chosen}")
     parameters = _parameters(models)
-    places = layout(parameters.values(), mesh)
+    held: dict[str, set[int]] = {name: set() for name in parameters}
+    for pm in models:
+        for parameter in pm.parameters:
+            held[parameter.name].add(pm.stage)
+    stages = {name: sorted(found) for name, found in held.items()}
+    places = layout(parameters.values(), mesh, stages)
     needed = {f.name for f in places.files.values() if set(chosen) & set(f.ranks)}
     sources.check(
         p
@@ -74,8 +82,10 @@ def write(
         graphs: dict[str, list[str | None]] = {}
         for pm in models:
             form = template(pm, places)
-            graphs[pm.program] = [None] * mesh.size
+            graphs[pm.program] = [None] * devices
             for rank in chosen:
+                if rank not in pm.ranks:
+                    continue
                 name = f"rank{rank:04d}.{pm.program}.onnx"
                 files[name] = _write_graph(folder / name, fill(form, rank))
                 graphs[pm.program][rank] = name
@@ -89,12 +99,15 @@ def write(
             strategy=strategy or {},
             report=report or {},
             training=training,
+            pipeline=pipeline,
         )
         with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
             stream.write(_json(contents) + "\n")
-        for pm in models:
+        for names in graphs.values():
             # Graphs of the other ranks differ in numbers only.
-            _check(folder / f"rank{chosen[0]:04d}.{pm.program}.onnx")
+            first = next((name for name in names if name is not None), None)
+            if first is not None:
+                _check(folder / first)
 
 
 def _check(path: Path) -> None:

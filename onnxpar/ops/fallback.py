@@ -34,7 +34,8 @@ def drops(node: ir.Node) -> bool:
     return mode.const_value is None or bool(mode.const_value.numpy())
 
 
-def _draws(node: ir.Node) -> bool:
+def draws(node: ir.Node) -> bool:
+    """Whether a node draws random numbers itself."""
     if node.domain not in ("", "ai.onnx"):
         return False
     return node.op_type in (*_RANDOM, *_SAMPLING) or (node.op_type == "Dropout" and drops(node))
@@ -53,10 +54,10 @@ def refuse_random(node: ir.Node, devices: int) -> None:
     what = f"node {node.name!r} ({node.op_type})"
     for body in (a.as_graph() for a in node.attributes.values() if a.type == _GRAPH):
         for inner in ir.traversal.RecursiveGraphIterator(body):
-            if _draws(inner):
+            if draws(inner):
                 name = inner.name or inner.outputs[0].name
                 _refuse(f"{what}: {name!r} ({inner.op_type}) in its body", devices)
-    if _draws(node):
+    if draws(node):
         _refuse(what, devices)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.shapes import read_shapes
-from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.closure import bodies_of, close_node
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import Dim

@@ -42,6 +42,7 @@ from onnxpar.ops import (
     signal,
     skip_norm,
     slice,
+    stages,
     updates,
     view,
 )
@@ -91,6 +92,7 @@ REGISTRY = Registry.join(
         expanded.DEFS,
         excused.DEFS,
         backward.DEFS,
+        stages.DEFS,
         updates.DEFS,
     )
 )

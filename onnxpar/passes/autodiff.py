@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.analysis.shapes import GRADIENT_OF, NodeView, ShapeEnv
+from onnxpar.analysis.graph import read_by
+from onnxpar.analysis.shapes import GRADIENT_OF, STAGE, NodeView, ShapeEnv
+from onnxpar.analysis.stages import stage_of
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.registry import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.expand import expand_by_body
 from onnxpar.passes.global_graph import GlobalBuilder
 
@@ -139,6 +140,7 @@ class _Autodiff:
         self.builder.scope = name
         total = walk.total(value)
         assert total is not None
+        self.builder.metadata = {**self.builder.metadata, **stage_entry(total.producer())}
         wanted = f"{GRADIENT_PREFIX}{name}"
         shared = total.producer() is None or total in self.model.graph.outputs
         if shared or len([p for p in walk.parts.values() if total in p]) > 1:
@@ -233,7 +235,7 @@ class _Backward:
             )
         assert callable(gradient)
         self.builder.scope = f"{node.name}/grad"
-        self.builder.metadata = {GRADIENT_OF: node.name or ""}
+        self.builder.metadata = {GRADIENT_OF: node.name or "", **stage_entry(node)}
         cotangents = tuple(self.total(out) for out in node.outputs)
         view = NodeView(node, self.builder.env, self.builder.opset)
         grad = GradNode(view, self.builder, cotangents, wanted, _Inner(self.opsets, self.what))
@@ -264,16 +266,35 @@ class _Backward:
         parts = self.parts.get(value)
         if not parts:
             return None
-        total = parts[-1]
-        if len(parts) > 1:
+        # Parts that later stages of a pipeline have made are added up there, and then from stage to
+        # stage: each sends one.
+        groups: dict[int, list[ir.Value]] = {}
+        for part in parts:
+            maker = part.producer()
+            groups.setdefault(0 if maker is None else stage_of(maker), []).append(part)
+        total: ir.Value | None = None
+        for stage in sorted(groups, reverse=True):
             # In pairs, the first reader's part first: those of queries, keys and values, which may
             # be pending over the same devices, are one sum before it meets the residual's.
-            for part in reversed(parts[:-1]):
-                self.links.setdefault(total.name or "", value.name or "")
-                total = self.builder.op("Add", part, total, shape=self.builder.shape_of(value))
+            own = groups[stage][-1]
+            for part in reversed(groups[stage][:-1]):
+                own = self._added(part, own, value)
+            total = own if total is None else self._added(total, own, value)
+        assert total is not None
+        if len(parts) > 1:
             self.builder.rename(total, f"{GRADIENT_PREFIX}{value.name}")
         self.links.setdefault(total.name or "", value.name or "")
         self.done[value] = total
+        return total
+
+    def _added(self, left: ir.Value, right: ir.Value, value: ir.Value) -> ir.Value:
+        """The sum of two parts of a value's cotangent, where the second was made."""
+        for part in (left, right):
+            self.links.setdefault(part.name or "", value.name or "")
+        kept = self.builder.metadata
+        self.builder.metadata = {**kept, **stage_entry(right.producer())}
+        total = self.builder.op("Add", left, right, shape=self.builder.shape_of(value))
+        self.builder.metadata = kept
         return total
 
     def _path(self, node: ir.Node, varying: set[ir.Value]) -> str:
@@ -325,3 +346,10 @@ class _Inner:
             if total is not None:
                 found[value] = total
         return found
+
+
+def stage_entry(node: ir.Node | None) -> dict[str, str]:
+    """Returns the metadata that puts a node into the part of another; none where that has none."""
+    if node is None or STAGE not in node.metadata_props:
+        return {}
+    return {STAGE: node.metadata_props[STAGE]}

@@ -22,8 +22,13 @@ Known = tuple[ir.Value, Sharding, ir.Value, bool]
 class _BodyPartition(_Partition):
     """The partitioner of a body, where zeros may stand for zeros that wait for a sum."""
 
+    @property
+    def part(self) -> int:
+        """A body is all of one part."""
+        return 0
+
     def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
-        known = self.versions.get(value.name or "", {})
+        known = self._versions(value.name or "")
         if want.partial and want.reduction == "sum" and want not in known and is_zero(value):
             local = super()._get(value, want.with_partial(()), reason)
             self._define(value.name or "", want, local, zero=True)

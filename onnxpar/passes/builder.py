@@ -32,6 +32,8 @@ LOSS_WEIGHT = "onnxpar.loss_weight"
 HYPER_PREFIX = "onnxpar.hyper."
 """Begins the names of the scalars that an optimizer reads, such as the learning rate."""
 INT64 = ir.DataType.INT64
+PLACE = "place"
+"""Key among a node's `meta`: the builder's `place` when it was built."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Collective:
         reason: The node and operand that want the value so.
         before: Layout of the value before, for people.
         after: Layout of the value after, for people.
+        stages: The pipeline stages whose ranks of one place on the mesh are the groups; empty for
+            groups within a stage.
     """
 
     op: str
@@ -57,6 +61,7 @@ class Collective:
     reason: str
     before: str
     after: str
+    stages: tuple[int, ...] = ()
 
 
 @dataclass
@@ -68,6 +73,8 @@ class GraphBuilder:
         table: What is known of the symbols.
         opset: Version of the default domain of the graph being built.
         varying: Of each symbol whose value differs between ranks, the atoms along which it does.
+        place: Which program of a pipeline the nodes built from here on belong to, see
+            `onnxpar.analysis.stages.Places`.
     """
 
     mesh: Mesh
@@ -78,6 +85,7 @@ class GraphBuilder:
     initializers: list[ir.Value] = field(default_factory=list)
     system_inputs: dict[str, ir.Value] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
+    place: int = 0
     _scope: str = ""
     _names: dict[str, int] = field(default_factory=dict)
     _node_names: dict[str, int] = field(default_factory=dict)
@@ -146,6 +154,7 @@ class GraphBuilder:
             name=node_name,
         )
         node.metadata_props.update(metadata or {})
+        node.meta[PLACE] = self.place
         self.nodes.append(node)
         return tuple(values)
 
@@ -307,6 +316,7 @@ class GraphBuilder:
         before: Sharding | None = None,
         after: Sharding | None = None,
         pairs: Sequence[tuple[int, int]] = (),
+        stages: Sequence[int] = (),
         **attributes: object,
     ) -> ir.Value:
         """Appends a collective over the groups that `atoms` span, after all earlier collectives.
@@ -322,6 +332,7 @@ class GraphBuilder:
             before: Layout of the value before.
             after: Layout of the value after.
             pairs: For Permute: (source, destination) positions in the group.
+            stages: In place of atoms: the pipeline stages whose counterparts are a group.
             attributes: Further attributes of the operator.
 
         Raises:
@@ -353,9 +364,12 @@ class GraphBuilder:
         node = self.nodes[-1]
         node.meta["atoms"] = tuple(atoms)
         node.meta["pairs"] = tuple(pairs)
+        node.meta["stages"] = tuple(stages)
         self._token = token
         self.collectives.append(
-            Collective(op_type, node_name, value, tuple(atoms), moved, reason, *texts)
+            Collective(
+                op_type, node_name, value, tuple(atoms), moved, reason, *texts, tuple(stages)
+            )
         )
         return out
 

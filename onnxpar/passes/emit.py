@@ -5,18 +5,18 @@ where their weights lie, and in texts for people. So the graph is serialised onc
 and a rank's graph is the template with these few fields filled in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxpar.analysis.graph import read_by
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS
 from onnxpar.passes.builder import DOMAIN
-from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.closure import every_node
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.weight_layout import WeightLayout, layout
@@ -40,9 +40,7 @@ class Template:
         model: The partitioned model it is made from.
         layout: Where each weight lies.
         proto: The graph; `fill` writes into it, so it is one rank's at a time.
-        collectives: `(node, atoms, pairs, root)` of each node that has a group: its position in the
-            graph, the atoms of its groups, source and destination positions in the group (Permute),
-            and the root's position in the group (Broadcast; None elsewhere).
+        collectives: Each node that has a group: its position in the graph, and the node.
         weights: `(parameter, position among the initializers)` of each weight kept in a file.
         shapes: The same of what may say a shape. onnxruntime may read it while it infers shapes,
             when it refuses external data, so that the rank's shard stands in the graph as well.
@@ -51,7 +49,7 @@ class Template:
     model: PartitionedModel
     layout: WeightLayout
     proto: onnx.ModelProto
-    collectives: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int | None], ...]
+    collectives: tuple[tuple[int, ir.Node], ...]
     weights: tuple[tuple[str, int], ...]
     shapes: tuple[tuple[Parameter, int], ...]
 
@@ -65,23 +63,35 @@ def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
     Raises:
         ArtifactError: The rank is not of the mesh, or a parameter cannot be stored.
     """
-    proto = fill(template(pm, layout(pm.parameters, pm.plan.mesh)), rank)
+    held = {p.name: (pm.stage,) for p in pm.parameters}
+    proto = fill(template(pm, layout(pm.parameters, pm.plan.mesh, held)), rank)
     return ir.from_proto(proto)
 
 
-def describe_rank(mesh: Mesh, rank: int, stage: int = 0) -> str:
+def describe_rank(mesh: Mesh, rank: int, stages: int = 1) -> str:
     """Returns a rank's place for people: `stage 0, rank 3 of 8, coordinates dp=0 tp=3`."""
+    stage, here = divmod(rank, mesh.size)
     if mesh.axes:
         places = " ".join(
-            f"{name}={mesh.index(rank, mesh.axis_atoms(name))}" for name, _ in mesh.axes
+            f"{name}={mesh.index(here, mesh.axis_atoms(name))}" for name, _ in mesh.axes
         )
     elif mesh.atoms:
         places = " ".join(
-            f"{c}/{size}" for c, size in zip(mesh.coords(rank), mesh.atoms, strict=True)
+            f"{c}/{size}" for c, size in zip(mesh.coords(here), mesh.atoms, strict=True)
         )
     else:
         places = "none"
-    return f"stage {stage}, rank {rank} of {mesh.size}, coordinates {places}"
+    return f"stage {stage}, rank {rank} of {mesh.size * stages}, coordinates {places}"
+
+
+def global_group(
+    mesh: Mesh, rank: int, atoms: Sequence[int], stages: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the ranks of a collective's group: of the rank's stage, or its places in `stages`."""
+    stage, here = divmod(rank, mesh.size)
+    if stages:
+        return tuple(s * mesh.size + here for s in stages)
+    return tuple(stage * mesh.size + member for member in mesh.group(here, atoms))
 
 
 def used_system_inputs(pm: PartitionedModel) -> tuple[ir.Value, ...]:
@@ -131,10 +141,15 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
     fed = [GraphInput(p.local.name or p.name, p.local, p.sharding) for p in pm.parameters if p.fed]
     for item in (*pm.inputs, *fed):
         _put_value(graph.input.add(), item, mesh)
+    for handed in pm.handed_in:
+        ir.serde.serialize_value_into(graph.input.add(), handed.local)
+        _put_metadata(graph.input[-1], {"onnxpar.from": handed.source})
     for value in used_system_inputs(pm):
         ir.serde.serialize_value_into(graph.input.add(), value)
     for item in pm.outputs:
         _put_value(graph.output.add(), item, mesh)
+    for handed in pm.handed_out:
+        ir.serde.serialize_value_into(graph.output.add(), handed.local)
     for value in pm.builder.initializers:
         if value.const_value is None:
             raise ArtifactError(f"constant {value.name!r} has no value")
@@ -161,20 +176,25 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
     Raises:
         ArtifactError: The rank is not of the mesh.
     """
-    mesh = form.model.plan.mesh
-    if not 0 <= rank < mesh.size:
-        raise ArtifactError(f"expected a rank from 0 to {mesh.size - 1}, got {rank}")
+    pm, mesh = form.model, form.model.plan.mesh
+    if rank not in pm.ranks:
+        raise ArtifactError(
+            f"expected a rank from {pm.ranks.start} to {pm.ranks.stop - 1}, got {rank}"
+        )
     graph = form.proto.graph
-    original = form.model.source.graph.doc_string
-    place = describe_rank(mesh, rank)
+    original = pm.source.graph.doc_string
+    place = describe_rank(mesh, rank, pm.stages)
     graph.doc_string = f"{place}\n\n{original}" if original else place
-    _put_metadata(form.proto, {"onnxpar.rank": str(rank), "onnxpar.devices": str(mesh.size)})
-    groups: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for index, atoms, pairs, root in form.collectives:
-        if atoms not in groups:
-            groups[atoms] = mesh.group(rank, atoms)
-        group = groups[atoms]
+    devices = str(mesh.size * pm.stages)
+    _put_metadata(form.proto, {"onnxpar.rank": str(rank), "onnxpar.devices": devices})
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+    for index, node in form.collectives:
+        key = node.meta["atoms"], node.meta.get("stages", ())
+        if key not in groups:
+            groups[key] = global_group(mesh, rank, *key)
+        group, root = groups[key], node.meta.get("root")
         _put_ints(graph.node[index], "group", group)
+        pairs = node.meta.get("pairs")
         if pairs:
             _put_ints(graph.node[index], "pairs", [group[i] for pair in pairs for i in pair])
         if root is not None:
@@ -189,17 +209,16 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
     for parameter, index in form.shapes:
         content = parameter.source.const_value
         assert content is not None
-        shard_of = split(np.asarray(content.numpy()), parameter.sharding, mesh, rank)
+        array = np.asarray(content.numpy())
+        shard_of = split(array, parameter.sharding, mesh, rank % mesh.size)
         graph.initializer[index].raw_data = shard_of.astype(
             shard_of.dtype.newbyteorder("<")
         ).tobytes()
     return form.proto
 
 
-def _put_nodes(
-    graph: onnx.GraphProto, pm: PartitionedModel
-) -> Iterator[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int | None]]:
-    outputs = {item.local for item in pm.outputs}
+def _put_nodes(graph: onnx.GraphProto, pm: PartitionedModel) -> Iterator[tuple[int, ir.Node]]:
+    outputs = {item.local for item in pm.outputs} | {item.local for item in pm.handed_out}
     for index, node in enumerate(pm.builder.nodes):
         proto = graph.node.add()
         ir.serde.serialize_node_into(proto, node)
@@ -208,7 +227,7 @@ def _put_nodes(
             if value not in outputs and value.name and value.type is not None:
                 ir.serde.serialize_value_into(graph.value_info.add(), value)
         if "atoms" in node.meta:
-            yield index, node.meta["atoms"], node.meta.get("pairs", ()), node.meta.get("root")
+            yield index, node
 
 
 def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 from onnx_shape_inference import ShapeInferenceContext, registry
 
+from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.shapes import (
     NOT_EXPANDED,
     NodeView,
@@ -30,7 +31,6 @@ from onnxpar.ops.cast import fold_casts
 from onnxpar.ops.registry import ByBody, OpDef, expanded
 from onnxpar.ops.sequence import fold_sequences
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import SymbolTable, dim_str, symbols_of
 

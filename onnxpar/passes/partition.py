@@ -12,18 +12,20 @@ from functools import cached_property
 import onnx_ir as ir
 
 from onnxpar.analysis.equalities import assumed_equalities
+from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.index_ranges import demanded_ranges
 from onnxpar.analysis.plan import NodePlan, Plan, varying
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.reshard import cheapest_way
 from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.analysis.stages import ONE_PLACE, Places
 from onnxpar.errors import OnnxparError, ShardingError
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import ANY
 from onnxpar.passes.builder import GENERATED, GraphBuilder, ir_shape
-from onnxpar.passes.cleanup import read_by, remove_unused
+from onnxpar.passes.cleanup import remove_unused
 from onnxpar.passes.closure import CAPTURED, open_node
 from onnxpar.passes.padding import mask_padding
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel, States
@@ -33,6 +35,7 @@ from onnxpar.sharding import Sharding
 IDENTITY: dict[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
 INLINE_ELEMENTS = 1024
 STATELESS = States()
+_EVERYWHERE = -1
 
 
 def partition(
@@ -45,6 +48,7 @@ def partition(
     program: str = "model",
     states: States = STATELESS,
     gathered: frozenset[str] = frozenset(),
+    places: Places = ONE_PLACE,
 ) -> PartitionedModel:
     """Returns the program of all ranks for a plan.
 
@@ -58,13 +62,18 @@ def partition(
         states: Which of its operands are buffers of the runtime.
         gathered: Values that are brought into another sharding anew for each node that reads them,
             so that what was brought there for one need not be kept for the next.
+        places: Where nodes run in a pipeline, for `onnxpar.passes.split`; the nodes of the model
+            stand in the order of their places. A version of a value that one stage has made is
+            not used in another, which gets the value as it was made.
 
     Raises:
         ShardingError: A node cannot be written for the sharding the plan gives it.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
     builder = GraphBuilder(plan.mesh, env.table, opset, varying(plan.inputs, env.table))
-    return _Partition(model, env, rules, ops, plan, builder, program, states, gathered).run()
+    return _Partition(
+        model, env, rules, ops, plan, builder, program, states, gathered, places
+    ).run()
 
 
 @dataclass
@@ -78,8 +87,10 @@ class _Partition:
     program: str = "model"
     states: States = STATELESS
     gathered: frozenset[str] = frozenset()
+    places: Places = ONE_PLACE
     made: dict[str, Sharding] = field(default_factory=dict)
-    versions: dict[str, dict[Sharding, ir.Value]] = field(default_factory=dict)
+    home: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, dict[tuple[int, Sharding], ir.Value]] = field(default_factory=dict)
     zero: dict[tuple[str, Sharding], bool] = field(default_factory=dict)
     parameters: list[Parameter] = field(default_factory=list)
 
@@ -99,11 +110,13 @@ class _Partition:
                 doc_string=value.doc_string,
             )
             inputs.append(GraphInput(name, local, sharding))
+            self.home[name] = _EVERYWHERE
             self._define(name, sharding, local, zero=True)
         for name, value in graph.initializers.items():
             self._initializer(name, value)
         for node in graph:
             self.builder.scope(node.name or "")
+            self.builder.place = self.places.nodes.get(node.name or "", 0)
             try:
                 self._node(node)
             except OnnxparError as error:
@@ -115,6 +128,7 @@ class _Partition:
         for value in graph.outputs:
             name = value.name or ""
             self.builder.scope(name)
+            self.builder.place = self.places.outputs.get(name, 0)
             sharding = self.plan.outputs[name]
             local = self._get(value, sharding, f"output {name!r}")
             if name in self.states.outputs and not self.zero[name, sharding]:
@@ -173,11 +187,19 @@ class _Partition:
             self.builder.initializers.append(local)
         else:
             self.parameters.append(Parameter(name, value, local, sharding, fed))
+        self.home[name] = _EVERYWHERE
         self._define(name, sharding, local, zero=True)
+
+    @property
+    def part(self) -> int:
+        """The pipeline part for which nodes are being written."""
+        return self.places.part[self.builder.place]
 
     def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
         self.made.setdefault(name, sharding)
-        self.versions.setdefault(name, {})[sharding] = local
+        # The first version is the one that is made; that of an input is everywhere.
+        part = self.part if name in self.versions else self.home.setdefault(name, self.part)
+        self.versions.setdefault(name, {})[part, sharding] = local
         self.zero[name, sharding] = zero
         if sharding.partial or local.shape is None:
             return
@@ -191,10 +213,21 @@ class _Partition:
             ):
                 self.builder.bind(str(size), local, axis)
 
+    def _versions(self, name: str) -> dict[Sharding, ir.Value]:
+        """The versions of a value that the part being written may read."""
+        # What it has made itself wins over what it would be sent.
+        seen = (self.home.get(name), self.part)
+        return {
+            sharding: local
+            for part in seen
+            for (where, sharding), local in self.versions.get(name, {}).items()
+            if where == part
+        }
+
     def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
         """Returns a value in a sharding, brought there the way that propagation priced."""
         name = value.name or ""
-        versions = self.versions.get(name, {})
+        versions = self._versions(name)
         if want in versions:
             return versions[want]
         if not versions or value.dtype is None:

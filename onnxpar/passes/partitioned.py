@@ -4,8 +4,9 @@
 `onnxpar.artifacts` into a directory of files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx_ir as ir
 
@@ -70,8 +71,21 @@ class States:
 
 
 @dataclass(frozen=True)
+class Handed:
+    """A local tensor that one program of a pipeline makes and another one reads.
+
+    Attributes:
+        local: The value, a graph output of the one and a graph input of the other.
+        source: Name of the program that makes it.
+    """
+
+    local: ir.Value
+    source: str
+
+
+@dataclass(frozen=True)
 class PartitionedModel:
-    """The program of all ranks.
+    """The program of all ranks, or of those of a pipeline stage.
 
     Attributes:
         program: Name of the program, as in `rank0003.<program>.onnx`.
@@ -86,6 +100,12 @@ class PartitionedModel:
         replicated: `(node, op_type, reason)` of each node that every rank computes whole.
         equalities: Sizes that rules take to be equal without a proof.
         ranges: Ranges that operators demand of the elements of inputs.
+        states: Which of its operands are buffers of the runtime.
+        stage: The pipeline stage whose ranks run it.
+        stages: Number of stages; the ranks of stage s are those from `s * mesh.size` on.
+        part: The part of the model that it is of; a stage may have several.
+        handed_in: What it reads of other programs of the same micro-batch.
+        handed_out: What it makes for them.
     """
 
     program: str
@@ -100,3 +120,32 @@ class PartitionedModel:
     equalities: tuple[Equality, ...] = ()
     ranges: tuple[IndexRange, ...] = ()
     states: States = States()
+    stage: int = 0
+    stages: int = 1
+    part: int = 0
+    handed_in: tuple[Handed, ...] = ()
+    handed_out: tuple[Handed, ...] = ()
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that run it."""
+        size = self.plan.mesh.size
+        return range(self.stage * size, (self.stage + 1) * size)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the programs of a directory make up a pipeline.
+
+    Attributes:
+        whole: The programs as they were before they were split: what goes in and out of them.
+        entry: The manifest's entry "pipeline".
+    """
+
+    whole: tuple[PartitionedModel, ...]
+    entry: Mapping[str, Any]
+
+    def shown(self, programs: Sequence[PartitionedModel]) -> tuple[PartitionedModel, ...]:
+        """Returns the whole programs, and those of these that were not split off one."""
+        split = {id(pm.plan) for pm in self.whole}
+        return (*self.whole, *(pm for pm in programs if id(pm.plan) not in split))

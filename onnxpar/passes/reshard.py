@@ -8,6 +8,7 @@ nothing but the step itself is emitted. Zeros pad zeros: a reshard never makes p
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -267,7 +268,7 @@ class _Emitter:
             x = self.builder.reshape(x, shape)
         return x, shape
 
-    def _collective(self, x: ir.Value, shape: Sequence[Dim], **attributes: object) -> ir.Value:
+    def _collective(self, x: ir.Value, shape: Sequence[Dim], **attributes: Any) -> ir.Value:
         step = self.step
         if step.kind == "all_reduce":
             attributes["reduction"] = step.before.reduction

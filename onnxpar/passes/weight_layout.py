@@ -127,18 +127,26 @@ def stored_dtype(dtype: ir.DataType) -> tuple[int, bool]:
     return (dtype.bitwidth // 8, True) if dtype.bitwidth >= 8 else (1, False)
 
 
-def layout(parameters: Iterable[Parameter], mesh: Mesh) -> WeightLayout:
+def layout(
+    parameters: Iterable[Parameter], mesh: Mesh, stages: Mapping[str, Sequence[int]] | None = None
+) -> WeightLayout:
     """Places every shard of the given parameters.
 
     Each tensor is aligned to 64 bytes or to the largest power of two that divides its length: the
     format admits no gaps, so tensors are ordered by that power, descending, and otherwise as given.
     Text has no place: neither this format nor ONNX's external data holds it.
 
+    Args:
+        parameters: The parameters, each once.
+        mesh: The mesh of a stage.
+        stages: The pipeline stages that hold each parameter, by name; by default there is one.
+
     Raises:
         ArtifactError: A parameter is of a packed type and split, or has no known shape.
     """
     stored = [p for p in parameters if p.source.dtype != ir.DataType.STRING]
-    cut = {p.name: (_kind(p), _cut(p, mesh)) for p in stored}
+    on = stages or {}
+    cut = {p.name: (_kind(p), _cut(p, mesh, on.get(p.name, (0,)))) for p in stored}
     order = sorted(cut, key=lambda name: -_power(cut[name][1][0][3]))
     held: dict[tuple[int, ...], list[str]] = {}
     for name in order:
@@ -182,7 +190,7 @@ def _kind(parameter: Parameter) -> ir.DataType:
     return dtype
 
 
-def _cut(parameter: Parameter, mesh: Mesh) -> list[_Cut]:
+def _cut(parameter: Parameter, mesh: Mesh, stages: Sequence[int]) -> list[_Cut]:
     """Returns `(ranks, local shape, blocks, bytes, component sizes)` of each distinct shard."""
     sharding = parameter.sharding
     if sharding.partial or not all(
@@ -201,7 +209,8 @@ def _cut(parameter: Parameter, mesh: Mesh) -> list[_Cut]:
         sizes = tuple(int(c.size) for dim in sharding.dims for c in dim)
         if not stored_dtype(dtype)[1]:
             sizes, blocks = (length,), (Block(0, length, length),)
-        cut.append((ranks, shape, blocks, length, sizes))
+        holders = tuple(stage * mesh.size + rank for stage in stages for rank in ranks)
+        cut.append((holders, shape, blocks, length, sizes))
     return cut
 
 
@@ -240,11 +249,12 @@ def _header(
 def boxes(sharding: Sharding, mesh: Mesh, rank: int) -> tuple[Box, ...]:
     """Returns the boxes of the global tensor that a rank's shard holds, padding left out.
 
-    There is more than one where a dim has several components, of which a minor one is split.
+    The rank may be of any stage: its place on the mesh counts. There is more than one where a dim
+    has several components, of which a minor one is split.
     """
     dims = []
     for dim in sharding.dims:
-        blocks = dim_blocks(dim, mesh, rank)
+        blocks = dim_blocks(dim, mesh, rank % mesh.size)
         dims.append(_runs([int(c.size) for c in dim], blocks))
     return tuple(
         Box(tuple(source for source, _ in runs), tuple(local for _, local in runs))

@@ -10,19 +10,20 @@ import onnx_ir as ir
 from onnxpar.errors import StrategyError
 from onnxpar.strategy.annotation import read_annotation
 from onnxpar.strategy.names import nearest
-from onnxpar.strategy.schema import DATA_AXIS, PARAMETER_AXIS, Strategy
+from onnxpar.strategy.schema import DATA_AXIS, PARAMETER_AXIS, PIPELINE_AXIS, Strategy
 
 REPLICATE = "replicate"
 AUTO = "auto"
 _ALGORITHMS = ("recursive", "ilp", "propagation")
-PRESET_AXES = (DATA_AXIS, PARAMETER_AXIS)
+PRESET_AXES = (DATA_AXIS, PARAMETER_AXIS, PIPELINE_AXIS)
 _PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d+))?")
 
 
 def load_strategy(text: str, devices: int | None = None) -> Strategy:
     """Reads a strategy file, or makes the strategy of a preset.
 
-    Presets: `dp` splits the batch; `tp=4` splits parameters; `dp=2,tp=4` both, on a 2x4 mesh; one
+    Presets: `dp` splits the batch; `tp=4` splits parameters; `dp=2,tp=4` both, on a 2x4 mesh;
+    `pp=2` cuts the model into stages, each on a mesh of the other axes (`pp=2,dp=2,tp=2`); one
     axis may go without a number and takes the devices that are left; `replicate` splits nothing;
     `auto` or `auto:recursive`, `auto:ilp` search; `auto:propagation` splits the batch and follows.
 
@@ -101,7 +102,7 @@ def _preset(text: str, parts: list[tuple[str, str | None]], devices: int | None)
         if name not in PRESET_AXES:
             raise StrategyError(
                 f"strategy {text!r}: expected a file, or a preset of "
-                f"{' and '.join(PRESET_AXES)} or {REPLICATE!r}, got {name!r}"
+                f"{', '.join(PRESET_AXES)} or {REPLICATE!r}, got {name!r}"
                 f"{nearest(name, (*PRESET_AXES, REPLICATE))}"
             )
         if names.count(name) > 1:
@@ -123,4 +124,10 @@ def _preset(text: str, parts: list[tuple[str, str | None]], devices: int | None)
                 f"strategy {text!r}: {known} devices do not divide the {devices} asked for"
             )
         sizes[open_axes[0]] = devices // known
-    return Strategy.from_dict({"mesh": sizes}, devices, f"preset {text!r}")
+    content: dict[str, object] = {}
+    stages = sizes.pop(PIPELINE_AXIS, None)
+    if stages is not None:
+        content["pipeline"] = {"stages": stages}
+    # Stages of one device each have a mesh without axes.
+    content |= {"mesh": sizes} if sizes else {"devices": stages}
+    return Strategy.from_dict(content, devices, f"preset {text!r}")

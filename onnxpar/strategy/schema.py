@@ -49,8 +49,10 @@ that was merged from others or is taken apart later, its parts, major first."""
 TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
 """One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
 
-NOT_BUILT = ("pipeline", "recompute")
+NOT_BUILT = ("recompute",)
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
+PIPELINE_AXIS = "pp"
+"""In presets: the number of pipeline stages, each of which has the mesh of the other axes."""
 MAX_DEVICES = 1 << 16
 """Each has a file of its own, and all are written before the directory appears."""
 Rest = Literal["propagate", "data_parallel", "replicate", "search"]
@@ -225,6 +227,44 @@ class OptimizerParallelEntry(_Section):
     group: Annotated[int, Field(ge=2)] | None = None
 
 
+class PipelineEntry(_Section):
+    """How the model is cut into pipeline stages, and in which order micro-batches go through them.
+
+    Attributes:
+        stages: Number of stages, each on a mesh of its own.
+        micro_batches: Micro-batches of a step, unless the command says otherwise; by default
+            as many as there are stages.
+        schedule: The order of the micro-batches' forwards and backwards.
+        chunks: Parts of the model that each stage has, of the interleaved schedule: part c of stage
+            s is number `c * stages + s` of all.
+        assign: Patterns of nodes by the number of their part; the rest is cut by cost.
+    """
+
+    stages: Annotated[int, Field(ge=1)]
+    micro_batches: Annotated[int, Field(ge=1)] | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    chunks: Annotated[int, Field(ge=1)] = 1
+    assign: dict[str, Annotated[int, Field(ge=0)]] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise _expected("'chunks' of 1, or the schedule 'interleaved'", self.chunks)
+        if self.schedule == "interleaved" and self.chunks < 2:
+            raise _expected("'chunks' of at least 2 for the schedule 'interleaved'", self.chunks)
+        for pattern, part in self.assign.items():
+            if part >= self.parts:
+                raise _expected(
+                    f"numbers from 0 to {self.parts - 1} under 'assign'", {pattern: part}
+                )
+        return self
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that the model is cut into, also called virtual stages."""
+        return self.stages * self.chunks
+
+
 class _File(_Section):
     mesh: dict[str, int] | None = None
     devices: int | None = None
@@ -236,6 +276,7 @@ class _File(_Section):
     rest: Rest | None = None
     search: SearchEntry | None = None
     optimizer_parallel: OptimizerParallelEntry | None = None
+    pipeline: PipelineEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -244,7 +285,7 @@ class Strategy:
 
     Attributes:
         source: File name or preset, for messages.
-        devices: Number of devices.
+        devices: Number of devices of the mesh, which is that of one stage of a pipeline.
         axes: Named mesh axes, major first; empty where the strategy is numeric.
         symbols: Constraints on the symbols of the model.
         dataset: "data_parallel", "full_batch", an entry for each graph input named, or "search":
@@ -255,6 +296,7 @@ class Strategy:
         rest: What happens to nodes without an entry.
         search: How to search, where `rest` is "search".
         optimizer_parallel: What of training is split over replicas; a forward program has none.
+        pipeline: How the model is cut into stages; None: it is one.
         document: Where each of these stands.
         annotation: What the model itself says, in place of all these but `symbols`.
     """
@@ -270,8 +312,19 @@ class Strategy:
     rest: Rest = "propagate"
     search: SearchEntry = field(default_factory=SearchEntry)
     optimizer_parallel: OptimizerParallel = NOT_PARALLEL
+    pipeline: PipelineEntry | None = None
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
     annotation: Annotation | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return 1 if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def world(self) -> int:
+        """Number of devices of all stages."""
+        return self.devices * self.stages
 
     @staticmethod
     def from_dict(
@@ -364,6 +417,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         rest,
         parsed.search or SearchEntry(),
         _parallel(parsed.optimizer_parallel),
+        parsed.pipeline,
         document,
     )
 
@@ -376,6 +430,7 @@ _SECTIONS: Mapping[str | int, type[_Section]] = {
     "nodes": NodeEntry,
     "search": SearchEntry,
     "optimizer_parallel": OptimizerParallelEntry,
+    "pipeline": PipelineEntry,
 }
 _TYPES = {
     "int_type": "an integer",
@@ -493,13 +548,15 @@ def _parameter_axes(parsed: _File) -> tuple[str, ...]:
 
 
 def _devices(document: Document, parsed: _File, given: int | None) -> int:
-    """The one number of devices that file, mesh and command line agree on."""
+    """The one number of devices of a stage that file, mesh and command line agree on."""
+    stages = parsed.pipeline.stages if parsed.pipeline is not None else 1
+    of_stages = f" in {stages} stages" if stages > 1 else ""
     sources = []
     if given is not None:
         sources.append(("the number of devices asked for", given, document.where()))
     if parsed.mesh:
-        size = prod(parsed.mesh.values())
-        sources.append((f"the mesh {parsed.mesh}", size, document.where(("mesh",))))
+        size = prod(parsed.mesh.values()) * stages
+        sources.append((f"the mesh {parsed.mesh}{of_stages}", size, document.where(("mesh",))))
     if parsed.devices is not None:
         sources.append(("'devices'", parsed.devices, document.where(("devices",))))
     if not sources:
@@ -514,4 +571,9 @@ def _devices(document: Document, parsed: _File, given: int | None) -> int:
             )
         if number != count:
             raise StrategyError(f"{where}: {what} is of {number} devices, but {first} is {count}")
-    return count
+    if count % stages:
+        raise StrategyError(
+            f"{document.where(('pipeline', 'stages'))}: expected a number of stages that divides "
+            f"the {count} devices, got {stages}"
+        )
+    return count // stages

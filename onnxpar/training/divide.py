@@ -10,39 +10,32 @@ parallel changes how buffers lie, and nothing else (`onnxpar.analysis.optimizer_
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.analysis.optimizer_parallel import Shards, shard_states
-from onnxpar.analysis.plan import Plan, factor_sizes, project
+from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.seeds import NodeSeed, Seeds
+from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import shapes
-from onnxpar.artifacts.manifest import state_entry
+from onnxpar.analysis.stages import ONE_PLACE, Places
 from onnxpar.errors import RuleError
 from onnxpar.ops.find import find_rules
 from onnxpar.ops.random import stop_dropping
 from onnxpar.ops.running import infer_with_statistics
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.partition import partition
-from onnxpar.passes.partitioned import GraphInput, PartitionedModel, States
-from onnxpar.sharding import Sharding
+from onnxpar.passes.partitioned import PartitionedModel, Pipeline, States
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.decide import decide
 from onnxpar.strategy.schema import SEARCH
-from onnxpar.symbols import Symbol, SymbolTable, dim_str
+from onnxpar.symbols import Symbol, dim_str
+from onnxpar.training.buffers import Buffers
 from onnxpar.training.loss import LossInfo, append_loss, append_metrics
-from onnxpar.training.optimizer import (
-    ParameterInfo,
-    StateKind,
-    StateProgram,
-    accumulation_model,
-    optimizer_model,
-    state_name,
-)
+from onnxpar.training.optimizer import ParameterInfo, StateKind, state_name
 from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
+from onnxpar.training.staging import Staging, plan_copies
 from onnxpar.training.trainable import Selection
 
 Json = dict[str, Any]
@@ -58,7 +51,9 @@ class DividedTraining:
         selection: What is trained, and what is not.
         unreached: Parameters chosen that the loss does not depend on, with the reason.
         shards: The plan of the training program, and how its buffers lie.
-        kept: Bytes of the buffers of each kind on a device, padding included.
+        kept: Bytes of the buffers of each kind on a device, padding included; of a pipeline, on a
+            device of the stage that has most.
+        pipeline: How the programs make up a pipeline, where the strategy has one.
     """
 
     programs: tuple[PartitionedModel, ...]
@@ -67,6 +62,7 @@ class DividedTraining:
     unreached: Mapping[str, str]
     shards: Shards
     kept: Mapping[StateKind, int]
+    pipeline: Pipeline | None = None
 
 
 def divide_training(
@@ -89,34 +85,49 @@ def divide_training(
         OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
             between them has no gradient.
     """
-    prepared = prepare_training(model, originals, symbols, spec)
+    staging = Staging(strategy, strategy.pipeline) if strategy.pipeline is not None else None
+    stager = staging.put if staging is not None else None
+    prepared = prepare_training(model, originals, symbols, spec, stager)
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
+    places = staging.training_places(prepared) if staging is not None else ONE_PLACE
     shards = _planned(prepared, strategy, trained)
-    program = _micro_batch(prepared, shards)
+    program = _micro_batch(prepared, shards, places)
     held = prepared.model.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
-    states = _States(shards, trained, statistics)
-    kind, opset = spec.optimizer, prepared.opset
-    infos = [states.info(p) for p in trained]
-    updates = optimizer_model(kind, infos, opset=opset, scaled=prepared.compute is not None)
-    programs = (
-        program,
-        _evaluation(prepared.evaluation, strategy, symbols, spec, states),
-        states.divided(updates, "optimizer_model"),
-        states.divided(accumulation_model(infos, opset=opset), "accumulation_model"),
-    )
-    buffers = states.buffers(updates)
+    buffers = Buffers(shards, trained, statistics)
+    evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
+    pipeline: Pipeline | None = None
+    scaled = prepared.compute is not None
+    if staging is None:
+        updates, rest = buffers.updates(spec.optimizer, prepared.opset, scaled=scaled)
+        programs = (program, evaluation, *rest)
+    else:
+        training = staging.split(program, places, "forward_model")
+        evaluated = staging.split(evaluation, where, "eval_model")
+        buffers = buffers.placed(training.programs)
+        updates, rest = buffers.stage_updates(
+            spec.optimizer, prepared.opset, training.programs, staging.entry, scaled=scaled
+        )
+        programs = (*training.programs, *evaluated.programs, *rest)
+        pipeline = staging.pipeline([training, evaluated], rest)
     entry = {
         "loss": _loss_entry(prepared.loss),
-        "optimizer": {"kind": str(kind)},
-        "states": [state_entry(b.item, str(b.kind), b.parameter) for b in buffers],
+        "optimizer": {"kind": str(spec.optimizer)},
+        "states": buffers.entries(updates),
         "compute": prepared.compute,
         "tensors": prepared.selection.entries(prepared.unreached),
         "notices": list(prepared.notices),
         "spec": asdict(spec),
     }
-    kept = {k: sum(states.bytes(b) for b in buffers if b.kind == k) for k in StateKind}
-    return DividedTraining(programs, entry, prepared.selection, prepared.unreached, shards, kept)
+    return DividedTraining(
+        programs,
+        entry,
+        prepared.selection,
+        prepared.unreached,
+        shards,
+        buffers.kept(updates),
+        pipeline,
+    )
 
 
 # -- one micro-batch -----------------------------------------------------------------------------
@@ -126,16 +137,19 @@ def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[Parameter
     """The plan of forward, loss and backward of one micro-batch, and of what is kept between."""
     p = prepared
     seeds = decide(strategy, p.model, p.rules, p.env, list(p.gradients))
-    plan = propagate(p.model, p.env, p.rules, seeds, p.links)
+    plan = plan_copies(p, seeds)
     _check_statistics(plan, p.updated)
     itemsizes = {info.name: int(info.dtype.itemsize) for info in trained}
+    itemsizes |= {n: itemsizes[c.original] for n, c in p.copies.items() if n in p.gradients}
     return shard_states(plan, p.gradients, itemsizes, strategy.optimizer_parallel)
 
 
-def _micro_batch(prepared: Prepared, shards: Shards) -> PartitionedModel:
+def _micro_batch(prepared: Prepared, shards: Shards, places: Places) -> PartitionedModel:
     """Forward, loss and backward of one micro-batch, divided."""
     p = prepared
-    gradients = {g: state_name(StateKind.GRADIENT, n) for n, g in p.gradients.items()}
+    # A copy's gradient goes to the buffer of what it stands for, on another stage.
+    owner = {n: p.copies[n].original if n in p.copies else n for n in p.gradients}
+    gradients = {g: state_name(StateKind.GRADIENT, owner[n]) for n, g in p.gradients.items()}
     laid = shards.training(p.model.graph, p.rules)
     return partition(
         p.model,
@@ -146,6 +160,7 @@ def _micro_batch(prepared: Prepared, shards: Shards) -> PartitionedModel:
         program="training_model",
         states=States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated}),
         gathered=laid.gathered,
+        places=places,
     )
 
 
@@ -173,14 +188,15 @@ def _loss_entry(info: LossInfo) -> Json:
 
 
 def _evaluation(
-    model: ir.Model,
+    prepared: Prepared,
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
-    states: "_States",
-) -> PartitionedModel:
+    buffers: Buffers,
+    staging: Staging | None,
+) -> tuple[PartitionedModel, Places]:
     """Forward and loss, with what is told of a batch; parameters lie as in training."""
-    shards, training = states.shards, states.shards.plan
+    model, shards, training = prepared.evaluation, buffers.shards, buffers.shards.plan
     # Constants of the loss may have names that training gave to others.
     planned = {n: s for n, s in training.parameters.items() if n in model.graph.initializers}
     stop_dropping(model.graph)
@@ -188,6 +204,7 @@ def _evaluation(
     info = append_loss(model, spec.loss)
     append_metrics(info)
     model = info.model
+    places = staging.put_again(model) if staging is not None else ONE_PLACE
     env = shapes(model, symbol_table(model, symbols))
     rules, ops = find_rules(model, env)
     if strategy.rest == SEARCH:
@@ -202,8 +219,8 @@ def _evaluation(
     if seeds.mesh != training.mesh:
         raise RuleError("evaluation and training were given two meshes")
     laid = shards.laid(propagate(model, env, rules, seeds), model.graph, rules)
-    fed = States(frozenset((*states.parameters, *states.statistics)))
-    return partition(
+    fed = States(frozenset((*buffers.parameters, *buffers.statistics)))
+    parted = partition(
         model,
         env,
         rules,
@@ -212,100 +229,6 @@ def _evaluation(
         program="eval_model",
         states=fed,
         gathered=laid.gathered,
+        places=places,
     )
-
-
-class _States:
-    """The buffers that live between runs."""
-
-    def __init__(
-        self,
-        shards: Shards,
-        trained: Sequence[ParameterInfo],
-        statistics: Mapping[str, ir.DataType],
-    ) -> None:
-        self.shards = shards
-        self.parameters = {p.name: p for p in trained}
-        self.statistics = statistics
-
-    def info(self, p: ParameterInfo) -> ParameterInfo:
-        """The parameter, grouped for the norm with those that are split over the same devices."""
-        atoms = self.shards.moment(p.name).split_atoms
-        group = ",".join(map(str, sorted(atoms)))
-        return ParameterInfo(p.name, p.dtype, p.shape, p.decay, group)
-
-    def sharding(self, kind: StateKind, name: str) -> Sharding:
-        """How a buffer of a parameter, or of a running statistic, is divided."""
-        match kind:
-            case StateKind.GRADIENT | StateKind.MICRO_GRADIENT:
-                return self.shards.gradient(name)
-            case StateKind.PARAMETER:
-                return self.shards.parameter(name)
-            case StateKind.STATISTIC:
-                return self.shards.plan.parameters[name]
-        return self.shards.moment(name)
-
-    def divided(self, program: StateProgram, name: str) -> PartitionedModel:
-        """Partitions a program whose operands are buffers."""
-        model = program.model
-        mesh = self.shards.plan.mesh
-        env = shapes(model, SymbolTable({}))
-        rules, ops = find_rules(model, env)
-        held = {s.name: self.sharding(s.kind, s.parameter) for s in program.states}
-        parameters = {s.name: s.parameter for s in program.states}
-        nodes = {}
-        for node in model.graph:
-            first = node.inputs[0] if node.inputs else None
-            source = first.name or "" if first is not None else ""
-            if source in program.reduced and node.outputs[0].name == program.reduced[source]:
-                title = node.name or ""
-                rule, view = rules.rules[title], rules.views[title]
-                shard = self.shards.moment(parameters[source])
-                sizes = factor_sizes(rule, view)
-                factors = project(rule.inputs[0], shard, sizes, mesh, env.table)
-                nodes[title] = NodeSeed(title, factors)
-        outputs = {output: held[state] for output, state in program.updated.items()}
-        plan = propagate(model, env, rules, Seeds(mesh, nodes, held, outputs=outputs))
-        states = States(frozenset(held), dict(program.updated))
-        return partition(model, env, rules, ops, plan, program=name, states=states)
-
-    def buffers(self, updates: StateProgram) -> list["_Buffer"]:
-        """All buffers, in the order of the manifest."""
-        known = [(s.name, s.kind, s.parameter, s.dtype) for s in updates.states]
-        known += [
-            (
-                state_name(StateKind.MICRO_GRADIENT, p.name),
-                StateKind.MICRO_GRADIENT,
-                p.name,
-                p.dtype,
-            )
-            for p in self.parameters.values()
-        ]
-        known += [(n, StateKind.STATISTIC, n, dtype) for n, dtype in self.statistics.items()]
-        return [
-            _Buffer(
-                kind,
-                parameter,
-                GraphInput(name, _local(name, dtype), self.sharding(kind, parameter)),
-            )
-            for name, kind, parameter, dtype in known
-        ]
-
-    def bytes(self, buffer: "_Buffer") -> int:
-        """The bytes of a buffer on a device."""
-        shape = buffer.item.sharding.local_shape(self.shards.plan.mesh)
-        dtype = buffer.item.local.dtype or ir.DataType.FLOAT
-        return prod(int(size) for size in shape) * int(dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class _Buffer:
-    """A buffer that lives between runs, and the parameter that it belongs to."""
-
-    kind: StateKind
-    parameter: str
-    item: GraphInput
-
-
-def _local(name: str, dtype: ir.DataType) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(dtype))
+    return parted, places

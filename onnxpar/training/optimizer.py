@@ -30,6 +30,7 @@ from onnxpar.ops.functions import (
     Function,
     attach_functions,
 )
+from onnxpar.ops.stages import STAGE_SUM
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import NO_CONSTRAINTS
@@ -102,6 +103,9 @@ class ParameterInfo:
         norm_group: Parameters of one group are added up first in the gradient norm. Where those
             whose gradients are split over the same devices share a group, the norm costs one
             reduction for each group instead of one for each parameter.
+        stages: The pipeline stages that have a copy of it, where there are several: its gradient
+            is the sum of theirs.
+        counted: Whether its gradient counts in the norm of this stage; of copies, one does.
     """
 
     name: str
@@ -109,6 +113,8 @@ class ParameterInfo:
     shape: tuple[int, ...]
     decay: bool = True
     norm_group: str = ""
+    stages: tuple[int, ...] = ()
+    counted: bool = True
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ def optimizer_model(
     *,
     opset: int = MIN_OPSET,
     scaled: bool = False,
+    stages: int = 1,
 ) -> StateProgram:
     """Returns the program of one optimizer step over all parameters.
 
@@ -193,6 +200,8 @@ def optimizer_model(
         parameters: What it trains.
         opset: Version of the default domain; an older one than 18 is raised to it.
         scaled: Whether gradients carry a loss scale.
+        stages: Number of pipeline stages, each with a program for its own parameters, which may be
+            none; the norm is that of all.
 
     Raises:
         ModelError: No such optimizer, nothing to train, a parameter given twice or not floating.
@@ -201,16 +210,19 @@ def optimizer_model(
     update = _UPDATES[kind]
     opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.PARAMETER, StateKind.GRADIENT, *update.moments))
-    builder, inputs = _open(parameters, states, opset, "optimizer")
+    builder, inputs = _open(parameters, states, opset, "optimizer", empty=stages > 1)
     reduced: dict[str, ir.Value] = {}
     gradients: list[ir.Value] = []
     for p in parameters:
         name = state_name(StateKind.GRADIENT, p.name)
         reduced[name] = builder.op("Identity", inputs[name], shape=p.shape)
         builder.rename(reduced[name], f"onnxpar.reduced.{p.name}")
-        gradients.append(builder.cast(reduced[name], work_dtype(p.dtype)))
+        gradient = reduced[name]
+        if p.stages:
+            gradient = _over_stages(builder, gradient, p.stages)
+        gradients.append(builder.cast(gradient, work_dtype(p.dtype)))
     scalars = _Scalars(builder)
-    norm, finite = _norm(builder, parameters, gradients), None
+    norm, finite = _norm(builder, parameters, gradients, stages), None
     if scaled:
         norm, finite = _unscaled(scalars, norm)
     builder.rename(norm, GRAD_NORM)
@@ -245,19 +257,24 @@ def optimizer_model(
 
 
 def accumulation_model(
-    parameters: Sequence[ParameterInfo], *, opset: int = MIN_OPSET
+    parameters: Sequence[ParameterInfo], *, opset: int = MIN_OPSET, empty: bool = False
 ) -> StateProgram:
     """Returns the program that adds the gradients of one micro-batch to those of the step.
 
     Inputs are the states `onnxpar.grad.<parameter>` and `onnxpar.micro.<parameter>`, outputs
     `onnxpar.new.onnxpar.grad.<parameter>`.
 
+    Args:
+        parameters: What is trained.
+        opset: As `optimizer_model`.
+        empty: Whether there may be none, as in a part of a pipeline.
+
     Raises:
         ModelError: Nothing to train, a parameter given twice or not floating.
     """
     opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.GRADIENT, StateKind.MICRO_GRADIENT))
-    builder, inputs = _open(parameters, states, opset, "accumulation")
+    builder, inputs = _open(parameters, states, opset, "accumulation", empty=empty)
     updated = {}
     for p in parameters:
         name = state_name(StateKind.GRADIENT, p.name)
@@ -282,10 +299,15 @@ def parse_optimizer(kind: OptimizerKind | str) -> OptimizerKind:
 
 
 def _open(
-    parameters: Sequence[ParameterInfo], states: Sequence[State], opset: int, what: str
+    parameters: Sequence[ParameterInfo],
+    states: Sequence[State],
+    opset: int,
+    what: str,
+    *,
+    empty: bool = False,
 ) -> tuple[GlobalBuilder, dict[str, ir.Value]]:
     """An empty graph with the states as its inputs, and these by name."""
-    if not parameters:
+    if not parameters and not empty:
         raise ModelError(f"{what}: expected at least one parameter to train, got none")
     seen: set[str] = set()
     for p in parameters:
@@ -326,17 +348,29 @@ def _put_out(builder: GlobalBuilder, value: ir.Value, dtype: ir.DataType, name: 
 
 
 def _norm(
-    builder: GlobalBuilder, parameters: Sequence[ParameterInfo], gradients: Sequence[ir.Value]
+    builder: GlobalBuilder,
+    parameters: Sequence[ParameterInfo],
+    gradients: Sequence[ir.Value],
+    stages: int,
 ) -> ir.Value:
-    """The 2-norm of all gradients: squares summed in each group, then over the groups."""
+    """The 2-norm of all gradients: squares summed in each group, over the groups, over stages."""
     builder.scope = "optimizer/grad_norm"
-    wide = DOUBLE if any(p.dtype == DOUBLE for p in parameters) else FLOAT
+    wide = DOUBLE if stages > 1 or any(p.dtype == DOUBLE for p in parameters) else FLOAT
     groups: dict[str, list[ir.Value]] = {}
     for p, gradient in zip(parameters, gradients, strict=True):
-        square = builder.cast(_square_sum(builder, gradient), wide)
-        groups.setdefault(p.norm_group, []).append(square)
-    total = _sum(builder, [_sum(builder, squares) for squares in groups.values()])
+        if p.counted:
+            square = builder.cast(_square_sum(builder, gradient), wide)
+            groups.setdefault(p.norm_group, []).append(square)
+    sums = [_sum(builder, squares) for squares in groups.values()]
+    total = _sum(builder, sums) if sums else builder.const(0, wide)
+    if stages > 1:
+        total = _over_stages(builder, total, range(stages))
     return builder.op("Sqrt", total, shape=())
+
+
+def _over_stages(builder: GlobalBuilder, x: ir.Value, stages: Sequence[int]) -> ir.Value:
+    shape = builder.shape_of(x)
+    return builder.op(STAGE_SUM, x, shape=shape, domain=DOMAIN, stages=list(stages))
 
 
 def _square_sum(builder: GlobalBuilder, x: ir.Value) -> ir.Value:

@@ -1,7 +1,7 @@
 """The program that trains a model, before anything is decided: loss appended, differentiated."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from onnxpar.ops.running import forms, keep_statistics
 from onnxpar.passes.autodiff import differentiate
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.precision import COMPUTE_TYPES, compute_in, widen_parameters
+from onnxpar.passes.stages import Copy
 from onnxpar.symbols import Symbol
 from onnxpar.training.loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
 from onnxpar.training.optimizer import NEW, OptimizerKind
@@ -75,6 +76,7 @@ class Prepared:
         opset: Version of the default domain.
         compute: The 16-bit type that it computes in, with float32 parameters; None where there is
             none.
+        copies: Of each initializer that a further pipeline stage has in place of another: which.
     """
 
     model: ir.Model
@@ -91,6 +93,11 @@ class Prepared:
     evaluation: ir.Model
     opset: int
     compute: str | None = None
+    copies: Mapping[str, Copy] = field(default_factory=dict)
+
+
+Stager = Callable[[ir.Model, ShapeEnv, Collection[str]], Mapping[str, Copy]]
+"""Puts a model's nodes into pipeline parts, given the names of its parameters; see `put_stages`."""
 
 
 def prepare_training(
@@ -98,6 +105,7 @@ def prepare_training(
     originals: frozenset[str],
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
+    stager: Stager | None = None,
 ) -> Prepared:
     """Appends loss and backward to a model. The model given is used up.
 
@@ -106,6 +114,7 @@ def prepare_training(
         originals: Names of the initializers that the file had; others were constants.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
+        stager: Puts the forward nodes into pipeline parts, where there are several.
 
     Raises:
         OnnxparError: The loss or the parameters do not fit the model, or an operator between them
@@ -133,11 +142,15 @@ def prepare_training(
     model = info.model
     del model.graph.outputs[:-1]
     model = common.RemoveUnusedNodesPass()(model).model
+    names = [p.name for p in selection.trained]
+    copies: Mapping[str, Copy] = {}
+    if stager is not None:
+        copies = stager(model, shapes(model, symbol_table(model, symbols)), names)
     env = shapes(model, symbol_table(model, symbols))
     running = keep_statistics(model, env, frozen, NEW)
-    names = [p.name for p in selection.trained]
+    variables = [*names, *(name for name, copy in copies.items() if copy.original in names)]
     found = differentiate(
-        model, running.env, LOSS, [n for n in names if n in model.graph.initializers]
+        model, running.env, LOSS, [n for n in variables if n in model.graph.initializers]
     )
     if not found.gradients:
         raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
@@ -162,6 +175,7 @@ def prepare_training(
         evaluation,
         model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1)),
         compute,
+        copies,
     )
 
 

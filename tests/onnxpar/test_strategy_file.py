@@ -94,7 +94,22 @@ def test_tp_and_axes_that_no_entry_places_split_parameters(
             "mesh: {x: 2}\nnodes: {a: {in: [[~]], partial: {operands: [0], axes: [y]}}}",
             "expected a mesh axis, got 'y'",
         ),
-        ("mesh: {dp: 2}\npipeline: {stages: 2}", "s:2: 'pipeline' is not built yet"),
+        (
+            "devices: 3\npipeline: {stages: 2}",
+            "s:2: expected a number of stages that divides the 3 devices, got 2",
+        ),
+        (
+            "devices: 2\npipeline: {stages: 2, chunks: 2}",
+            "s:2: 'pipeline': expected 'chunks' of 1, or the schedule 'interleaved', got 2",
+        ),
+        (
+            "devices: 2\npipeline: {stages: 2, assign: {'/a/*': 2}}",
+            r"s:2: 'pipeline': expected numbers from 0 to 1 under 'assign', got \{'/a/\*': 2\}",
+        ),
+        (
+            "mesh: {dp: 2}\ndevices: 2\npipeline: {stages: 2}",
+            r"s:2: 'devices' is of 2 devices, but the mesh {'dp': 2} in 2 stages is 4",
+        ),
         ("recompute: []", "s:1: 'recompute' is not built yet"),
         ("optimizer_parallel: {}", "s:1: 'optimizer_parallel': 'level': expected this key, got no"),
         ("optimizer_parallel: {level: 4}", "'level': expected 0, 1, 2 or 3, got 4"),
@@ -193,7 +208,7 @@ def test_presets(text: str, devices: int | None, axes: dict[str, int]) -> None:
         ("dp,tp", 8, "expected a number for all axes but one"),
         ("dp=2,dp=4", None, "expected dp once, got it twice"),
         ("dp=0", None, "size must be an integer >= 1, got 0"),
-        ("pd=2", None, "got 'pd'; nearest: 'tp', 'dp'"),
+        ("pd=2", None, "got 'pd'; nearest: 'tp', 'pp', 'dp'"),
         ("auto", None, "expected a mesh, 'devices' or --devices"),
         ("auto:magic", 8, "expected one of recursive, ilp, propagation after 'auto:'"),
         ("missing.yaml", 8, "there is no such file, and it is no preset"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from onnxpar.analysis.graph import read_by
 from onnxpar.ops.body import BodyNode
 from onnxpar.ops.control_inference import runs_through
 from onnxpar.ops.gradient import GradNode
@@ -30,7 +31,6 @@ from onnxpar.ops.loops import (
     zeros_like,
 )
 from onnxpar.passes.builder import INT64
-from onnxpar.passes.cleanup import read_by
 from onnxpar.passes.closure import bodies_of, close_node, own_inputs
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import Dim, as_dim

@@ -1,0 +1,70 @@
+"""From a strategy to the pipeline part of each node: the user's words, and cuts by cost."""
+
+from collections.abc import Collection, Sequence
+from math import prod
+
+import onnx_ir as ir
+
+from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.plan import shardings
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.analysis.stages import Chain, Costs, chain_of, cut_chain
+from onnxpar.mesh import Mesh
+from onnxpar.ops.find import find_rules
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.names import match
+from onnxpar.strategy.schema import PipelineEntry, Strategy
+
+
+def decide_parts(
+    strategy: Strategy,
+    entry: PipelineEntry,
+    model: ir.Model,
+    env: ShapeEnv,
+    weights: Collection[str],
+) -> tuple[Chain, dict[ir.Node, int]]:
+    """Returns the nodes that are cut, and the part of each.
+
+    Args:
+        strategy: The strategy, which has a pipeline.
+        entry: What it says of the pipeline.
+        model: The model, not divided and not differentiated.
+        env: Its shapes.
+        weights: Names of the initializers that count as weights.
+
+    Raises:
+        StrategyError: A pattern fits no node, parts contradict one another, or there are more parts
+            than nodes.
+    """
+    chain = chain_of(model.graph, weights)
+    where = {key: strategy.where("pipeline", "assign", key) for key in entry.assign}
+    every = [node.name or "" for node in model.graph]
+    wanted = match(entry.assign, every, "node", where)
+    fixed = {name: part for name, (_, part) in wanted.items()}
+    free = any((node.name or "") not in fixed for node in chain.nodes)
+    costs = _costs(strategy, model, env, chain.nodes) if free else Costs()
+    return chain, cut_chain(chain, entry.parts, fixed, costs)
+
+
+def _costs(strategy: Strategy, model: ir.Model, env: ShapeEnv, nodes: Sequence[ir.Node]) -> Costs:
+    """What nodes take undivided, and their results on the way, on the strategy's machine."""
+    machine = load_machine(strategy.search.machine)
+    mesh = Mesh.of()
+    cost = CostModel(machine, mesh, env.table, strategy.search.sizes)
+    rules, _ = find_rules(model, env)
+    # Counterparts of two stages lie as far apart as all devices of a stage.
+    world = Mesh.refine(strategy.world, [(strategy.stages, strategy.devices)])
+    link = machine.link(world, world.matrix((strategy.stages, strategy.devices))[0])
+    seconds: dict[str, float] = {}
+    crossing: dict[str, float] = {}
+    for node in nodes:
+        name = node.name or ""
+        rule, view = rules.rules[name], rules.views[name]
+        plan = shardings(rule, view, {}, mesh)
+        seconds[name] = cost.node(rule, view, plan, rules.costs.get(name)).seconds
+        for value in node.outputs:
+            if value.dtype is not None:
+                size = prod(cost.value(d) for d in env.shapes.get(value.name or "", ()))
+                moved = size * value.dtype.itemsize / strategy.devices
+                crossing[value.name or ""] = link.latency + moved / link.bandwidth
+    return Costs({n: s / strategy.devices for n, s in seconds.items()}, crossing)

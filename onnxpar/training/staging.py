@@ -1,0 +1,209 @@
+"""Pipelines: which programs a training or a model becomes, and what the manifest says of them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.analysis.plan import Plan
+from onnxpar.analysis.propagate import propagate
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.analysis.stages import (
+    Places,
+    chain_of,
+    forward_places,
+    stage_of,
+    training_places,
+)
+from onnxpar.errors import ModelError
+from onnxpar.passes.partitioned import PartitionedModel, Pipeline
+from onnxpar.passes.split import StageProgram, split
+from onnxpar.passes.stages import (
+    Copy,
+    order_by_place,
+    parts_by_name,
+    put_known_stages,
+    put_stages,
+)
+from onnxpar.strategy import Strategy
+from onnxpar.strategy.parts import decide_parts
+from onnxpar.strategy.schema import PipelineEntry
+from onnxpar.training.prepare import Prepared
+
+Json = dict[str, Any]
+ZERO_BUBBLE = "zb-h1"
+
+
+@dataclass
+class Staging:
+    """The pipeline of one strategy: cuts a model into parts, and programs by them.
+
+    Attributes:
+        strategy: The strategy.
+        entry: What it says of the pipeline.
+        copies: Of each initializer that a further stage has in place of another: which.
+        parts: The part of each node of the forward program, by name.
+    """
+
+    strategy: Strategy
+    entry: PipelineEntry
+    copies: Mapping[str, Copy] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    def put(self, model: ir.Model, env: ShapeEnv, trained: Collection[str]) -> Mapping[str, Copy]:
+        """Puts the nodes of a forward program into parts; the model is changed.
+
+        Args:
+            model: The model.
+            env: Its shapes.
+            trained: Names of the parameters of which each stage has its own.
+
+        Raises:
+            StrategyError: As `decide_parts`.
+        """
+        weights = {*trained, *floating(model.graph)}
+        chain, part_of = decide_parts(self.strategy, self.entry, model, env, weights)
+        self.copies = put_stages(model.graph, chain, part_of, trained, self.entry.stages)
+        self.parts = parts_by_name(model.graph)
+        return self.copies
+
+    def put_forward(self, model: ir.Model, env: ShapeEnv) -> Places:
+        """Puts the nodes of a model that is not trained into parts, and in the order of these."""
+        self.put(model, env, ())
+        return self._forward_places(model.graph)
+
+    def put_again(self, model: ir.Model) -> Places:
+        """Puts the nodes of another program of the same model where they are in the first."""
+        chain = chain_of(model.graph, floating(model.graph))
+        put_known_stages(model.graph, chain, self.parts, (), self.entry.stages)
+        return self._forward_places(model.graph)
+
+    def _forward_places(self, graph: ir.Graph) -> Places:
+        places = forward_places(graph, self.entry.parts)
+        order_by_place(graph, places)
+        return places
+
+    def training_places(self, prepared: Prepared) -> Places:
+        """Returns the places of forward and backward, and orders the graph by them.
+
+        Raises:
+            ModelError: A running statistic is kept by several stages.
+        """
+        graph = prepared.model.graph
+        self._check_statistics(graph, prepared.updated)
+        places = training_places(
+            graph,
+            self.entry.parts,
+            prepared.links,
+            list(prepared.gradients.values()),
+            list(prepared.gradients),
+            split=self.entry.schedule == ZERO_BUBBLE,
+        )
+        order_by_place(graph, places)
+        return places
+
+    def _check_statistics(self, graph: ir.Graph, updated: Mapping[str, str]) -> None:
+        """Raises ModelError where a running statistic is kept by several stages."""
+        for name in updated.values():
+            readers = {use.node for use in graph.initializers[name].uses()}
+            stages = sorted({stage_of(n) % self.entry.stages for n in readers})
+            if len(stages) > 1:
+                raise ModelError(
+                    f"running statistic {name!r}: expected the layers that share it in one "
+                    f"pipeline stage, got stages {stages}; say so under pipeline: assign"
+                )
+
+    def split(self, whole: PartitionedModel, places: Places, name: str) -> "Stages":
+        """Returns the programs of a whole one, which is used up but for its facts.
+
+        Args:
+            whole: The program, partitioned with these places.
+            places: Its places.
+            name: What its forward programs are called: `<name>.<part>`.
+        """
+        programs = []
+        kinds: list[Json] = [{} for _ in range(self.entry.parts)]
+        for number, part in enumerate(places.part):
+            kind = "forward" if number < self.entry.parts else "backward"
+            kind = "weight" if kind in kinds[part] else kind
+            title = f"{name if kind == 'forward' else f'{kind}_model'}.{part}"
+            programs.append(StageProgram(title, part % self.entry.stages))
+            kinds[part][kind] = title
+        made = split(whole, places, programs, self.entry.stages, self.copies)
+        # Its nodes have moved into the programs.
+        emptied = replace(whole, builder=replace(whole.builder, nodes=[]), stages=self.entry.stages)
+        return Stages(emptied, made, tuple(kinds))
+
+    def pipeline(
+        self, split: Sequence["Stages"], updates: Sequence[PartitionedModel] = ()
+    ) -> Pipeline:
+        """Returns what the manifest says of the pipeline.
+
+        Args:
+            split: The programs that were split.
+            updates: The programs that update states, `<name>.<number>`.
+        """
+        programs: dict[str, list[Json]] = {s.whole.program: list(s.entries) for s in split}
+        for pm in updates:
+            programs.setdefault(pm.program.rpartition(".")[0], []).append({"update": pm.program})
+        entry = {
+            "stages": self.entry.stages,
+            "chunks": self.entry.chunks,
+            "schedule": self.entry.schedule,
+            "micro_batches": self.entry.micro_batches or self.entry.stages,
+            "programs": programs,
+        }
+        return Pipeline(tuple(s.whole for s in split), entry)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The programs that a whole one was split into.
+
+    Attributes:
+        whole: The whole one, without its nodes.
+        programs: The programs, in the order of their places.
+        entries: Of each part the names of its programs, by "forward", "backward" and "weight".
+    """
+
+    whole: PartitionedModel
+    programs: tuple[PartitionedModel, ...]
+    entries: tuple[Json, ...]
+
+
+def floating(graph: ir.Graph) -> set[str]:
+    """Returns the initializers that are no scalars and of a floating type."""
+    return {
+        name
+        for name, value in graph.initializers.items()
+        if value.dtype is not None and value.dtype.is_floating_point() and len(value.shape or ())
+    }
+
+
+def plan_copies(prepared: Prepared, seeds: Seeds) -> Plan:
+    """As `propagate`, with copies of parameters, and their gradients, laid out as the original is.
+
+    Args:
+        prepared: The program to plan.
+        seeds: What is fixed.
+    """
+    p = prepared
+    plan = propagate(p.model, p.env, p.rules, seeds, p.links)
+    if not p.copies:
+        return plan
+    laid = {name: plan.parameters[copy.original] for name, copy in p.copies.items()}
+    if any(plan.parameters[name] != sharding for name, sharding in laid.items()):
+        kept = {**seeds.parameters, **laid}
+        plan = propagate(p.model, p.env, p.rules, replace(seeds, parameters=kept), p.links)
+    outputs = dict(plan.outputs)
+    families: dict[str, list[str]] = {}
+    for name, copy in p.copies.items():
+        families.setdefault(copy.original, [copy.original]).append(name)
+    for names in families.values():
+        results = [p.gradients[name] for name in names if name in p.gradients]
+        common = set.intersection(*(set(outputs[result].partial) for result in results))
+        for result in results:
+            outputs[result] = outputs[result].with_partial(common, outputs[result].reduction)
+    return replace(plan, outputs=outputs)
