@@ -24,7 +24,7 @@ from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import ANY
-from onnxpar.passes.builder import GENERATED, GraphBuilder, ir_shape
+from onnxpar.passes.builder import GENERATED, PLACE, GraphBuilder, ir_shape
 from onnxpar.passes.cleanup import remove_unused
 from onnxpar.passes.closure import CAPTURED, open_node
 from onnxpar.passes.padding import mask_padding
@@ -133,8 +133,11 @@ class _Partition:
             local = self._get(value, sharding, f"output {name!r}")
             if name in self.states.outputs and not self.zero[name, sharding]:
                 local = mask_padding(self.builder, local, sharding, 0)
-            passed_on = local.producer() is None and local.name == name
-            if not passed_on and (local.producer() is None or local.name in used):
+            maker = local.producer()
+            passed_on = maker is None and local.name == name
+            # What another program of a pipeline has made leaves as a value of this one.
+            made_here = maker is not None and maker.meta[PLACE] == self.builder.place
+            if not passed_on and (not made_here or local.name in used):
                 local = self.builder.op(
                     "Identity", local, dtype=local.dtype, shape=sharding.local_shape(mesh, table)
                 )

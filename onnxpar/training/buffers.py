@@ -15,6 +15,7 @@ from onnxpar.analysis.shapes import shapes
 from onnxpar.artifacts.manifest import state_entry
 from onnxpar.errors import ModelError
 from onnxpar.ops.find import find_rules
+from onnxpar.ops.forms import DOUBLE
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import GraphInput, PartitionedModel, States
 from onnxpar.sharding import Sharding
@@ -122,6 +123,7 @@ class Buffers:
             scaled: Whether gradients carry a loss scale.
         """
         updates, divided = [], []
+        double = any(p.dtype == DOUBLE for p in self.parameters.values())
         for stage in range(entry.stages):
             infos = []
             for p in self.parameters.values():

@@ -182,6 +182,7 @@ def optimizer_model(
     opset: int = MIN_OPSET,
     scaled: bool = False,
     stages: int = 1,
+    double: bool = False,
 ) -> StateProgram:
     """Returns the program of one optimizer step over all parameters.
 
@@ -202,6 +203,7 @@ def optimizer_model(
         scaled: Whether gradients carry a loss scale.
         stages: Number of pipeline stages, each with a program for its own parameters, which may be
             none; the norm is that of all.
+        double: Whether some stage has parameters of float64.
 
     Raises:
         ModelError: No such optimizer, nothing to train, a parameter given twice or not floating.
@@ -222,7 +224,7 @@ def optimizer_model(
             gradient = _over_stages(builder, gradient, p.stages)
         gradients.append(builder.cast(gradient, work_dtype(p.dtype)))
     scalars = _Scalars(builder)
-    norm, finite = _norm(builder, parameters, gradients, stages), None
+    norm, finite = _norm(builder, parameters, gradients, stages, double=double), None
     if scaled:
         norm, finite = _unscaled(scalars, norm)
     builder.rename(norm, GRAD_NORM)
@@ -352,10 +354,12 @@ def _norm(
     parameters: Sequence[ParameterInfo],
     gradients: Sequence[ir.Value],
     stages: int,
+    *,
+    double: bool,
 ) -> ir.Value:
     """The 2-norm of all gradients: squares summed in each group, over the groups, over stages."""
     builder.scope = "optimizer/grad_norm"
-    wide = DOUBLE if stages > 1 or any(p.dtype == DOUBLE for p in parameters) else FLOAT
+    wide = DOUBLE if double or any(p.dtype == DOUBLE for p in parameters) else FLOAT
     groups: dict[str, list[ir.Value]] = {}
     for p, gradient in zip(parameters, gradients, strict=True):
         if p.counted:
