@@ -148,7 +148,7 @@ def plan_strategy(
         found,
         plan,
         tuple(ways),
-        strategy_data(found.seeds, program.rules, constraints),
+        strategy_data(found.seeds, program.rules, constraints, strategy.optimizer_parallel),
         machine,
         limit,
         program.model,

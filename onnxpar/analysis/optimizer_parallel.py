@@ -41,6 +41,32 @@ class OptimizerParallel:
     threshold: int = THRESHOLD
     group: int | None = None
 
+    def shared(self, bytes_: int, atoms: Collection[int], mesh: Mesh) -> Atoms:
+        """Returns the atoms over which the states of a parameter are split.
+
+        Args:
+            bytes_: Bytes of a device's part of the parameter.
+            atoms: Those over which it has replicas that split the batch.
+            mesh: The mesh.
+        """
+        if not self.level or bytes_ < self.threshold:
+            return ()
+        return within(atoms, mesh, self.group)
+
+    def kept(self, bytes_: int, replicas: int, moments: int) -> float:
+        """Returns the bytes that a device keeps of a parameter, its gradient and its moments.
+
+        Args:
+            bytes_: Bytes of a device's part of the parameter.
+            replicas: How many devices share it.
+            moments: Tensors like the parameter that its optimizer keeps.
+        """
+        counts = {PARAMETERS: 1, GRADIENTS: 1, MOMENTS: moments}
+        return sum(
+            bytes_ * count / (replicas if self.level >= level else 1)
+            for level, count in counts.items()
+        )
+
 
 NOT_PARALLEL = OptimizerParallel()
 
@@ -179,18 +205,14 @@ def shard_states(
         options: What to split.
     """
     shards: dict[str, Sharding] = {}
-    if options.level:
-        batch = {a for s in plan.inputs.values() for a in s.split_atoms}
-        for name, output in gradients.items():
-            whole = plan.parameters[name]
-            elements = prod(int(size) for size in whole.local_shape(plan.mesh))
-            if elements * itemsizes[name] < options.threshold:
-                continue
-            atoms = (batch | set(plan.outputs[output].partial)) - set(whole.split_atoms)
-            chosen = within(atoms, plan.mesh, options.group)
-            shard = split_further(whole, chosen, plan.mesh)
-            if shard is not None:
-                shards[name] = shard
+    batch = {a for s in plan.inputs.values() for a in s.split_atoms}
+    for name, output in gradients.items():
+        whole = plan.parameters[name]
+        size = prod(int(n) for n in whole.local_shape(plan.mesh)) * itemsizes[name]
+        atoms = (batch | set(plan.outputs[output].partial)) - set(whole.split_atoms)
+        shard = split_further(whole, options.shared(size, atoms, plan.mesh), plan.mesh)
+        if shard is not None:
+            shards[name] = shard
     return Shards(plan, gradients, options, shards)
 
 

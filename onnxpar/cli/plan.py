@@ -14,9 +14,9 @@ from rich.table import Table
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import NodePrice, Price
-from onnxpar.cli.options import AsJson, Devices
+from onnxpar.cli.options import AsJson, Devices, OptimizerParallel
 from onnxpar.cli.shard import parse_symbols
-from onnxpar.errors import StrategyError
+from onnxpar.errors import ModelError, StrategyError
 from onnxpar.machine import parse_bytes
 from onnxpar.planning import Planned, plan_strategy, searching
 from onnxpar.strategy import Strategy, load_strategy
@@ -71,11 +71,16 @@ def command(
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw or lamb.")
     ] = "adamw",
+    optimizer_parallel: OptimizerParallel = None,
     json_output: AsJson = False,
 ) -> None:
     """Search for a strategy, say why it won, and write it to a file."""
     sizes, constraints = _symbols(symbol or [])
     wanted = searching(load_strategy(strategy or AUTO, devices))
+    if optimizer_parallel is not None:
+        if loss is None:
+            raise ModelError("--optimizer-parallel: it is for training; expected --loss as well")
+        wanted = wanted.at_level(optimizer_parallel)
     given: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
     try:
         given["memory"] = None if memory is None else parse_bytes(memory)

@@ -51,7 +51,12 @@ def search(
     """Searches for what a strategy leaves open; as `decide` otherwise."""
     entry = strategy.search
     spec = SearchSpec(
-        load_machine(entry.machine), entry.algorithm, entry.level, entry.memory, entry.sizes
+        load_machine(entry.machine),
+        entry.algorithm,
+        entry.level,
+        entry.memory,
+        entry.sizes,
+        parallel=strategy.optimizer_parallel,
     )
     return find(
         model,

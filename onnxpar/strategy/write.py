@@ -1,10 +1,12 @@
 """What a search decided, as a strategy file that says the same."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import yaml
 
+from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.analysis.plan import factor_sizes, operand_sharding
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.seeds import NodeSeed, Seeds
@@ -13,13 +15,19 @@ from onnxpar.sharding import DimSharding, Sharding
 from onnxpar.symbols import Symbol, dim_str
 
 
-def strategy_data(seeds: Seeds, rules: Rules, symbols: Mapping[str, Symbol]) -> dict[str, Any]:
+def strategy_data(
+    seeds: Seeds,
+    rules: Rules,
+    symbols: Mapping[str, Symbol],
+    parallel: OptimizerParallel = NOT_PARALLEL,
+) -> dict[str, Any]:
     """Returns the content of a strategy file from which the same plan follows.
 
     Args:
         seeds: Every node's strategy, on a mesh whose axes have names.
         rules: The rules of the nodes.
         symbols: Constraints on symbols, kept.
+        parallel: What replicas of a parameter share in training, kept.
     """
     mesh = seeds.mesh
     data: dict[str, Any] = {"mesh": dict(mesh.axes)}
@@ -31,6 +39,8 @@ def strategy_data(seeds: Seeds, rules: Rules, symbols: Mapping[str, Symbol]) -> 
     data["parameter_axes"] = []
     data["nodes"] = {name: _node(seed, rules, mesh) for name, seed in seeds.nodes.items()}
     data["rest"] = seeds.rest
+    if parallel.level:
+        data["optimizer_parallel"] = {k: v for k, v in asdict(parallel).items() if v is not None}
     return data
 
 

@@ -8,6 +8,7 @@ from time import perf_counter
 import onnx_ir as ir
 
 from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.exact import best, least
@@ -48,6 +49,7 @@ class SearchSpec:
         sizes: Sizes of symbols to plan for.
         gap: The exact search stops where no better plan than this share is possible.
         seconds: Time limit of the exact search for one mesh.
+        parallel: What replicas of a parameter share in training.
     """
 
     machine: Machine
@@ -57,6 +59,12 @@ class SearchSpec:
     sizes: Mapping[str, int] = field(default_factory=dict)
     gap: float = 0.01
     seconds: float = 60.0
+    parallel: OptimizerParallel = NOT_PARALLEL
+
+    @property
+    def weights(self) -> Weights:
+        """What the sum weighs."""
+        return replace(LEVELS[self.level], parallel=self.parallel)
 
     @property
     def limit(self) -> float:
@@ -213,7 +221,7 @@ class _Search:
             if key not in known:
                 known[key] = self._options(item, axes, None)
         found = [known[item.kind, item.pin] for item in self.flow.items]
-        problem = build(self.flow, found, self.cost, self._pins, LEVELS[self.spec.level])
+        problem = build(self.flow, found, self.cost, self._pins, self.spec.weights)
         return problem, self._best(problem, self.spec.limit)
 
     def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution]:
@@ -236,7 +244,7 @@ class _Search:
                     self._options,
                     decide,
                     pins=self._pins,
-                    weights=LEVELS[self.spec.level],
+                    weights=self.spec.weights,
                 )
             except ShardingError:
                 if share == _SHARES[-1]:
@@ -244,7 +252,7 @@ class _Search:
         raise AssertionError
 
     def _best(self, problem: Problem, limit: float) -> Solution:
-        if LEVELS[self.spec.level].memory_first:
+        if self.spec.weights.memory_first:
             return least(problem, limit)
         return best(problem, limit, gap=self.spec.gap, seconds=self.spec.seconds)
 

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, PARAMETERS, OptimizerParallel
 from onnxpar.analysis.search.flow import Flow, Item, Use, Value
 from onnxpar.analysis.search.options import Option
 from onnxpar.sharding import Sharding
 
 Table = NDArray[np.float64]
-TRAINED_STATES = 4
-"""A trained parameter in memory: itself, its gradient and two moments."""
+MOMENTS = 2
+"""Tensors like a trained parameter that are held besides it and its gradient."""
 _UPDATE_PASSES = 7
 
 
@@ -31,10 +32,12 @@ class Weights:
     Attributes:
         communication: How much a second of communication counts against one of computing.
         memory_first: Whether the least memory counts before time.
+        parallel: What replicas of a parameter share in training.
     """
 
     communication: float = 1.0
     memory_first: bool = False
+    parallel: OptimizerParallel = NOT_PARALLEL
 
 
 @dataclass(frozen=True)
@@ -289,11 +292,20 @@ class _Builder:
             layout = usage.target.with_partial(())
             size = self.cost.elements(layout) * value.itemsize
             if value.parameter:
-                memory[i] = size * (TRAINED_STATES if value.trained else 1)
+                memory[i] = size
             if value.parameter and value.trained:
+                parallel = self.weights.parallel
+                atoms = parallel.shared(size, usage.pending, self.cost.mesh)
+                memory[i] = parallel.kept(size, self.cost.mesh.count(atoms), MOMENTS)
                 reduction = self._back(layout, usage, value)
-                update = _UPDATE_PASSES * size / machine.bandwidth
-                seconds[i] = (1 - machine.overlap) * reduction + update
+                if parallel.level >= PARAMETERS:
+                    # What is gathered once after the step below that level is gathered twice in it.
+                    part = size / self.cost.mesh.count(atoms)
+                    seconds[i] = self.weights.communication * self.cost.collective(
+                        "all_gather", atoms, size - part
+                    )
+                update = _UPDATE_PASSES * size / self.cost.mesh.count(atoms) / machine.bandwidth
+                seconds[i] += (1 - machine.overlap) * reduction + update
         return seconds, memory
 
     # -- values made by nodes --------------------------------------------------------------------
