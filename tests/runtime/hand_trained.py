@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ Json = dict[str, Any]
 
 @dataclass
 class Program:
-    """A program: the ONNX text of each rank, and its entry in the manifest."""
+    """A program: the ONNX text of each rank that has one, and its entry in the manifest."""
 
-    graphs: Sequence[str]
+    graphs: Sequence[str | None]
     inputs: Sequence[Json] = ()
     outputs: Sequence[Json] = ()
     system_inputs: Sequence[Json] = ()
     state_inputs: Sequence[str] = ()
     state_outputs: Mapping[str, str] = field(default_factory=dict)
+    handed_in: Sequence[Json] = ()
+    handed_out: Sequence[Json] = ()
 
 
 def state(name: str, kind: str, parameter: str, spec: Json, partial: Sequence[int] = ()) -> Json:
@@ -55,9 +58,10 @@ def write(
     atoms: Sequence[int],
     states: Sequence[Json],
     loss: Json,
-    shards: Mapping[str, tuple[Json, Sequence[Array]]],
+    shards: Mapping[str, tuple[Json, Sequence[Array | None]]],
     symbols: Mapping[str, Json] | None = None,
     optimizer: str = "sgd",
+    pipeline: Json | None = None,
 ) -> Path:
     """Writes an artifact directory.
 
@@ -67,27 +71,39 @@ def write(
         atoms: Sizes of the mesh's atoms.
         states: Entries made by `state`.
         loss: Entry of the loss.
-        shards: Of each parameter, its spec and what each rank holds of it.
+        shards: Of each parameter, its spec and what each rank holds of it, None for nothing.
         symbols: Constraints by name.
         optimizer: Kind of the optimizer.
+        pipeline: Entry of the pipeline, or None.
     """
     directory.mkdir(parents=True)
     ranks = len(next(iter(programs.values())).graphs)
     entries: Json = {}
     for name, program in programs.items():
-        for rank, text in enumerate(program.graphs):
-            onnx.save(parser.parse_model(HEADER + text), directory / f"rank{rank:04d}.{name}.onnx")
+        graphs = [
+            None if text is None else parser.parse_model(HEADER + text) for text in program.graphs
+        ]
+        names = [None if g is None else f"rank{r:04d}.{name}.onnx" for r, g in enumerate(graphs)]
+        for graph, file in zip(graphs, names, strict=True):
+            if graph is not None and file is not None:
+                onnx.save(graph, directory / file)
         entries[name] = {
-            "files": [f"rank{rank:04d}.{name}.onnx" for rank in range(ranks)],
+            "files": names,
             "inputs": list(program.inputs),
             "outputs": list(program.outputs),
             "system_inputs": list(program.system_inputs),
             "collectives": [],
             "state_inputs": list(program.state_inputs),
             "state_outputs": [{"name": n, "state": s} for n, s in program.state_outputs.items()],
+            "handed_in": list(program.handed_in),
+            "handed_out": list(program.handed_out),
         }
     for rank in range(ranks):
-        parts = [(n, s["dtype"], held[rank]) for n, (s, held) in shards.items()]
+        parts = [
+            (n, s["dtype"], part)
+            for n, (s, held) in shards.items()
+            if (part := held[rank]) is not None
+        ]
         write_tensors(
             directory / f"weights.{rank:04d}.safetensors",
             [Entry(name, dtype, array.shape) for name, dtype, array in parts],
@@ -101,9 +117,10 @@ def write(
                     "ranks": [rank],
                     "file": f"weights.{rank:04d}.safetensors",
                     "boxes": [],
-                    "local_shape": list(held[rank].shape),
+                    "local_shape": list(part.shape),
                 }
-                for rank in range(ranks)
+                for rank, part in enumerate(held)
+                if part is not None
             ],
         }
         for name, (spec, held) in shards.items()
@@ -116,7 +133,7 @@ def write(
         "schema": 1,
         "generator": "by hand",
         "model": "test",
-        "mesh": {"axes": [["dp", ranks]], "atoms": list(atoms)},
+        "mesh": {"axes": [["dp", prod(atoms)]], "atoms": list(atoms)},
         "devices": ranks,
         "symbols": {k: {**FREE, **v} for k, v in (symbols or {}).items()},
         "programs": entries,
@@ -142,6 +159,8 @@ def write(
             "spec": {},
         },
     }
+    if pipeline is not None:
+        manifest["pipeline"] = pipeline
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory
 
