@@ -65,10 +65,12 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def mpirun(ranks: int, arguments: Sequence[str]) -> Outcome:
+def mpirun(
+    ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Outcome:
     """Runs Python with `arguments` on `ranks` ranks; a hang fails the test."""
     start = time.monotonic()
-    process = start_mpirun(ranks, arguments)
+    process = start_mpirun(ranks, arguments, environment)
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
