@@ -6,6 +6,7 @@ goes from the sharding of one operand back to splits per factor.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ShardingError
@@ -79,12 +80,18 @@ def varying(inputs: Mapping[str, Sharding], table: SymbolTable) -> dict[str, fro
     return found
 
 
-def factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:
+def factor_sizes(rule: OpRule, view: NodeView) -> Mapping[str, Dim]:
     """Returns the global size of each factor of a node's rule.
 
     Raises:
         ShardingError: The rule does not have the rank of an operand.
     """
+    if rule not in view.sizes:
+        view.sizes[rule] = MappingProxyType(_factor_sizes(rule, view))
+    return view.sizes[rule]
+
+
+def _factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:
     sizes: dict[str, Dim] = dict(rule.sizes)
     operands = [(i, op, view.shape) for i, op in enumerate(rule.inputs)]
     operands += [(i, op, view.out_shape) for i, op in enumerate(rule.outputs)]

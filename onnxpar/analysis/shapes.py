@@ -5,8 +5,8 @@ The inference itself is the `onnx-shape-inference` library's; this module reads 
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -107,11 +107,15 @@ class NodeView:
         node: The node of the global graph; rules only read it.
         env: Shapes and contents of all values.
         opset: Version of the default domain.
+        sizes: Of each rule asked for, the sizes of its factors (see `analysis.plan.factor_sizes`).
     """
 
     node: ir.Node
     env: ShapeEnv
     opset: int
+    sizes: dict[Hashable, Mapping[str, Dim]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def name(self) -> str:

@@ -43,6 +43,7 @@ def graph_rules(
     views: dict[str, NodeView] = {}
     reasons: dict[str, str] = {}
     ops: dict[str, OpDef] = {}
+    same: dict[OpRule, OpRule] = {}
     default = opsets.get("", opsets.get("ai.onnx", 1))
     for node in nodes:
         name = node.name or ""
@@ -56,7 +57,9 @@ def graph_rules(
             )
         else:
             try:
-                rules[name] = settle(definition.rule(view), view)
+                rule = settle(definition.rule(view), view)
+                # Layers that are alike have one rule, which is its own equal at a glance.
+                rules[name] = same.setdefault(rule, rule)
                 ops[name] = definition
                 continue
             except NodeError as error:

@@ -147,7 +147,7 @@ def at_random(case: Case, program: Program, count: int, seed: int) -> Iterator[E
                     all_of_them = (rng.choice(all_of_them),)
                 known[item.kind] = all_of_them
         problem = build(seen, [known[item.kind] for item in seen.items], cost)
-        choice = solve(problem)
+        choice = solve(problem).choice
         number += 1
         # Some draws contradict one another: a sum that one leaves pending is made by nobody.
         if problem.seconds(choice) == inf:

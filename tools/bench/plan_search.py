@@ -20,8 +20,9 @@ of 1.1, and 30 s for the largest.
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
@@ -44,10 +45,8 @@ RATIO, HALVING, EXACT, GAP = 1.10, 2.0, 60.0, 0.01
 EXPONENT, LARGEST = 1.1, 30.0
 DEEP = {"gpt2-32": ("gpt2", "32"), "llama-32": ("llama", "32")}
 """Networks of the zoo with more layers."""
-GPT = (
-    "--d-model 4096 --heads 32 --vocab 32000 --max-positions 2048 --no-weights --layers 32".split()
-)
-LARGE = "--d-model 12288 --heads 96 --vocab 50304 --max-positions 2048 --no-weights".split()
+SEVEN = {"d-model": 4096, "heads": 32, "vocab": 32000, "max-positions": 2048, "layers": 32}
+LARGE = {"d-model": 12288, "heads": 96, "vocab": 50304, "max-positions": 2048}
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,10 @@ def exported(name: str, folder: Path) -> Path:
     if path.exists():
         return path
     if name == "gpt-7b":
-        command = ["transformer.py", *GPT]
+        command = ["transformer.py", "--no-weights", *flags(SEVEN)]
     elif name.startswith("gpt-"):
-        command = ["transformer.py", *LARGE, "--layers", name.removeprefix("gpt-")]
+        layers = int(name.removeprefix("gpt-"))
+        command = ["transformer.py", "--no-weights", *flags({**LARGE, "layers": layers})]
     elif name in DEEP:
         command = ["zoo.py", DEEP[name][0], "--layers", DEEP[name][1]]
     else:
@@ -79,6 +79,11 @@ def exported(name: str, folder: Path) -> Path:
     if done.returncode:
         sys.exit(f"{name}: {(done.stderr.strip().splitlines() or ['not exported'])[-1]}")
     return path
+
+
+def flags(sizes: Mapping[str, int]) -> list[str]:
+    """Returns sizes as options of an exporter."""
+    return [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
 
 
 def zoo() -> list[str]:
@@ -168,7 +173,7 @@ def scale(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         wall = perf_counter() - began
         counts.append(len(list(planned.model.graph)))
         totals.append(stages[-1] - stages[0])
-        cells = [b - a for a, b in zip(stages, stages[1:], strict=False)]
+        cells = [b - a for a, b in pairwise(stages)]
         print(
             f"| {layers} | {counts[-1]} | "
             + " | ".join(f"{s:.2f}" for s in (*cells, totals[-1], wall))

@@ -34,7 +34,7 @@ def best(
         ShardingError: No choice is within the limit; the message says the least memory there is.
     """
     started = perf_counter()
-    found = solution(problem, solve(problem))
+    found = _priced(problem, 0.0)
     if found.memory <= limit:
         return found
     bracket = _lagrange(problem, limit, found, least(problem, limit))
@@ -55,7 +55,7 @@ def least(problem: Problem, limit: float = inf) -> Solution:
     """
     total = sum(float(v.cost.max()) for v in problem.variables)
     total += sum(float(np.where(np.isfinite(t.table), t.table, 0).max()) for t in problem.terms)
-    found = solution(problem, solve(problem, total + 1.0))
+    found = _priced(problem, total + 1.0)
     if found.memory > limit:
         raise ShardingError(
             f"no strategy fits: the least memory of a device is {found.memory:.0f} bytes, "
@@ -64,16 +64,23 @@ def least(problem: Problem, limit: float = inf) -> Solution:
     return Solution(found.choice, found.seconds, found.memory, 0.0)
 
 
+def _priced(problem: Problem, price: float) -> Solution:
+    """The least seconds + `price` · bytes; its bound is less than its seconds by what is unproved."""
+    found = solve(problem, price)
+    cost = problem.seconds(found.choice)
+    return solution(problem, found.choice, cost - found.slack)
+
+
 def _lagrange(problem: Problem, limit: float, over: Solution, under: Solution) -> Solution:
     """The best choice within the limit for some price of memory, with the best bound."""
-    best_found, bound = under, over.seconds
+    best_found, bound = under, over.bound
     low, high = over, under
     for _ in range(_PRICES):
         if low.memory <= high.memory:
             break
         price = (high.seconds - low.seconds) / (low.memory - high.memory)
-        middle = solution(problem, solve(problem, price))
-        value = middle.seconds + price * (middle.memory - limit)
+        middle = _priced(problem, price)
+        value = middle.bound + price * (middle.memory - limit)
         bound = max(bound, value)
         if middle.memory <= limit and middle.seconds < best_found.seconds:
             best_found = middle

@@ -30,7 +30,7 @@ class Item:
         fixed: Whether there is nothing to choose: it is computed replicated.
         trained: Whether its results vary with a trained parameter, so that it has a backward.
         parts: For each operand, the parts of its dims.
-        kind: What nodes with the same options and costs have in common.
+        kind: A number; nodes of the same have the same options and costs.
         pin: Its name where the user fixed it, else "".
         cost: What a device computes and moves for it, where its operator says that.
     """
@@ -41,7 +41,7 @@ class Item:
     fixed: bool
     trained: bool
     parts: tuple[tuple[Parts, ...] | None, ...]
-    kind: tuple[Hashable, ...]
+    kind: int
     pin: str = ""
     cost: CostFn | None = None
 
@@ -114,6 +114,7 @@ def flow(
         if real and prod(map(env.table.typical, shape)) >= WEIGHT:
             weighty.add(value.name or "")
     items: list[Item] = []
+    kinds: dict[tuple[Hashable, ...], int] = {}
     uses: dict[str, list[Use]] = {}
     made: dict[str, tuple[int, int]] = {}
     for index, node in enumerate(nodes):
@@ -133,7 +134,7 @@ def flow(
         )
         backward = any((v.name or "") in varying for v in node.outputs)
         seen = tuple(parts.get(n) for n in names)
-        kind = _kind(rule, view, fixed, backward, seen)
+        kind = kinds.setdefault(_kind(rule, view, fixed, backward, seen), len(kinds))
         pin = name if name in pinned else ""
         count = rules.costs.get(name)
         items.append(Item(name, rule, view, fixed, backward, seen, kind, pin, count))
@@ -179,8 +180,7 @@ def _kind(
     )
     return (
         (view.node.domain, view.node.op_type, fixed, backward),
-        (rule.inputs, rule.outputs, tuple(rule.kinds.items())),
-        (rule.linear, tuple(rule.sizes.items())),
+        rule,
         operands,
         parts,
     )

@@ -142,6 +142,7 @@ class _Builder:
         tuple[int, int, bool, bool, int],
         tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]],
     ] = field(default_factory=dict)
+    _made_as: dict[tuple[int, int], tuple[Sharding, ...]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], Table] = field(default_factory=dict)
 
     def run(self) -> Problem:
@@ -311,14 +312,21 @@ class _Builder:
     # -- values made by nodes --------------------------------------------------------------------
 
     def _made(self, value: Value, producer: int, output: int) -> None:
-        made = [self.cost.fixed(o.plan.outputs[output]) for o in self.options[producer]]
         if value.leaves:
-            self._leave(value, producer, made)
+            self._leave(value, producer, self._outputs(producer, output))
         if len(value.uses) == 1:
             use = value.uses[0]
             self.terms.append(Term((producer, use.item), self._edge(value, producer, output, use)))
         elif value.uses:
             self._shared(value, producer, output)
+
+    def _outputs(self, producer: int, output: int) -> tuple[Sharding, ...]:
+        """How each option of a node makes an output."""
+        options = self.options[producer]
+        key = (id(options), output)
+        if key not in self._made_as:
+            self._made_as[key] = tuple(self.cost.fixed(o.plan.outputs[output]) for o in options)
+        return self._made_as[key]
 
     def _leave(self, value: Value, producer: int, made: Sequence[Sharding]) -> None:
         reduced = np.array([self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made])
@@ -328,19 +336,23 @@ class _Builder:
         )
 
     def _edge(self, value: Value, producer: int, output: int, use: Use) -> Table:
-        options = self.options[producer]
-        key = (id(options), output, id(self.options[use.item]), use.operand, value.trained)
+        key = (
+            id(self.options[producer]),
+            output,
+            id(self.options[use.item]),
+            use.operand,
+            value.trained,
+        )
         if key not in self._tables:
             usages, index = self._usages(use)
-            made = [self.cost.fixed(o.plan.outputs[output]) for o in options]
+            made = self._outputs(producer, output)
             rows = {s: [self._move(s, u, value) for u in usages] for s in dict.fromkeys(made)}
             self._tables[key] = np.array([rows[s] for s in made])[:, index]
         return self._tables[key]
 
     def _shared(self, value: Value, producer: int, output: int) -> None:
         """One version of a value is kept for its readers; the others fetch their own."""
-        options = self.options[producer]
-        made = [self.cost.fixed(o.plan.outputs[output]) for o in options]
+        options, made = self.options[producer], self._outputs(producer, output)
         readers: dict[_Usage, int] = {}
         for use in dict.fromkeys(value.uses):
             for usage in self._usages(use)[0]:

@@ -6,6 +6,7 @@ dead-end elimination, 1994). What is left has the same minimum.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +26,20 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
         memory: Whether an option that needs less memory must stay.
     """
     kept = [np.arange(len(v.cost)) for v in problem.variables]
-    # Layers that are alike share their tables.
+    # Layers that are alike share their tables; everything that a node is judged by has a number.
     shared = {id(t.table): t.table for t in problem.terms}
-    number = {key: i for i, key in enumerate(shared)}
-    tables = [np.minimum(table, _HUGE) for table in shared.values()]
-    terms: list[list[tuple[int, int]]] = [[] for _ in kept]
-    for index, term in enumerate(problem.terms):
+    tables = {key: np.minimum(table, _HUGE) for key, table in shared.items()}
+    around: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in kept]
+    for term in problem.terms:
         for axis, v in enumerate(term.scope):
-            terms[v].append((index, axis))
+            around[v].append((id(term.table), axis, term.scope))
+    numbers: dict[bytes, int] = {}
+
+    def number(array: NDArray[Any]) -> int:
+        return numbers.setdefault(array.tobytes(), len(numbers))
+
+    own = [(number(v.cost), number(v.memory) if memory else 0) for v in problem.variables]
+    left = [number(k) for k in kept]
     known: dict[tuple[object, ...], NDArray[np.intp]] = {}
     for _ in range(_ROUNDS):
         changed = False
@@ -40,33 +47,22 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
             if len(kept[v]) < 2:
                 continue
             key = (
-                variable.cost.tobytes(),
-                variable.memory.tobytes() if memory else b"",
-                kept[v].tobytes(),
-                tuple(
-                    (
-                        number[id(problem.terms[i].table)],
-                        axis,
-                        tuple(kept[n].tobytes() for n in problem.terms[i].scope),
-                    )
-                    for i, axis in terms[v]
-                ),
+                own[v],
+                left[v],
+                tuple((t, axis, tuple([left[n] for n in scope])) for t, axis, scope in around[v]),
             )
             if key not in known:
-                parts = [
-                    (tables[number[id(problem.terms[i].table)]], axis, problem.terms[i].scope)
-                    for i, axis in terms[v]
-                ]
                 known[key] = _survivors(
                     np.minimum(variable.cost, _HUGE),
                     variable.memory if memory else None,
                     kept,
                     v,
-                    parts,
+                    [(tables[t], axis, scope) for t, axis, scope in around[v]],
                 )
-            left = known[key]
-            changed |= len(left) < len(kept[v])
-            kept[v] = left
+            if len(known[key]) < len(kept[v]):
+                changed = True
+                kept[v] = known[key]
+                left[v] = number(kept[v])
         if not changed:
             break
     return tuple(kept)
