@@ -48,7 +48,7 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     outcome = train(2, directory, *DIGITS)
     assert outcome.code == 2
     (message,) = outcome.messages
-    assert "labels are classes: expected an integer input [batch], got 'labels' float64" in message
+    assert "expected an integer or floating input [batch], with dims of 1 besides, got" in message
     assert "Traceback" not in outcome.err
 
 

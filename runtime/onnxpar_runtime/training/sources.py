@@ -153,7 +153,8 @@ def open_source(
 ) -> Source:
     """Opens the source that a text such as `digits`, `npz:FILE` or `idx:DIR` names.
 
-    `digits` and `idx` are images from 0 to 1 and their classes. Images are resized to the model's
+    `digits` and `idx` are images from 0 to 1 and their classes, which a floating input takes as
+    numbers, for regression. Images are resized to the model's
     input: its first input but the labels, of shape [batch, h, w] with any dims of 1 besides, or
     [batch, n] with a square number n.
 
@@ -225,10 +226,10 @@ def _classified(
         )
     (image,), (target,) = inputs, targets
     wanted = DTYPES[target.dtype].dtype
-    if wanted.kind not in "iu" or len(target.shape) != 1:
+    if wanted.kind not in "iufV" or any(size != 1 for size in target.shape[1:]):
         raise InputError(
-            f"--data {text}: labels are classes: expected an integer input [batch], got "
-            f"{labels!r} {target.dtype} {list(target.shape)}"
+            f"--data {text}: labels are classes: expected an integer or floating input [batch], "
+            f"with dims of 1 besides, got {labels!r} {target.dtype} {list(target.shape)}"
         )
     dtype = DTYPES[image.dtype].dtype
     if dtype.kind not in "fV":
@@ -242,7 +243,7 @@ def _classified(
     shape = (len(images), *(int(size) for size in image.shape[1:]))
     rows = {
         image.name: images.reshape(shape).astype(dtype),
-        target.name: classes.astype(wanted),
+        target.name: classes.astype(wanted).reshape(len(images), *([1] * len(target.shape[1:]))),
     }
     return Samples(text, {s.name: rows[s.name] for s in specs}, {}, len(images))
 

@@ -70,8 +70,9 @@ def test_digits_in_the_dtypes_of_the_inputs(dtype: str) -> None:
     ("specs", "message"),
     [
         ((spec("x", "float32", "b", 1, 28, 28),), r"one input for images and one for labels"),
-        ((IMAGES, spec("labels", "float32", "b")), r"expected an integer input \[batch\]"),
-        ((IMAGES, spec("labels", "int64", "b", 10)), r"expected an integer input \[batch\]"),
+        ((IMAGES, spec("labels", "bool", "b")), r"expected an integer or floating input \[batch\]"),
+        ((IMAGES, spec("labels", "float32", "b", 2)), r"with dims of 1 besides, got 'labels'"),
+        ((IMAGES, spec("labels", "int64", "b", 10)), "with dims of 1 besides"),
         ((spec("x", "int64", "b", 784), LABELS), "expected a floating input, got 'x' int64"),
         ((spec("x", "float32", "b", 785), LABELS), "with a square number n, got 'x'"),
         ((spec("x", "float32", "b", 3, 28, 28), LABELS), r"got 'x' \['b', 3, 28, 28\]"),
@@ -81,6 +82,13 @@ def test_digits_in_the_dtypes_of_the_inputs(dtype: str) -> None:
 def test_digits_that_do_not_fit(specs: tuple[TensorSpec, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_source("digits", specs, "labels")
+
+
+@pytest.mark.parametrize("shape", [("b",), ("b", 1)])
+def test_digits_as_numbers(shape: tuple[Size, ...]) -> None:
+    source = opened("digits:test", IMAGES, spec("labels", "float32", *shape))
+    want = load_digits().target[::5].astype(np.float32)
+    np.testing.assert_array_equal(source.rows["labels"], want.reshape(360, *([1] * len(shape[1:]))))
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])

@@ -1,0 +1,58 @@
+"""A small regression network for hybrid parallelism: three dense layers, ReLU between them.
+
+    python models/hybrid.py -o hybrid.onnx
+
+`image` [batch, 1, 28, 28] float32 -> `y` [batch, 1] float32. The nodes are named `/flatten/Flatten`,
+`/layer1/Gemm`, `/relu1/Relu`, `/layer2/Gemm`, `/relu2/Relu` and `/layer3/Gemm`. Weights lie as
+those of PyTorch and MindSpore, [outputs, inputs].
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+from _exporter import GraphWriter, main
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the network, in elements.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    side: int = field(default=28, metadata={"help": "height and width of an image"})
+    hidden: int = field(default=512, metadata={"help": "width of the hidden layers"})
+    seed: int = field(default=0, metadata={"help": "seed of the weights"})
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer can have."""
+        for size in (self.side, self.hidden):
+            if size < 1:
+                raise ValueError(f"sizes: expected positive integers, got {size}")
+
+
+def build(config: Config | None = None, **fields: int) -> ir.Model:
+    """The network as a model with the symbolic dim `batch`; `fields` replace those of `config`."""
+    config = replace(config or Config(), **fields)
+    writer = GraphWriter(config.seed)
+
+    def dense(value: ir.Value, name: str, rows: int, columns: int) -> ir.Value:
+        bound = 1 / math.sqrt(columns)
+        weight = writer.weight(f"{name}.weight", (rows, columns), std=bound)
+        bias = writer.weight(f"{name}.bias", (rows,), std=bound)
+        return writer.op("Gemm", value, weight, bias, name=f"/{name}/Gemm", transB=1)
+
+    image = writer.input("image", ir.DataType.FLOAT, ["batch", 1, config.side, config.side])
+    value = writer.op("Flatten", image, name="/flatten/Flatten")
+    value = dense(value, "layer1", config.hidden, config.side**2)
+    value = writer.op("Relu", value, name="/relu1/Relu")
+    value = dense(value, "layer2", config.hidden, config.hidden)
+    value = writer.op("Relu", value, name="/relu2/Relu")
+    value = dense(value, "layer3", 1, config.hidden)
+    return writer.model({"y": (value, ["batch", 1])}, "hybrid")
+
+
+if __name__ == "__main__":
+    main("Write the network of hybrid parallelism as ONNX.", Config, build)
