@@ -60,7 +60,9 @@ class CostModel:
     sizes: Mapping[str, int] = field(default_factory=dict)
     _values: dict[Dim, int] = field(default_factory=dict, compare=False, repr=False)
     _fixed: dict[Sharding, Sharding] = field(default_factory=dict, compare=False, repr=False)
-    _elements: dict[Sharding, int] = field(default_factory=dict, compare=False, repr=False)
+    _shapes: dict[Sharding, tuple[int, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _works: dict[tuple[object, ...], Work] = field(default_factory=dict, compare=False, repr=False)
     _known: dict[tuple[Sharding, Sharding, int], float] = field(
         default_factory=dict, compare=False, repr=False
@@ -84,12 +86,16 @@ class CostModel:
             self._fixed[sharding] = Sharding(dims, sharding.partial, sharding.reduction)
         return self._fixed[sharding]
 
+    def local_shape(self, sharding: Sharding) -> tuple[int, ...]:
+        """Returns the shape of what one device holds, padding included."""
+        if sharding not in self._shapes:
+            shape = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
+            self._shapes[sharding] = tuple(self.value(size) for size in shape)
+        return self._shapes[sharding]
+
     def elements(self, sharding: Sharding) -> int:
         """Returns the number of elements that one device holds, padding included."""
-        if sharding not in self._elements:
-            shape = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
-            self._elements[sharding] = prod(self.value(size) for size in shape)
-        return self._elements[sharding]
+        return prod(self.local_shape(sharding))
 
     # -- communication ---------------------------------------------------------------------------
 
@@ -211,10 +217,7 @@ class CostModel:
         """What one device has of a node."""
 
         def shape(sharding: Sharding | None, mode: str) -> tuple[int, ...] | None:
-            if sharding is None or mode == ANY:
-                return None
-            sizes = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
-            return tuple(self.value(size) for size in sizes)
+            return None if sharding is None or mode == ANY else self.local_shape(sharding)
 
         def width(value: ir.Value | None) -> float:
             return value.dtype.itemsize if value is not None and value.dtype is not None else 0

@@ -1,15 +1,18 @@
 """What a plan of a whole program costs: each node, what moves for it, the memory at its peak."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
 
 import onnx_ir as ir
 
 from onnxpar.analysis.cost import CostModel, Work
-from onnxpar.analysis.plan import Plan
+from onnxpar.analysis.memory import Made, Step, live_peak, makes
+from onnxpar.analysis.plan import NodePlan, Plan
 from onnxpar.analysis.propagate import Rules
-from onnxpar.ops.rule import ANY
-from onnxpar.sharding import Sharding
+from onnxpar.ops.memory import call, kernel
+from onnxpar.ops.rule import ANY, IDENTITY
+from onnxpar.sharding import Component, Sharding
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class Price:
         updating: Seconds in which the optimizer reads and writes what it trains.
         held: Bytes held all the time: parameters and, where they are trained, their gradients and
             moments.
-        peak: Bytes held at the peak, values between nodes included.
+        peak: Bytes held at the peak: inputs, outputs and values between nodes besides, or what the
+            optimizer needs, whichever is more.
+        fullest: The node at which the values take the most.
     """
 
     nodes: tuple[NodePrice, ...]
@@ -51,6 +56,7 @@ class Price:
     updating: float
     held: int
     peak: int
+    fullest: str
 
     @property
     def computing(self) -> float:
@@ -97,95 +103,169 @@ class _Pricing:
     cost: CostModel
     states: Mapping[str, int]
     gradients: frozenset[str]
+    made: dict[str, dict[Sharding, str]] = field(default_factory=dict)
+    itemsizes: dict[str, int] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    outside: set[str] = field(default_factory=set)
 
     def run(self) -> Price:
         graph, plan = self.model.graph, self.plan
-        made: dict[str, tuple[Sharding, ...]] = {
-            name: (s,) for name, s in (*plan.inputs.items(), *plan.parameters.items())
-        }
-        itemsizes = {
-            v.name or "": int(v.dtype.itemsize) if v.dtype is not None else 4
-            for v in (*graph.inputs, *graph.initializers.values())
-        }
-        held = sum(
-            self._bytes(s, itemsizes[name]) * (1 + self.states.get(name, 0))
-            for name, s in plan.parameters.items()
-        )
-        nodes = list(graph)
-        last = self._last_uses(nodes)
-        live = sum(self._bytes(s, itemsizes[name]) for name, s in plan.inputs.items())
-        peak, prices, bytes_of = live, [], dict.fromkeys(plan.inputs, 0)
-        for name, s in plan.inputs.items():
-            bytes_of[name] = self._bytes(s, itemsizes[name])
-        for step, node in enumerate(nodes):
-            name = node.name or ""
-            rule, view, chosen = self.rules.rules[name], self.rules.views[name], plan.nodes[name]
-            moving = 0.0
-            for value, want, operand in zip(node.inputs, chosen.inputs, rule.inputs, strict=False):
-                if value is None or want is None or operand.mode == ANY:
-                    continue
-                source = value.name or ""
-                there = made.get(source)
-                if there is None or want in there:
-                    continue
-                itemsize = itemsizes[source]
-                moving += min(self.cost.reshard(s, want, itemsize) for s in there)
-                made[source] = (*there, want)
-                more = self._bytes(want, itemsize)
-                live += more
-                bytes_of[source] = bytes_of.get(source, 0) + more
-            for value, out in zip(node.outputs, chosen.outputs, strict=True):
-                key = value.name or ""
-                itemsizes[key] = int(value.dtype.itemsize) if value.dtype is not None else 4
-                made[key] = (out,)
-                bytes_of[key] = self._bytes(out, itemsizes[key])
-                live += bytes_of[key]
-                wanted = plan.resharded.get(key)
-                if wanted is not None and wanted != out:
-                    moving += self.cost.reshard(out, wanted, itemsizes[key])
-                    made[key] = (wanted,)
-            peak = max(peak, live)
-            for key in last.get(step, ()):
-                live -= bytes_of.pop(key, 0)
-            work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
-            prices.append(NodePrice(name, work, moving))
+        for value in (*graph.inputs, *graph.initializers.values()):
+            self._typed(value)
+        for name, sharding in (*plan.inputs.items(), *plan.parameters.items()):
+            self._define(name, sharding)
+            self.outside.add(name)
+        prices = tuple(self._node(node) for node in graph)
+        leaving = self._leaving()
         # Of a parameter and its moments, all are read and written, and its gradient is read.
         updated = sum(
-            self._bytes(plan.parameters[name], itemsizes[name]) * (2 * count + 1)
+            self._bytes(plan.parameters[name], self.itemsizes[name]) * (2 * count + 1)
             for name, count in self.states.items()
             if count
         )
         updating = updated / self.cost.machine.bandwidth
-        return Price(tuple(prices), self._leaving(made, itemsizes), updating, held, held + peak)
+        held = sum(
+            self._bytes(s, self.itemsizes[name]) * (1 + self.states.get(name, 0))
+            for name, s in plan.parameters.items()
+        )
+        values = live_peak(self.steps, self._outputs())
+        peak = held + self._bound() + max(values.bytes, self._reduced())
+        return Price(prices, leaving, updating, held, peak, values.name)
 
-    def _leaving(
-        self, made: Mapping[str, tuple[Sharding, ...]], itemsizes: Mapping[str, int]
-    ) -> float:
-        """Seconds in which outputs are brought to where they leave, and gradients reduced."""
-        seconds = 0.0
-        for name, leaving in self.plan.outputs.items():
-            there = made.get(name, ())
-            if not there:
+    def _node(self, node: ir.Node) -> NodePrice:
+        name = node.name or ""
+        rule, view, chosen = self.rules.rules[name], self.rules.views[name], self.plan.nodes[name]
+        moving = 0.0
+        reads: list[str] = []
+        for index, value in enumerate(node.inputs):
+            want = chosen.inputs[index] if index < len(chosen.inputs) else None
+            source = "" if value is None else value.name or ""
+            # Of what is taken as it lies only the sizes are asked for.
+            if source not in self.made or want is None or rule.inputs[index].mode == ANY:
+                reads.append("")
                 continue
-            seconds += min(self.cost.reshard(s, leaving, itemsizes[name]) for s in there)
-            if name in self.gradients and leaving.partial:
-                reduced = self.cost.reshard(leaving, leaving.with_partial(()), itemsizes[name])
-                seconds += (1 - self.cost.machine.overlap) * reduced
-        return seconds
+            seconds, version = self._brought(source, want)
+            moving += seconds
+            reads.append(self._masked(version, source, want, index, chosen))
+        shapes = [self._shape(s) for s in chosen.outputs]
+        for value in node.outputs:
+            self._typed(value)
+        sizes = [
+            prod(shape) * self.itemsizes[v.name or ""]
+            for v, shape in zip(node.outputs, shapes, strict=True)
+        ]
+        names = [v.name or "" for v in node.outputs]
+        facts = kernel(node.domain, node.op_type)
+        seen = call(
+            node,
+            [None if s is None else self._shape(s) for s in chosen.inputs],
+            shapes,
+            self.itemsizes[names[0]] if names else 0,
+        )
+        self.steps.append(
+            Step(
+                name,
+                tuple(filter(None, reads)),
+                makes(facts, reads, names, sizes),
+                facts.work(seen),
+            )
+        )
+        for key, out in zip(names, chosen.outputs, strict=True):
+            self._define(key, out)
+            wanted = self.plan.resharded.get(key)
+            if wanted is not None and wanted != out:
+                moving += self._brought(key, wanted)[0]
+        work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
+        return NodePrice(name, work, moving)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def _typed(self, value: ir.Value) -> None:
+        self.itemsizes[value.name or ""] = int(value.dtype.itemsize) if value.dtype else 4
+
+    def _define(self, name: str, sharding: Sharding) -> str:
+        """Returns the name of a value's version, the value's own for the first."""
+        versions = self.made.setdefault(name, {})
+        if sharding not in versions:
+            versions[sharding] = f"{name}@{len(versions)}" if versions else name
+        return versions[sharding]
+
+    def _brought(self, name: str, want: Sharding) -> tuple[float, str]:
+        """Seconds in which a value is brought into a sharding, and the version that it is then."""
+        there = self.made[name]
+        if want in there:
+            return 0.0, there[want]
+        itemsize = self.itemsizes[name]
+        seconds, nearest = min(
+            ((self.cost.reshard(s, want, itemsize), s) for s in there), key=lambda found: found[0]
+        )
+        source, version = there[nearest], self._define(name, want)
+        # Reduced where it lies, moved or cut out into memory of its own.
+        over = (source,) if nearest.partial and nearest.dims == want.dims else ()
+        made = Made(version, self._bytes(want, itemsize), over=over)
+        self.steps.append(Step(f"{name} brought", (source,), (made,)))
+        return seconds, version
+
+    def _masked(
+        self, version: str, name: str, sharding: Sharding, index: int, chosen: NodePlan
+    ) -> str:
+        """Returns the version of an operand in which padding that a reduction sees is set."""
+        if name in self.outside or not any(
+            chosen.rule.kinds[factor] in IDENTITY
+            and any(factor in names for names in chosen.rule.inputs[index].dims)
+            and not self._even(parts)
+            for factor, parts in chosen.factors.items()
+        ):
+            return version
+        size = self._bytes(sharding, self.itemsizes[name])
+        masked = f"{version} for {len(self.steps)}"
+        # A choice by a mask: what is chosen from is spread out first.
+        self.steps.append(Step(f"{name} masked", (version,), (Made(masked, size),), size))
+        return masked
+
+    def _even(self, parts: Iterable[Component]) -> bool:
+        mesh, table = self.plan.mesh, self.cost.table
+        return all(not c.atoms or table.divisible(c.size, mesh.count(c.atoms)) for c in parts)
+
+    def _shape(self, sharding: Sharding) -> tuple[int, ...]:
+        return self.cost.local_shape(sharding)
 
     def _bytes(self, sharding: Sharding, itemsize: int) -> int:
         return self.cost.elements(sharding) * itemsize
 
-    def _last_uses(self, nodes: list[ir.Node]) -> dict[int, list[str]]:
-        """For each node, by number, the values that nobody reads after it."""
-        last: dict[str, int] = {}
-        for step, node in enumerate(nodes):
-            for value in (*node.inputs, *node.outputs):
-                if value is not None:
-                    last[value.name or ""] = step
-        kept = {v.name for v in self.model.graph.outputs} | set(self.model.graph.initializers)
-        found: dict[int, list[str]] = {}
-        for name, step in last.items():
-            if name not in kept:
-                found.setdefault(step, []).append(name)
-        return found
+    # -- what stays ------------------------------------------------------------------------------
+
+    def _leaving(self) -> float:
+        """Seconds in which outputs are brought to where they leave, and gradients reduced."""
+        seconds = 0.0
+        for name, leaving in self.plan.outputs.items():
+            if name not in self.made:
+                continue
+            seconds += self._brought(name, leaving)[0]
+            if name in self.gradients and leaving.partial:
+                whole = leaving.with_partial(())
+                reduced = self.cost.reshard(leaving, whole, self.itemsizes[name])
+                seconds += (1 - self.cost.machine.overlap) * reduced
+        return seconds
+
+    def _outputs(self) -> set[str]:
+        """The versions in which values leave; they have memory of their own."""
+        return {self.made[n][s] for n, s in self.plan.outputs.items() if n in self.made}
+
+    def _bound(self) -> int:
+        """Bytes of inputs, and of outputs that are no gradients."""
+        plan = self.plan
+        kept = [(n, s) for n, s in plan.outputs.items() if n not in self.gradients]
+        bound = [*plan.inputs.items(), *kept]
+        return sum(self._bytes(s, self.itemsizes[n]) for n, s in bound if n in self.itemsizes)
+
+    def _reduced(self) -> int:
+        """Bytes of reduced gradients, which the optimizer has beside those that were pending.
+
+        All of them are there when the norm is known.
+        """
+        return sum(
+            self._bytes(leaving.with_partial(()), self.itemsizes[name])
+            for name, leaving in self.plan.outputs.items()
+            if name in self.gradients and leaving.partial
+        )

@@ -37,6 +37,8 @@ from onnxpar.symbols import Dim
 
 PARALLEL, WHOLE, SPECIAL, SCALED = "parallel", "whole", "special", "scaled"
 ABSENT, REPLICATED, ANY = "-", ".", "*"
+IDENTITY: Mapping[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
+"""Of each kind of factor that is reduced over, what padding must hold to change nothing."""
 _DIM = re.compile(r"\(([^()]*)\)|([A-Za-z_][\w]*|1)")
 
 

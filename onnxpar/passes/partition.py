@@ -23,7 +23,7 @@ from onnxpar.errors import OnnxparError, ShardingError
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
-from onnxpar.ops.rule import ANY
+from onnxpar.ops.rule import ANY, IDENTITY
 from onnxpar.passes.builder import GENERATED, PLACE, GraphBuilder, ir_shape
 from onnxpar.passes.cleanup import remove_unused
 from onnxpar.passes.closure import CAPTURED, open_node
@@ -32,7 +32,6 @@ from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel, 
 from onnxpar.passes.reshard import emit_reshard
 from onnxpar.sharding import Sharding
 
-IDENTITY: dict[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
 INLINE_ELEMENTS = 1024
 STATELESS = States()
 _EVERYWHERE = -1
