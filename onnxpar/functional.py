@@ -28,6 +28,7 @@ from onnxpar.pipeline import Analysed, analyse, divide
 from onnxpar.strategy import NodeEntry, Strategy, resolve, resolved
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.document import Document
+from onnxpar.strategy.entry import TensorEntry
 from onnxpar.strategy.given import (
     Given,
     followed,
@@ -39,7 +40,7 @@ from onnxpar.strategy.given import (
 )
 from onnxpar.strategy.names import match
 from onnxpar.strategy.operands import rank_of, show
-from onnxpar.strategy.schema import MAX_DEVICES, SearchEntry, TensorEntry
+from onnxpar.strategy.schema import MAX_DEVICES, SearchEntry
 from onnxpar.symbols import Symbol, as_dim, dim_symbol
 
 Dims = tuple[tuple[int | str, ...], ...]

@@ -26,10 +26,14 @@ from onnxpar.passes.partitioned import PartitionedModel, Pipeline
 from onnxpar.passes.validity import blamed_on_model
 from onnxpar.strategy import Strategy, resolved, strategy_for
 from onnxpar.strategy.decide import decide
+from onnxpar.strategy.write import plan_data, write_strategy
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining, divide_training
 from onnxpar.training.prepare import TrainingSpec
 from onnxpar.training.staging import Staging
+
+NOTE = """The strategy as resolved: `onnxpar shard MODEL --strategy` of this file divides alike.
+`given` names the nodes that the user spoke of; the others followed."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +291,7 @@ def _shard(
         force=force,
         report=report,
         strategy=_resolved(first, divided, strategy),
+        checkpoint=_checkpoint(first, divided, strategy, constraints),
         model_name=Path(model).stem,
         training=divided.manifest if divided else None,
         pipeline=pipeline,
@@ -303,6 +308,17 @@ def _resolved(
         return resolved(first.plan, first.source)
     told = resolved(divided.shards.plan, first.source)
     return {**told, "optimizer_parallel": asdict(strategy.optimizer_parallel)}
+
+
+def _checkpoint(
+    first: PartitionedModel,
+    divided: DividedTraining | None,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+) -> str:
+    """The same as a strategy file, from which the same programs follow."""
+    plan = first.plan if divided is None else divided.shards.plan
+    return write_strategy(plan_data(plan, first.source, strategy, symbols), NOTE)
 
 
 def _check_ranks(ranks: Sequence[int] | None, devices: int) -> None:

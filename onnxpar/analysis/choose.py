@@ -97,7 +97,7 @@ class Chooser:
                     continue
                 price = (
                     self._idle_axes(rule, plan, situation),
-                    *self._price(rule, plan, view, situation, bool(carried)),
+                    *self.price(rule, plan, view, situation, bool(carried)),
                 )
                 if best is None or price < best[0]:
                     best = (price, plan)
@@ -291,7 +291,7 @@ class Chooser:
 
     # -- cost ------------------------------------------------------------------------------------
 
-    def _price(
+    def price(
         self,
         rule: OpRule,
         plan: NodePlan,
@@ -299,6 +299,7 @@ class Chooser:
         situation: Situation,
         carries: bool,
     ) -> tuple[int, int, int]:
+        """Returns the bytes a plan sends, how many operands move, and the elements it touches."""
         moved, moves, elements = 0, 0, 0
         for index, want in enumerate(plan.inputs):
             have = situation.versions[index] if index < len(situation.versions) else ()

@@ -8,8 +8,10 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.analysis.conflicts import Conflict
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.reshard import OPERATORS
 from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.analysis.stages import stage_of
 from onnxpar.mesh import Atoms, Mesh
@@ -22,7 +24,7 @@ from onnxpar.symbols.expr import fraction
 
 Json = dict[str, Any]
 
-OF_A_PROGRAM = ("nodes", "collectives", "replicated", "totals")
+OF_A_PROGRAM = ("nodes", "collectives", "conflicts", "replicated", "totals")
 """Keys of a report that are those of one program; the others are of the whole directory."""
 
 SMALL = 1024
@@ -59,8 +61,12 @@ def inspect_data(parted: PartitionedModel) -> Json:
     None for an operand that is absent or taken as it lies. `partial` is None or the reduction that
     the value waits for: `{"reduction", "over"}`. `bytes` is what one device sends.
 
+    `conflicts` are the reshards that neighbours' different layouts cost, what costs most first:
+    `cost` are the bytes that the reader's choice sends at typical sizes, `as_it_lies` those of the
+    other way, None where there is none; `node` is empty where an output leaves.
+
     Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
-    `replicated`, `totals`.
+    `conflicts`, `replicated`, `totals`.
 
     Args:
         parted: The program of all ranks.
@@ -83,6 +89,9 @@ def inspect_data(parted: PartitionedModel) -> Json:
         "symbols": {name: str(symbol) for name, symbol in parted.symbols.items()},
         "nodes": nodes,
         "collectives": [texts.collective(c) for c in parted.builder.collectives],
+        "conflicts": [
+            texts.conflict(c) for c in sorted(parted.conflicts, key=lambda c: -c.typical)
+        ],
         "replicated": replicated,
         "totals": _totals(parted, nodes, replicated),
     }
@@ -144,6 +153,22 @@ class _Texts:
             "after": collective.after,
         }
 
+    def conflict(self, conflict: Conflict) -> Json:
+        return {
+            "node": conflict.node,
+            "operand": conflict.operand,
+            "value": conflict.value,
+            "made_by": conflict.maker,
+            "from": conflict.held.describe(self.mesh),
+            "to": conflict.wanted.describe(self.mesh),
+            "steps": [OPERATORS[kind] for kind in conflict.steps if kind in OPERATORS],
+            "bytes": _bytes(conflict.bytes),
+            "chosen": conflict.why,
+            "cost": conflict.cost,
+            "as_it_lies": conflict.other,
+            "reason": conflict.reason,
+        }
+
 
 def _node(
     node: ir.Node, plan: NodePlan, resharded: Mapping[str, Sharding], texts: _Texts, stages: int
@@ -198,6 +223,9 @@ def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequenc
     total: Dim = 0
     for collective in collectives:
         total = total + collective.bytes
+    disputed: Dim = 0
+    for conflict in parted.conflicts:
+        disputed = disputed + conflict.bytes
     return {
         "nodes": len(nodes),
         "divided": sum(map(_is_divided, nodes)),
@@ -205,6 +233,8 @@ def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequenc
         "collectives": len(collectives),
         "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
         "bytes": _bytes(total),
+        "conflicts": len(parted.conflicts),
+        "conflict_bytes": _bytes(disputed),
         "parameters": len(parted.parameters),
         "parameter_bytes": whole,
         "parameter_bytes_per_device": local,

@@ -20,6 +20,15 @@ from onnxpar.symbols import Dim, SymbolTable, as_dim, exact_div
 
 Slot = tuple[int, int]
 
+OPERATORS = {
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "AllReduce",
+    "all_to_all": "AllToAll",
+    "permute": "Permute",
+}
+"""The collective of each kind of step; a slice is none."""
+
 
 @dataclass(frozen=True)
 class LinkCost:

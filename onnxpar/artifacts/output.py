@@ -21,6 +21,9 @@ from onnxpar.passes.weight_layout import layout
 MAX_PROTOBUF = 2**31 - 1
 """Bytes; the largest message that protobuf writes."""
 
+CHECKPOINT = "strategy.yaml"
+"""The strategy as resolved; what `shard --strategy` makes of it is the same directory."""
+
 LINE = 100
 
 
@@ -32,6 +35,7 @@ def write(
     force: bool = False,
     report: Mapping[str, Any] | None = None,
     strategy: Mapping[str, Any] | None = None,
+    checkpoint: str | None = None,
     model_name: str,
     training: Mapping[str, Any] | None = None,
     pipeline: Pipeline | None = None,
@@ -48,6 +52,7 @@ def write(
         force: Replace an artifact directory that is there.
         report: What the transformer has to tell, as JSON.
         strategy: The strategy as resolved, as JSON.
+        checkpoint: The same as a strategy file, written beside the manifest.
         model_name: Name of the model, for people.
         training: What the runtime must know to train, as JSON.
         pipeline: How the programs make up a pipeline, where they do.
@@ -89,6 +94,8 @@ def write(
                 name = f"rank{rank:04d}.{pm.program}.onnx"
                 files[name] = _write_graph(folder / name, fill(form, rank))
                 graphs[pm.program][rank] = name
+        if checkpoint is not None:
+            files[CHECKPOINT] = _write_text(folder / CHECKPOINT, checkpoint)
         contents = manifest(
             models,
             graphs,
@@ -131,6 +138,12 @@ def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:
                     f"{parameter.sharding.describe(mesh)}"
                 )
     return found
+
+
+def _write_text(path: Path, text: str) -> Written:
+    data = text.encode()
+    path.write_bytes(data)
+    return Written(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _write_graph(path: Path, proto: onnx.ModelProto) -> Written:

@@ -128,6 +128,16 @@ def show_divided(report: Json, console: Console) -> None:
         )  # fmt: skip
     if report["collectives"]:
         console.print(collectives)
+    conflicts = _table("conflict", "from", "to", "reader", "by", "bytes sent", "why")
+    for item in report["conflicts"]:
+        reader = f"{item['node']} operand {item['operand']}" if item["node"] else "it leaves"
+        steps = " ".join(item["steps"])
+        _row(
+            conflicts, item["value"], item["from"], item["to"], reader, steps, str(item["bytes"]),
+            item["reason"],
+        )  # fmt: skip
+    if report["conflicts"]:
+        console.print(conflicts)
     replicated = _table("replicated node", "operator", "reason")
     for item in report["replicated"]:
         _row(replicated, item["name"], item["op_type"], item["reason"])

@@ -191,6 +191,7 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
         f"nodes         {totals['nodes']}: {describe_nodes(report)}",
         f"parameters    {totals['parameters']}, {sizes} bytes on each device",
         f"collectives   {_collectives(totals)}",
+        *_conflicts(report),
     ]
     lines += [
         f"replicated    {item['name']} ({item['op_type']}): {item['reason']}"
@@ -278,6 +279,28 @@ def _collectives(totals: dict[str, Any]) -> str:
         return "none"
     kinds = ", ".join(f"{count} {op}" for op, count in totals["collectives_by_op"].items())
     return f"{kinds}; a device sends {totals['bytes']} bytes in a run"
+
+
+def _conflicts(report: dict[str, Any]) -> list[str]:
+    """What neighbours that want different layouts cost, the most expensive ones in full."""
+    found = report["conflicts"]
+    if not found:
+        return []
+    sent = report["totals"]["conflict_bytes"]
+    lines = [f"conflicts     {count(len(found), 'reshard')} between neighbours, {sent} bytes"]
+    lines += [f"              {describe_conflict(item)}" for item in found[:SHOWN]]
+    if len(found) > SHOWN:
+        lines.append(f"              and {len(found) - SHOWN} more, see onnxpar inspect")
+    return lines
+
+
+def describe_conflict(item: dict[str, Any]) -> str:
+    """Returns one conflict of a report in a line."""
+    reader = f"{item['node']} operand {item['operand']}" if item["node"] else "it leaves"
+    return (
+        f"{item['value']} {item['from']} -> {item['to']} for {reader}: "
+        f"{' '.join(item['steps'])}, {item['bytes']} bytes ({item['reason']})"
+    )
 
 
 def _next(out: Path, devices: int, trains: bool) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 
+from onnxpar.analysis.conflicts import Conflict, conflicts
 from onnxpar.analysis.equalities import assumed_equalities
 from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.index_ranges import demanded_ranges
@@ -70,8 +71,9 @@ def partition(
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
     builder = GraphBuilder(plan.mesh, env.table, opset, varying(plan.inputs, env.table))
+    found = conflicts(model, env, rules, plan, gathered)
     return _Partition(
-        model, env, rules, ops, plan, builder, program, states, gathered, places
+        model, env, rules, ops, plan, builder, program, states, gathered, places, found
     ).run()
 
 
@@ -87,6 +89,7 @@ class _Partition:
     states: States = STATELESS
     gathered: frozenset[str] = frozenset()
     places: Places = ONE_PLACE
+    conflicts: tuple[Conflict, ...] = ()
     made: dict[str, Sharding] = field(default_factory=dict)
     home: dict[str, int] = field(default_factory=dict)
     versions: dict[str, dict[tuple[int, Sharding], ir.Value]] = field(default_factory=dict)
@@ -165,6 +168,7 @@ class _Partition:
             equalities=assumed_equalities(graph, self.rules, table),
             ranges=demanded_ranges(graph, self.rules, self.ops),
             states=self.states,
+            conflicts=self.conflicts,
         )
 
     def _initializer(self, name: str, value: ir.Value) -> None:
@@ -266,7 +270,10 @@ class _Partition:
                 want = self.made[value.name or ""]
                 if plan.rule.inputs[index].mode != ANY:
                     raise ShardingError(f"operand {index} has no sharding")
-            operands.append(self._get(value, want, f"{name} operand {index}"))
+            reason = f"{name} operand {index}"
+            if (name, index, value.name) in self._reasons:
+                reason += f": {self._reasons[name, index, value.name or '']}"
+            operands.append(self._get(value, want, reason))
             zero.append(self.zero[value.name or "", want])
         definition = self.ops.get(name)
         local = LocalNode(view, plan, self.builder, tuple(operands), tuple(zero))
@@ -296,6 +303,11 @@ class _Partition:
         is_new = made.producer() is not None and (made.name or "").endswith(GENERATED)
         if is_new and name not in self._outputs:
             made.name = self.builder.fresh(name)
+
+    @cached_property
+    def _reasons(self) -> Mapping[tuple[str, int, str], str]:
+        """Why neighbours do not agree, by node, operand and value."""
+        return {(c.node, c.operand, c.value): c.reason for c in self.conflicts}
 
     @cached_property
     def _outputs(self) -> frozenset[str]:

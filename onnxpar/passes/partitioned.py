@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.analysis.conflicts import Conflict
 from onnxpar.analysis.equalities import Equality
 from onnxpar.analysis.index_ranges import IndexRange
 from onnxpar.analysis.plan import Plan
@@ -101,6 +102,7 @@ class PartitionedModel:
         equalities: Sizes that rules take to be equal without a proof.
         ranges: Ranges that operators demand of the elements of inputs.
         states: Which of its operands are buffers of the runtime.
+        conflicts: What is sent since neighbours want a value in different layouts.
         stage: The pipeline stage whose ranks run it.
         stages: Number of stages; the ranks of stage s are those from `s * mesh.size` on.
         part: The part of the model that it is of; a stage may have several.
@@ -120,6 +122,7 @@ class PartitionedModel:
     equalities: tuple[Equality, ...] = ()
     ranges: tuple[IndexRange, ...] = ()
     states: States = States()
+    conflicts: tuple[Conflict, ...] = ()
     stage: int = 0
     stages: int = 1
     part: int = 0

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.analysis.reshard import Slot, Step
+from onnxpar.analysis.reshard import OPERATORS, Slot, Step
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.passes.builder import INT64, GraphBuilder
@@ -24,13 +24,6 @@ from onnxpar.symbols import Dim, as_dim, ceil_div
 NO_PAD_KERNEL = (ir.DataType.BFLOAT16, ir.DataType.INT16, ir.DataType.UINT16)
 # Pad takes computed sizes since opset 11, Slice since 10.
 MIN_OPSET = 11
-OPERATORS = {
-    "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter",
-    "all_reduce": "AllReduce",
-    "all_to_all": "AllToAll",
-    "permute": "Permute",
-}
 
 
 def emit_reshard(

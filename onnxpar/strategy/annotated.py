@@ -10,7 +10,7 @@ it is, where its operator is linear in it. A result with a spec is reduced at on
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -129,9 +129,12 @@ class _Reader:
     # Where each run was met first, for messages.
     cuts: dict[Run, str] = field(default_factory=dict)
 
+    def spoken_of(self, node: str) -> bool:
+        """Whether a node's strategy is the user's word."""
+        return self._pinned is None or node in self._pinned
+
     @cached_property
-    def pinned(self) -> frozenset[str] | None:
-        """The nodes that the user spoke of; None where that is all."""
+    def _pinned(self) -> frozenset[str] | None:
         names = self.annotation.extras.pinned
         return None if names is None else frozenset(names)
 
@@ -303,7 +306,8 @@ class _Reader:
         names = {n: (lambda _, s=s: s) for n, s in item.tensors.items()}
         inputs = {n: names[n] for n in item.spec.inputs if n in names}
         outputs = {n: names[n] for n in item.spec.outputs if n in names}
-        return Replaced(item.title, tuple(views), inputs, outputs).seeds(self.rules, mesh)
+        for seed in Replaced(item.title, tuple(views), inputs, outputs).seeds(self.rules, mesh):
+            yield replace(seed, pinned=self.spoken_of(seed.node))
 
     def node(
         self, mesh: Mesh, item: _Annotated, view: NodeView, pending: dict[str, Pending]
@@ -337,7 +341,7 @@ class _Reader:
             out.append(None if want == sharding else want)
             if want is None and sharding.partial:
                 pending[name] = (sharding.partial, sharding.reduction)
-        pinned = self.pinned is None or view.name in self.pinned
+        pinned = self.spoken_of(view.name)
         return NodeSeed(view.name, factors, tuple(out), item.title, carried, pinned)
 
     def factors(

@@ -15,7 +15,7 @@ import yaml
 from onnxpar.errors import StrategyError
 
 Location = tuple[str | int, ...]
-MAX_NODES = 200_000
+MAX_NODES = 1_000_000
 """Keys, items and scalars of one file; aliases multiply them, so a small file can ask for many."""
 
 

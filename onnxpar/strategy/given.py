@@ -13,8 +13,9 @@ from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.errors import StrategyError
 from onnxpar.layout import TensorLayout
 from onnxpar.sharding import DimSharding, Sharding
+from onnxpar.strategy.entry import TensorEntry, read_tensor
 from onnxpar.strategy.operands import Site, counts_of, numeric_factors, show
-from onnxpar.strategy.schema import NodeEntry, TensorEntry, read_tensor
+from onnxpar.strategy.schema import NodeEntry
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from onnxpar.layout import TensorLayout
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import WHOLE, OpRule
 from onnxpar.sharding import Component, DimSharding
-from onnxpar.strategy.schema import Part, TensorEntry
+from onnxpar.strategy.entry import Part, TensorEntry, run_of
 from onnxpar.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
 
 
@@ -81,9 +81,23 @@ def count_of(units: Units) -> int:
     return prod(unit.size for unit in units)
 
 
-def axis_units(axes: Mapping[str, int]) -> dict[str, Unit]:
-    """Returns the unit of each named mesh axis."""
-    units, before = {}, 1
+class _Units(dict[str, Unit]):
+    """The unit of each named mesh axis, and of `4@2`: 4 pieces on devices that are 2 apart."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def __missing__(self, name: str) -> Unit:
+        size, apart = run_of(name) or (0, 0)
+        if not size:
+            raise KeyError(name)
+        return Unit(self.devices // (size * apart), size, name)
+
+
+def axis_units(axes: Mapping[str, int], devices: int) -> dict[str, Unit]:
+    """Returns the unit of each named mesh axis; of a run without name (`4@2`), too."""
+    units, before = _Units(devices), 1
     for name, size in axes.items():
         units[name] = Unit(before, size, name)
         before *= size

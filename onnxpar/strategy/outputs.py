@@ -6,6 +6,7 @@ from onnxpar.analysis.plan import factor_sizes, operand_sharding, project
 from onnxpar.errors import ShardingError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.sharding import REDUCTIONS, DimSharding, Sharding
+from onnxpar.strategy.entry import TensorEntry
 from onnxpar.strategy.operands import (
     Site,
     Unit,
@@ -15,7 +16,6 @@ from onnxpar.strategy.operands import (
     show,
     splits_of,
 )
-from onnxpar.strategy.schema import TensorEntry
 from onnxpar.symbols import Dim
 
 Factors = Mapping[str, DimSharding]

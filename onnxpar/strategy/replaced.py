@@ -17,7 +17,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
 from onnxpar.ops.rule import OpRule
 from onnxpar.sharding import DimSharding, Sharding
-from onnxpar.strategy.schema import NodeEntry, TensorEntry
+from onnxpar.strategy.entry import TensorEntry
+from onnxpar.strategy.schema import NodeEntry
 from onnxpar.symbols import Dim
 
 Laid = Callable[[Mesh], Sharding]

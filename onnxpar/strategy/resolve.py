@@ -17,7 +17,8 @@ from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import SPECIAL, WHOLE
 from onnxpar.sharding import Component, DimSharding, Sharding
 from onnxpar.strategy.annotated import annotated_seeds
-from onnxpar.strategy.names import match
+from onnxpar.strategy.entry import TensorEntry, names_in
+from onnxpar.strategy.names import match, nearest
 from onnxpar.strategy.operands import (
     Site,
     Split,
@@ -36,7 +37,7 @@ from onnxpar.strategy.operands import (
 )
 from onnxpar.strategy.outputs import factors_from_outputs, wanted
 from onnxpar.strategy.replaced import Replaced
-from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy, TensorEntry
+from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy
 from onnxpar.symbols import Dim, dim_str
 
 
@@ -81,8 +82,10 @@ class _Resolver:
         self.model = model
         self.rules = rules
         self.env = env
-        self.axes = axis_units(strategy.axes)
+        self.axes = axis_units(strategy.axes, strategy.devices)
         self.matrices: list[_Matrix] = []
+        if strategy.atoms:
+            self.matrices.append(_Matrix(strategy.atoms, f"{strategy.where('atoms')}: 'atoms'"))
 
     def run(self) -> Seeds:
         strategy, graph = self.strategy, self.model.graph
@@ -133,7 +136,8 @@ class _Resolver:
         """
         where = {key: self.strategy.where("nodes", key) for key in self.strategy.nodes}
         views = self.rules.views.values()
-        names = [view.name for view in views if not view.is_backward]
+        resolved = self.strategy.given is not None
+        names = [view.name for view in views if resolved or not view.is_backward]
         found = match(self.strategy.nodes, [*names, *bodies], "node", where)
         for origin, inner in bodies.items():
             for view in inner:
@@ -159,8 +163,9 @@ class _Resolver:
                 f"{show(numeric[0])} and {show(named[0])}"
             )
         for tensor in tensors:
-            if isinstance(tensor, TensorLayout):
-                self.use(tensor.device_matrix, site.title)
+            self.use_names(tensor, site.title)
+        if entry.partial is not None:
+            self.use_names((tuple(entry.partial.axes),), site.title)
         if named:
             factors = named_factors(site, operands, self.axes)
         else:
@@ -170,7 +175,21 @@ class _Resolver:
             for factor, count in counts.items():
                 factors[factor] = Split((Unit(before, count, str(count)),) if count > 1 else ())
                 before *= count
-        return _Choice(site, entry, factors)
+        return _Choice(site, entry, {**factors, **self.further(site, entry, factors)})
+
+    def further(self, site: Site, entry: NodeEntry, known: Mapping[str, Split]) -> dict[str, Split]:
+        """How the factors are split that `split` names: those that no operand has."""
+        found = {}
+        for name, dim in (entry.split or {}).items():
+            if name not in site.rule.splittable or name in known:
+                free = [n for n in site.rule.splittable if n not in known]
+                raise site.fail(
+                    f"'split': expected a factor that none of its operands has, got {name!r}"
+                    f"{nearest(name, free)}"
+                )
+            self.use_names((dim,), site.title)
+            (found[name],) = splits_of((dim,), self.axes)
+        return found
 
     def seed(self, choice: _Choice) -> NodeSeed:
         site = choice.site
@@ -193,27 +212,31 @@ class _Resolver:
         if choice.entry.inputs is None:
             factors = factors_from_outputs(site, out, self.mesh)
         carried = self.carried(choice, owner)
-        return NodeSeed(site.view.name, factors, out, site.where, carried)
+        given = self.strategy.given
+        pinned = given is None or site.view.name in given
+        return NodeSeed(site.view.name, factors, out, site.where, carried, pinned)
 
     def carried(self, choice: _Choice, owner: Mapping[int, str]) -> dict[int, tuple[Atoms, str]]:
         """The operands that stay partial through a node."""
         entry, site = choice.entry.partial, choice.site
         if entry is None:
             return {}
-        atoms = tuple(sorted(a for n in entry.axes for a in self.mesh.axis_atoms(n)))
+        units = tuple(self.axes[name] for name in entry.axes)
+        atoms = tuple(sorted(atoms_of(units, self.mesh)))
         taken = [a for a in atoms if a in owner]
         if taken:
             raise site.fail(
                 f"'partial': expected mesh axes that split none of its dims, got "
                 f"{self.mesh.describe(taken)}, which splits {owner[taken[0]]}"
             )
-        if not may_stay_partial(site.rule, frozenset(entry.operands), "sum"):
-            groups = [sorted(s) for r, s in site.rule.linear if r == "sum"]
+        reduction = entry.reduction
+        if not may_stay_partial(site.rule, frozenset(entry.operands), reduction):
+            groups = [sorted(s) for r, s in site.rule.linear if r == reduction]
             raise site.fail(
-                f"'partial': expected operands that may wait for a sum together: {groups}, got "
-                f"{entry.operands}"
+                f"'partial': expected operands that may wait for a {reduction} together: {groups}, "
+                f"got {entry.operands}"
             )
-        return dict.fromkeys(entry.operands, (atoms, "sum"))
+        return dict.fromkeys(entry.operands, (atoms, reduction))
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -239,8 +262,7 @@ class _Resolver:
                 f"{title}: expected {len(shape)} entries for the shape "
                 f"({', '.join(map(dim_str, shape))}), got {rank_of(entry)}: {show(entry)}"
             )
-        if isinstance(entry, TensorLayout):
-            self.use(entry.device_matrix, title)
+        self.use_names(entry, title)
         if is_numeric(entry):
             counts = counts_of(entry)
             self.use(counts, title)
@@ -267,6 +289,15 @@ class _Resolver:
             )
         if matrix not in {m.factors for m in self.matrices}:
             self.matrices.append(_Matrix(matrix, owner))
+
+    def use_names(self, entry: TensorEntry, owner: str) -> None:
+        """Notes the devices that a layout, or runs without a name such as `4@2`, speak of."""
+        if isinstance(entry, TensorLayout):
+            self.use(entry.device_matrix, owner)
+        for name in names_in(entry):
+            if name not in self.strategy.axes:
+                unit = self.axes[name]
+                self.use((unit.before, unit.size), owner)
 
     def build_mesh(self) -> Mesh:
         devices, axes = self.strategy.devices, dict(self.strategy.axes)

@@ -25,29 +25,24 @@ from onnxpar.analysis.optimizer_parallel import (
     OptimizerParallel,
 )
 from onnxpar.errors import MeshError, StrategyError
-from onnxpar.layout import WHOLE, TensorLayout
+from onnxpar.layout import WHOLE
 from onnxpar.machine import parse_bytes
 from onnxpar.mesh import Mesh
 from onnxpar.strategy.annotation import Annotation
 from onnxpar.strategy.document import Document, Location, parse_document, read_document
+from onnxpar.strategy.entry import (
+    DimEntry,
+    TensorEntry,
+    expected,
+    names_in,
+    read_split,
+    read_tensor,
+    read_tensors,
+    run_of,
+    short,
+)
 from onnxpar.strategy.names import nearest
 from onnxpar.symbols import Symbol
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a dim that was merged from several: its size, and the axes that split it."""
-
-    size: str
-    axes: tuple[str, ...] = ()
-
-
-DimEntry = int | tuple[str, ...] | tuple[Part, ...]
-"""A number of pieces; the mesh axes that split a dim (outermost first, empty: whole); or, for a dim
-that was merged from others or is taken apart later, its parts, major first."""
-
-TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
-"""One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
 
 NOT_BUILT = ("recompute",)
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
@@ -59,77 +54,12 @@ Rest = Literal["propagate", "data_parallel", "replicate", "search"]
 SEARCH = "search"
 
 
-def _expected(expected: str, got: object) -> PydanticCustomError:
-    return PydanticCustomError(
-        "entry", "expected {expected}, got {got}", {"expected": expected, "got": _short(got)}
-    )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _dim(entry: object) -> DimEntry | None:
-    if entry is None or entry == WHOLE:
-        return None
-    if isinstance(entry, bool):
-        raise _expected("a number of pieces, a mesh axis or ~ (quote a name such as on)", entry)
-    if isinstance(entry, int):
-        if entry < 1:
-            raise _expected("a number of pieces of at least 1", entry)
-        return entry
-    if isinstance(entry, str):
-        return _parts(entry) if entry.startswith("(") else (entry,)
-    if isinstance(entry, list | tuple) and entry and all(isinstance(name, str) for name in entry):
-        return tuple(entry)
-    raise _expected("a number of pieces, a mesh axis, a list of mesh axes or ~", entry)
-
-
-def _parts(text: str) -> tuple[Part, ...]:
-    """Reads `(3 16:tp 64)`, as `onnxpar inspect` shows the parts of a dim."""
-    found = [item.partition(":") for item in text.removeprefix("(").removesuffix(")").split()]
-    parts = tuple(Part(size, tuple(axes.split(".")) if axes else ()) for size, _, axes in found)
-    if not text.endswith(")") or not parts or any(c and not axes for _, c, axes in found):
-        raise _expected("the parts of a dim such as '(3 16:tp 64)'", text)
-    return parts
-
-
-def read_tensor(entry: object) -> TensorEntry:
-    """Returns the entry of one tensor.
-
-    Raises:
-        PydanticCustomError: It is malformed.
-    """
-    if isinstance(entry, TensorLayout):
-        return entry
-    if not isinstance(entry, list | tuple):
-        raise _expected("a list with one entry for each dim of the tensor", entry)
-    dims = tuple(_dim(item) for item in entry)
-    if any(isinstance(d, int) for d in dims) and any(isinstance(d, tuple) for d in dims):
-        raise _expected("numbers of pieces or mesh axes, not both", entry)
-    names = _used(dims)
-    for name in names:
-        if names.count(name) > 1:
-            raise _expected(f"mesh axis {name!r} at most once in a tensor", entry)
-    return dims
-
-
-def _tensors(entry: object) -> tuple[TensorEntry | None, ...]:
-    if not isinstance(entry, list | tuple) or isinstance(entry, TensorLayout):
-        raise _expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
-    for item in entry:
-        if item is not None and not isinstance(item, list | tuple | TensorLayout):
-            raise _expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
-    return tuple(None if item is None else read_tensor(item) for item in entry)
-
-
 def _dataset(entry: object) -> str | dict[str, TensorEntry]:
     if entry in ("data_parallel", "full_batch"):
         return str(entry)
     if isinstance(entry, Mapping):
         return {str(name): read_tensor(item) for name, item in entry.items()}
-    raise _expected("data_parallel, full_batch or a mapping of inputs", entry)
+    raise expected("data_parallel, full_batch or a mapping of inputs", entry)
 
 
 def _bytes(entry: object) -> int:
@@ -143,7 +73,7 @@ def _symbol(entry: object) -> Symbol:
     if isinstance(entry, Symbol):
         return entry
     if not isinstance(entry, Mapping):
-        raise _expected("constraints such as {divisor: 8, max: 512}", entry)
+        raise expected("constraints such as {divisor: 8, max: 512}", entry)
     known = Symbol.__dataclass_fields__
     for key in entry:
         if key not in known:
@@ -156,7 +86,7 @@ def _symbol(entry: object) -> Symbol:
         raise PydanticCustomError("entry", "{text}", {"text": str(error)}) from None
 
 
-_Tensors = Annotated[tuple[TensorEntry | None, ...], PlainValidator(_tensors)]
+_Tensors = Annotated[tuple[TensorEntry | None, ...], PlainValidator(read_tensors)]
 
 
 class _Section(BaseModel):
@@ -164,15 +94,17 @@ class _Section(BaseModel):
 
 
 class PartialEntry(_Section):
-    """Operands of a node that are left waiting for a sum, which its output then waits for.
+    """Operands of a node that are left waiting for a reduction, which its output then waits for.
 
     Attributes:
         operands: Their numbers, all those that may wait together.
         axes: The mesh axes that they wait for.
+        reduction: What they wait for.
     """
 
     operands: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     axes: Annotated[list[str], Field(min_length=1)]
+    reduction: Literal["sum", "prod", "max", "min"] = "sum"
 
 
 class NodeEntry(_Section):
@@ -182,15 +114,18 @@ class NodeEntry(_Section):
         inputs: An entry for each operand (key `in`), None where the others say it.
         out: An entry for each output: its layout afterwards.
         partial: Operands that stay a pending sum through the node.
+        split: An entry for each factor of its rule that is split and that no operand has.
     """
 
     inputs: _Tensors | None = Field(default=None, alias="in")
     out: _Tensors | None = None
     partial: PartialEntry | None = None
+    split: Annotated[dict[str, DimEntry], PlainValidator(read_split)] | None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
-        if self.inputs is None and (self.out is None or self.partial is not None):
+        more = self.partial is not None or self.split is not None
+        if self.inputs is None and (self.out is None or more):
             raise PydanticCustomError("entry", "expected 'in', 'out' or both, got neither")
         return self
 
@@ -249,12 +184,12 @@ class PipelineEntry(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.chunks > 1 and self.schedule != "interleaved":
-            raise _expected("'chunks' of 1, or the schedule 'interleaved'", self.chunks)
+            raise expected("'chunks' of 1, or the schedule 'interleaved'", self.chunks)
         if self.schedule == "interleaved" and self.chunks < 2:
-            raise _expected("'chunks' of at least 2 for the schedule 'interleaved'", self.chunks)
+            raise expected("'chunks' of at least 2 for the schedule 'interleaved'", self.chunks)
         for pattern, part in self.assign.items():
             if part >= self.parts:
-                raise _expected(
+                raise expected(
                     f"numbers from 0 to {self.parts - 1} under 'assign'", {pattern: part}
                 )
         return self
@@ -277,6 +212,8 @@ class _File(_Section):
     search: SearchEntry | None = None
     optimizer_parallel: OptimizerParallelEntry | None = None
     pipeline: PipelineEntry | None = None
+    atoms: list[Annotated[int, Field(ge=2)]] = []
+    given: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -299,6 +236,10 @@ class Strategy:
         pipeline: How the model is cut into stages; None: it is one.
         document: Where each of these stands.
         annotation: What the model itself says, in place of all these but `symbols`.
+        atoms: Prime factors of the number of devices in the order in which the mesh has them, where
+            the other entries do not say it.
+        given: The nodes whose entry is the user's word, where others followed; None: all. Entries
+            may then be for nodes that differentiation adds.
     """
 
     source: str
@@ -315,6 +256,8 @@ class Strategy:
     pipeline: PipelineEntry | None = None
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
     annotation: Annotation | None = None
+    atoms: tuple[int, ...] = ()
+    given: frozenset[str] | None = None
 
     @property
     def stages(self) -> int:
@@ -387,7 +330,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     if not isinstance(data, Mapping):
         raise StrategyError(
             f"{document.where()}: expected a mapping with keys such as mesh and nodes, "
-            f"got {_short(data)}"
+            f"got {short(data)}"
         )
     for key in NOT_BUILT:
         if key in data:
@@ -399,6 +342,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     axes = parsed.mesh or {}
     _check_axes(document, parsed)
     count = _devices(document, parsed, devices)
+    _check_names(document, parsed, count)
     rest: Rest = parsed.rest or ("propagate" if parsed.search is None else "search")
     if parsed.search is not None and rest != SEARCH:
         raise StrategyError(
@@ -419,6 +363,8 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         _parallel(parsed.optimizer_parallel),
         parsed.pipeline,
         document,
+        atoms=tuple(parsed.atoms),
+        given=None if parsed.given is None else frozenset(parsed.given),
     )
 
 
@@ -457,7 +403,7 @@ def _message(document: Document, error: ErrorDetails) -> str:
         return f"{where}: {path}: expected this key, got none"
     if error["type"] == "entry":
         return f"{where}: {path}: {error['msg']}"
-    got = _short(error["input"])
+    got = short(error["input"])
     if error["type"] in ("model_type", "model_attributes_type"):
         known = ", ".join(map(repr, _keys(_SECTIONS.get(location[0], _File))))
         return f"{where}: {path}: expected a mapping with the keys {known}, got {got}"
@@ -475,6 +421,7 @@ def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
         found += [(("dataset", name), entry) for name, entry in parsed.dataset.items()]
     found += [(("parameters", name), entry) for name, entry in parsed.parameters.items()]
     for name, node in parsed.nodes.items():
+        found += [(("nodes", name, "split", n), (dim,)) for n, dim in (node.split or {}).items()]
         for key, tensors in (("in", node.inputs), ("out", node.out)):
             found += [
                 (("nodes", name, key, index), entry)
@@ -482,18 +429,6 @@ def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
                 if entry is not None
             ]
     return found
-
-
-def _used(entry: TensorEntry) -> list[str]:
-    if isinstance(entry, TensorLayout):
-        return []
-    return [
-        name
-        for dim in entry
-        if isinstance(dim, tuple)
-        for item in dim
-        for name in (item.axes if isinstance(item, Part) else (item,))
-    ]
 
 
 def _check_axes(document: Document, parsed: _File) -> None:
@@ -512,26 +447,42 @@ def _check_axes(document: Document, parsed: _File) -> None:
         raise StrategyError(f"{document.where(('mesh',))}: {error}") from None
     if WHOLE in axes:
         raise StrategyError(f"{document.where(('mesh', WHOLE))}: {WHOLE!r} means a whole dim")
+
+
+def _check_names(document: Document, parsed: _File, devices: int) -> None:
+    """Checks that entries name mesh axes, or runs of devices."""
+    axes = parsed.mesh or {}
     for location, entry in _entries(parsed):
-        for name in _used(entry):
-            if name not in axes:
+        for name in names_in(entry):
+            if not _is_axis(name, axes, devices):
                 raise StrategyError(
                     f"{document.where(location)}: {location[0]} {location[1]!r}: expected a mesh "
                     f"axis, got {name!r}{nearest(name, axes)}"
                 )
     for node, wanted in parsed.nodes.items():
         for name in wanted.partial.axes if wanted.partial is not None else ():
-            if name not in axes:
+            if not _is_axis(name, axes, devices):
                 raise StrategyError(
                     f"{document.where(('nodes', node, 'partial'))}: nodes {node!r}: expected a "
                     f"mesh axis, got {name!r}{nearest(name, axes)}"
                 )
+    if parsed.atoms and prod(parsed.atoms) != devices:
+        raise StrategyError(
+            f"{document.where(('atoms',))}: expected prime factors of {devices} devices, got "
+            f"{parsed.atoms}"
+        )
     for name in parsed.parameter_axes or ():
         if name not in axes:
             raise StrategyError(
                 f"{document.where(('parameter_axes',))}: expected mesh axes, got {name!r}"
                 f"{nearest(name, axes)}"
             )
+
+
+def _is_axis(name: str, axes: Mapping[str, int], devices: int) -> bool:
+    """Whether a name is a mesh axis, or a run of devices without a name."""
+    run = run_of(name)
+    return name in axes or (run is not None and devices % (run[0] * run[1]) == 0)
 
 
 def _parameter_axes(parsed: _File) -> tuple[str, ...]:
@@ -542,7 +493,7 @@ def _parameter_axes(parsed: _File) -> tuple[str, ...]:
     """
     if parsed.parameter_axes is not None:
         return tuple(dict.fromkeys(parsed.parameter_axes))
-    placed = {name for _, entry in _entries(parsed) for name in _used(entry)}
+    placed = {name for _, entry in _entries(parsed) for name in names_in(entry)}
     free = set(parsed.mesh or {}) - placed - {DATA_AXIS} | {PARAMETER_AXIS}
     return tuple(name for name in parsed.mesh or {} if name in free)
 

@@ -1,18 +1,28 @@
-"""What a search decided, as a strategy file that says the same."""
+"""What was decided, as a strategy file that says the same."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import yaml
+import onnx_ir as ir
 
 from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
-from onnxpar.analysis.plan import factor_sizes, operand_sharding
+from onnxpar.analysis.plan import Factors, Plan, factor_sizes, operand_sharding
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.mesh import Mesh
+from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.rule import OpRule
 from onnxpar.sharding import DimSharding, Sharding
+from onnxpar.strategy.schema import SEARCH, Strategy
 from onnxpar.symbols import Symbol, dim_str
+
+_PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
+_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
+"""What YAML 1.1 takes for something else than text."""
+
+Carried = Mapping[int, tuple[Atoms, str]]
 
 
 def strategy_data(
@@ -24,42 +34,120 @@ def strategy_data(
     """Returns the content of a strategy file from which the same plan follows.
 
     Args:
-        seeds: Every node's strategy, on a mesh whose axes have names.
+        seeds: Every node's strategy.
         rules: The rules of the nodes.
         symbols: Constraints on symbols, kept.
         parallel: What replicas of a parameter share in training, kept.
     """
     mesh = seeds.mesh
-    data: dict[str, Any] = {"mesh": dict(mesh.axes)}
-    if symbols:
-        data["symbols"] = {name: symbol_data(symbol) for name, symbol in symbols.items()}
+    data = _head(mesh, symbols)
     data["dataset"] = {name: _layout(s, mesh) for name, s in seeds.inputs.items()}
     if seeds.parameters:
         data["parameters"] = {name: _layout(s, mesh) for name, s in seeds.parameters.items()}
     data["parameter_axes"] = []
-    data["nodes"] = {name: _node(seed, rules, mesh) for name, seed in seeds.nodes.items()}
+    data["nodes"] = {name: _seed(seed, rules, mesh) for name, seed in seeds.nodes.items()}
     data["rest"] = seeds.rest
-    if parallel.level:
-        data["optimizer_parallel"] = {k: v for k, v in asdict(parallel).items() if v is not None}
+    data["given"] = [name for name, seed in seeds.nodes.items() if seed.pinned]
+    return {**data, **_parallel(parallel)}
+
+
+def plan_data(
+    plan: Plan, model: ir.Model, strategy: Strategy, symbols: Mapping[str, Symbol]
+) -> dict[str, Any]:
+    """Returns the content of a strategy file that says all of a plan: the strategy as resolved.
+
+    Every node is in it, those that differentiation added too, so it is for the same program of the
+    same model. `given` names the nodes that the user spoke of.
+
+    Args:
+        plan: What is carried out.
+        model: The program that it is for.
+        strategy: What it came from.
+        symbols: Constraints on symbols, those of the strategy included.
+    """
+    mesh, graph = plan.mesh, model.graph
+    data = _head(mesh, symbols)
+    data["dataset"] = {
+        name: _layout(s, mesh) for name, s in plan.inputs.items() if _has_rank(graph, name, s)
+    }
+    first: dict[str, Sharding] = {}
+    for node in graph:
+        for value, want in zip(node.inputs, plan.nodes[node.name or ""].inputs, strict=False):
+            if value is not None and want is not None:
+                first.setdefault(value.name or "", want.with_partial(()))
+    # Others lie as the first node wants them that reads them.
+    data["parameters"] = {
+        name: _layout(s, mesh) for name, s in plan.parameters.items() if first.get(name, s) != s
+    }
+    data["parameter_axes"] = list(strategy.parameter_axes)
+    data["nodes"] = {
+        node.name or "": _planned(node, plan)
+        for node in graph
+        if not plan.nodes[node.name or ""].reason
+    }
+    data["rest"] = "propagate" if strategy.rest == SEARCH else strategy.rest
+    data["given"] = [name for name, found in plan.nodes.items() if found.pinned]
+    data |= _parallel(strategy.optimizer_parallel)
+    if strategy.pipeline is not None:
+        data["pipeline"] = strategy.pipeline.model_dump(exclude_none=True)
+    return data
+
+
+def _parallel(options: OptimizerParallel) -> dict[str, Any]:
+    told = {k: v for k, v in asdict(options).items() if v is not None}
+    return {"optimizer_parallel": told} if options.level else {}
+
+
+def _has_rank(graph: ir.Graph, name: str, sharding: Sharding) -> bool:
+    """Whether the rank of a graph input is known: a sequence has none."""
+    (value,) = (v for v in graph.inputs if v.name == name)
+    return value.shape is not None and len(value.shape) == sharding.rank
+
+
+def _head(mesh: Mesh, symbols: Mapping[str, Symbol]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    if mesh.axes:
+        data["mesh"] = dict(mesh.axes)
+        usual = Mesh.of(dict(mesh.axes))
+    else:
+        data["devices"] = mesh.size
+        usual = Mesh.refine(mesh.size)
+    if mesh.atoms != usual.atoms:
+        data["atoms"] = list(mesh.atoms)
+    if symbols:
+        data["symbols"] = {name: symbol_data(symbol) for name, symbol in symbols.items()}
     return data
 
 
 def write_strategy(data: Mapping[str, Any], head: str = "") -> str:
-    """Returns the content of a strategy file as YAML, after comment lines that say `head`."""
+    """Returns the content of a strategy file as YAML, after comment lines that say `head`.
+
+    A node, a tensor or a symbol has a line of its own.
+    """
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
-    text = yaml.dump(
-        dict(data), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=1 << 20
-    )
-    return "\n".join([*lines, text])
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            lines.append(f"{key}:")
+            lines += [f"  {_text(str(name))}: {_flow(entry)}" for name, entry in value.items()]
+        else:
+            lines.append(f"{key}: {_flow(value)}")
+    return "\n".join([*lines, ""])
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes None as `~`, as the documentation does; in C where PyYAML was built with it."""
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if value is None:
+        return "~"
+    return _text(value) if isinstance(value, str) else json.dumps(value)
 
 
-_Dumper.add_representer(
-    type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "~")
-)
+def _text(text: str) -> str:
+    """Text as YAML; what may be taken for something else in quotes, which are JSON's."""
+    plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+    return text if plain else json.dumps(text)
 
 
 def symbol_data(symbol: Symbol) -> dict[str, Any]:
@@ -72,24 +160,60 @@ def symbol_data(symbol: Symbol) -> dict[str, Any]:
     }
 
 
-def _node(seed: NodeSeed, rules: Rules, mesh: Mesh) -> dict[str, Any]:
+# -- nodes ---------------------------------------------------------------------------------------
+
+
+def _seed(seed: NodeSeed, rules: Rules, mesh: Mesh) -> dict[str, Any]:
     rule, view = rules.rules[seed.node], rules.views[seed.node]
     sizes = factor_sizes(rule, view)
+    inputs = [
+        operand_sharding(operand, view.shape(i), seed.factors, sizes, rule.scaled)
+        if not operand.mode and operand.dims and view.has(i)
+        else None
+        for i, operand in enumerate(rule.inputs)
+    ]
+    return _entry(rule, inputs, seed.factors, seed.out, seed.carried, mesh)
+
+
+def _planned(node: ir.Node, plan: Plan) -> dict[str, Any]:
+    found = plan.nodes[node.name or ""]
+    out = [plan.resharded.get(v.name or "") for v in node.outputs]
+    return _entry(found.rule, found.inputs, found.factors, out, found.carried, plan.mesh)
+
+
+def _entry(
+    rule: OpRule,
+    inputs: Sequence[Sharding | None],
+    factors: Factors,
+    out: Sequence[Sharding | None],
+    carried: Carried,
+    mesh: Mesh,
+) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "in": [
-            _layout(
-                operand_sharding(operand, view.shape(i), seed.factors, sizes, rule.scaled), mesh
-            )
-            for i, operand in enumerate(rule.inputs)
-            if not operand.mode and operand.dims and view.has(i)
+            _layout(sharding, mesh)
+            for operand, sharding in zip(rule.inputs, inputs, strict=True)
+            if sharding is not None and not operand.mode and operand.dims
         ]
     }
-    if any(s is not None for s in seed.out):
-        entry["out"] = [None if s is None else _layout(s, mesh) for s in seed.out]
-    if seed.carried:
-        atoms = next(iter(seed.carried.values()))[0]
+    read = {
+        name
+        for operand, sharding in zip(rule.inputs, inputs, strict=True)
+        if sharding is not None and not operand.mode
+        for names in operand.dims
+        for name in names
+    }
+    made = {name: parts for name, parts in factors.items() if name not in read}
+    if any(c.atoms for parts in made.values() for c in parts):
+        entry["split"] = {name: _dim(parts, mesh) for name, parts in made.items()}
+    if any(s is not None for s in out):
+        entry["out"] = [None if s is None else _layout(s, mesh) for s in out]
+    if carried:
+        atoms, reduction = next(iter(carried.values()))
         axes = mesh.describe(atoms).split(".")
-        entry["partial"] = {"operands": sorted(seed.carried), "axes": axes}
+        entry["partial"] = {"operands": sorted(carried), "axes": axes}
+        if reduction != "sum":
+            entry["partial"]["reduction"] = reduction
     return entry
 
 

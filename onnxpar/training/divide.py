@@ -9,15 +9,15 @@ parallel changes how buffers lie, and nothing else (`onnxpar.analysis.optimizer_
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.analysis.optimizer_parallel import Shards, shard_states
 from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.propagate import Rules, propagate
+from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import shapes
 from onnxpar.analysis.stages import ONE_PLACE, Places
 from onnxpar.errors import RuleError
@@ -27,9 +27,9 @@ from onnxpar.ops.running import infer_with_statistics
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel, Pipeline, States
-from onnxpar.strategy import Strategy, resolve
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import Strategy
 from onnxpar.strategy.decide import decide
-from onnxpar.strategy.schema import SEARCH
 from onnxpar.symbols import Symbol, dim_str
 from onnxpar.training.buffers import Buffers
 from onnxpar.training.loss import LossInfo, append_loss, append_metrics
@@ -207,17 +207,7 @@ def _evaluation(
     places = staging.put_again(model) if staging is not None else ONE_PLACE
     env = shapes(model, symbol_table(model, symbols))
     rules, ops = find_rules(model, env)
-    if strategy.rest == SEARCH:
-        # What was found for training holds here, its inputs and its mesh included.
-        names = {v.name for v in model.graph.inputs}
-        held = {n: s for n, s in training.inputs.items() if n in names}
-        seeds = Seeds(training.mesh, inputs=held)
-    else:
-        seeds = resolve(strategy, model, rules, env)
-    # What is right for forward and backward together is kept, parameters lying as they do.
-    seeds = replace(seeds, parameters={**seeds.parameters, **planned}, plans=dict(training.nodes))
-    if seeds.mesh != training.mesh:
-        raise RuleError("evaluation and training were given two meshes")
+    seeds = _as_in_training(training, strategy, model, rules, planned)
     laid = shards.laid(propagate(model, env, rules, seeds), model.graph, rules)
     fed = States(frozenset((*buffers.parameters, *buffers.statistics)))
     parted = partition(
@@ -232,3 +222,36 @@ def _evaluation(
         places=places,
     )
     return parted, places
+
+
+def _as_in_training(
+    plan: Plan,
+    strategy: Strategy,
+    model: ir.Model,
+    rules: Rules,
+    parameters: Mapping[str, Sharding],
+) -> Seeds:
+    """What evaluation starts from: inputs, parameters and what the user said as in training.
+
+    What is right for forward and backward together is kept where operands get there.
+    """
+    nodes = {}
+    for node in model.graph:
+        name = node.name or ""
+        found, rule = plan.nodes.get(name), rules.rules[name]
+        # Of a loss the outputs may differ.
+        if found is not None and found.pinned and found.rule.inputs == rule.inputs:
+            out = tuple(plan.resharded.get(v.name or "") for v in node.outputs)
+            nodes[name] = NodeSeed(name, found.factors, out, carried=found.carried)
+    inputs = {v.name or "": plan.inputs[v.name or ""] for v in model.graph.inputs}
+    mesh = plan.mesh
+    return Seeds(
+        mesh,
+        nodes,
+        inputs,
+        parameters,
+        tuple(atoms for name in strategy.parameter_axes if (atoms := mesh.axis_atoms(name))),
+        "replicate" if strategy.rest == "replicate" else "propagate",
+        plans=dict(plan.nodes),
+        held=frozenset(inputs),
+    )

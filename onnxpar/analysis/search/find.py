@@ -290,7 +290,7 @@ def seeds_of(flow: Flow, problem: Problem, choice: Sequence[int], seeds: Seeds) 
     for item, found, c in zip(flow.items, problem.options, choice, strict=False):
         if not item.fixed:
             plan = found[c].plan
-            nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried)
+            nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried, pinned=False)
     lying = problem.lying(choice)
     parameters = {v.name for v in flow.values if v.parameter}
     inputs = {n: s for n, s in lying.items() if n not in parameters}
