@@ -75,7 +75,9 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
     commands = typer.main.get_command(build_app()).commands
     assert set(sections) == set(commands)
     for name, command in commands.items():
-        real = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+        inner = getattr(command, "commands", {}).values()
+        params = [p for each in (command, *inner) for p in each.params]
+        real = {flag for p in params for flag in (*p.opts, *p.secondary_opts)}
         real = {flag for flag in real if flag.startswith("--")} - {"--help"}
         documented = {
             option

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,8 @@ _SIGNALS = tuple(
 )
 _INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 
-# Name on the command line -> module whose function `command` it is. Modules are imported here and
+# Name on the command line -> module whose function `command` it is, or whose `app` has commands of
+# its own. Modules are imported here and
 # not found by scanning, so that nothing is registered by accident.
 COMMANDS: tuple[tuple[str, str], ...] = (
     ("shard", "onnxpar.cli.shard"),
@@ -44,6 +45,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("train", "onnxpar.cli.train"),
     ("eval", "onnxpar.cli.eval"),
     ("launch", "onnxpar.cli.launch"),
+    ("checkpoint", "onnxpar.cli.checkpoint"),
     ("verify", "onnxpar.cli.verify"),
     ("view", "onnxpar.cli.view"),
     ("ops", "onnxpar.cli.ops"),
@@ -84,8 +86,11 @@ def build_app(only: str | None = None) -> "typer.Typer":
     for name, module in COMMANDS:
         if known and name != only:
             continue
-        command: Callable[..., Any] = importlib.import_module(module).command
-        app.command(name)(command)
+        found = importlib.import_module(module)
+        if hasattr(found, "app"):
+            app.add_typer(found.app, name=name)
+        else:
+            app.command(name)(found.command)
     return app
 
 

@@ -4,6 +4,11 @@ Importing this package loads onnxruntime and the collective library. So the comm
 they are called, and nothing else of `onnxpar` does.
 """
 
+from onnxpar.execute.checkpoints import (
+    export_checkpoint,
+    merge_checkpoint,
+    reshard_checkpoint,
+)
 from onnxpar.execute.commands import (
     evaluate,
     launch,
@@ -22,10 +27,13 @@ __all__ = [
     "Case",
     "TrainingCase",
     "evaluate",
+    "export_checkpoint",
     "launch",
+    "merge_checkpoint",
     "open_program",
     "parse_case",
     "report_json",
+    "reshard_checkpoint",
     "run",
     "started",
     "train",

@@ -1,9 +1,10 @@
 """Copies boxes of global tensors from the files of a checkpoint into arrays."""
 
+import mmap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
@@ -51,7 +52,12 @@ class Source:
 
     def forget(self) -> None:
         """Gives back the memory of what was read: pages of files count as a process's own."""
-        self._files.clear()
+        for arrays in self._files.values():
+            base = next(iter(arrays.values()), None)
+            while isinstance(base, np.ndarray):
+                base = base.base
+            if isinstance(base, mmap.mmap):
+                base.madvise(mmap.MADV_DONTNEED)
 
     def fill(self, tensor: StoredTensor, target: Array, boxes: Sequence[ShardBox]) -> None:
         """Copies boxes of a tensor to where they lie in `target`.
@@ -90,15 +96,3 @@ def _moved(common: Box, box: ShardBox) -> Box:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def directory_of(path: str | Path) -> Path:
-    """Returns the folder that something is written to, which must be there.
-
-    Raises:
-        CheckpointError: It is not.
-    """
-    parent = Path(path).absolute().parent
-    if not parent.is_dir():
-        raise CheckpointError(f"{path}: the folder {parent} does not exist")
-    return parent

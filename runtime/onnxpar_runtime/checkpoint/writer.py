@@ -35,6 +35,7 @@ from onnxpar_runtime.checkpoint.folder import (
 )
 from onnxpar_runtime.checkpoint.layout import Written, rank_file, stored_tensors, written
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.entries import FileEntry
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
 from onnxpar_runtime.manifest import Manifest
@@ -91,6 +92,8 @@ class Checkpointer:
             self._writers.add(part.rank)
             if part.rank == rank.index:
                 self._mine.append(part)
+        # The larger elements first, so that all of them are aligned.
+        self._mine.sort(key=lambda part: -DTYPES[part.state.spec.dtype].dtype.itemsize)
         self._tensors: dict[str, StoredTensor] = stored_tensors(manifest) if not rank.index else {}
         self._open = ExitStack()
         try:

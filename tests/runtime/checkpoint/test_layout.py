@@ -42,7 +42,7 @@ def put(boxes: tuple[ShardBox, ...], part: NDArray[np.int64], whole: NDArray[np.
         whole[tuple(slice(*i) for i in box.source)] += part[tuple(slice(*i) for i in box.local)]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cuts())
 def test_boxes_are_the_parts_of_the_ranks(cut: Cut) -> None:
     whole = np.arange(1, 1 + prod(cut.shape)).reshape(cut.shape)
@@ -60,7 +60,7 @@ def test_boxes_are_the_parts_of_the_ranks(cut: Cut) -> None:
         np.testing.assert_array_equal(again, wanted)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cuts())
 def test_a_whole_dim_of_merged_components_is_one_box(cut: Cut) -> None:
     plain = Cut(cut.atoms, tuple(tuple((n, ()) for n, _ in dim) for dim in cut.dims))

@@ -1,0 +1,58 @@
+"""`onnxpar checkpoint`: other files of a checkpoint, for another mesh, another program."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Make other files of a checkpoint.")
+
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="A checkpoint, or a folder of them: the last whole one."),
+]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="The checkpoint to write.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the checksums of SRC.")]
+
+
+@app.command()
+def reshard(
+    source: Source,
+    target: Target,
+    to: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="What `onnxpar shard --train` wrote for the other mesh."),
+    ],
+    verify: Verify = True,
+) -> None:
+    """Write a checkpoint as the ranks of another mesh hold it."""
+    from onnxpar import execute  # loads onnxruntime, which the other commands do without
+
+    typer.echo(execute.reshard_checkpoint(source, target, to, verify=verify))
+
+
+@app.command()
+def merge(source: Source, target: Target, verify: Verify = True) -> None:
+    """Write a checkpoint with every tensor whole, as one device holds it."""
+    from onnxpar import execute
+
+    typer.echo(execute.merge_checkpoint(source, target, verify=verify))
+
+
+@app.command()
+def export(
+    source: Source,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", help="A .onnx or .safetensors file."),
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="For .onnx: the model that was cut and trained."),
+    ] = None,
+    verify: Verify = True,
+) -> None:
+    """Write the trained parameters: the model with them, or by name for PyTorch."""
+    from onnxpar import execute
+
+    typer.echo(execute.export_checkpoint(source, output, model, verify=verify))

@@ -1,0 +1,263 @@
+"""Makes of one checkpoint another for any mesh, a piece in memory at a time.
+
+Files are written one after another. Each piece of a tensor, of `PIECE_BYTES` at most, is put
+together from the boxes of the source that it needs, so memory is bounded whatever the tensors are.
+Checksums of the source are compared meanwhile, by a thread, unless that is not wanted; what is
+written gets its name only if they hold.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
+from onnxpar_runtime.checkpoint.copying import Box, Source
+from onnxpar_runtime.checkpoint.folder import cannot_write, finish, resolve, write_file
+from onnxpar_runtime.checkpoint.layout import rank_file, stored_tensors
+from onnxpar_runtime.checkpoint.restore import check_fits
+from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.entries import FROM_FILES, FileEntry, ShardBox
+from onnxpar_runtime.errors import CheckpointError
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.tensor_file import Entry, header
+
+Bytes = NDArray[np.uint8]
+PIECE_BYTES = 1 << 25
+SAFETENSORS = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written.
+
+    Attributes:
+        path: Where.
+        step: Steps that its run had done.
+        tensors: Number of tensors.
+        files: Number of files with tensors.
+        bytes: Their bytes.
+    """
+
+    path: Path
+    step: int
+    tensors: int
+    files: int
+    bytes: int
+
+
+def reshard(source: str | Path, target: str | Path, to: str | Path, *, verify: bool = True) -> Made:
+    """Writes a checkpoint as the ranks of an artifact directory hold it.
+
+    Args:
+        source: The checkpoint, or a folder of them, whose last whole one is taken.
+        target: The checkpoint to write, which must not exist.
+        to: The artifact directory.
+        verify: Whether to compare the checksums of the source: its sizes are, in any case.
+
+    Raises:
+        ArtifactError: `to` cannot be read, or is not for training.
+        CheckpointError: The source is not whole or does not fit the artifacts, or the target cannot
+            be written; nothing has been written then.
+    """
+    checkpoint, manifest = Checkpoint.load(resolve(source)), Manifest.load(to)
+    check_fits(checkpoint, manifest)
+    return _write(checkpoint, stored_tensors(manifest), manifest.devices, Path(target), verify)
+
+
+def merge(source: str | Path, target: str | Path, *, verify: bool = True) -> Made:
+    """Writes a checkpoint with every tensor whole, in one file: as one device holds it.
+
+    Args:
+        source: As `reshard`.
+        target: As `reshard`.
+        verify: As `reshard`.
+
+    Raises:
+        CheckpointError: As `reshard`.
+    """
+    checkpoint = Checkpoint.load(resolve(source))
+    tensors = {n: _whole(t, rank_file(0)) for n, t in checkpoint.tensors.items()}
+    return _write(checkpoint, tensors, 1, Path(target), verify)
+
+
+def export_weights(source: str | Path, target: str | Path, *, verify: bool = True) -> Made:
+    """Writes trained parameters and running statistics, whole, by their names in the model.
+
+    Args:
+        source: As `reshard`.
+        target: The safetensors file, which is replaced if it exists.
+        verify: As `reshard`.
+
+    Raises:
+        CheckpointError: As `reshard`.
+    """
+    checkpoint, path = Checkpoint.load(resolve(source)), Path(target)
+    weights = sorted(
+        (t for t in checkpoint.tensors.values() if t.kind in FROM_FILES), key=lambda t: t.parameter
+    )
+    parts = [(_whole(tensor, path.name), tensor) for tensor in weights]
+    if path.is_dir():
+        raise CheckpointError(f"{path}: expected a file to write to, got a folder")
+    partial = path.parent / f".{path.name}.partial"
+    try:
+        with _verified(checkpoint, verify) as files:
+            entry = files(partial, parts, lambda tensor: tensor.parameter)
+        os.replace(partial, path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return Made(path, checkpoint.progress.step, len(weights), 1, entry.bytes)
+
+
+def _whole(tensor: StoredTensor, file: str) -> StoredTensor:
+    box = tuple((0, n) for n in tensor.shape)
+    shards = (StoredShard(file, tensor.shape, (ShardBox(box, box),)),) if tensor.bytes else ()
+    return replace(tensor, shards=shards)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, StoredTensor],
+    devices: int,
+    target: Path,
+    verify: bool,
+) -> Made:
+    """Writes a checkpoint of these tensors' shards; the folder appears whole or not at all."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target}: exists; a checkpoint is not written over")
+    partial = target.parent / f".{target.name}.partial"
+    # Of one that was killed.
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise cannot_write(target, error) from None
+    try:
+        with _verified(checkpoint, verify) as files:
+            entries = {
+                name: files(partial / name, parts, lambda tensor: tensor.name)
+                for name, parts in _by_file(checkpoint, tensors).items()
+            }
+        made = replace(
+            checkpoint, directory=target, devices=devices, tensors=tensors, files=entries
+        )
+        finish(partial, made, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    total = sum(entry.bytes for entry in entries.values())
+    return Made(target, checkpoint.progress.step, len(tensors), len(entries), total)
+
+
+Parts = Sequence[tuple[StoredTensor, StoredTensor]]
+"""Tensors with the one shard that a file has of them, and the same tensors in the source."""
+
+
+def _by_file(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
+    found: dict[str, list[tuple[StoredTensor, StoredTensor]]] = {}
+    for name, tensor in tensors.items():
+        for shard in tensor.shards:
+            part = replace(tensor, shards=(shard,)), checkpoint.tensors[name]
+            found.setdefault(shard.file, []).append(part)
+    return {file: found[file] for file in sorted(found)}
+
+
+class _Files:
+    """Writes files of pieces of a checkpoint, which is being verified."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._source = Source(checkpoint)
+        self._buffer: Bytes = np.empty(PIECE_BYTES, np.uint8)
+
+    def __call__(self, path: Path, parts: Parts, name: Callable[[StoredTensor], str]) -> FileEntry:
+        """Writes the parts to a file, under the names that `name` gives them."""
+        # The larger elements first, so that all of them are aligned.
+        ordered = sorted(parts, key=lambda part: (-part[0].itemsize, name(part[0])))
+        entries = [Entry(name(part), part.dtype, _shape(part)) for part, _ in ordered]
+        return write_file(path, self._pieces(header(entries), ordered))
+
+    def _pieces(self, first: bytes, parts: Parts) -> Iterator[bytes | memoryview]:
+        yield first
+        for part, stored in parts:
+            for shard in part.shards:
+                for region in pieces_of(shard.shape, part.itemsize):
+                    yield self._piece(part, stored, shard, region)
+                    self._source.forget()
+
+    def _piece(
+        self, part: StoredTensor, stored: StoredTensor, shard: StoredShard, region: Box
+    ) -> memoryview:
+        shape = tuple(stop - start for start, stop in region)
+        raw = self._buffer[: prod(shape) * part.itemsize]
+        array: NDArray[Any] = raw.view(DTYPES[part.dtype].dtype).reshape(shape)
+        self._source.fill(stored, array, [*_clipped(shard.boxes, region)])
+        return raw.data
+
+
+@contextmanager
+def _verified(checkpoint: Checkpoint, verify: bool) -> Iterator[_Files]:
+    """Gives what writes files of a checkpoint; raises at the end if its own have been changed."""
+    names = sorted(checkpoint.files) if verify else []
+    pool = ThreadPoolExecutor(1, "onnxpar-verify")
+    found = [pool.submit(checkpoint.verify_file, name) for name in names]
+    try:
+        yield _Files(checkpoint)
+        for each in found:
+            each.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _shape(part: StoredTensor) -> tuple[int, ...]:
+    return part.shards[0].shape if part.shards else part.shape
+
+
+def pieces_of(shape: Sequence[int], itemsize: int, limit: int = PIECE_BYTES) -> Iterator[Box]:
+    """Returns boxes that make up an array, in the order of its memory, each without a gap in it.
+
+    Args:
+        shape: Shape of the array.
+        itemsize: Bytes of an element.
+        limit: Bytes of a box at most, but for a single element.
+    """
+    if not shape:
+        yield ()
+        return
+    # The first dim of which one index fits: those before it are walked one by one.
+    fits = (d for d in range(len(shape)) if prod(shape[d + 1 :]) * itemsize <= limit)
+    dim = next(fits, len(shape) - 1)
+    rows = max(1, limit // max(1, prod(shape[dim + 1 :]) * itemsize))
+    rest = tuple((0, n) for n in shape[dim + 1 :])
+    for outer in product(*(range(n) for n in shape[:dim])):
+        for start in range(0, shape[dim], rows):
+            end = min(start + rows, shape[dim])
+            yield (*((i, i + 1) for i in outer), (start, end), *rest)
+
+
+def _clipped(boxes: Sequence[ShardBox], region: Box) -> Iterator[ShardBox]:
+    """Returns what of the boxes lies in a region of the shard, which becomes the whole array."""
+    for box in boxes:
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box.local, region, strict=True)]
+        if all(start < stop for start, stop in common):
+            source = tuple(
+                (start - local + origin, stop - local + origin)
+                for (start, stop), (local, _), (origin, _) in zip(
+                    common, box.local, box.source, strict=True
+                )
+            )
+            local = tuple(
+                (start - first, stop - first)
+                for (start, stop), (first, _) in zip(common, region, strict=True)
+            )
+            yield ShardBox(source, local)
