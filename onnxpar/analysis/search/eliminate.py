@@ -170,7 +170,7 @@ class _Graph:
         return new, self.size(v)
 
     def eliminate(self, most: int) -> None:
-        """Eliminates variables, those first that join the fewest, up to tables of `most` entries."""
+        """Eliminates variables, those first that join few, up to tables of `most` entries."""
         price = {v: self.fill(v) for v in sorted(self.left)}
         queue = [(*price[v], v) for v in price]
         heapq.heapify(queue)

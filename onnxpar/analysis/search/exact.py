@@ -65,7 +65,7 @@ def least(problem: Problem, limit: float = inf) -> Solution:
 
 
 def _priced(problem: Problem, price: float) -> Solution:
-    """The least seconds + `price` · bytes; its bound is less than its seconds by what is unproved."""
+    """The least seconds + `price` · bytes; its bound is lower by what is not proved."""
     found = solve(problem, price)
     cost = problem.seconds(found.choice)
     return solution(problem, found.choice, cost - found.slack)
