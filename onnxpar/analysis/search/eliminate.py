@@ -10,7 +10,7 @@ thinned out by bounds (`bound`).
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -237,6 +237,8 @@ class _Graph:
             self.units[v] = self.units[v][options]
             self.width[v] = len(options)
             self.options[v] = self.options[v][options] if v in self.options else options
+        # What was eliminated before looks its neighbours up by their new numbers, too.
+        self.steps = [_narrowed(step, kept) for step in self.steps]
         old = [self.tables[i] for i in sorted(self.tables)]
         self.tables = {}
         for v in kept:
@@ -267,6 +269,14 @@ class _Graph:
             chosen[step.variable] = c
             shown[step.variable] = c if step.options is None else int(step.options[c])
         return tuple(shown)
+
+
+def _narrowed(step: _Step, kept: Mapping[int, NDArray[np.intp]]) -> _Step:
+    """A step for the options of its neighbours that are kept."""
+    if not any(n in kept for n in step.scope):
+        return step
+    places = (kept.get(n, np.arange(w)) for n, w in zip(step.scope, step.best.shape, strict=True))
+    return replace(step, best=step.best[np.ix_(*places)])
 
 
 def _aligned(scope: tuple[int, ...], table: Table, place: Mapping[int, int]) -> Table:

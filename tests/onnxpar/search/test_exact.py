@@ -6,9 +6,11 @@ from math import inf, prod
 import numpy as np
 import pytest
 
+from onnxpar.analysis.search import eliminate
+from onnxpar.analysis.search.bound import Bounded, Scoped
 from onnxpar.analysis.search.eliminate import solve
 from onnxpar.analysis.search.exact import best, least
-from onnxpar.analysis.search.problem import Problem, Term, Variable
+from onnxpar.analysis.search.problem import Problem, Table, Term, Variable
 from onnxpar.errors import ShardingError
 
 
@@ -47,6 +49,51 @@ def test_elimination_finds_the_least(seed: int) -> None:
     least_seconds = min(seconds for seconds, _, _ in everything(problem))
     found = problem.seconds(solve(problem).choice)
     assert found == pytest.approx(least_seconds, rel=1e-12)
+
+
+def entangled(seed: int) -> Problem:
+    """A grid with two longer edges, in which bounds are seldom tight; each of it has a leaf."""
+    rng = np.random.default_rng(seed)
+    side, width = 3, 4
+    variables = tuple(
+        Variable(str(i), "node", 0.3 * rng.random(width), np.zeros(width))
+        for i in range(2 * side**2)
+    )
+    edges = [(v, v + 1) for v in range(side**2) if (v + 1) % side]
+    edges += [(v, v + side) for v in range(side * (side - 1))]
+    edges += [(0, side**2 - 1), (side - 1, side * (side - 1))]
+    edges += [(v, v + side**2) for v in range(side**2)]
+    return Problem(variables, tuple(Term(e, rng.random((width, width))) for e in edges), ())
+
+
+@pytest.mark.parametrize("largest", [1 << 25, 40])
+def test_bounds_exclude_no_best_choice(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
+    """Whether all is eliminated, or what bounds leave over, or only what is within small tables."""
+    thinned: list[int] = []
+    bounded = eliminate.bounded
+
+    def watched(units: list[Table], terms: list[Scoped]) -> Bounded:
+        found = bounded(units, terms)
+        thinned.append(sum(map(len, units)) - sum(map(len, found.kept)))
+        return found
+
+    problems = [entangled(seed) for seed in range(40)]
+    exact = [p.seconds(solve(p).choice) for p in problems]
+    monkeypatch.setattr(eliminate, "bounded", watched)
+    monkeypatch.setattr(eliminate, "EASY_ENTRIES", 16)
+    monkeypatch.setattr(eliminate, "MAX_ENTRIES", largest)
+    open_ones = 0
+    for problem, least_seconds in zip(problems, exact, strict=True):
+        found = solve(problem)
+        seconds = problem.seconds(found.choice)
+        assert seconds - found.slack <= least_seconds * (1 + 1e-9)
+        if found.slack:
+            open_ones += 1
+            assert seconds >= least_seconds
+        else:
+            assert seconds == pytest.approx(least_seconds, rel=1e-9)
+    assert any(n > 0 for n in thinned)
+    assert (open_ones > 0) == (largest == 40)
 
 
 @pytest.mark.parametrize("seed", range(120))
