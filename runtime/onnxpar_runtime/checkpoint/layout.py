@@ -104,10 +104,12 @@ def written(manifest: Manifest) -> Iterator[Written]:
         digits = iter(coordinates(number % copies, [s for a, s in enumerate(cut.atoms)
                                                     if a not in used]))  # fmt: skip
         fixed = {a: next(digits) for a in range(len(cut.atoms)) if a not in used}
+        # Stages that share a state have equal copies of it.
+        stage = state.stages[number // copies % len(state.stages)]
         for place in product(*(
             [fixed[a]] if a in fixed else range(size) for a, size in enumerate(cut.atoms)
         )):  # fmt: skip
-            rank = 0
+            rank = stage
             for digit, size in zip(place, cut.atoms, strict=True):
                 rank = rank * size + digit
             if all(b.valid for b in cut.blocks(rank)):

@@ -95,7 +95,10 @@ def load_states(
 
     def load() -> None:
         source = Source(checkpoint)
+        stage = manifest.stage_of(rank.index)
         for state in kept_states(manifest):
+            if stage not in state.stages:
+                continue
             cut = cut_of(manifest, state)
             part = np.zeros(cut.local_shape, DTYPES[state.spec.dtype].dtype)
             boxes = boxes_of(cut, rank.index, padded=True)

@@ -37,6 +37,9 @@ class Holds(Protocol):
     def state(self, name: str) -> NDArray[Any]:
         """Returns a copy of this rank's part of a state, padding included."""
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a part of a state."""
+
     def cut(self, name: str) -> Cut:
         """Returns how a state is cut over the ranks."""
 
@@ -95,13 +98,16 @@ def check_replicas(trainer: Holds, names: Sequence[str], where: str) -> None:
     size: int = rank.world.size
     # Every rank fills a column, so that a sum brings them all to all.
     digests = np.zeros((len(names), size), np.int64)
+    held = np.zeros((len(names), size), np.int64)
     for row, name in enumerate(names):
-        digests[row, rank.index] = _digest(trainer.state(name))
-    digests = rank.all_reduce(digests)
-    for name, found in zip(names, digests, strict=True):
+        if trainer.holds(name):
+            digests[row, rank.index] = _digest(trainer.state(name))
+            held[row, rank.index] = 1
+    digests, held = rank.all_reduce(digests), rank.all_reduce(held)
+    for name, found, holding in zip(names, digests, held, strict=True):
         holders: dict[Any, dict[int, list[int]]] = {}
         cut = trainer.cut(name)
-        for other in range(size):
+        for other in map(int, np.flatnonzero(holding)):
             same = holders.setdefault(tuple(cut.blocks(other)), {})
             same.setdefault(int(found[other]), []).append(other)
         for contents in holders.values():

@@ -12,17 +12,21 @@ from hand_made import tensor
 from hand_staged import N, Reference, Shape, batch_of, staged
 from hand_trained import Program, write
 
+from onnxpar_runtime.checkpoint.layout import written
 from onnxpar_runtime.errors import (
     ArtifactError,
     InputError,
     OnnxparRuntimeError,
     RankError,
+    ReplicaError,
     ScheduleError,
     TrainingError,
 )
 from onnxpar_runtime.group import ThreadsGroup
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.programs import TRAINING
+from onnxpar_runtime.training.replicas import check_replicas
 from onnxpar_runtime.training.runner import Pipelined
 
 RATE = {"lr": 0.1}
@@ -139,6 +143,29 @@ def test_each_stage_has_its_own_states(tmp_path: Path) -> None:
             np.testing.assert_array_equal(group.gather(name), array)
         with pytest.raises(OnnxparRuntimeError, match="no trained parameters"):
             group.load_parameters({"w2": arrays["w1"]})
+
+
+def test_stages_that_share_a_state_are_replicas(tmp_path: Path) -> None:
+    shape = Shape(stages=3, size=2, tied=True)
+    with TrainerGroup(staged(tmp_path / "a", shape)) as group:
+        group.train_step([batch_of(3)], RATE)
+
+        def check(rank: int) -> None:
+            check_replicas(group.members[rank], ["w0", "w1", "seen"], "step 1")
+
+        group.each(check)
+        group.members[4].put_state("w0", np.zeros((N, N)))
+        with pytest.raises(ReplicaError, match=r"'w0': .* ranks 0, 1, 5 and rank 4 differ"):
+            group.each(check)
+
+
+def test_a_checkpoint_has_every_state_once(tmp_path: Path) -> None:
+    """Written by a rank that holds it; states that stages share are not written twice."""
+    shape = Shape(stages=3, size=2, tied=True)
+    manifest = Manifest.load(staged(tmp_path / "a", shape))
+    parts = list(written(manifest))
+    assert sorted(p.state.spec.name for p in parts) == ["seen", "w0", "w1"]
+    assert all(manifest.stage_of(p.rank) in p.state.stages for p in parts)
 
 
 @pytest.mark.parametrize(
