@@ -201,8 +201,12 @@ def _priced(name: str, program: Program, machine: Machine, strategy: Strategy) -
 
 
 def searching(strategy: Strategy) -> Strategy:
-    """Returns a strategy with what it leaves open searched for."""
+    """Returns a strategy with what it leaves open searched for.
+
+    Inputs are open where only a default lays them out; those of an annotation are not.
+    """
     if strategy.rest == "search":
         return strategy
-    dataset = SEARCH if strategy.dataset == "data_parallel" else strategy.dataset
+    free = strategy.dataset == "data_parallel" and strategy.annotation is None
+    dataset = SEARCH if free else strategy.dataset
     return replace(strategy, rest="search", dataset=dataset, parameter_axes=())

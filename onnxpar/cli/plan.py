@@ -18,8 +18,10 @@ from onnxpar.cli.options import AsJson, Devices, OptimizerParallel
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.machine import parse_bytes
+from onnxpar.passes.load import read
+from onnxpar.passes.validity import blamed_on_model
 from onnxpar.planning import Planned, plan_strategy, searching
-from onnxpar.strategy import Strategy, load_strategy
+from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.load import AUTO
 from onnxpar.strategy.schema import SearchEntry
 from onnxpar.strategy.write import write_strategy
@@ -39,7 +41,10 @@ def command(
     devices: Devices = None,
     strategy: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="What is fixed; the rest is searched for around it."),
+        typer.Option(
+            metavar="FILE",
+            help="What is fixed, the rest being searched for. Default: the model's annotations.",
+        ),
     ] = None,
     algorithm: Annotated[
         str | None, typer.Option(metavar="NAME", help="recursive (the default) or ilp, exact.")
@@ -76,7 +81,9 @@ def command(
 ) -> None:
     """Search for a strategy, say why it won, and write it to a file."""
     sizes, constraints = _symbols(symbol or [])
-    wanted = searching(load_strategy(strategy or AUTO, devices))
+    with blamed_on_model(model):
+        proto = read(model)
+    wanted = searching(strategy_for(strategy, devices, proto, f"model {str(model)!r}", AUTO))
     if optimizer_parallel is not None:
         if loss is None:
             raise ModelError("--optimizer-parallel: it is for training; expected --loss as well")

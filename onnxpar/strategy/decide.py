@@ -1,6 +1,7 @@
 """From a strategy to the seeds of propagation: what the user fixed, and what a search adds."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -48,7 +49,11 @@ def search(
     seeds: Seeds,
     trained: Collection[str] = (),
 ) -> Found:
-    """Searches for what a strategy leaves open; as `decide` otherwise."""
+    """Searches for what a strategy leaves open; as `decide` otherwise.
+
+    Of a plan that was written down, what the user spoke of is kept and what followed is open.
+    """
+    seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
     spec = SearchSpec(
         load_machine(entry.machine),

@@ -58,6 +58,7 @@ def strategy_for(
     devices: int | None,
     model: onnx.ModelProto | ir.Model,
     source: str,
+    default: str | None = None,
 ) -> Strategy:
     """Returns the strategy that is given, or else the one that the model is annotated with.
 
@@ -66,6 +67,7 @@ def strategy_for(
         devices: Number of devices, where the strategy does not say.
         model: The model.
         source: What it is called in messages.
+        default: A preset for a model without annotations.
 
     Raises:
         StrategyError: No such strategy; none is given, and the model has none or a malformed one.
@@ -75,6 +77,8 @@ def strategy_for(
     if strategy is not None:
         return load_strategy(str(strategy), devices)
     annotation = read_annotation(model, source, devices)
+    if annotation is None and default is not None:
+        return load_strategy(default, devices)
     if annotation is None:
         raise StrategyError(
             f"{source}: expected --strategy, or a model with annotations (see `onnxpar annotate`), "

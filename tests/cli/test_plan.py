@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import onnx
+import onnx.parser
 import pytest
 import transformer
+import yaml
 from _exporter import save
 
+import onnxpar
 from onnxpar.cli import main
 
 
@@ -97,3 +101,64 @@ def test_mistakes(
     assert main(["plan", str(model), *options, "-o", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+CHAIN = """\
+<ir_version: 10, opset_import: ["" : 20]>
+g (float[64, 32] x, float[32, 48] a, float[48, 16] b) => (float[64, 16] y) {
+    [first] h = MatMul(x, a)
+    [second] y = MatMul(h, b)
+}
+"""
+PIN = "devices: 8\nnodes: {first: {in: [[2, 1], [1, 4]]}}\n"
+
+
+def pieces(file: Path, model: Path, node: str) -> list[tuple[int, ...]]:
+    """In how many pieces a node takes its operands by a strategy file."""
+    found = onnxpar.plan(model, file)
+    return [s.strategy(found.mesh) for s in found.nodes[node].inputs if s is not None]
+
+
+def planned(folder: Path, model: Path, *more: str) -> Path:
+    out = folder / "found.yaml"
+    assert main(["plan", str(model), *more, "-o", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("kind", ["file", "annotation", "resolved"])
+def test_what_the_user_fixed_is_kept_and_the_rest_searched(tmp_path: Path, kind: str) -> None:
+    model, pin = tmp_path / "m.onnx", tmp_path / "pin.yaml"
+    onnx.save(onnx.parser.parse_model(CHAIN), model)
+    pin.write_text(PIN)
+    options = ["--strategy", str(pin)]
+    target = model
+    if kind == "annotation":
+        # Every node is annotated; that the second one followed is kept beside it.
+        target = tmp_path / "annotated.onnx"
+        options = []
+        assert main(["annotate", str(model), "--strategy", str(pin), "-o", str(target)]) == 0
+    elif kind == "resolved":
+        out = tmp_path / "out"
+        assert main(["shard", str(model), "--strategy", str(pin), "-o", str(out)]) == 0
+        options = ["--strategy", str(out / "strategy.yaml")]
+    found = planned(tmp_path, target, *options)
+    assert pieces(found, model, "first") == [(2, 1), (1, 4)]
+    written = yaml.safe_load(found.read_text())
+    assert written["given"] == ["first"] and set(written["nodes"]) == {"first", "second"}
+    free = planned(tmp_path, target, "--strategy", "auto", "--devices", "8")
+    assert yaml.safe_load(free.read_text())["given"] == []
+
+
+def test_an_annotation_of_another_tool_is_pinned_as_a_whole(tmp_path: Path) -> None:
+    """One node has a spec, the other none: that one is searched for."""
+    model, pin, annotated = (tmp_path / n for n in ("m.onnx", "pin.yaml", "annotated.onnx"))
+    onnx.save(onnx.parser.parse_model(CHAIN), model)
+    pin.write_text(PIN)
+    assert main(["annotate", str(model), "--strategy", str(pin), "-o", str(annotated)]) == 0
+    proto = onnx.load(annotated)
+    del proto.metadata_props[:]
+    proto.graph.node[1].ClearField("device_configurations")
+    onnx.save(proto, annotated)
+    found = planned(tmp_path, annotated)
+    assert pieces(found, model, "first") == [(2, 1), (1, 4)]
+    assert yaml.safe_load(found.read_text())["given"] == ["first"]
