@@ -27,13 +27,15 @@ class _BodyPartition(_Partition):
         """A body is all of one part."""
         return 0
 
-    def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
+    def _get(
+        self, value: ir.Value, want: Sharding, reason: str, there: Sequence[ir.Value] = ()
+    ) -> ir.Value:
         known = self._versions(value.name or "")
         if want.partial and want.reduction == "sum" and want not in known and is_zero(value):
-            local = super()._get(value, want.with_partial(()), reason)
+            local = super()._get(value, want.with_partial(()), reason, there)
             self._define(value.name or "", want, local, zero=True)
             return local
-        return super()._get(value, want, reason)
+        return super()._get(value, want, reason, there)
 
 
 def partition_body(

@@ -301,6 +301,17 @@ class GraphBuilder:
         zeros: dict[str, Any] = {"allowzero": 1} if self.opset >= 14 else {}
         return self.op("Reshape", x, self.shape(dims), shape=dims, **zeros)
 
+    def after(self, x: ir.Value, others: Sequence[ir.Value]) -> ir.Value:
+        """Returns `x` as a value that is not there before the others are.
+
+        The runtime runs a node as soon as its operands are there, and nodes that it has fused after
+        all others, wherever they stand.
+        """
+        name = self.fresh_node(f"{self._scope}/Barrier")
+        made = self.ops("Barrier", [x, *others], [(x.dtype, None)], domain=DOMAIN, name=name)[0]
+        made.shape = x.shape
+        return made
+
     # -- collectives -----------------------------------------------------------------------------
 
     def collective(

@@ -5,7 +5,7 @@ The global graph is walked once. Every operand is brought into the sharding that
 reduction would see is set to the reduction's identity, and the operator's local form is emitted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -230,8 +230,20 @@ class _Partition:
             if where == part
         }
 
-    def _get(self, value: ir.Value, want: Sharding, reason: str) -> ir.Value:
-        """Returns a value in a sharding, brought there the way that propagation priced."""
+    def _is_gathered(self, value: ir.Value | None) -> bool:
+        return value is not None and value.name in self.gathered
+
+    def _get(
+        self, value: ir.Value, want: Sharding, reason: str, there: Sequence[ir.Value] = ()
+    ) -> ir.Value:
+        """Returns a value in a sharding, brought there the way that propagation priced.
+
+        Args:
+            value: The value.
+            want: The sharding.
+            reason: Which node and operand want it, for people.
+            there: What a value that is gathered is not gathered before.
+        """
         name = value.name or ""
         versions = self._versions(name)
         if want in versions:
@@ -240,9 +252,12 @@ class _Partition:
             raise ShardingError(f"{reason}: the value {name!r} is not there")
         itemsize = int(value.dtype.itemsize)
         way = cheapest_way(versions, want, self.plan.mesh, self.env.table, itemsize)
+        source = versions[way.source]
+        if there and self._is_gathered(value):
+            source = self.builder.after(source, there)
         moved = emit_reshard(
             self.builder,
-            versions[way.source],
+            source,
             way.steps,
             dtype=value.dtype,
             name=name,
@@ -258,14 +273,15 @@ class _Partition:
     def _node(self, node: ir.Node) -> None:
         name = node.name or ""
         plan, view = self.plan.nodes[name], self.rules.views[name]
-        operands: list[ir.Value | None] = []
-        zero: list[bool] = []
-        for index, value in enumerate(node.inputs):
-            want = plan.inputs[index] if index < len(plan.inputs) else None
+        operands: list[ir.Value | None] = [None] * len(node.inputs)
+        zero = [True] * len(node.inputs)
+        # What is gathered for this node comes last, when all the rest is there.
+        order = sorted(enumerate(node.inputs), key=lambda item: self._is_gathered(item[1]))
+        there: list[ir.Value] = []
+        for index, value in order:
             if value is None:
-                operands.append(None)
-                zero.append(True)
                 continue
+            want = plan.inputs[index] if index < len(plan.inputs) else None
             if want is None:
                 want = self.made[value.name or ""]
                 if plan.rule.inputs[index].mode != ANY:
@@ -273,8 +289,10 @@ class _Partition:
             reason = f"{name} operand {index}"
             if (name, index, value.name) in self._reasons:
                 reason += f": {self._reasons[name, index, value.name or '']}"
-            operands.append(self._get(value, want, reason))
-            zero.append(self.zero[value.name or "", want])
+            operand = self._get(value, want, reason, there)
+            operands[index], zero[index] = operand, self.zero[value.name or "", want]
+            if operand.producer() is not None and not self._is_gathered(value):
+                there.append(operand)
         definition = self.ops.get(name)
         local = LocalNode(view, plan, self.builder, tuple(operands), tuple(zero))
         local = self._masked(local)

@@ -189,6 +189,8 @@ class Buffers:
                 nodes[title] = NodeSeed(title, factors)
         outputs = {output: held[state] for output, state in program.updated.items()}
         plan = propagate(model, env, rules, Seeds(mesh, nodes, held, outputs=outputs))
+        # Right after its update, so that slices of all of them need not be there at once.
+        plan = replace(plan, resharded=outputs)
         states = States(frozenset(held), dict(program.updated))
         return partition(model, env, rules, ops, plan, program=name, states=states)
 

@@ -6,19 +6,24 @@
 import os
 import random
 from collections import Counter
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import mlp
+import numpy as np
 import onnx
 import pytest
 import transformer
-from training_cases import cut
+from training_cases import batch_of, cut, hyper
 
 from onnxpar import execute
 from onnxpar.strategy import Strategy
+from onnxpar_runtime import Trainer
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
 
@@ -171,3 +176,32 @@ def test_a_gathered_parameter_is_dropped_after_its_reader(tmp_path: Path, progra
     for name, more in backward.items():
         uses = 2 if name == "wte.weight" else 1  # the table is read by embedding and head
         assert gathers[name] == uses + (more if program == "training_model" else 0)
+
+
+def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
+    """One layer's parameters and gradients at a time: what is gathered early would all be there."""
+    model = transformer.build(layers=4, d_model=64, heads=4, vocab=40, max_positions=16)
+    batch, more, largest = {}, {}, 0
+    for level in range(4):
+        strategy = strategy_of("dp=4", level)
+        out = cut(tmp_path / str(level), model, strategy, optimizer="adamw")
+        batch = batch or batch_of(out, np.random.default_rng(0), batch=4, seq=4)
+        with Ranks(out, partial(measured, out)) as group:
+            members, step = group.members, hyper("adamw", 1)
+            group.each(lambda rank: members[rank].train_step([batch, batch], step))  # noqa: B023
+            peak = members[0].peak_bytes()
+        manifest = Manifest.load(out)
+        states = {s.kind for s in manifest.trained().states.values()}
+        more[level] = peak - sum(bytes_of(manifest, kind) for kind in states)
+        sizes = [prod(s.spec.shape) for s in manifest.trained().states.values()]
+        largest = 4 * max(int(n) for n in sizes)
+    whole = bytes_of(Manifest.load(tmp_path / "0"), "parameter")
+    # Level 0 has all reduced gradients beside those that waited for the sum, level 1 a quarter.
+    assert more[0] > whole > 2 * more[1]
+    # Then one gradient, or one parameter, and its parts in a collective.
+    assert more[2] < more[1]
+    assert more[3] < more[2] + 2 * largest < whole / 2
+
+
+def measured(directory: Path, manifest: Manifest, rank: Rank) -> Trainer:
+    return Trainer(directory, rank=rank, device="cpu", manifest=manifest, measured=True)
