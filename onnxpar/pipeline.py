@@ -1,7 +1,7 @@
 """The ordered list of stages from a model to rank graphs, each from plain data to plain data."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules, propagate
+from onnxpar.analysis.recompute import RecomputeOptions
 from onnxpar.analysis.report import directory_data
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv, shapes
@@ -202,6 +203,7 @@ def shard(
     force: bool = False,
     training: TrainingSpec | None = None,
     optimizer_parallel: int | None = None,
+    recompute: RecomputeOptions | None = None,
 ) -> Summary:
     """Cuts a model into rank graphs and writes the output directory.
 
@@ -217,6 +219,7 @@ def shard(
         force: Replace an output directory that is there.
         training: Write the programs that train the model, instead of the model.
         optimizer_parallel: Level of optimizer parallel; it replaces the strategy's.
+        recompute: What of training is recomputed; it replaces the strategy's.
 
     Raises:
         OnnxparError: Anything wrong with model, strategy or target; nothing is written then.
@@ -234,6 +237,7 @@ def shard(
             force,
             training,
             optimizer_parallel,
+            recompute,
         )
 
 
@@ -248,6 +252,7 @@ def _shard(
     force: bool,
     training: TrainingSpec | None,
     optimizer_parallel: int | None,
+    recompute: RecomputeOptions | None,
 ) -> Summary:
     clock = _Clock()
     dumper = Dumper(Path(dump)) if dump is not None else None
@@ -255,6 +260,8 @@ def _shard(
     strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
     if optimizer_parallel is not None:
         strategy = strategy.at_level(optimizer_parallel)
+    if recompute is not None:
+        strategy = replace(strategy, recompute=recompute)
     loaded = in_memory(proto, model)
     _check_ranks(ranks, strategy.world)
     clock.lap("load")
@@ -306,8 +313,11 @@ def _resolved(
     """The strategy as resolved; parameters lie as nodes want them, however they are kept."""
     if divided is None:
         return resolved(first.plan, first.source)
-    told = resolved(divided.shards.plan, first.source)
-    return {**told, "optimizer_parallel": asdict(strategy.optimizer_parallel)}
+    told = resolved(divided.shards.plan, divided.source)
+    told["optimizer_parallel"] = asdict(strategy.optimizer_parallel)
+    if strategy.recompute:
+        told["recompute"] = strategy.recompute.entry
+    return told
 
 
 def _checkpoint(
@@ -317,8 +327,10 @@ def _checkpoint(
     symbols: Mapping[str, Symbol],
 ) -> str:
     """The same as a strategy file, from which the same programs follow."""
-    plan = first.plan if divided is None else divided.shards.plan
-    return write_strategy(plan_data(plan, first.source, strategy, symbols), NOTE)
+    plan, source = first.plan, first.source
+    if divided is not None:
+        plan, source = divided.shards.plan, divided.source
+    return write_strategy(plan_data(plan, source, strategy, symbols), NOTE)
 
 
 def _check_ranks(ranks: Sequence[int] | None, devices: int) -> None:

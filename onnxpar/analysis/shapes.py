@@ -25,6 +25,9 @@ GRADIENT_OF = "onnxpar.gradient_of"
 STAGE = "onnxpar.stage"
 """Metadata key of a node: number of the pipeline part that it belongs to."""
 
+RECOMPUTED_FROM = "onnxpar.recomputed_from"
+"""Metadata key of a node that computes anew what another node has computed: that node's name."""
+
 EXPANDED_FROM = "onnxpar.expanded_from"
 """Metadata key of a node of an operator's body: name of the node that the body replaces."""
 EXPANDED_OPERANDS = "onnxpar.expanded_operands"
@@ -121,6 +124,11 @@ class NodeView:
     def name(self) -> str:
         """Name of the node."""
         return self.node.name or ""
+
+    @property
+    def drawing_name(self) -> str:
+        """Name that random numbers are keyed by: a node that is recomputed draws the same again."""
+        return self.node.metadata_props.get(RECOMPUTED_FROM, self.name)
 
     @property
     def is_backward(self) -> bool:

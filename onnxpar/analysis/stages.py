@@ -12,7 +12,7 @@ computes it for itself, see `onnxpar.passes.stages`.
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -302,6 +302,14 @@ class Places:
 
 ONE_PLACE = Places((0,), {}, {})
 """The only place of a program that is not cut."""
+
+
+def with_added(places: Places, added: Mapping[str, str]) -> Places:
+    """Returns the places of a program with further nodes, each with the node beside it."""
+    if not places.nodes:
+        return places
+    nodes = {name: places.nodes[beside] for name, beside in added.items()}
+    return replace(places, nodes={**places.nodes, **nodes})
 
 
 def forward_places(graph: ir.Graph, parts: int) -> Places:

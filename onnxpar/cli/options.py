@@ -44,3 +44,19 @@ OptimizerParallel = Annotated[
         "gradients too, 3 parameters too; 0 nothing. Default: what the strategy says, else 0.",
     ),
 ]
+Recompute = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WHAT",
+        help="What the backward pass computes again instead of keeping it: a pattern of nodes, "
+        "layers (all that repeat) or layers=K (each K-th); may be repeated. Default: what the "
+        "strategy says, else nothing.",
+    ),
+]
+RecomputeCommunication = Annotated[
+    str,
+    typer.Option(
+        metavar="keep|recompute",
+        help="Whether results of collectives among what is recomputed are kept.",
+    ),
+]

@@ -8,10 +8,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onnxpar.cli.options import Constraints, Devices, OptimizerParallel
+from onnxpar.analysis.recompute import AGAIN
+from onnxpar.cli.options import (
+    Constraints,
+    Devices,
+    OptimizerParallel,
+    Recompute,
+    RecomputeCommunication,
+)
 from onnxpar.errors import ModelError, SymbolError
 from onnxpar.passes.precision import parse_compute
 from onnxpar.pipeline import Summary, shard
+from onnxpar.strategy.recomputing import parse_recompute
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining
 from onnxpar.training.loss import parse_loss
@@ -118,6 +126,8 @@ def command(
         ),
     ] = None,
     optimizer_parallel: OptimizerParallel = None,
+    recompute: Recompute = None,
+    recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:
     """Cut a model into one program for each device."""
     wanted = {
@@ -131,6 +141,7 @@ def command(
         "--no-decay": no_decay,
         "--compute": compute,
         "--optimizer-parallel": optimizer_parallel,
+        "--recompute": recompute,
     }
     training = None
     if train:
@@ -161,6 +172,7 @@ def command(
         force=force,
         training=training,
         optimizer_parallel=optimizer_parallel,
+        recompute=parse_recompute(recompute, recompute_communication) if recompute else None,
     )
     _print(summary, rank or range(summary.report["devices"]))
 

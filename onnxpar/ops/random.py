@@ -99,7 +99,7 @@ def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
     builder = node.builder
     parts: list[Component] = [c for dim in node.plan.outputs[0].dims for c in dim]
     local = [local_size(c, node.mesh, node.view.table) for c in parts]
-    name = crc32(node.view.name.encode())
+    name = crc32(node.view.drawing_name.encode())
     key = builder.ops(
         "Concat",
         [*map(builder.system_input, COUNTERS), builder.const([name])],

@@ -3,6 +3,7 @@
 from onnxpar.ops import (
     attention,
     backward,
+    barrier,
     batch_norm,
     block_quantized,
     cast,
@@ -92,6 +93,7 @@ REGISTRY = Registry.join(
         expanded.DEFS,
         excused.DEFS,
         backward.DEFS,
+        barrier.DEFS,
         stages.DEFS,
         updates.DEFS,
     )

@@ -24,6 +24,7 @@ from onnxpar.analysis.optimizer_parallel import (
     THRESHOLD,
     OptimizerParallel,
 )
+from onnxpar.analysis.recompute import NOTHING, RecomputeOptions
 from onnxpar.errors import MeshError, StrategyError
 from onnxpar.layout import WHOLE
 from onnxpar.machine import parse_bytes
@@ -42,9 +43,9 @@ from onnxpar.strategy.entry import (
     short,
 )
 from onnxpar.strategy.names import nearest
+from onnxpar.strategy.recomputing import read_recompute
 from onnxpar.symbols import Symbol
 
-NOT_BUILT = ("recompute",)
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"
 """In presets: the number of pipeline stages, each of which has the mesh of the other axes."""
@@ -214,6 +215,7 @@ class _File(_Section):
     pipeline: PipelineEntry | None = None
     atoms: list[Annotated[int, Field(ge=2)]] = []
     given: list[str] | None = None
+    recompute: Annotated[RecomputeOptions, PlainValidator(read_recompute)] | None = None
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ class Strategy:
         search: How to search, where `rest` is "search".
         optimizer_parallel: What of training is split over replicas; a forward program has none.
         pipeline: How the model is cut into stages; None: it is one.
+        recompute: What of training is recomputed; a forward program has nothing of it.
         document: Where each of these stands.
         annotation: What the model itself says, in place of all these but `symbols`.
         atoms: Prime factors of the number of devices in the order in which the mesh has them, where
@@ -254,6 +257,7 @@ class Strategy:
     search: SearchEntry = field(default_factory=SearchEntry)
     optimizer_parallel: OptimizerParallel = NOT_PARALLEL
     pipeline: PipelineEntry | None = None
+    recompute: RecomputeOptions = NOTHING
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
     annotation: Annotation | None = None
     atoms: tuple[int, ...] = ()
@@ -332,9 +336,6 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
             f"{document.where()}: expected a mapping with keys such as mesh and nodes, "
             f"got {short(data)}"
         )
-    for key in NOT_BUILT:
-        if key in data:
-            raise StrategyError(f"{document.where((key,))}: {key!r} is not built yet")
     try:
         parsed = _File.model_validate(dict(data))
     except ValidationError as error:
@@ -362,6 +363,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         parsed.search or SearchEntry(),
         _parallel(parsed.optimizer_parallel),
         parsed.pipeline,
+        replace(parsed.recompute or NOTHING, where=document.where(("recompute",))),
         document,
         atoms=tuple(parsed.atoms),
         given=None if parsed.given is None else frozenset(parsed.given),

@@ -90,6 +90,8 @@ def plan_data(
     data |= _parallel(strategy.optimizer_parallel)
     if strategy.pipeline is not None:
         data["pipeline"] = strategy.pipeline.model_dump(exclude_none=True)
+    if strategy.recompute:
+        data["recompute"] = strategy.recompute.entry
     return data
 
 

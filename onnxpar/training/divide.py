@@ -17,9 +17,10 @@ import onnx_ir as ir
 from onnxpar.analysis.optimizer_parallel import Shards, shard_states
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules, propagate
+from onnxpar.analysis.recompute import RecomputeOptions
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import shapes
-from onnxpar.analysis.stages import ONE_PLACE, Places
+from onnxpar.analysis.stages import ONE_PLACE, Places, with_added
 from onnxpar.errors import RuleError
 from onnxpar.ops.find import find_rules
 from onnxpar.ops.random import stop_dropping
@@ -27,6 +28,7 @@ from onnxpar.ops.running import infer_with_statistics
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel, Pipeline, States
+from onnxpar.passes.recompute import Planned
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.decide import decide
@@ -35,6 +37,7 @@ from onnxpar.training.buffers import Buffers
 from onnxpar.training.loss import LossInfo, append_loss, append_metrics
 from onnxpar.training.optimizer import ParameterInfo, StateKind, state_name
 from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
+from onnxpar.training.recompute import recomputed
 from onnxpar.training.staging import Staging, plan_copies
 from onnxpar.training.trainable import Selection
 
@@ -51,6 +54,7 @@ class DividedTraining:
         selection: What is trained, and what is not.
         unreached: Parameters chosen that the loss does not depend on, with the reason.
         shards: The plan of the training program, and how its buffers lie.
+        source: The program that the plan is of, without recomputation.
         kept: Bytes of the buffers of each kind on a device, padding included; of a pipeline, on a
             device of the stage that has most.
         pipeline: How the programs make up a pipeline, where the strategy has one.
@@ -61,6 +65,7 @@ class DividedTraining:
     selection: Selection
     unreached: Mapping[str, str]
     shards: Shards
+    source: ir.Model
     kept: Mapping[StateKind, int]
     pipeline: Pipeline | None = None
 
@@ -91,7 +96,7 @@ def divide_training(
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
     shards = _planned(prepared, strategy, trained)
-    program = _micro_batch(prepared, shards, places)
+    program = _micro_batch(prepared, shards, places, strategy.recompute)
     held = prepared.model.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
     buffers = Buffers(shards, trained, statistics)
@@ -125,6 +130,7 @@ def divide_training(
         prepared.selection,
         prepared.unreached,
         shards,
+        prepared.model,
         buffers.kept(updates),
         pipeline,
     )
@@ -144,24 +150,32 @@ def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[Parameter
     return shard_states(plan, p.gradients, itemsizes, strategy.optimizer_parallel)
 
 
-def _micro_batch(prepared: Prepared, shards: Shards, places: Places) -> PartitionedModel:
+def _micro_batch(
+    prepared: Prepared, shards: Shards, places: Places, options: RecomputeOptions
+) -> PartitionedModel:
     """Forward, loss and backward of one micro-batch, divided."""
     p = prepared
     # A copy's gradient goes to the buffer of what it stands for, on another stage.
     owner = {n: p.copies[n].original if n in p.copies else n for n in p.gradients}
     gradients = {g: state_name(StateKind.GRADIENT, owner[n]) for n, g in p.gradients.items()}
     laid = shards.training(p.model.graph, p.rules)
-    return partition(
-        p.model,
-        p.env,
-        p.rules,
-        p.ops,
-        laid.plan,
-        program="training_model",
-        states=States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated}),
-        gathered=laid.gathered,
-        places=places,
-    )
+    states = States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated})
+
+    def divided(run: Planned) -> PartitionedModel:
+        return partition(
+            run.model,
+            run.env,
+            run.rules,
+            run.ops,
+            run.plan,
+            program="training_model",
+            states=states,
+            gathered=laid.gathered,
+            places=with_added(places, run.added),
+        )
+
+    whole = Planned(p.model, p.env, p.rules, p.ops, laid.plan)
+    return divided(recomputed(whole, options))
 
 
 def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:

@@ -44,7 +44,7 @@ const std::vector<Signature>& signatures() {
       {Op::kPermute, {x, token}, {x, token}, false},
       {Op::kSend, {x, token}, {{kToken}}, false},
       {Op::kRecv, {integers, token}, {x, token}, false},
-      {Op::kBarrier, {many}, {many}, true},
+      {Op::kBarrier, {x, many}, {x}, true},
       {Op::kStart, {x, token}, {integers, token}, false},
       {Op::kWait, {integers, x}, {x}, false},
       {Op::kPhilox, {integers, integers, integers, integers}, {{kFloat}}, false},
@@ -247,17 +247,15 @@ class RecvKernel : public PeerKernel {
   const DType type_;
 };
 
-// Barrier(inputs…) -> the same. Its outputs are new values to onnxruntime, so that nothing is
-// merged or moved across it.
+// Barrier(X, after…) -> X. Its output is a new value to onnxruntime, so that nothing is merged
+// across it, and is there only when the further inputs are.
 class BarrierKernel : public Kernel {
  public:
   using Kernel::Kernel;
   void compute(const Io& io) override {
-    for (size_t i = 0; i < io.inputs(); ++i) {
-      const Tensor x = io.input(i);
-      void* out = io.output(i, x.shape);
-      if (out != nullptr && out != x.data && x.bytes() != 0) std::memcpy(out, x.data, x.bytes());
-    }
+    const Tensor x = io.input(0);
+    void* out = io.output(0, x.shape);
+    if (out != nullptr && out != x.data && x.bytes() != 0) std::memcpy(out, x.data, x.bytes());
   }
 };
 
@@ -361,10 +359,8 @@ ort::Status* infer_shape(const ort::CustomOp* op, ort::ShapeContext* context) {
     if (kind == Op::kSend) infer_output(context, 0, token);
     if (kind == Op::kStart) infer_output(context, 0, {kInt64, {1}, {""}});
     if (kind == Op::kBarrier) {
-      for (size_t i = 0; i < inferred_inputs(context); ++i) {
-        const SymbolicTensor x = inferred_input(context, i);
-        if (!x.shape.empty()) infer_output(context, i, x);
-      }
+      const SymbolicTensor x = inferred_input(context, 0);
+      if (!x.shape.empty()) infer_output(context, 0, x);
     }
     const bool collective = kind <= Op::kPermute;
     if (!collective && kind != Op::kWait) return nullptr;
@@ -422,7 +418,7 @@ CustomOp make_op(const Signature& signature, RankContext* rank) {
     return port(self(o).signature->inputs, i).type == kAny ? ort::kMemoryDefault
                                                            : ort::kMemoryCpuInput;
   };
-  op.variadic_input_min = [](const ort::CustomOp*) { return 1; };
+  op.variadic_input_min = [](const ort::CustomOp*) { return 0; };
   op.variadic_input_homogeneous = [](const ort::CustomOp*) { return 0; };
   op.variadic_output_min = [](const ort::CustomOp*) { return 1; };
   op.variadic_output_homogeneous = [](const ort::CustomOp*) { return 0; };

@@ -190,12 +190,6 @@ std::optional<std::vector<int64_t>> ShapeAttributes::integers(const char* name) 
   return values;
 }
 
-size_t inferred_inputs(const ort::ShapeContext* context) {
-  size_t count = 0;
-  check(g_api.shape_input_count(context, &count));
-  return count;
-}
-
 SymbolicTensor inferred_input(const ort::ShapeContext* context, size_t index) {
   ort::TensorInfo* raw = nullptr;
   check(g_api.shape_input(context, index, &raw));

@@ -78,7 +78,6 @@ struct SymbolicTensor {
   std::vector<std::string> names;
 };
 
-size_t inferred_inputs(const ort::ShapeContext* context);
 SymbolicTensor inferred_input(const ort::ShapeContext* context, size_t index);
 void infer_output(const ort::ShapeContext* context, size_t index, const SymbolicTensor& tensor);
 

@@ -110,7 +110,7 @@ def test_tp_and_axes_that_no_entry_places_split_parameters(
             "mesh: {dp: 2}\ndevices: 2\npipeline: {stages: 2}",
             r"s:2: 'devices' is of 2 devices, but the mesh {'dp': 2} in 2 stages is 4",
         ),
-        ("recompute: []", "s:1: 'recompute' is not built yet"),
+        ("recompute: []", "s:1: 'recompute': expected 'nodes', 'layers' or 'memory'"),
         ("optimizer_parallel: {}", "s:1: 'optimizer_parallel': 'level': expected this key, got no"),
         ("optimizer_parallel: {level: 4}", "'level': expected 0, 1, 2 or 3, got 4"),
         ("optimizer_parallel: {level: 1, thresold: 1}", "nearest: 'threshold'"),

@@ -1,0 +1,162 @@
+"""Recomputation changes no bit of training, and lowers the peak of what a rank holds."""
+
+import json
+import os
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import mlp
+import numpy as np
+import onnx
+import pytest
+import transformer
+from numpy.typing import NDArray
+from training_cases import batch_of, cut, hyper
+
+from onnxpar.analysis.layers import find_layers
+from onnxpar.analysis.shapes import RECOMPUTED_FROM, shapes
+from onnxpar.errors import StrategyError
+from onnxpar.passes.load import normalise
+from onnxpar.strategy import Strategy
+from onnxpar.strategy.recomputing import parse_recompute
+from onnxpar.symbols import NO_CONSTRAINTS
+from onnxpar_runtime.group import Ranks
+from onnxpar_runtime.training.group import TrainerGroup
+from onnxpar_runtime.training.trainer import Trainer
+
+Array = NDArray[Any]
+GPT = {"layers": 3, "d_model": 16, "heads": 2, "vocab": 20, "max_positions": 8, "dropout": 0.2}
+
+
+def gpt(**fields: Any) -> Any:
+    return transformer.build(**{**GPT, "training": True, **fields})
+
+
+def strategy(mesh: Mapping[str, int], wanted: Any = None) -> Strategy:
+    data: dict[str, Any] = {"mesh": dict(mesh), "parameter_axes": [a for a in mesh if a == "tp"]}
+    return Strategy.from_dict(data if wanted is None else {**data, "recompute": wanted})
+
+
+def trained(directory: Path, **symbols: int) -> tuple[list[float], dict[str, Array]]:
+    """Losses of three steps, of two micro-batches each, and all states afterwards."""
+    rng = np.random.default_rng(4)
+    batches = [batch_of(directory, rng, **symbols) for _ in range(2)]
+    with TrainerGroup(directory, seed=7) as group:
+        losses = [group.train_step(batches, hyper("adamw", t, 1e-2)).loss for t in (1, 2, 3)]
+        return losses, {name: group.gather(name) for name in group.manifest.trained().states}
+
+
+def nodes_of(directory: Path, rank: int = 0) -> list[onnx.NodeProto]:
+    name = json.loads((directory / "manifest.json").read_text())
+    file = name["programs"]["training_model"]["files"][rank]
+    return list(onnx.load(directory / file, load_external_data=False).graph.node)
+
+
+def again(node: onnx.NodeProto) -> bool:
+    return any(entry.key == RECOMPUTED_FROM for entry in node.metadata_props)
+
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+MESHES = ({"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2})
+WANTED = (
+    {"layers": 1},
+    {"layers": 1, "communication": "keep"},
+    {"layers": 2},
+    ["*/mlp/*", "*/attn/Softmax"],
+)
+CELLS = list(product(MESHES, WANTED))
+QUICK = [CELLS[i] for i in (3, 5, 8)]
+
+
+@pytest.mark.parametrize(("mesh", "wanted"), CELLS if FULL else QUICK, ids=str)
+def test_a_transformer_trains_to_the_same_bits(
+    tmp_path: Path, mesh: dict[str, int], wanted: Any
+) -> None:
+    # One position less than is even, and a batch that does not divide.
+    plain = cut(tmp_path / "a", gpt(), strategy(mesh), optimizer="adamw")
+    clever = cut(tmp_path / "b", gpt(), strategy(mesh, wanted), optimizer="adamw")
+    assert any(map(again, nodes_of(clever))) and not any(map(again, nodes_of(plain)))
+    losses, states = trained(plain, batch=5, seq=7)
+    got, others = trained(clever, batch=5, seq=7)
+    assert got == losses
+    for name, array in states.items():
+        np.testing.assert_array_equal(others[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_classifier_trains_to_the_same_bits(tmp_path: Path, mesh: dict[str, int]) -> None:
+    plain = cut(tmp_path / "a", mlp.build(image=6), strategy(mesh), optimizer="adamw")
+    wanted = ["/relu*", "/fc2/MatMul"]
+    clever = cut(tmp_path / "b", mlp.build(image=6), strategy(mesh, wanted), optimizer="adamw")
+    assert [n.name for n in nodes_of(clever) if again(n)]
+    assert trained(plain, batch=5)[0] == trained(clever, batch=5)[0]
+
+
+def test_communication_is_kept_or_repeated(tmp_path: Path) -> None:
+    counts = {}
+    for what in ("keep", "recompute", None):
+        wanted = None if what is None else {"layers": 1, "communication": what}
+        out = cut(tmp_path / str(what), gpt(), strategy({"tp": 2}, wanted))
+        counts[what] = sum(node.op_type == "AllReduce" for node in nodes_of(out))
+    assert counts["keep"] == counts[None]
+    # Of the sums of a layer one is inside; the other makes what the layer hands on.
+    assert counts["recompute"] == counts[None] + GPT["layers"]
+
+
+def peak(directory: Path, batch: Mapping[str, Array]) -> tuple[int, float]:
+    def make(manifest: Any, rank: Any) -> Trainer:
+        return Trainer(directory, rank=rank, device="cpu", manifest=manifest, measured=True)
+
+    with Ranks(directory, make) as ranks:
+        results = ranks.each(lambda r: ranks.members[r].train_step([batch], hyper("sgd", 1)))
+        return max(member.peak_bytes() for member in ranks.members), results[0].loss
+
+
+def test_the_peak_falls_with_the_layers(tmp_path: Path) -> None:
+    size = {"layers": 6, "d_model": 16, "vocab": 20, "max_positions": 64, "dropout": 0.0}
+    found = {}
+    for what in (None, {"layers": 1}, {"layers": 2}):
+        out = cut(tmp_path / str(len(found)), gpt(**size), strategy({"dp": 1}, what))
+        batch = batch_of(out, np.random.default_rng(0), batch=8, seq=64)
+        found[str(what)] = peak(out, batch)
+    (all_kept, loss), (none, loss1), (half, loss2) = found.values()
+    assert loss == loss1 == loss2
+    # Activations of six layers against those of one and six borders; weights and their gradients
+    # are some 0.1 MB of each.
+    assert none < 0.4 * all_kept
+    assert none < half < 0.75 * all_kept
+
+
+def test_layers_are_found() -> None:
+    model = normalise(gpt(layers=5))
+    nodes = list(model.graph)
+    layers = find_layers(nodes, shapes(model, NO_CONSTRAINTS))
+    assert len(layers) == 5
+    for number, layer in enumerate(layers):
+        names = {(node.name or "").split("/")[1] for node in nodes[layer.start : layer.stop]}
+        assert names == {f"layer{number}"}
+    single = normalise(gpt(layers=1))
+    assert find_layers(list(single.graph), shapes(single, NO_CONSTRAINTS)) == []
+
+
+def test_what_cannot_be_recomputed_is_refused(tmp_path: Path) -> None:
+    def refused(entry: Any, match: str) -> None:
+        with pytest.raises(StrategyError, match=match):
+            cut(tmp_path / "a", mlp.build(image=6), strategy({"dp": 1}, entry))
+
+    refused(["/relo1*"], "recompute: expected the name or a pattern of a node of the forward")
+    refused({"layers": 1}, "expected layers that repeat, found none")
+    refused({"layers": 0}, "expected a number of at least 1 under 'layers'")
+    refused({"layer": 1}, "unknown key 'layer'; nearest: 'layers'")
+    refused({"nodes": ["/relu*"], "communication": "no"}, "expected one of .'keep', 'recompute'")
+    refused([], "expected 'nodes', 'layers' or 'memory'")
+    refused("all", "expected a list of nodes or a mapping")
+    refused({"memory": "much"}, "'much'")
+    with pytest.raises(StrategyError, match="--recompute: expected layers, layers=K"):
+        parse_recompute(["layers=0"], "keep")
+    with pytest.raises(StrategyError, match="--recompute-communication: expected one of"):
+        parse_recompute(["layers"], "never")
+    found = parse_recompute(["layers=2", "/a*", "auto=1KiB"], "keep")
+    assert (found.layers, found.nodes, found.memory) == (2, ("/a*",), 1024)
