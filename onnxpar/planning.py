@@ -1,6 +1,6 @@
 """A strategy for a model: searched for, compared with the plain ones, explained."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import Price, price
 from onnxpar.analysis.propagate import Alike, Rules, alike, propagate
-from onnxpar.analysis.search.find import Found
+from onnxpar.analysis.search.find import Found, Told
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import OnnxparError
@@ -113,7 +113,7 @@ def plan_strategy(
     *,
     symbols: Mapping[str, Symbol] | None = None,
     training: TrainingSpec | None = None,
-    told: Callable[[str], None] = lambda stage: None,
+    told: Told = lambda stage, number, count: None,
 ) -> Planned:
     """Searches for a strategy and compares it with the plain ones.
 
@@ -122,7 +122,8 @@ def plan_strategy(
         strategy: How to search, and what is fixed; its `rest` is "search".
         symbols: Constraints on symbols; they replace the strategy's of the same name.
         training: Plan the program that trains the model, instead of the model.
-        told: Called with the name of each stage as it begins.
+        told: Called with the name of each stage as it begins, and that it is number n of m
+            candidates; 0 of 0 where there are none to count.
 
     Raises:
         OnnxparError: The model or the strategy is wrong, or nothing fits into a device's memory.
@@ -130,18 +131,19 @@ def plan_strategy(
     entry = strategy.search
     machine = load_machine(entry.machine)
     constraints = {**strategy.symbols, **(symbols or {})}
-    told("reading the model")
+    told("reading the model", 0, 0)
     with blamed_on_model(Path(model)):
         program = read_program(model, constraints, training)
-    told("searching")
+    told("searching", 0, 0)
     seeds = resolve(strategy, program.model, program.rules, program.env)
-    found = search(
-        strategy, program.model, program.rules, program.env, seeds, list(program.gradients)
-    )
-    told("pricing")
+    trained = list(program.gradients)
+    found = search(strategy, program.model, program.rules, program.env, seeds, trained, told)
+    names = presets(strategy.devices)
+    told("pricing what was found", 1, len(names) + 1)
     plan = program.plan(found.seeds)
     ways = [Way("found", program.price(plan, machine, entry.sizes))]
-    for name in presets(strategy.devices):
+    for number, name in enumerate(names, 2):
+        told(f"pricing {name}", number, len(names) + 1)
         ways.append(_priced(name, program, machine, strategy))
     limit = machine.memory if entry.memory is None else entry.memory
     return Planned(

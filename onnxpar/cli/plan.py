@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +11,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import NodePrice, Price
+from onnxpar.analysis.search.find import Told
 from onnxpar.cli.options import AsJson, Devices, OptimizerParallel
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.errors import ModelError, StrategyError
@@ -97,14 +106,13 @@ def command(
     training = None
     if loss is not None:
         training = TrainingSpec(parse_loss(loss), parse_optimizer(optimizer))
-    console = Console(stderr=True, highlight=False)
-    with console.status("reading the model") as status:
+    with _progress() as told:
         planned = plan_strategy(
             model,
             replace(wanted, search=entry),
             symbols=parse_symbols(constraints),
             training=training,
-            told=status.update,
+            told=told,
         )
     data = _data(planned, entry)
     out.write_text(write_strategy(planned.data, _head(planned, entry)), encoding="utf-8")
@@ -112,6 +120,28 @@ def command(
         print(json.dumps(data, indent=1))
         return
     _print(planned, Console(soft_wrap=True, highlight=False), out)
+
+
+@contextmanager
+def _progress() -> Iterator[Told]:
+    """A bar on a terminal, which is cleared at the end; nothing elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with shown:
+        task = shown.add_task("", total=None)
+
+        def told(stage: str, number: int, count: int) -> None:
+            # What has begun is not done.
+            done = max(number - 1, 0)
+            shown.update(task, description=escape(stage), completed=done, total=count or None)
+
+        yield told
 
 
 def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:

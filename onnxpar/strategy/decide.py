@@ -6,7 +6,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.search.find import Found, SearchSpec, find
+from onnxpar.analysis.search.find import Found, SearchSpec, Told, find
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.strategy.machine_file import load_machine
@@ -48,8 +48,10 @@ def search(
     env: ShapeEnv,
     seeds: Seeds,
     trained: Collection[str] = (),
+    told: Told | None = None,
 ) -> Found:
-    """Searches for what a strategy leaves open; as `decide` otherwise.
+    """Searches for what a strategy leaves open; as `decide` otherwise, and
+    `find` of `told`.
 
     Of a plan that was written down, what the user spoke of is kept and what followed is open.
     """
@@ -72,4 +74,5 @@ def search(
         named=bool(strategy.axes),
         free_inputs=strategy.dataset == SEARCH,
         trained=trained,
+        told=told,
     )

@@ -1,6 +1,10 @@
 """`onnxpar plan`: what it prints and writes, and that `shard` carries out what it wrote."""
 
 import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import onnx
@@ -162,3 +166,26 @@ def test_an_annotation_of_another_tool_is_pinned_as_a_whole(tmp_path: Path) -> N
     found = planned(tmp_path, annotated)
     assert pieces(found, model, "first") == [(2, 1), (1, 4)]
     assert yaml.safe_load(found.read_text())["given"] == ["first"]
+
+
+def test_progress_is_shown_on_a_terminal_only(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "onnxpar.cli", "plan", str(model), "--devices", "4", *SIZES]
+    command += ["-o", str(tmp_path / "found.yaml")]
+    leader, terminal = os.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=terminal, env=environment
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        # Reading a terminal whose other side is closed is an error, not an end.
+        with suppress(OSError):
+            while part := os.read(leader, 4096):
+                shown += part
+    os.close(leader)
+    assert process.returncode == 0
+    # The plan found, dp=4, dp=2,tp=2 and tp=4; the last has begun and three are done.
+    assert b"pricing tp=4" in shown
+    assert b"3/4" in shown
+    piped = subprocess.run(command, capture_output=True, check=True)
+    assert piped.stderr == b""

@@ -163,8 +163,9 @@ def scale(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         stages: list[float] = []
         began = perf_counter()
 
-        def told(stage: str, stages: list[float] = stages) -> None:
-            stages.append(process_time())
+        def told(stage: str, number: int, count: int, stages: list[float] = stages) -> None:
+            if len(stages) < 2 or (len(stages) == 2 and stage.startswith("pricing")):
+                stages.append(process_time())
 
         planned = plan_strategy(path, wanted, told=told)
         stages.append(process_time())

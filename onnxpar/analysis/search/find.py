@@ -1,6 +1,6 @@
 """From a model and a machine to the plans of all its nodes."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
@@ -31,6 +31,9 @@ LEVELS = {
 }
 """What each level of the objective weighs; see `SearchSpec`."""
 
+
+Told = Callable[[str, int, int], None]
+"""Is told what is tried, and that it is number n of m."""
 
 # Later halvings cannot halve all memory: how much of what would remain is counted on.
 _SHARES = (1.0, 0.75, 0.5, 0.0)
@@ -118,6 +121,7 @@ def find(
     named: bool,
     free_inputs: bool,
     trained: Collection[str] = (),
+    told: Told | None = None,
 ) -> Found:
     """Searches for the strategy of every forward node that the user did not fix.
 
@@ -130,6 +134,7 @@ def find(
         named: Whether the mesh is the user's; else its shape is searched, too.
         free_inputs: Whether graph inputs may be split as suits the nodes best.
         trained: Names of the parameters that are trained; none for a forward program.
+        told: Is told of each mesh, or of each halving of the devices, as it begins.
 
     Raises:
         ShardingError: Nothing fits into the memory of a device.
@@ -139,10 +144,14 @@ def find(
     winner: tuple[float, Candidate, Seeds] | None = None
     pinned = replace(seeds, inputs={} if free_inputs else seeds.inputs)
     fixed = bool(pinned.nodes or pinned.inputs or pinned.parameters or pinned.outputs)
-    for mesh in _meshes(seeds.mesh, spec, named, fixed):
+    told = told or (lambda what, number, count: None)
+    meshes = list(_meshes(seeds.mesh, spec, named, fixed))
+    for number, mesh in enumerate(meshes, 1):
+        if spec.algorithm != "recursive":
+            told("mesh " + "x".join(str(n) for _, n in mesh.axes), number, len(meshes))
         started = perf_counter()
         cost = CostModel(spec.machine, mesh, env.table, spec.sizes)
-        run = _Search(seen, cost, replace(pinned, mesh=mesh), spec)
+        run = _Search(seen, cost, replace(pinned, mesh=mesh), spec, told)
         try:
             problem, solution = run.solve()
         except ShardingError as error:
@@ -207,6 +216,7 @@ class _Search:
     cost: CostModel
     seeds: Seeds
     spec: SearchSpec
+    told: Told
 
     def solve(self) -> tuple[Problem, Solution]:
         mesh = self.cost.mesh
@@ -226,8 +236,12 @@ class _Search:
 
     def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution]:
         """Halves with less and less memory left to later halvings, until all fits at the end."""
+        done = 0
 
         def decide(problem: Problem, later: int) -> Solution:
+            nonlocal done
+            done += 1
+            self.told("halving", (done - 1) % len(axes) + 1, len(axes))
             if later == 1:
                 return self._best(problem, self.spec.limit)
             try:
