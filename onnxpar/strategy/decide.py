@@ -50,10 +50,9 @@ def search(
     trained: Collection[str] = (),
     told: Told | None = None,
 ) -> Found:
-    """Searches for what a strategy leaves open; as `decide` otherwise, and
-    `find` of `told`.
+    """Searches for what a strategy leaves open; as `decide` otherwise.
 
-    Of a plan that was written down, what the user spoke of is kept and what followed is open.
+    `told` is as in `find`. Of a plan that was written down, what the user spoke of is kept and what followed is open.
     """
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
