@@ -29,6 +29,12 @@ def cut_of(manifest: Manifest, state: State) -> Cut:
     return state.spec.cut(manifest.atoms, {})
 
 
+def held_states(manifest: Manifest, rank: int) -> list[State]:
+    """Returns the states that a checkpoint has and a rank holds a part of, by name."""
+    stage = manifest.stage_of(rank)
+    return [state for state in kept_states(manifest) if stage in state.stages]
+
+
 def rank_file(rank: int) -> str:
     """Returns the name of the file with what a rank wrote."""
     return f"rank{rank:04d}.safetensors"
@@ -39,7 +45,7 @@ def boxes_of(cut: Cut, rank: int, *, padded: bool) -> tuple[ShardBox, ...]:
 
     Args:
         cut: How the tensor is cut.
-        rank: The rank.
+        rank: The rank's place on its mesh.
         padded: Whether the part is as on the rank, of shape `cut.local_shape`, rather than without
             padding.
     """
@@ -87,11 +93,13 @@ class Written:
     Attributes:
         state: The state.
         cut: How it is cut.
+        place: The place on its stage's mesh of who writes it.
         rank: Who writes it.
     """
 
     state: State
     cut: Cut
+    place: int
     rank: int
 
 
@@ -100,20 +108,19 @@ def written(manifest: Manifest) -> Iterator[Written]:
     for number, state in enumerate(kept_states(manifest)):
         cut = cut_of(manifest, state)
         used = {a for dim in cut.dims for _, atoms in dim for a in atoms}
-        copies = prod(size for a, size in enumerate(cut.atoms) if a not in used)
-        digits = iter(coordinates(number % copies, [s for a, s in enumerate(cut.atoms)
-                                                    if a not in used]))  # fmt: skip
-        fixed = {a: next(digits) for a in range(len(cut.atoms)) if a not in used}
-        # Stages that share a state have equal copies of it.
-        stage = state.stages[number // copies % len(state.stages)]
-        for place in product(*(
-            [fixed[a]] if a in fixed else range(size) for a, size in enumerate(cut.atoms)
-        )):  # fmt: skip
-            rank = stage
-            for digit, size in zip(place, cut.atoms, strict=True):
-                rank = rank * size + digit
-            if all(b.valid for b in cut.blocks(rank)):
-                yield Written(state, cut, rank)
+        free = [a for a in range(len(cut.atoms)) if a not in used]
+        sizes = [len(state.stages), *(cut.atoms[a] for a in free)]
+        copy, *digits = coordinates(number % prod(sizes), sizes)
+        fixed = dict(zip(free, digits, strict=True))
+        for coords in product(
+            *([fixed[a]] if a in fixed else range(size) for a, size in enumerate(cut.atoms))
+        ):
+            place = 0
+            for digit, size in zip(coords, cut.atoms, strict=True):
+                place = place * size + digit
+            if all(b.valid for b in cut.blocks(place)):
+                rank = state.stages[copy] * manifest.stage_devices + place
+                yield Written(state, cut, place, rank)
 
 
 def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
@@ -123,8 +130,8 @@ def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
         shards[part.state.spec.name].append(
             StoredShard(
                 rank_file(part.rank),
-                unpadded_shape(part.cut, part.rank),
-                boxes_of(part.cut, part.rank, padded=False),
+                unpadded_shape(part.cut, part.place),
+                boxes_of(part.cut, part.place, padded=False),
             )
         )
     return {

@@ -288,7 +288,7 @@ def _chain(first: bytes, rest: Iterable[bytes | memoryview]) -> Iterable[bytes |
 
 def _valid(part: Written, array: Array) -> Array:
     """Returns a rank's part without padding, of the copy that is given."""
-    blocks = part.cut.blocks(part.rank)
+    blocks = part.cut.blocks(part.place)
     inside = array.reshape([b.local for b in blocks])[tuple(slice(0, b.valid) for b in blocks)]
     shape = iter(blocks)
     return inside.reshape([int(np.prod([next(shape).valid for _ in d])) for d in part.cut.dims])

@@ -22,9 +22,12 @@ from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.training import commands
 
-GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
+GPT = {"layers": 2, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
 MESHES: dict[str, str | Strategy] = {
     "tp4": "tp=4",
+    "pp2dp2": Strategy.from_dict(
+        {"mesh": {"dp": 2}, "pipeline": {"stages": 2, "micro_batches": 2}}
+    ),
     "tp3": "tp=3",
     "dp3": Strategy.from_dict(
         {"mesh": {"dp": 3}, "optimizer_parallel": {"level": 3, "threshold": 0}}
@@ -37,7 +40,7 @@ MESHES: dict[str, str | Strategy] = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the artifacts of several meshes, a checkpoint of dp2·tp2 and its weights."""
     folder = tmp_path_factory.mktemp("reshard")
-    model = transformer.build(**GPT, fused_qkv=True)
+    model = transformer.build(**GPT, fused_qkv=True, tied_head=True)
     first = cut(folder / "dp2tp2", model, "dp=2,tp=2", optimizer="adamw")
     for name, strategy in MESHES.items():
         cut(folder / name, model, strategy, optimizer="adamw")

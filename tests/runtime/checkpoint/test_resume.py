@@ -103,12 +103,15 @@ def test_on_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     np.testing.assert_allclose(rest, losses[4:], rtol=1e-11)
 
 
-GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
+GPT = {"layers": 2, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
 SHARED = {"level": 3, "threshold": 0}
 MESHES: dict[str, str | Strategy] = {
     "dp=2,tp=2": "dp=2,tp=2",
     "dp=3, level 3": Strategy.from_dict({"mesh": {"dp": 3}, "optimizer_parallel": SHARED}),
     "tp=3": "tp=3",
+    "pp=2,dp=2": Strategy.from_dict(
+        {"mesh": {"dp": 2}, "pipeline": {"stages": 2, "micro_batches": 2}}
+    ),
     "dp=2,tp=2, level 3": Strategy.from_dict(
         {"mesh": {"dp": 2, "tp": 2}, "optimizer_parallel": SHARED}
     ),
@@ -117,7 +120,7 @@ MESHES: dict[str, str | Strategy] = {
 
 
 def test_dropout_moments_and_uneven_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = transformer.build(**GPT, fused_qkv=True, dropout=0.2, training=True)
+    model = transformer.build(**GPT, fused_qkv=True, tied_head=True, dropout=0.2, training=True)
     cuts = {
         mesh: cut(tmp_path / mesh.replace(",", "_"), model, strategy, optimizer="adamw")
         for mesh, strategy in MESHES.items()
