@@ -111,6 +111,8 @@ def play(
         OnnxparRuntimeError: What `work` raises.
     """
     posted: dict[Message, Ticket[list[Array]]] = {}
+    if trace is not None:
+        trace.begin()
     for step in program.ranks[place.stage]:
         if isinstance(step, Action):
             if trace is None:
