@@ -108,6 +108,13 @@ def command(
             "bit: for debugging.",
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write when the stages of a pipeline computed, for chrome://tracing or Perfetto.",
+        ),
+    ] = None,
     device: Device = "auto",
     transport: Transport = "auto",
     log_dir: LogDir = None,
@@ -145,6 +152,7 @@ def command(
         log=log,
         print_every=print_every,
         check_replicas=check_replicas,
+        trace=trace,
         device=device,
         transport=transport,
         log_dir=log_dir,

@@ -90,6 +90,7 @@ def train(
     log: Path | None = None,
     print_every: int = 1,
     check_replicas: int | None = None,
+    trace: Path | None = None,
     device: str = "auto",
     transport: str = "auto",
     log_dir: Path | None = None,
@@ -126,6 +127,7 @@ def train(
         log: File of JSON lines.
         print_every: Print every so many steps of an epoch; 0 prints none.
         check_replicas: Compare replicas of states every so many steps; None: never.
+        trace: File for when the stages of a pipeline computed.
         device: `auto`, `cpu` or `cuda`.
         transport: `auto`, `mpi` or `threads`.
         log_dir: Folder for a log file of each rank, or None.
@@ -163,6 +165,7 @@ def train(
         log=log,
         print_every=print_every,
         check_replicas=check_replicas,
+        trace=trace,
     )
     how = training.Execution(device, transport, log_dir, parse_pairs(ort), custom_ops)
     return training.train(directory, wanted, how)

@@ -18,7 +18,7 @@ from onnxpar_runtime.manifest import Handed, Manifest, Pipeline, TensorSpec, Vir
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Expected, Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
-from onnxpar_runtime.pipeline.trace import Trace
+from onnxpar_runtime.pipeline.trace import Trace, even_bubble
 from onnxpar_runtime.pipeline.values import Ends, read_values
 from onnxpar_runtime.tensors import host_view
 
@@ -69,7 +69,6 @@ class Stages:
         rank: The rank.
         load: Returns the executor of a part.
         inbox: The rank's.
-        trace: Notes what is computed, if given.
 
     Attributes:
         made: The program's outputs, and the stage that makes each.
@@ -88,10 +87,9 @@ class Stages:
         rank: Rank,
         load: Callable[[str], Executor],
         inbox: Inbox,
-        trace: Trace | None = None,
     ) -> None:
         """Loads the rank's parts."""
-        self._manifest, self._rank, self._inbox, self._trace = manifest, rank, inbox, trace
+        self._manifest, self._rank, self._inbox = manifest, rank, inbox
         self._values = read_values(manifest, program)
         assert manifest.pipeline is not None  # or there were no values
         self._pipeline: Pipeline = manifest.pipeline
@@ -143,6 +141,7 @@ class Stages:
         micro_batches: Sequence[Micro],
         counters: Mapping[str, int],
         writes: Writes | None = None,
+        trace: Trace | None = None,
     ) -> list[dict[str, Array]]:
         """Plays a schedule. Every rank must call it, with the same number of micro-batches.
 
@@ -151,6 +150,7 @@ class Stages:
             micro_batches: The micro-batches.
             counters: Values of `manifest.COUNTERS` but for the number of the micro-batch.
             writes: Where states are written, if not in their own place.
+            trace: Notes what is computed, if given.
 
         Returns:
             For each micro-batch the local arrays of the outputs that this rank's stage makes.
@@ -166,8 +166,12 @@ class Stages:
         self._held.clear()
         self._leaving.clear()
         self._bytes = 0
-        play(self._rank, self._place, program, self, self._inbox, self._trace)
+        play(self._rank, self._place, program, self, self._inbox, trace)
         return self._found
+
+    def even_bubble(self, schedule: str, count: int) -> float:
+        """Returns the bubble of a schedule of `count` micro-batches if stages took equal times."""
+        return even_bubble(self._plan(schedule, count))
 
     def _plan(self, schedule: str, count: int) -> Program:
         pipeline = self._pipeline

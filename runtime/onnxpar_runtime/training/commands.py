@@ -17,6 +17,7 @@ from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin
+from onnxpar_runtime.data import check_writable
 from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.interrupts import told_when_terminated
@@ -42,6 +43,7 @@ from onnxpar_runtime.training.programs import (
     hyperparameters_read,
 )
 from onnxpar_runtime.training.replicas import ReplicaCheck
+from onnxpar_runtime.training.runner import Traced
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import open_source, places
 from onnxpar_runtime.training.trainer import Trainer
@@ -97,6 +99,8 @@ class TrainingRun:
         print_every: Print every so many steps of an epoch; 0 prints none.
         loss_scale: As `Trainer`. `train_with` leaves that of its trainer.
         check_replicas: Compare replicas of states every so many steps; None: never.
+        trace: File for when the stages of a pipeline computed, in the format of Chrome's trace
+            viewer, or None.
     """
 
     data: str
@@ -118,6 +122,7 @@ class TrainingRun:
     print_every: int = 1
     loss_scale: str | None = None
     check_replicas: int | None = None
+    trace: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -295,6 +300,11 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     if wanted.evaluate:
         held_out = _evaluation_data(manifest, rank, wanted.data, None, wanted.seed)
     schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
+    if wanted.trace is not None:
+        if manifest.pipeline is None:
+            raise LaunchError(f"--trace: {manifest.directory} has no stages of which it could tell")
+        if rank == 0:
+            check_writable(wanted.trace)
     run = described(wanted.data, data, hyper, schedule)
     return _Prepared(data, held_out, hyper, schedule, run)
 
@@ -335,6 +345,8 @@ def _train(
                 reporter.tell(f"notice: {plan.notice}")
         for line in lines:
             reporter.tell(line)
+        if wanted.trace is not None:
+            trainer.begin_trace()
         begin = time.perf_counter()
         done = fit(
             trainer,
@@ -349,10 +361,23 @@ def _train(
             after_step=_checked(trainer, wanted.check_replicas, after_step),
         )
         log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
+        if wanted.trace is not None:
+            traced = trainer.write_trace(wanted.trace)
+            reporter.tell(f"wrote {wanted.trace}: {_waiting(traced)}")
         if wanted.save is not None:
             save(trainer, wanted.save)
             reporter.tell(f"wrote {wanted.save}")
     return done
+
+
+def _waiting(traced: Traced | None) -> str:
+    """Returns for people how long stages wait; nothing on ranks that do not know."""
+    if traced is None:
+        return ""
+    return (
+        f"the stages compute nothing in {traced.bubble:.1%} of a step, and would in "
+        f"{traced.even:.1%} if all took the same time"
+    )
 
 
 def _checked(trainer: Trainer, every: int | None, then: Told | None) -> Told | None:

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest, TensorSpec
 from onnxpar_runtime.pipeline.inbox import Inbox
-from onnxpar_runtime.pipeline.trace import Trace
+from onnxpar_runtime.pipeline.trace import Steps, Trace, median_bubble
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, Stages
 from onnxpar_runtime.training.programs import (
     ACCUMULATION,
@@ -44,6 +45,21 @@ class Found:
     parts: Mapping[str, Array]
 
 
+@dataclass(frozen=True)
+class Traced:
+    """When the stages of a pipeline computed.
+
+    Attributes:
+        ranks: For each rank its computations in each step.
+        bubble: The share of a step's time in which ranks compute nothing, in the median.
+        even: The same if all stages took the same time and transfers none.
+    """
+
+    ranks: Sequence[Steps]
+    bubble: float
+    even: float
+
+
 class Runner(Protocol):
     """Runs the programs of a training directory on one rank. Every rank makes the same calls."""
 
@@ -74,24 +90,35 @@ class Runner(Protocol):
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """Runs the evaluation."""
 
+    def begin_trace(self) -> None:
+        """Notes from now on when stages compute in training.
+
+        Raises:
+            LaunchError: There are no stages.
+        """
+
+    def traced(self) -> Traced | None:
+        """Returns on rank 0 what was noted since the trace began, None elsewhere.
+
+        Raises:
+            LaunchError: None was begun, or no step was made since.
+        """
+
     def close(self) -> None:
         """Ends what runs beside the rank's own thread."""
 
 
-def runner(
-    manifest: Manifest, rank: Rank, programs: Programs, trace: Trace | None = None
-) -> Runner:
+def runner(manifest: Manifest, rank: Rank, programs: Programs) -> Runner:
     """Returns what runs the programs of an artifact.
 
     Args:
         manifest: The manifest.
         rank: The rank.
         programs: The rank's programs.
-        trace: Notes what the stages of a pipeline compute, if given.
     """
     if manifest.pipeline is None:
         return OneStage(manifest, programs)
-    return Pipelined(manifest, rank, programs, trace)
+    return Pipelined(manifest, rank, programs)
 
 
 class OneStage:
@@ -142,6 +169,14 @@ class OneStage:
         correct = int(parts[CORRECT].item()) if CORRECT in parts else None
         return Found(float(parts[LOSS].item()), correct, parts)
 
+    def begin_trace(self) -> None:
+        """As `Runner`."""
+        raise LaunchError(f"{self._manifest.directory}: has no stages of which a trace could tell")
+
+    def traced(self) -> Traced | None:
+        """As `Runner`."""
+        raise LaunchError(f"{self._manifest.directory}: no trace was begun")
+
     def close(self) -> None:
         """As `Runner`; there is nothing."""
 
@@ -153,16 +188,14 @@ class Pipelined:
         manifest: The manifest of a pipeline.
         rank: The rank.
         programs: The rank's programs.
-        trace: Notes what is computed in training, if given.
     """
 
-    def __init__(
-        self, manifest: Manifest, rank: Rank, programs: Programs, trace: Trace | None
-    ) -> None:
+    def __init__(self, manifest: Manifest, rank: Rank, programs: Programs) -> None:
         """Runs nothing yet."""
         assert manifest.pipeline is not None
         self._manifest, self._rank, self._programs = manifest, rank, programs
-        self._pipeline, self._trace = manifest.pipeline, trace
+        self._pipeline = manifest.pipeline
+        self._trace: Trace | None = None
         self._stage = manifest.stage_of(rank.index)
         self._inbox = Inbox(rank)
         self._stages: dict[str, Stages] = {}
@@ -184,9 +217,8 @@ class Pipelined:
     def _through(self, program: str) -> Stages:
         """Returns this stage's parts of a program that runs through the stages."""
         if program not in self._stages:
-            trace = self._trace if program == TRAINING else None
             self._stages[program] = Stages(
-                self._manifest, program, self._rank, self._programs.load, self._inbox, trace
+                self._manifest, program, self._rank, self._programs.load, self._inbox
             )
         return self._stages[program]
 
@@ -201,7 +233,7 @@ class Pipelined:
         """As `Runner`."""
         self._gradients.begin(accumulate)
         found = self._through(TRAINING).run(
-            self._pipeline.schedule, micro_batches, counters, self._gradients
+            self._pipeline.schedule, micro_batches, counters, self._gradients, self._trace
         )
         return self._told([sum(float(f[LOSS].item()) for f in found if LOSS in f)])[0]
 
@@ -227,6 +259,21 @@ class Pipelined:
         numbers = [float(parts[n].item()) if n in parts else 0.0 for n in scalars]
         loss, *correct = self._told(numbers)
         return Found(loss, int(correct[0]) if counts else None, parts)
+
+    def begin_trace(self) -> None:
+        """As `Runner`."""
+        self._trace = Trace(self._rank)
+
+    def traced(self) -> Traced | None:
+        """As `Runner`."""
+        if self._trace is None or not self._trace.steps:
+            raise LaunchError(f"{self._manifest.directory}: no trace was begun")
+        ranks = self._trace.gather()
+        if ranks is None:
+            return None
+        count = max(span.action.micro_batch for span in ranks[0][0]) + 1
+        even = self._through(TRAINING).even_bubble(self._pipeline.schedule, count)
+        return Traced(ranks, median_bubble(ranks), even)
 
     def close(self) -> None:
         """As `Runner`."""

@@ -30,7 +30,7 @@ from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
 from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.options import Device, choose_device
-from onnxpar_runtime.pipeline.trace import Trace
+from onnxpar_runtime.pipeline.trace import write_trace
 from onnxpar_runtime.pipeline.work import Micro
 from onnxpar_runtime.session import common_symbols, own_rank
 from onnxpar_runtime.training.counts import Prepared, prepare
@@ -45,7 +45,7 @@ from onnxpar_runtime.training.programs import (
     Programs,
     hyperparameters_read,
 )
-from onnxpar_runtime.training.runner import Runner, runner
+from onnxpar_runtime.training.runner import Runner, Traced, runner
 from onnxpar_runtime.training.sources import Batch
 from onnxpar_runtime.training.state import States
 
@@ -111,7 +111,6 @@ class Trainer:
             and steps take longer.
         loss_scale: `dynamic` or a number, where the artifact computes in 16 bits; see
             `onnxpar_runtime.training.loss_scale`.
-        trace: Notes when the stages of a pipeline compute in training, if given.
 
     Attributes:
         manifest: The manifest.
@@ -143,7 +142,6 @@ class Trainer:
         manifest: Manifest | None = None,
         measured: bool = False,
         loss_scale: str | None = None,
-        trace: Trace | None = None,
     ) -> None:
         """Loads the rank's graphs."""
         self.manifest = manifest or Manifest.load(directory)
@@ -156,7 +154,7 @@ class Trainer:
             )
         self._own_world, self.rank = own_rank(self.manifest, rank)
         loaded = Programs(self.manifest, self.rank, device, ort_options, custom_ops, measured)
-        running = runner(self.manifest, self.rank, loaded, trace)
+        running = runner(self.manifest, self.rank, loaded)
         for name in programs:
             running.load(name)
         inputs = {
@@ -338,6 +336,42 @@ class Trainer:
             )
             error.agreed = True
             raise error
+
+    def begin_trace(self) -> None:
+        """Notes from now on when the stages of a pipeline compute in training.
+
+        Every rank must call it.
+
+        Raises:
+            LaunchError: The artifact has no stages.
+            RankError: A rank failed.
+        """
+        self._opened.runner.begin_trace()
+
+    def write_trace(self, path: str | Path) -> Traced | None:
+        """Writes what was noted, in the format of Chrome's trace viewer. Every rank must call it.
+
+        Args:
+            path: The file, which rank 0 writes.
+
+        Returns:
+            On rank 0 what was noted, None elsewhere.
+
+        Raises:
+            LaunchError: No trace was begun, or the file cannot be written.
+            RankError: A rank failed.
+        """
+        traced = self._opened.runner.traced()
+
+        def write() -> None:
+            if traced is not None:
+                try:
+                    write_trace(path, traced.ranks, self.manifest.stage_devices)
+                except OSError as error:
+                    raise LaunchError(f"{path}: cannot be written: {error.strerror}") from None
+
+        together(self.rank, write)
+        return traced
 
     # -- evaluation ------------------------------------------------------------------------------
 
