@@ -33,9 +33,10 @@ class Option:
 
 def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
     """Returns the parts of each factor that may be split: what later views of a dim tell apart."""
-    rule = item.rule
+    rule, sizes = item.rule, factor_sizes(item.rule, item.view)
+    # A rule may say a size that is no factor of its operands, for its local form.
     found: dict[str, tuple[Part, ...]] = {
-        f: (Part(s, rule.kinds[f] != WHOLE),) for f, s in factor_sizes(rule, item.view).items()
+        f: (Part(sizes[f], kind != WHOLE),) for f, kind in rule.kinds.items() if f in sizes
     }
     for operand, dims in zip(rule.inputs, item.parts, strict=False):
         if dims is None or operand.mode:

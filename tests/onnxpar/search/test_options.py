@@ -28,3 +28,20 @@ def test_only_what_a_node_made_may_wait_for_a_sum() -> None:
     pending = [o for o in options(both, [mesh.axis_atoms("x")], cost) if o.plan.carried]
     assert pending
     assert not [o for o in options(biased, [mesh.axis_atoms("x")], cost) if o.plan.carried]
+
+
+HEADS = """<ir_version: 11, opset_import: ["": 23]>
+g (float[4,8,16,8] q, float[4,8,16,8] k, float[4,8,16,8] v) => (float[4,8,16,8] y) {
+    y = Attention(q, k, v)
+}"""
+
+
+def test_a_rule_may_say_a_size_that_is_no_factor_of_its_operands() -> None:
+    """Each head of keys has one of queries, and there is no dim of queries of a head."""
+    program = analyse(normalise(ir.from_proto(onnx.parser.parse_model(HEADS))), {})
+    mesh = Mesh.of({"x": 2})
+    cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
+    (item,) = flow(program.model, program.env, program.rules).items
+    assert item.rule.sizes.keys() - item.rule.kinds.keys()
+    pieces = {o.plan.outputs[0].strategy(mesh) for o in options(item, [mesh.axis_atoms("x")], cost)}
+    assert {(2, 1, 1, 1), (1, 2, 1, 1)} <= pieces
