@@ -52,7 +52,8 @@ def search(
 ) -> Found:
     """Searches for what a strategy leaves open; as `decide` otherwise.
 
-    `told` is as in `find`. Of a plan that was written down, what the user spoke of is kept and what followed is open.
+    Of a plan that was written down, what the user spoke of is kept and what followed is open.
+    `told` is as in `find`.
     """
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
