@@ -1,0 +1,47 @@
+"""`out` on nodes of several families: the result lies as asked, by the cheapest collective."""
+
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+
+from onnxpar import execute
+from onnxpar.pipeline import shard
+
+X = "float[8, 16] x"
+CASES = {
+    "product": (f"{X}, float[16, 8] w", "MatMul(x, w)", "[[2, 2], [2, 1]]", ["ReduceScatter"]),
+    "gemm": (f"{X}, float[8, 16] w", "Gemm<transB = 1>(x, w)", "[[2, 2], [1, 2]]", ["ReduceScatter"]),
+    "sum": (X, "ReduceSum<keepdims = 0>(x, axes)", "[[2, 2]]", ["ReduceScatter"]),
+    "greatest": (X, "ReduceMax<keepdims = 0>(x, axes)", "[[2, 2]]", ["ReduceScatter"]),
+    "elementwise": (X, "Relu(x)", "[[2, 2]]", ["AllToAll"]),
+    "softmax": (X, "Softmax<axis = 1>(x)", "[[2, 1]]", []),
+    "view": (X, "Transpose<perm = [1, 0]>(x)", "[[2, 2]]", ["AllToAll"]),
+    "concat": (X, "Concat<axis = 1>(x, x)", "[[2, 1], [2, 1]]", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_result_lies_as_asked(tmp_path: Path, name: str) -> None:
+    inputs, body, given, ops = CASES[name]
+    rank = 1 if "Reduce" in body else 2
+    made = "[4]" if rank == 1 else "[4, 1]"
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 20]>
+        g ({inputs}) => (float[{", ".join("MN"[:rank])}] y) <int64[1] axes = {{1}}> {{
+            [node] h = {body}
+            [after] y = Neg(h)
+        }}
+    """
+    model, strategy = tmp_path / "m.onnx", tmp_path / "s.yaml"
+    onnx.save(onnx.parser.parse_model(text), model)
+    strategy.write_text(
+        f"devices: 4\ndataset: full_batch\nnodes: {{node: {{in: {given}, out: [{made}]}}}}\n"
+    )
+    found = shard(model, strategy, tmp_path / "out").partitioned
+    wanted = found.plan.nodes["after"].inputs[0]
+    assert wanted is not None and wanted.strategy(found.plan.mesh)[0] == 4
+    assert [c.op for c in found.builder.collectives] == ops
+    for case in execute.verify(tmp_path / "out", model):
+        assert case.ok, case
