@@ -1,6 +1,6 @@
 """A rank's part of a program that runs through the stages of a pipeline."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ from onnxpar_runtime.tensors import host_view
 Array = NDArray[Any]
 FORWARD = "forward"
 """The schedule that differentiates nothing."""
+_MAX_SIZES = 64
+"""Sets of values of symbols whose shapes are kept."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Stages:
         self._held: dict[tuple[int, int], dict[str, _Held]] = defaultdict(dict)
         self._leaving: dict[tuple[Ends, int], dict[str, Any]] = defaultdict(dict)
         self._found: list[dict[str, Array]] = []
+        self._known: OrderedDict[tuple[tuple[str, int], ...], dict[str, Expected]] = OrderedDict()
         self._bytes = 0
         self.peak_bytes = 0
 
@@ -223,10 +226,21 @@ class Stages:
             self._keep(message.target, message.micro_batch, value.name, executor.value(array))
 
     def _expected(self, value: Handed, index: int) -> Expected:
+        """Returns type and shape of a value; they are worked out once for each set of sizes."""
+        symbols = self._micro[index].feeds.values
+        key = tuple(symbols.items())
+        known = self._known.setdefault(key, {})
+        self._known.move_to_end(key)
+        while len(self._known) > _MAX_SIZES:
+            self._known.popitem(last=False)
+        if value.name not in known:
+            known[value.name] = self._worked_out(value, symbols)
+        return known[value.name]
+
+    def _worked_out(self, value: Handed, symbols: Mapping[str, int]) -> Expected:
         dtype = DTYPES[value.dtype].dtype
         if value.shape is None:
             return Expected(dtype, None)
-        symbols = self._micro[index].feeds.values
         try:
             return Expected(dtype, tuple(evaluate(size, symbols) for size in value.shape))
         except ExpressionError as error:
