@@ -10,16 +10,17 @@ from onnxpar import execute
 from onnxpar.pipeline import shard
 
 X = "float[8, 16] x"
+SCATTER = ["ReduceScatter"]
 CASES = {
-    "product": (f"{X}, float[16, 8] w", "MatMul(x, w)", "[[2, 2], [2, 1]]", ["ReduceScatter"]),
-    "gemm": (f"{X}, float[8, 16] w", "Gemm<transB = 1>(x, w)", "[[2, 2], [1, 2]]", ["ReduceScatter"]),
-    "sum": (X, "ReduceSum<keepdims = 0>(x, axes)", "[[2, 2]]", ["ReduceScatter"]),
-    "greatest": (X, "ReduceMax<keepdims = 0>(x, axes)", "[[2, 2]]", ["ReduceScatter"]),
+    "product": (f"{X}, float[16, 8] w", "MatMul(x, w)", "[[2, 2], [2, 1]]", SCATTER),
+    "gemm": (f"{X}, float[8, 16] w", "Gemm<transB = 1>(x, w)", "[[2, 2], [1, 2]]", SCATTER),
+    "sum": (X, "ReduceSum<keepdims = 0>(x, axes)", "[[2, 2]]", SCATTER),
+    "greatest": (X, "ReduceMax<keepdims = 0>(x, axes)", "[[2, 2]]", SCATTER),
     "elementwise": (X, "Relu(x)", "[[2, 2]]", ["AllToAll"]),
     "softmax": (X, "Softmax<axis = 1>(x)", "[[2, 1]]", []),
     "view": (X, "Transpose<perm = [1, 0]>(x)", "[[2, 2]]", ["AllToAll"]),
     "concat": (X, "Concat<axis = 1>(x, x)", "[[2, 1], [2, 1]]", []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
