@@ -1,21 +1,25 @@
 """A strategy for a model: searched for, compared with the plain ones, explained."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.memory import Step
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import Price, price
 from onnxpar.analysis.propagate import Alike, Rules, alike, propagate
 from onnxpar.analysis.search.find import Found, Told
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.errors import OnnxparError
+from onnxpar.analysis.staged import Priced, Split, StagedPrice, price_stages
+from onnxpar.analysis.stages import chain_of, floating
+from onnxpar.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.machine import Machine
 from onnxpar.passes.load import load, normalise
 from onnxpar.passes.validity import blamed_on_model
@@ -23,8 +27,9 @@ from onnxpar.pipeline import analyse
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.parts import between_stages
 from onnxpar.strategy.schema import SEARCH
-from onnxpar.strategy.write import strategy_data
+from onnxpar.strategy.write import pipeline_data, strategy_data
 from onnxpar.symbols import Symbol
 from onnxpar.training.prepare import TrainingSpec, prepare_training
 
@@ -37,14 +42,39 @@ class Way:
     """One way to divide the model, priced.
 
     Attributes:
-        name: A preset, or "found".
-        price: What it costs; None where it cannot be.
+        name: A preset, or "found", with the number of pipeline stages where there are several.
+        price: What it costs without stages, on the devices of one; None where it cannot be.
         reason: Why it cannot be, or does not fit.
+        staged: What it costs in stages, where there are several.
+        micro_batches: Micro-batches of a step.
     """
 
     name: str
     price: Price | None
     reason: str = ""
+    staged: StagedPrice | None = None
+    micro_batches: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; infinity where there is none."""
+        if self.staged is not None:
+            return self.staged.seconds
+        return inf if self.price is None else self.price.step(self.micro_batches)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of a device, of the fullest stage."""
+        if self.staged is not None:
+            return self.staged.peak
+        return 0 if self.price is None else self.price.peak
+
+    @property
+    def held(self) -> int:
+        """Bytes held all the time by a device, of the stage that holds most."""
+        if self.staged is not None:
+            return self.staged.held
+        return 0 if self.price is None else self.price.held
 
 
 @dataclass(frozen=True)
@@ -54,7 +84,7 @@ class Planned:
     Attributes:
         found: The search's result.
         plan: The plan of the whole program that follows from it.
-        ways: The plan found, then those of the presets.
+        ways: The plan found, then those found for other numbers of stages, then the presets.
         data: The content of a strategy file that says the plan.
         machine: The machine that it is for.
         limit: Bytes that a device may hold.
@@ -71,6 +101,12 @@ class Planned:
     model: ir.Model
     rules: Rules
 
+    @property
+    def devices(self) -> int:
+        """Number of devices, of all stages."""
+        staged = self.ways[0].staged
+        return self.plan.mesh.size * (staged.split.stages if staged is not None else 1)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -83,6 +119,7 @@ class Program:
         links: Of each cotangent its primal.
         gradients: The output that is the gradient of each trained parameter, by name.
         states: Tensors like a trained parameter that are held besides it.
+        forward: The model, before a loss is appended to it.
     """
 
     model: ir.Model
@@ -91,6 +128,7 @@ class Program:
     links: Mapping[str, str]
     gradients: Mapping[str, str]
     states: int
+    forward: ir.Model
 
     def plan(self, seeds: Seeds) -> Plan:
         """Returns the plan that follows from seeds."""
@@ -102,9 +140,41 @@ class Program:
 
     def price(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> Price:
         """Returns what a plan costs a device at given sizes of symbols."""
+        return self._with_steps(plan, machine, sizes)[0]
+
+    def _with_steps(
+        self, plan: Plan, machine: Machine, sizes: Mapping[str, int]
+    ) -> tuple[Price, tuple[Step, ...]]:
         cost = CostModel(machine, plan.mesh, self.env.table, sizes)
-        states = dict.fromkeys(self.gradients, self.states)
-        return price(self.model, self.rules, plan, cost, states, self.gradients.values())
+        return price(
+            self.model, self.rules, plan, cost, self._held_besides(), self.gradients.values()
+        )
+
+    def _held_besides(self) -> dict[str, int]:
+        return dict.fromkeys(self.gradients, self.states)
+
+    def way(
+        self, name: str, plan: Plan, machine: Machine, sizes: Mapping[str, int], split: Split
+    ) -> Way:
+        """Returns a plan of one stage's mesh as a way, priced in stages where there are several.
+
+        Raises:
+            StrategyError: There are more parts than nodes.
+        """
+        found, steps = self._with_steps(plan, machine, sizes)
+        if split.stages == 1:
+            return Way(name, found, micro_batches=split.micro_batches)
+        chain = chain_of(self.forward.graph, floating(self.forward.graph))
+        names = frozenset(node.name or "" for node in self.forward.graph)
+        priced = Priced(self.model, plan, found, steps, self._held_besides(), names)
+        cost = CostModel(machine, plan.mesh, self.env.table, sizes)
+        link = between_stages(machine, split.stages, plan.mesh.size)
+        staged = price_stages(priced, chain, cost, link, split)
+        return Way(f"{name}, pp={split.stages}", found, "", staged, split.micro_batches)
+
+
+MICRO_BATCHES = 8
+"""Micro-batches of a step where stages are compared and nobody says how many."""
 
 
 def plan_strategy(
@@ -113,6 +183,8 @@ def plan_strategy(
     *,
     symbols: Mapping[str, Symbol] | None = None,
     training: TrainingSpec | None = None,
+    stages: Sequence[int] | None = None,
+    micro_batches: int | None = None,
     told: Told = lambda stage, number, count: None,
 ) -> Planned:
     """Searches for a strategy and compares it with the plain ones.
@@ -122,6 +194,10 @@ def plan_strategy(
         strategy: How to search, and what is fixed; its `rest` is "search".
         symbols: Constraints on symbols; they replace the strategy's of the same name.
         training: Plan the program that trains the model, instead of the model.
+        stages: Numbers of pipeline stages to try, all of which divide the devices; by default the
+            strategy's.
+        micro_batches: Micro-batches of a step; by default what the strategy says, or 1 without
+            stages, else `MICRO_BATCHES`.
         told: Called with the name of each stage as it begins, and that it is number n of m
             candidates; 0 of 0 where there are none to count.
 
@@ -131,31 +207,79 @@ def plan_strategy(
     entry = strategy.search
     machine = load_machine(entry.machine)
     constraints = {**strategy.symbols, **(symbols or {})}
+    counts = _counts(strategy, stages)
+    runs = _micro_batches(strategy, counts, micro_batches)
     told("reading the model", 0, 0)
     with blamed_on_model(Path(model)):
         program = read_program(model, constraints, training)
-    told("searching", 0, 0)
-    seeds = resolve(strategy, program.model, program.rules, program.env)
-    trained = list(program.gradients)
-    found = search(strategy, program.model, program.rules, program.env, seeds, trained, told)
-    names = presets(strategy.devices)
-    told("pricing what was found", 1, len(names) + 1)
-    plan = program.plan(found.seeds)
-    ways = [Way("found", program.price(plan, machine, entry.sizes))]
-    for number, name in enumerate(names, 2):
-        told(f"pricing {name}", number, len(names) + 1)
-        ways.append(_priced(name, program, machine, strategy))
     limit = machine.memory if entry.memory is None else entry.memory
-    return Planned(
-        found,
-        plan,
-        tuple(ways),
-        strategy_data(found.seeds, program.rules, constraints, strategy.optimizer_parallel),
-        machine,
-        limit,
-        program.model,
-        program.rules,
-    )
+    tried: list[tuple[Way, Found, Plan]] = []
+    refused: list[Way] = []
+    for count in counts:
+        told("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
+        one = replace(strategy, devices=strategy.world // count, pipeline=None)
+        try:
+            seeds = resolve(one, program.model, program.rules, program.env)
+            found = search(
+                one,
+                program.model,
+                program.rules,
+                program.env,
+                seeds,
+                list(program.gradients),
+                told,
+                runs,
+            )
+            plan = program.plan(found.seeds)
+            way = program.way("found", plan, machine, entry.sizes, _split(strategy, count, runs))
+        except OnnxparError as error:
+            if len(counts) == 1:
+                raise
+            refused.append(Way(f"found, pp={count}" if count > 1 else "found", None, str(error)))
+            continue
+        tried.append((way, found, plan))
+    if not tried:
+        raise ShardingError("; ".join(f"{way.name}: {way.reason}" for way in refused))
+    tried.sort(key=lambda item: (item[0].peak > limit, item[0].seconds))
+    best, found, plan = tried[0]
+    ways = [*(way for way, _, _ in tried), *refused]
+    names = presets(strategy.world)
+    for number, name in enumerate(names, 1):
+        told(f"pricing {name}", number, len(names))
+        ways.append(_preset(name, program, machine, strategy, runs))
+    data = strategy_data(found.seeds, program.rules, constraints, strategy.optimizer_parallel)
+    if best.staged is not None:
+        data["pipeline"] = pipeline_data(best.staged)
+    return Planned(found, plan, tuple(ways), data, machine, limit, program.model, program.rules)
+
+
+def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
+    counts = list(dict.fromkeys(stages or [strategy.stages]))
+    for count in counts:
+        if count < 1 or strategy.world % count:
+            raise StrategyError(
+                f"stages: expected numbers that divide the {strategy.world} devices, got {count}"
+            )
+        if count != strategy.stages and (strategy.axes or strategy.pipeline is not None):
+            raise StrategyError(
+                f"stages: {strategy.source} is for {strategy.stages} stages, got {count}"
+            )
+    return counts
+
+
+def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None) -> int:
+    if given is not None:
+        return given
+    if strategy.pipeline is not None and strategy.pipeline.micro_batches is not None:
+        return strategy.pipeline.micro_batches
+    return 1 if list(counts) == [1] else MICRO_BATCHES
+
+
+def _split(strategy: Strategy, stages: int, micro_batches: int) -> Split:
+    entry = strategy.pipeline
+    if entry is None:
+        return Split(stages, micro_batches)
+    return Split(stages, micro_batches, entry.schedule, entry.chunks, dict(entry.assign))
 
 
 def presets(devices: int) -> list[str]:
@@ -180,7 +304,7 @@ def read_program(
     loaded = load(path)
     if training is None:
         analysed = analyse(loaded, symbols)
-        return Program(analysed.model, analysed.env, analysed.rules, {}, {}, 0)
+        return Program(analysed.model, analysed.env, analysed.rules, {}, {}, 0, analysed.model)
     originals = frozenset(loaded.graph.initializers)
     prepared = prepare_training(normalise(loaded), originals, symbols, training)
     return Program(
@@ -190,14 +314,18 @@ def read_program(
         prepared.links,
         prepared.gradients,
         STATES[str(training.optimizer)],
+        prepared.evaluation,
     )
 
 
-def _priced(name: str, program: Program, machine: Machine, strategy: Strategy) -> Way:
+def _preset(
+    name: str, program: Program, machine: Machine, strategy: Strategy, micro_batches: int
+) -> Way:
     try:
-        preset = replace(load_strategy(name, strategy.devices), symbols=strategy.symbols)
+        preset = replace(load_strategy(name, strategy.world), symbols=strategy.symbols)
         seeds = resolve(preset, program.model, program.rules, program.env)
-        return Way(name, program.price(program.plan(seeds), machine, strategy.search.sizes))
+        split = Split(1, micro_batches)
+        return program.way(name, program.plan(seeds), machine, strategy.search.sizes, split)
     except OnnxparError as error:
         return Way(name, None, str(error))
 

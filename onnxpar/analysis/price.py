@@ -73,6 +73,11 @@ class Price:
         """Seconds of one run, or of one step."""
         return self.computing + self.communicating
 
+    def step(self, micro_batches: int) -> float:
+        """Returns the seconds of a step of so many micro-batches, or of so many runs."""
+        once = self.gradients + self.updating
+        return micro_batches * (self.seconds - once) + once
+
 
 def price(
     model: ir.Model,
@@ -81,8 +86,8 @@ def price(
     cost: CostModel,
     states: Mapping[str, int] | None = None,
     gradients: Collection[str] = (),
-) -> Price:
-    """Prices a plan.
+) -> tuple[Price, tuple[Step, ...]]:
+    """Prices a plan; returns its price, and its steps as memory is counted by them.
 
     Args:
         model: The normalised model that the plan is of.
@@ -92,7 +97,8 @@ def price(
         states: Of each trained parameter how many tensors like it are held besides it.
         gradients: Names of the outputs that are gradients of parameters.
     """
-    return _Pricing(model, rules, plan, cost, states or {}, frozenset(gradients)).run()
+    pricing = _Pricing(model, rules, plan, cost, states or {}, frozenset(gradients))
+    return pricing.run(), tuple(pricing.steps)
 
 
 @dataclass

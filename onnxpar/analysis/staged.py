@@ -1,17 +1,17 @@
 """What a pipeline costs: a plan of one stage's mesh, and the model cut into stages by it.
 
-All stages have the same mesh and follow the same plan, so that the time of a node does not depend on
-its stage. That makes the cut a chain partition over the times of the plan (`analysis.stages`), and
-the best cut with the best plan of one stage the best of both together.
+All stages have the same mesh and follow the same plan, so that the time of a node does not depend
+on its stage. That makes the cut a chain partition over the times of the plan (`analysis.stages`),
+and the best cut with the best plan of one stage the best of both together.
 
-A step of m micro-batches over p stages takes m + p - 1 times the slowest stage's micro-batch, forward
-and backward (GPipe, Huang et al., 2019; 1F1B, Narayanan et al., 2021); with v chunks a stage, m + (p -
-1) / v times. Zero bubble is priced as 1F1B: what it hides are the backward's weight halves, which
-`simulate` of the runtime shows.
+A step of m micro-batches over p stages takes m + p - 1 times the slowest stage's micro-batch,
+forward and backward (GPipe, Huang et al., 2019; 1F1B, Narayanan et al., 2021); with v chunks a
+stage, m + (p - 1) / v times. Zero bubble is priced as 1F1B: what it hides is the weights' half of
+the backward, which `simulate` of the runtime shows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -34,12 +34,14 @@ class Split:
         micro_batches: Micro-batches of a step.
         schedule: In which order they run.
         chunks: Parts of the model that each stage has.
+        assign: Parts of nodes that are fixed, by name.
     """
 
     stages: int
     micro_batches: int
     schedule: str = "1f1b"
     chunks: int = 1
+    assign: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parts(self) -> int:
@@ -109,6 +111,7 @@ class Priced:
         price: What it costs without stages.
         steps: Its steps, in order.
         states: Of each trained parameter how many tensors like it are held besides it.
+        forward: Names of the nodes of the model, as far as it is cut before a loss is appended.
     """
 
     model: ir.Model
@@ -116,6 +119,7 @@ class Priced:
     price: Price
     steps: Sequence[Step]
     states: Mapping[str, int]
+    forward: frozenset[str]
 
 
 def price_stages(
@@ -155,10 +159,15 @@ class _Staging:
             root = self.roots[node.name]
             seconds[root] = seconds.get(root, 0.0) + node.seconds
         crossing = self._crossing()
-        found = cut_chain(self.chain, split.parts, {}, Costs(seconds, crossing))
+        found = cut_chain(self.chain, split.parts, split.assign, Costs(seconds, crossing))
         assign = {node.name or "": part for node, part in found.items()}
-        # What is not cut is copied where it is read; here it counts in the first part.
-        self.part_of = {name: assign.get(root, 0) for name, root in self.roots.items()}
+        # What is not cut is copied where it is read; here it counts in the first part. What the
+        # model does not have is the loss.
+        last, forward = split.parts - 1, self.priced.forward
+        self.part_of = {
+            name: assign.get(root, 0) if root in forward else last
+            for name, root in self.roots.items()
+        }
         own = [0.0] * split.parts
         for node in price.nodes:
             own[self.part_of[node.name]] += node.seconds

@@ -76,6 +76,15 @@ def chain_of(graph: ir.Graph, weights: Collection[str]) -> Chain:
     return Chain(tuple(chain), reads)
 
 
+def floating(graph: ir.Graph) -> set[str]:
+    """Returns the initializers that are no scalars and of a floating type."""
+    return {
+        name
+        for name, value in graph.initializers.items()
+        if value.dtype is not None and value.dtype.is_floating_point() and len(value.shape or ())
+    }
+
+
 BALANCE = 0.1
 """How much longer than it must the longest part may take, for less traffic: costs are estimates."""
 

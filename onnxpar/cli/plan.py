@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ from onnxpar.errors import ModelError, StrategyError
 from onnxpar.machine import parse_bytes
 from onnxpar.passes.load import read
 from onnxpar.passes.validity import blamed_on_model
-from onnxpar.planning import Planned, plan_strategy, searching
+from onnxpar.planning import Planned, Way, plan_strategy, searching
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.load import AUTO
 from onnxpar.strategy.schema import SearchEntry
@@ -86,6 +86,13 @@ def command(
         str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw or lamb.")
     ] = "adamw",
     optimizer_parallel: OptimizerParallel = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="Pipeline stages; auto tries all that fit."),
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, metavar="M", help="Micro-batches of a step.")
+    ] = None,
     json_output: AsJson = False,
 ) -> None:
     """Search for a strategy, say why it won, and write it to a file."""
@@ -112,6 +119,8 @@ def command(
             replace(wanted, search=entry),
             symbols=parse_symbols(constraints),
             training=training,
+            stages=_stages(stages, wanted),
+            micro_batches=micro_batches,
             told=told,
         )
     data = _data(planned, entry)
@@ -157,6 +166,17 @@ def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:
     return sizes, constraints
 
 
+def _stages(text: str | None, strategy: Strategy) -> list[int] | None:
+    """Numbers of stages to try: with `auto` all that divide the devices."""
+    if text is None:
+        return None
+    if text == "auto":
+        return [n for n in range(1, strategy.world + 1) if strategy.world % n == 0]
+    if not text.isdecimal() or not int(text):
+        raise StrategyError(f"--stages: expected a number or auto, got {text!r}")
+    return [int(text)]
+
+
 def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int]) -> SearchEntry:
     stated = {k: v for k, v in given.items() if v is not None}
     known = strategy.search.model_dump()
@@ -173,32 +193,36 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
 
 
 def _head(planned: Planned, entry: SearchEntry) -> str:
-    best = planned.ways[0].price
-    assert best is not None
+    best = planned.ways[0]
+    assert best.price is not None
     sizes = ", ".join(f"{n}={s}" for n, s in entry.sizes.items()) or "typical sizes"
+    count = best.staged.split.stages if best.staged is not None else 1
+    stages = f" in each of {count} stages" if count > 1 else ""
+    runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
     return (
-        f"Found by {entry.algorithm} for {planned.plan.mesh.size} devices "
+        f"Found by {entry.algorithm} for {planned.plan.mesh.size} devices{stages} "
         f"({planned.machine.name}), {sizes}.\n"
-        f"A step: {_seconds(best.seconds)}, {_seconds(best.communicating)} of it communication; "
-        f"{_bytes(best.peak)} on a device."
+        f"A step{runs}: {_seconds(best.seconds)}; {_bytes(best.peak)} on a device."
     )
 
 
 def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
     return {
         "machine": planned.machine.name,
-        "devices": planned.plan.mesh.size,
+        "devices": planned.devices,
         "algorithm": entry.algorithm,
         "sizes": dict(entry.sizes),
         "memory_limit": planned.limit,
         "ways": [
             {
                 "name": way.name,
-                "seconds": way.price.seconds if way.price else None,
+                "seconds": way.seconds if way.price else None,
                 "computing": way.price.computing if way.price else None,
                 "communicating": way.price.communicating if way.price else None,
-                "held_bytes": way.price.held if way.price else None,
-                "peak_bytes": way.price.peak if way.price else None,
+                "held_bytes": way.held if way.price else None,
+                "peak_bytes": way.peak if way.price else None,
+                "micro_batches": way.micro_batches,
+                "stages": [asdict(stage) for stage in way.staged.stages] if way.staged else [],
                 "reason": way.reason,
             }
             for way in planned.ways
@@ -229,19 +253,22 @@ def _print(planned: Planned, console: Console, out: Path) -> None:
             escape(name), escape(strategy), str(len(nodes)), _seconds(computing), _seconds(moving)
         )
     console.print(layers)
-    ways = Table("way", "a step", "computing", "communication", "on a device", "")
+    _print_stages(planned.ways[0], console)
+    runs = planned.ways[0].micro_batches
+    step = f"a step of {runs} micro-batches" if runs > 1 else "a step"
+    ways = Table("way", step, "computing", "communication", "on a device", "")
     for way in planned.ways:
         if way.price is None:
             ways.add_row(way.name, "", "", "", "", escape(way.reason))
             continue
-        over = way.price.peak > planned.limit
+        # In stages, of all of them: a micro-batch goes through one after another.
         ways.add_row(
             way.name,
-            _seconds(way.price.seconds),
+            _seconds(way.seconds),
             _seconds(way.price.computing),
             _seconds(way.price.communicating),
-            _bytes(way.price.peak),
-            f"more than {_bytes(planned.limit)}" if over else "",
+            _bytes(way.peak),
+            f"more than {_bytes(planned.limit)}" if way.peak > planned.limit else "",
         )
     console.print(ways)
     console.print(escape(_why(planned)))
@@ -249,10 +276,25 @@ def _print(planned: Planned, console: Console, out: Path) -> None:
     console.print(escape(f"next          onnxpar shard MODEL --strategy {out} -o DIR"))
 
 
+def _print_stages(way: Way, console: Console) -> None:
+    if way.staged is None:
+        return
+    stages = Table("stage", "nodes", "a micro-batch", "of it transfers", "on a device")
+    for number, stage in enumerate(way.staged.stages):
+        stages.add_row(
+            str(number),
+            str(stage.nodes),
+            _seconds(stage.seconds),
+            _seconds(stage.moving),
+            _bytes(stage.peak),
+        )
+    console.print(stages)
+
+
 def _why(planned: Planned) -> str:
-    best = planned.ways[0].price
-    assert best is not None
-    fitting = [w for w in planned.ways[1:] if w.price is not None and w.price.peak <= planned.limit]
+    best = planned.ways[0]
+    assert best.price is not None
+    fitting = [w for w in planned.ways[1:] if w.price is not None and w.peak <= planned.limit]
     chosen = planned.found.chosen
     proof = ""
     if chosen.bound:
@@ -260,15 +302,13 @@ def _why(planned: Planned) -> str:
         axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
         proof = f"; on the mesh {axes} none is more than {100 * gap:.1f} % better"
     if not fitting:
-        return f"No preset fits into {_bytes(planned.limit)}; the plan found does{proof}."
-    rival = min(fitting, key=lambda w: w.price.seconds if w.price else 0.0)
+        return f"No other way fits into {_bytes(planned.limit)}; the plan found does{proof}."
+    rival = min(fitting, key=lambda w: w.seconds)
     assert rival.price is not None
-    ratio = rival.price.seconds / best.seconds if best.seconds else 1.0
-    less = rival.price.communicating - best.communicating
-    return (
-        f"The best preset is {rival.name}: it takes {ratio:.2f} times as long, of which "
-        f"{_seconds(less)} more communication{proof}."
-    )
+    ratio = rival.seconds / best.seconds if best.seconds else 1.0
+    less = rival.price.communicating - best.price.communicating
+    more = "" if best.staged else f", of which {_seconds(less)} more communication"
+    return f"The next best is {rival.name}: it takes {ratio:.2f} times as long{more}{proof}."
 
 
 def _layers(best: Price, plan: Plan) -> list[tuple[str, str, list[NodePrice]]]:

@@ -49,12 +49,16 @@ def search(
     seeds: Seeds,
     trained: Collection[str] = (),
     told: Told | None = None,
+    micro_batches: int | None = None,
 ) -> Found:
     """Searches for what a strategy leaves open; as `decide` otherwise.
 
-    Of a plan that was written down, what the user spoke of is kept and what followed is open.
-    `told` is as in `find`.
+    `told` is as in `find`. Of a plan that was written down, what the user spoke of is kept and what
+    followed is open. A step has as many micro-batches as the strategy says, if no number is given.
     """
+    if micro_batches is None:
+        pipeline = strategy.pipeline
+        micro_batches = 1 if pipeline is None else pipeline.micro_batches or pipeline.stages
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
     spec = SearchSpec(
@@ -64,6 +68,7 @@ def search(
         entry.memory,
         entry.sizes,
         parallel=strategy.optimizer_parallel,
+        micro_batches=micro_batches,
     )
     return find(
         model,

@@ -9,6 +9,7 @@ from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.analysis.stages import Chain, Costs, chain_of, cut_chain
+from onnxpar.machine import Link, Machine
 from onnxpar.mesh import Mesh
 from onnxpar.ops.find import find_rules
 from onnxpar.strategy.machine_file import load_machine
@@ -52,9 +53,7 @@ def _costs(strategy: Strategy, model: ir.Model, env: ShapeEnv, nodes: Sequence[i
     mesh = Mesh.of()
     cost = CostModel(machine, mesh, env.table, strategy.search.sizes)
     rules, _ = find_rules(model, env)
-    # Counterparts of two stages lie as far apart as all devices of a stage.
-    world = Mesh.refine(strategy.world, [(strategy.stages, strategy.devices)])
-    link = machine.link(world, world.matrix((strategy.stages, strategy.devices))[0])
+    link = between_stages(machine, strategy.stages, strategy.devices)
     seconds: dict[str, float] = {}
     crossing: dict[str, float] = {}
     for node in nodes:
@@ -68,3 +67,15 @@ def _costs(strategy: Strategy, model: ir.Model, env: ShapeEnv, nodes: Sequence[i
                 moved = size * value.dtype.itemsize / strategy.devices
                 crossing[value.name or ""] = link.latency + moved / link.bandwidth
     return Costs({n: s / strategy.devices for n, s in seconds.items()}, crossing)
+
+
+def between_stages(machine: Machine, stages: int, devices: int) -> Link:
+    """Returns what joins counterparts of two stages, which lie as far apart as a stage is large.
+
+    Args:
+        machine: The machine.
+        stages: Number of stages.
+        devices: Number of devices of each.
+    """
+    world = Mesh.refine(stages * devices, [(stages, devices)])
+    return machine.link(world, world.matrix((stages, devices))[0])

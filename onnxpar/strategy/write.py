@@ -12,6 +12,7 @@ from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.analysis.plan import Factors, Plan, factor_sizes, operand_sharding
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.seeds import NodeSeed, Seeds
+from onnxpar.analysis.staged import StagedPrice
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import OpRule
 from onnxpar.sharding import DimSharding, Sharding
@@ -93,6 +94,19 @@ def plan_data(
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
     return data
+
+
+def pipeline_data(staged: StagedPrice) -> dict[str, Any]:
+    """Returns the section `pipeline` of a strategy file that cuts a model so."""
+    split = staged.split
+    data: dict[str, Any] = {
+        "stages": split.stages,
+        "micro_batches": split.micro_batches,
+        "schedule": split.schedule,
+    }
+    if split.chunks > 1:
+        data["chunks"] = split.chunks
+    return data | {"assign": dict(staged.assign)}
 
 
 def _parallel(options: OptimizerParallel) -> dict[str, Any]:

@@ -131,7 +131,9 @@ class Buffers:
                 if stage in on:
                     shared = on if len(on) > 1 else ()
                     infos.append(replace(self._info(p), stages=shared, counted=stage == on[0]))
-            update = optimizer_model(kind, infos, opset=opset, scaled=scaled, stages=entry.stages)
+            update = optimizer_model(
+                kind, infos, opset=opset, scaled=scaled, stages=entry.stages, double=double
+            )
             updates.append(update)
             parted = self._divided(update, f"optimizer_model.{stage}")
             divided.append(replace(parted, stage=stage, stages=entry.stages))

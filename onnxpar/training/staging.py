@@ -13,6 +13,7 @@ from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.analysis.stages import (
     Places,
     chain_of,
+    floating,
     forward_places,
     stage_of,
     training_places,
@@ -171,15 +172,6 @@ class Stages:
     whole: PartitionedModel
     programs: tuple[PartitionedModel, ...]
     entries: tuple[Json, ...]
-
-
-def floating(graph: ir.Graph) -> set[str]:
-    """Returns the initializers that are no scalars and of a floating type."""
-    return {
-        name
-        for name, value in graph.initializers.items()
-        if value.dtype is not None and value.dtype.is_floating_point() and len(value.shape or ())
-    }
 
 
 def plan_copies(prepared: Prepared, seeds: Seeds) -> Plan:

@@ -54,7 +54,7 @@ def test_shard_carries_out_what_plan_wrote(
     plan = ["plan", str(model), "--devices", "4", *search, *SIZES, "-o", str(found)]
     assert main([*plan, *(["--loss", loss] if train else [])]) == 0
     shown = capsys.readouterr().out
-    assert "The best preset is" in shown or "No preset fits" in shown
+    assert "The next best is" in shown or "No other way fits" in shown
     training = ["--train", "--loss", loss, "--optimizer", "adamw"] if train else []
     by_file = tmp_path / "by_file"
     assert main(["shard", str(model), "--strategy", str(found), "-o", str(by_file), *training]) == 0
@@ -84,9 +84,42 @@ def test_json_has_every_way_with_its_price(
     assert ways["tp=4"]["held_bytes"] < ways["dp=4"]["held_bytes"]
 
 
+def test_stages_are_cut_with_the_plan_of_each(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "s.yaml"
+    loss = "softmax_cross_entropy"
+    # A link so slow that reducing gradients costs more than a bubble.
+    options = ["--devices", "4", "--machine", "cpu", "--loss", loss, "--stages", "auto"]
+    command = ["plan", str(model), *options, "--micro-batches", "16", *SIZES]
+    assert main([*command, "--json", "-o", str(out)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    ways = {way["name"]: way for way in data["ways"]}
+    assert {"found", "found, pp=2", "found, pp=4", "dp=4"} <= set(ways)
+    for name, count in (("found", 0), ("found, pp=2", 2), ("found, pp=4", 4)):
+        way = ways[name]
+        assert len(way["stages"]) == count
+        if count:
+            slowest = max(stage["seconds"] for stage in way["stages"])
+            # The bubble is (p - 1) / m; the optimizer's share comes on top.
+            assert way["seconds"] >= (16 + count - 1) * slowest
+            assert way["seconds"] <= (16 + count - 1) * slowest + 0.01
+    fastest = min((w for n, w in ways.items() if n.startswith("found")), key=lambda w: w["seconds"])
+    assert data["ways"][0] == fastest
+    assert main([*command[:-4], *SIZES, "--stages", "2", "-o", str(out)]) == 0
+    text = yaml.safe_load(out.read_text())
+    assert text["pipeline"]["stages"] == 2 and set(text["pipeline"]["assign"].values()) == {0, 1}
+    cut = tmp_path / "cut"
+    train = ["--train", "--loss", loss, "--optimizer", "sgd"]
+    assert main(["shard", str(model), "--strategy", str(out), "-o", str(cut), *train]) == 0
+    assert main(["verify", str(cut), "--model", str(model), "--symbol", "batch=4,seq=5"]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--devices", "4", "--stages", "3"], "expected numbers that divide the 4 devices, got 3"),
+        (["--devices", "4", "--stages", "x"], "--stages: expected a number or auto, got 'x'"),
         (["--devices", "4", "--algorithm", "magic"], "--algorithm: expected one of recursive, ilp"),
         (["--devices", "4", "--memory", "much"], "--memory: expected a size such as 80GiB"),
         (["--devices", "4", "--memory", "1KiB"], "no strategy fits: the least memory of a device"),

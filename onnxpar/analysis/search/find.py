@@ -53,6 +53,7 @@ class SearchSpec:
         gap: The exact search stops where no better plan than this share is possible.
         seconds: Time limit of the exact search for one mesh.
         parallel: What replicas of a parameter share in training.
+        micro_batches: Micro-batches of a step of training.
     """
 
     machine: Machine
@@ -63,11 +64,12 @@ class SearchSpec:
     gap: float = 0.01
     seconds: float = 60.0
     parallel: OptimizerParallel = NOT_PARALLEL
+    micro_batches: int = 1
 
     @property
     def weights(self) -> Weights:
         """What the sum weighs."""
-        return replace(LEVELS[self.level], parallel=self.parallel)
+        return replace(LEVELS[self.level], parallel=self.parallel, micro_batches=self.micro_batches)
 
     @property
     def limit(self) -> float:

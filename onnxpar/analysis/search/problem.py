@@ -33,11 +33,14 @@ class Weights:
         communication: How much a second of communication counts against one of computing.
         memory_first: Whether the least memory counts before time.
         parallel: What replicas of a parameter share in training.
+        micro_batches: Micro-batches of a step, which share its reductions of gradients and its
+            update.
     """
 
     communication: float = 1.0
     memory_first: bool = False
     parallel: OptimizerParallel = NOT_PARALLEL
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,8 @@ class _Builder:
                         "all_gather", atoms, size - part
                     )
                 update = _UPDATE_PASSES * size / self.cost.mesh.count(atoms) / machine.bandwidth
-                seconds[i] += (1 - machine.overlap) * reduction + update
+                once = (1 - machine.overlap) * reduction + update
+                seconds[i] += once / self.weights.micro_batches
         return seconds, memory
 
     # -- values made by nodes --------------------------------------------------------------------
