@@ -243,7 +243,7 @@ class _Search:
         def decide(problem: Problem, later: int) -> Solution:
             nonlocal done
             done += 1
-            self.told("halving", (done - 1) % len(axes) + 1, len(axes))
+            self.told("halving", (done - 1) % max(len(axes), 1) + 1, len(axes))
             if later == 1:
                 return self._best(problem, self.spec.limit)
             try:
