@@ -143,10 +143,12 @@ class Pipeline:
     Attributes:
         whole: The programs as they were before they were split: what goes in and out of them.
         entry: The manifest's entry "pipeline".
+        assign: The part of each node that was cut, by name.
     """
 
     whole: tuple[PartitionedModel, ...]
     entry: Mapping[str, Any]
+    assign: Mapping[str, int]
 
     def shown(self, programs: Sequence[PartitionedModel]) -> tuple[PartitionedModel, ...]:
         """Returns the whole programs, and those of these that were not split off one."""

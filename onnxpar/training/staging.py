@@ -46,12 +46,14 @@ class Staging:
         entry: What it says of the pipeline.
         copies: Of each initializer that a further stage has in place of another: which.
         parts: The part of each node of the forward program, by name.
+        assign: The part of each node that was cut, by name.
     """
 
     strategy: Strategy
     entry: PipelineEntry
     copies: Mapping[str, Copy] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
+    assign: Mapping[str, int] = field(default_factory=dict)
 
     def put(self, model: ir.Model, env: ShapeEnv, trained: Collection[str]) -> Mapping[str, Copy]:
         """Puts the nodes of a forward program into parts; the model is changed.
@@ -68,6 +70,7 @@ class Staging:
         chain, part_of = decide_parts(self.strategy, self.entry, model, env, weights)
         self.copies = put_stages(model.graph, chain, part_of, trained, self.entry.stages)
         self.parts = parts_by_name(model.graph)
+        self.assign = {node.name or "": part for node, part in part_of.items()}
         return self.copies
 
     def put_forward(self, model: ir.Model, env: ShapeEnv) -> Places:
@@ -156,7 +159,7 @@ class Staging:
             "micro_batches": self.entry.micro_batches or self.entry.stages,
             "programs": programs,
         }
-        return Pipeline(tuple(s.whole for s in split), entry)
+        return Pipeline(tuple(s.whole for s in split), entry, self.assign)
 
 
 @dataclass(frozen=True)
