@@ -1,6 +1,6 @@
 """What can be recomputed of a forward pass, and what a layer's share of it is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class RecomputeOptions:
         layers: Every so many-th layer of those that repeat; 0 none.
         communication: Whether what collectives inside brought is kept, or communicated again.
         memory: Bytes that a device may hold in training; as little is recomputed as that needs.
+        sizes: Sizes of symbols to hold that for; a typical size of those not named.
         where: Where the user said so, for messages.
     """
 
@@ -30,6 +31,7 @@ class RecomputeOptions:
     layers: int = 0
     communication: str = AGAIN
     memory: int | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
     where: str = "recompute"
 
     @property
@@ -38,6 +40,7 @@ class RecomputeOptions:
         said: dict[str, Any] = {"nodes": list(self.nodes)} if self.nodes else {}
         said |= {"layers": self.layers} if self.layers else {}
         said |= {"memory": self.memory} if self.memory is not None else {}
+        said |= {"sizes": dict(self.sizes)} if self.sizes else {}
         return {**said, "communication": self.communication}
 
     def __bool__(self) -> bool:
@@ -98,3 +101,114 @@ def _varying(nodes: Sequence[ir.Node]) -> frozenset[str]:
         if moves:
             found.add(node.name or "")
     return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What recomputation weighs, of one device.
+
+    Attributes:
+        bytes: Of each value, by name.
+        seconds: Of each node, by name.
+        views: Names of nodes whose results lie where their operands lie, which frees nothing.
+    """
+
+    bytes: Mapping[str, int]
+    seconds: Mapping[str, float]
+    views: frozenset[str]
+
+
+def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list[frozenset[str]]:
+    """Returns what to recompute, more and more: each set has that before it and a bit more.
+
+    Bits are nodes, taken in the order of bytes freed by second of recomputation: freed is what
+    the backward pass reads of a node's results. Of layers that are alike the first is weighed, and the same nodes of all of them follow one
+    another, since what early layers keep is kept longest.
+
+    Args:
+        forward: The forward pass.
+        layers: Its layers, of which what they hand on is kept.
+        loads: What values and nodes weigh.
+    """
+    rows = _alike(forward, layers)
+    steps: list[tuple[float, int, int, tuple[str, ...]]] = []
+    for number, row in enumerate(rows):
+        order = _greedy(forward, row[0], loads)
+        least = float("inf")
+        for place, (positions, ratio) in enumerate(order):
+            # A later bit may be better only since an earlier one was taken.
+            least = min(least, ratio)
+            for block in row:
+                steps.append((-least, number, place, tuple(block[p] for p in positions)))
+    found: list[frozenset[str]] = []
+    taken: frozenset[str] = frozenset()
+    for *_, names in sorted(steps, key=lambda step: step[:3]):
+        taken |= forward.able.intersection(names)
+        found.append(taken)
+    return found
+
+
+def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]]]:
+    """Rows of blocks of nodes: layers that are alike, and what lies outside of layers."""
+    names = [node.name or "" for node in forward.nodes]
+    kinds = [node.op_type for node in forward.nodes]
+    inside = {i for layer in layers for i in range(layer.start, layer.stop)}
+    rows: dict[tuple[str, ...], list[list[str]]] = {}
+    for layer in layers:
+        kind = tuple(kinds[layer.start : layer.stop])
+        kept = forward.inside(layer)
+        # What a layer hands on has no name here, so that it is never taken.
+        block = [n if n in kept else "" for n in names[layer.start : layer.stop]]
+        rows.setdefault(kind, []).append(block)
+    rest = [n if i not in inside else "" for i, n in enumerate(names)]
+    return [*rows.values(), [rest]]
+
+
+def _greedy(
+    forward: ForwardPass, block: Sequence[str], loads: Loads
+) -> list[tuple[tuple[int, ...], float]]:
+    """Positions of a block's nodes in the order in which they are taken, with bytes by second.
+
+    A step takes a node whose results are kept, and the nodes that it takes to make them of what
+    else is kept.
+    """
+    at = {name: i for i, name in enumerate(block) if name}
+    nodes = {n.name or "": n for n in forward.nodes if n.name in at and n.name in forward.able}
+    saved = {
+        name: [o.name or "" for o in node.outputs if _read_backward(o)]
+        for name, node in nodes.items()
+    }
+    saved = {name: kept for name, kept in saved.items() if kept}
+    taken: set[str] = set()
+
+    def chain(name: str) -> list[str]:
+        """The nodes to run for a node, itself included, that have not been taken."""
+        found, stack = {name}, [name]
+        while stack:
+            for value in nodes[stack.pop()].inputs:
+                maker = None if value is None else value.producer()
+                source = "" if maker is None else maker.name or ""
+                if source in nodes and source not in found and source not in saved:
+                    found.add(source)
+                    stack.append(source)
+        return [n for n in found if n not in taken]
+
+    found: list[tuple[tuple[int, ...], float]] = []
+    while saved:
+        best: tuple[float, str, list[str]] | None = None
+        for name, kept in saved.items():
+            run = chain(name)
+            freed = 0 if name in loads.views else sum(loads.bytes.get(v, 0) for v in kept)
+            ratio = freed / max(sum(loads.seconds.get(n, 0.0) for n in run), 1e-12)
+            if best is None or ratio > best[0]:
+                best = ratio, name, run
+        assert best is not None
+        ratio, name, run = best
+        del saved[name]
+        taken.update(run)
+        found.append((tuple(sorted(at[n] for n in run)), ratio))
+    return found
+
+
+def _read_backward(value: ir.Value) -> bool:
+    return any(GRADIENT_OF in user.metadata_props for user in value.consumers())

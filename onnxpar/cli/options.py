@@ -49,8 +49,8 @@ Recompute = Annotated[
     typer.Option(
         metavar="WHAT",
         help="What the backward pass computes again instead of keeping it: a pattern of nodes, "
-        "layers (all that repeat) or layers=K (each K-th); may be repeated. Default: what the "
-        "strategy says, else nothing.",
+        "layers (all that repeat), layers=K (each K-th), or auto=BYTES (the least with which a "
+        "device holds so much); may be repeated. Default: what the strategy says, else nothing.",
     ),
 ]
 RecomputeCommunication = Annotated[

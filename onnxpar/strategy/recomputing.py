@@ -12,7 +12,7 @@ from onnxpar.machine import parse_bytes
 from onnxpar.strategy.names import nearest
 
 LAYERS, AUTO = "layers", "auto"
-_KEYS = ("nodes", "layers", "memory", "communication")
+_KEYS = ("nodes", "layers", "memory", "sizes", "communication")
 
 
 def read_recompute(entry: object) -> RecomputeOptions:
@@ -20,7 +20,8 @@ def read_recompute(entry: object) -> RecomputeOptions:
 
     Keys are `nodes`, a list of names and patterns; `layers`, every so many-th of the layers that
     repeat; `memory`, bytes that a device may hold, for which as little as possible is recomputed;
-    `communication`, "keep" or "recompute", for results of collectives inside.
+    `sizes`, of symbols, for which it may; `communication`, "keep" or "recompute", for results of
+    collectives inside.
 
     Raises:
         PydanticCustomError: It is malformed.
@@ -49,7 +50,13 @@ def read_recompute(entry: object) -> RecomputeOptions:
             memory = parse_bytes(given["memory"])
         except ValueError as error:
             raise PydanticCustomError("entry", "{text}", {"text": str(error)}) from None
-    found = RecomputeOptions(tuple(nodes), layers, communication, memory)
+    sizes = given.get("sizes", {})
+    if not isinstance(sizes, Mapping) or not all(
+        isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes.values()
+    ):
+        raise _error("sizes of symbols such as {batch: 32} under 'sizes'", sizes)
+    pairs = tuple((str(name), size) for name, size in sizes.items())
+    found = RecomputeOptions(tuple(nodes), layers, communication, memory, pairs)
     if not found:
         raise _error("'nodes', 'layers' or 'memory'", dict(entry))
     return found

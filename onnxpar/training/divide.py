@@ -14,14 +14,14 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.optimizer_parallel import Shards, shard_states
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules, propagate
-from onnxpar.analysis.recompute import RecomputeOptions
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import shapes
 from onnxpar.analysis.stages import ONE_PLACE, Places, with_added
-from onnxpar.errors import RuleError
+from onnxpar.errors import RuleError, StrategyError
 from onnxpar.ops.find import find_rules
 from onnxpar.ops.random import stop_dropping
 from onnxpar.ops.running import infer_with_statistics
@@ -29,15 +29,17 @@ from onnxpar.passes.load import symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel, Pipeline, States
 from onnxpar.passes.recompute import Planned
+from onnxpar.program_memory import program_memory, total_bytes
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.decide import decide
+from onnxpar.strategy.machine_file import load_machine
 from onnxpar.symbols import Symbol, dim_str
 from onnxpar.training.buffers import Buffers
 from onnxpar.training.loss import LossInfo, append_loss, append_metrics
 from onnxpar.training.optimizer import ParameterInfo, StateKind, state_name
 from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
-from onnxpar.training.recompute import recomputed
+from onnxpar.training.recompute import Measure, recomputed
 from onnxpar.training.staging import Staging, plan_copies
 from onnxpar.training.trainable import Selection
 
@@ -96,15 +98,21 @@ def divide_training(
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
     shards = _planned(prepared, strategy, trained)
-    program = _micro_batch(prepared, shards, places, strategy.recompute)
     held = prepared.model.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
     buffers = Buffers(shards, trained, statistics)
-    evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
-    pipeline: Pipeline | None = None
     scaled = prepared.compute is not None
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, prepared.opset, scaled=scaled)
+    elif strategy.recompute.memory is not None:
+        raise StrategyError(
+            f"{strategy.recompute.where}: a limit of memory is not for a pipeline, whose stages "
+            "keep several micro-batches; name layers or nodes"
+        )
+    program = _micro_batch(prepared, shards, places, strategy, () if staging else rest)
+    evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
+    pipeline: Pipeline | None = None
+    if staging is None:
         programs = (program, evaluation, *rest)
     else:
         training = staging.split(program, places, "forward_model")
@@ -151,9 +159,21 @@ def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[Parameter
 
 
 def _micro_batch(
-    prepared: Prepared, shards: Shards, places: Places, options: RecomputeOptions
+    prepared: Prepared,
+    shards: Shards,
+    places: Places,
+    strategy: Strategy,
+    others: Sequence[PartitionedModel],
 ) -> PartitionedModel:
-    """Forward, loss and backward of one micro-batch, divided."""
+    """Forward, loss and backward of one micro-batch, divided.
+
+    Args:
+        prepared: The program.
+        shards: Its plan, and how its buffers lie.
+        places: Where nodes run in a pipeline.
+        strategy: What it came from.
+        others: The programs that a device holds besides.
+    """
     p = prepared
     # A copy's gradient goes to the buffer of what it stands for, on another stage.
     owner = {n: p.copies[n].original if n in p.copies else n for n in p.gradients}
@@ -174,8 +194,19 @@ def _micro_batch(
             places=with_added(places, run.added),
         )
 
+    sizes = {**strategy.search.sizes, **dict(strategy.recompute.sizes)}
+    unknown = sorted(set(sizes) - set(p.env.table))
+    if strategy.recompute and unknown:
+        raise StrategyError(f"{strategy.recompute.where}: 'sizes': no symbol {unknown[0]!r}")
+    machine = load_machine(strategy.search.machine)
+    cost = CostModel(machine, shards.plan.mesh, p.env.table, sizes)
+    fixed = [program_memory(other, sizes) for other in others[:1]]
+
+    def held(run: Planned) -> int:
+        return total_bytes([program_memory(divided(run), sizes), *fixed])
+
     whole = Planned(p.model, p.env, p.rules, p.ops, laid.plan)
-    return divided(recomputed(whole, options))
+    return divided(recomputed(whole, strategy.recompute, Measure(cost, held)))
 
 
 def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import mlp
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import transformer
 from numpy.typing import NDArray
@@ -19,9 +20,14 @@ from onnxpar.analysis.layers import find_layers
 from onnxpar.analysis.shapes import RECOMPUTED_FROM, shapes
 from onnxpar.errors import StrategyError
 from onnxpar.passes.load import normalise
+from onnxpar.pipeline import shard
+from onnxpar.program_memory import program_memory, total_bytes
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.recomputing import parse_recompute
 from onnxpar.symbols import NO_CONSTRAINTS
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
@@ -127,6 +133,57 @@ def test_the_peak_falls_with_the_layers(tmp_path: Path) -> None:
     # are some 0.1 MB of each.
     assert none < 0.4 * all_kept
     assert none < half < 0.75 * all_kept
+
+
+SIZES = {"batch": 4, "seq": 32}
+
+
+def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> None:
+    size = {"layers": 3, "d_model": 16, "vocab": 20, "max_positions": 32, "dropout": 0.0}
+    batch: dict[str, Array] = {}
+    counts, peaks = [], []
+    for number, memory in enumerate(("1GiB", "500KiB", "400KiB")):
+        wanted = {"memory": memory, "sizes": SIZES}
+        out = cut(tmp_path / str(number), gpt(**size), strategy({"dp": 1}, wanted))
+        batch = batch or batch_of(out, np.random.default_rng(0), **SIZES)
+        counts.append(sum(map(again, nodes_of(out))))
+        peaks.append(peak(out, batch)[0])
+    assert counts[0] == 0 < counts[1] < counts[2]
+    assert peaks[0] > 600 * 1024
+    for held, limit in zip(peaks[1:], (500, 400), strict=True):
+        # What is predicted is near enough; a bit of recomputation frees less than a tenth.
+        assert 0.9 * limit * 1024 < held < 1.05 * limit * 1024
+    with pytest.raises(StrategyError, match="expected to train within 204,800 bytes on a device"):
+        wanted = {"memory": "200KiB", "sizes": SIZES}
+        cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
+    with pytest.raises(StrategyError, match="'sizes': no symbol 'bath'"):
+        wanted = {"memory": "200KiB", "sizes": {"bath": 1}}
+        cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
+
+
+def test_the_peak_of_twelve_layers_falls_as_predicted(tmp_path: Path) -> None:
+    # 1.5 MB of activations a layer, some 0.4 MB of states.
+    size = {"layers": 12, "d_model": 16, "heads": 2, "vocab": 20, "max_positions": 64}
+    rows = []
+    for number, wanted in enumerate((None, {"layers": 1})):
+        out = tmp_path / str(number)
+        ir.save(gpt(**size, dropout=0.0), out.with_suffix(".onnx"))
+        spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
+        cutting = shard(out.with_suffix(".onnx"), strategy({"dp": 1}, wanted), out, training=spec)
+        assert cutting.training is not None
+        sizes = {"batch": 8, "seq": 64}
+        programs = [
+            p
+            for p in cutting.training.programs
+            if p.program in ("training_model", "optimizer_model")
+        ]
+        predicted = total_bytes([program_memory(p, sizes) for p in programs])
+        rows.append((predicted, peak(out, batch_of(out, np.random.default_rng(0), **sizes))[0]))
+    (predicted, measured), (predicted_again, measured_again) = rows
+    assert measured_again < 0.3 * measured
+    assert predicted == pytest.approx(measured, rel=0.15)
+    assert predicted_again == pytest.approx(measured_again, rel=0.15)
+    assert predicted - predicted_again == pytest.approx(measured - measured_again, rel=0.15)
 
 
 def test_layers_are_found() -> None:
