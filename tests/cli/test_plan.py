@@ -217,8 +217,8 @@ def test_progress_is_shown_on_a_terminal_only(model: Path, tmp_path: Path) -> No
                 shown += part
     os.close(leader)
     assert process.returncode == 0
-    # The plan found, dp=4, dp=2,tp=2 and tp=4; the last has begun and three are done.
+    # Of dp=4, dp=2,tp=2 and tp=4 the last has begun and two are done.
     assert b"pricing tp=4" in shown
-    assert b"3/4" in shown
+    assert b"2/3" in shown
     piped = subprocess.run(command, capture_output=True, check=True)
     assert piped.stderr == b""
