@@ -2,7 +2,7 @@
 
     python models/hybrid.py -o hybrid.onnx
 
-`image` [batch, 1, 28, 28] float32 -> `y` [batch, 1] float32. The nodes are named `/flatten/Flatten`,
+`image` [batch, 1, 28, 28] float32 -> `y` [batch, 1] float32. The nodes are `/flatten/Flatten`,
 `/layer1/Gemm`, `/relu1/Relu`, `/layer2/Gemm`, `/relu2/Relu` and `/layer3/Gemm`. Weights lie as
 those of PyTorch and MindSpore, [outputs, inputs].
 """

@@ -121,9 +121,9 @@ class Loads:
 def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list[frozenset[str]]:
     """Returns what to recompute, more and more: each set has that before it and a bit more.
 
-    Bits are nodes, taken in the order of bytes freed by second of recomputation: freed is what
-    the backward pass reads of a node's results. Of layers that are alike the first is weighed, and the same nodes of all of them follow one
-    another, since what early layers keep is kept longest.
+    Bits are nodes, taken in the order of bytes freed by second of recomputation: freed is what the
+    backward pass reads of a node's results. Of layers that are alike the first is weighed, and the
+    same nodes of all of them follow one another, since what early layers keep is kept longest.
 
     Args:
         forward: The forward pass.

@@ -86,7 +86,7 @@ def _within(
 
 
 def _loads(planned: Planned, cost: CostModel) -> Loads:
-    found = price(planned.model, planned.rules, planned.plan, cost)
+    found, _ = price(planned.model, planned.rules, planned.plan, cost)
     sizes: dict[str, int] = {}
     views = set()
     for node in planned.model.graph:
