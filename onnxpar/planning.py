@@ -1,7 +1,7 @@
 """A strategy for a model: searched for, compared with the plain ones, explained."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -218,6 +218,7 @@ def plan_strategy(
     for count in counts:
         told("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
         one = replace(strategy, devices=strategy.world // count, pipeline=None)
+        priced = _Priced(program, machine, entry.sizes, _split(strategy, count, runs))
         try:
             seeds = resolve(one, program.model, program.rules, program.env)
             found = search(
@@ -229,9 +230,9 @@ def plan_strategy(
                 list(program.gradients),
                 told,
                 runs,
+                priced.peak,
             )
-            plan = program.plan(found.seeds)
-            way = program.way("found", plan, machine, entry.sizes, _split(strategy, count, runs))
+            plan, way = priced(found.seeds)
         except OnnxparError as error:
             if len(counts) == 1:
                 raise
@@ -251,6 +252,29 @@ def plan_strategy(
     if best.staged is not None:
         data["pipeline"] = pipeline_data(best.staged)
     return Planned(found, plan, tuple(ways), data, machine, limit, program.model, program.rules)
+
+
+@dataclass
+class _Priced:
+    """Plans that follow from seeds, each made and priced once."""
+
+    program: Program
+    machine: Machine
+    sizes: Mapping[str, int]
+    split: Split
+    _known: list[tuple[Seeds, Plan, Way]] = field(default_factory=list)
+
+    def peak(self, seeds: Seeds) -> int:
+        return self(seeds)[1].peak
+
+    def __call__(self, seeds: Seeds) -> tuple[Plan, Way]:
+        for known, plan, way in self._known:
+            if known is seeds:
+                return plan, way
+        plan = self.program.plan(seeds)
+        way = self.program.way("found", plan, self.machine, self.sizes, self.split)
+        self._known.append((seeds, plan, way))
+        return plan, way
 
 
 def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:

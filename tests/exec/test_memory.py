@@ -1,0 +1,111 @@
+"""Predicted memory against measured: bytes alive at the peak, of transformers and classifiers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import mlp
+import numpy as np
+import onnx_ir as ir
+import pytest
+import transformer
+
+from onnxpar.errors import ShardingError
+from onnxpar.pipeline import shard
+from onnxpar.planning import plan_strategy, read_program, searching
+from onnxpar.program_memory import program_memory, total_bytes
+from onnxpar.strategy import load_strategy, resolve
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.write import write_strategy
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
+from onnxpar_runtime import Session, Trainer
+from onnxpar_runtime.group import Ranks
+from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
+from onnxpar_runtime.verify import random_feeds
+
+WITHIN = 0.15
+# What a program is read off itself is exact but for small integers, of which there are many.
+EXACT, SMALL = 0.01, 16384
+ADAMW = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
+GPT, CLASSIFIER = {"batch": 4, "seq": 64}, {"batch": 512}
+
+
+def save(folder: Path, name: str) -> tuple[Path, dict[str, int]]:
+    if name == "gpt":
+        model = transformer.build(layers=2, d_model=64, heads=4, vocab=256, max_positions=64)
+    else:
+        model = mlp.build(hidden=(256, 256))
+    path = folder / f"{name}.onnx"
+    ir.save(model, path)
+    return path, GPT if name == "gpt" else CLASSIFIER
+
+
+def measured(directory: Path, trains: bool, sizes: Mapping[str, int]) -> int:
+    """Bytes of the fullest rank in the second run, when outputs of the first are there."""
+    rng, peaks = np.random.default_rng(0), []
+    programs = (TRAINING, OPTIMIZER)
+    with Ranks(
+        directory,
+        lambda _, rank: (
+            Trainer(directory, rank=rank, device="cpu", programs=programs, measured=True)
+            if trains
+            else Session(directory, rank=rank, device="cpu", measured=True)
+        ),
+    ) as group:
+        program = group.manifest.program(TRAINING if trains else "model")
+        feeds = random_feeds(program, sizes, {s.name: 2 for s in program.inputs}, rng)
+        for step in (1, 2):
+            if trains:
+                reads = group.manifest.program(OPTIMIZER).system_inputs
+                names = {s.hyperparameter for s in reads if s.hyperparameter is not None}
+                hyper = hyperparameters("adamw", Settings(), names).at(step, 1e-3)
+                group.each(lambda r, h=hyper: group.members[r].train_step([feeds], h))
+            else:
+                group.each(lambda r: group.members[r].run_global(feeds))
+        peaks = [member.peak_bytes() for member in group.members]
+    return max(peaks)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_predicted_as_measured(tmp_path: Path, name: str, strategy: str, trains: bool) -> None:
+    path, sizes = save(tmp_path, name)
+    spec = ADAMW if trains else None
+    program = read_program(path, {}, spec)
+    chosen = load_strategy(strategy, None)
+    plan = program.plan(resolve(chosen, program.model, program.rules, program.env))
+    planned = program.price(plan, load_machine("cpu"), sizes).peak
+    summary = shard(path, chosen, tmp_path / "out", training=spec)
+    held = measured(summary.out, trains, sizes)
+    assert planned == pytest.approx(held, rel=WITHIN)
+    made = summary.training.programs if summary.training else (summary.partitioned,)
+    run = [program_memory(p, sizes) for p in made if p.program in ("model", TRAINING, OPTIMIZER)]
+    assert total_bytes(run) == pytest.approx(held, rel=EXACT, abs=SMALL)
+
+
+def test_a_limit_changes_the_plan_and_is_kept(tmp_path: Path) -> None:
+    path, sizes = save(tmp_path, "gpt")
+
+    def plan(memory: int | None) -> tuple[int, float, dict[str, object]]:
+        strategy = searching(load_strategy("auto", 4))
+        entry = strategy.search.model_copy(update={"sizes": sizes, "memory": memory})
+        found = plan_strategy(path, replace(strategy, search=entry), training=ADAMW)
+        price = found.ways[0].price
+        assert price is not None
+        return price.peak, price.seconds, found.data
+
+    free, fastest, data = plan(None)
+    limit = free * 95 // 100
+    within, slower, other = plan(limit)
+    assert within <= limit
+    assert other != data
+    assert slower >= fastest
+    (tmp_path / "other.yaml").write_text(write_strategy(other, ""))
+    summary = shard(path, tmp_path / "other.yaml", tmp_path / "out", training=ADAMW)
+    assert measured(summary.out, True, sizes) <= limit * (1 + WITHIN)
+    with pytest.raises(ShardingError, match="no strategy fits"):
+        plan(free // 20)
