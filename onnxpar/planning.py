@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.memory import Step
+from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel, shard_states
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import Price, price
 from onnxpar.analysis.propagate import Alike, Rules, alike, propagate
@@ -31,10 +32,8 @@ from onnxpar.strategy.parts import between_stages
 from onnxpar.strategy.schema import SEARCH
 from onnxpar.strategy.write import pipeline_data, strategy_data
 from onnxpar.symbols import Symbol
+from onnxpar.training.optimizer import moments_of
 from onnxpar.training.prepare import TrainingSpec, prepare_training
-
-STATES = {"sgd": 1, "momentum": 2, "adam": 3, "adamw": 3, "lamb": 3}
-"""Tensors like a trained parameter that are held besides it: its gradient and its moments."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,9 @@ class Program:
         rules: The rule of each of its nodes.
         links: Of each cotangent its primal.
         gradients: The output that is the gradient of each trained parameter, by name.
-        states: Tensors like a trained parameter that are held besides it.
+        moments: Tensors like a trained parameter that its optimizer keeps.
         forward: The model, before a loss is appended to it.
+        parallel: What replicas of a parameter share in training.
     """
 
     model: ir.Model
@@ -127,8 +127,9 @@ class Program:
     rules: Rules
     links: Mapping[str, str]
     gradients: Mapping[str, str]
-    states: int
+    moments: int
     forward: ir.Model
+    parallel: OptimizerParallel = NOT_PARALLEL
 
     def plan(self, seeds: Seeds) -> Plan:
         """Returns the plan that follows from seeds."""
@@ -146,12 +147,10 @@ class Program:
         self, plan: Plan, machine: Machine, sizes: Mapping[str, int]
     ) -> tuple[Price, tuple[Step, ...]]:
         cost = CostModel(machine, plan.mesh, self.env.table, sizes)
-        return price(
-            self.model, self.rules, plan, cost, self._held_besides(), self.gradients.values()
-        )
-
-    def _held_besides(self) -> dict[str, int]:
-        return dict.fromkeys(self.gradients, self.states)
+        held = self.model.graph.initializers
+        itemsizes = {n: int((held[n].dtype or ir.DataType.FLOAT).itemsize) for n in self.gradients}
+        shards = shard_states(plan, self.gradients, itemsizes, self.parallel)
+        return price(self.model, self.rules, plan, cost, shards, self.moments)
 
     def way(
         self, name: str, plan: Plan, machine: Machine, sizes: Mapping[str, int], split: Split
@@ -166,7 +165,7 @@ class Program:
             return Way(name, found, micro_batches=split.micro_batches)
         chain = chain_of(self.forward.graph, floating(self.forward.graph))
         names = frozenset(node.name or "" for node in self.forward.graph)
-        priced = Priced(self.model, plan, found, steps, self._held_besides(), names)
+        priced = Priced(self.model, plan, found, steps, names)
         cost = CostModel(machine, plan.mesh, self.env.table, sizes)
         link = between_stages(machine, split.stages, plan.mesh.size)
         staged = price_stages(priced, chain, cost, link, split)
@@ -211,7 +210,7 @@ def plan_strategy(
     runs = _micro_batches(strategy, counts, micro_batches)
     told("reading the model", 0, 0)
     with blamed_on_model(Path(model)):
-        program = read_program(model, constraints, training)
+        program = read_program(model, constraints, training, strategy.optimizer_parallel)
     limit = machine.memory if entry.memory is None else entry.memory
     tried: list[tuple[Way, Found, Plan]] = []
     refused: list[Way] = []
@@ -313,7 +312,10 @@ def presets(devices: int) -> list[str]:
 
 
 def read_program(
-    path: str | Path, symbols: Mapping[str, Symbol], training: TrainingSpec | None = None
+    path: str | Path,
+    symbols: Mapping[str, Symbol],
+    training: TrainingSpec | None = None,
+    parallel: OptimizerParallel = NOT_PARALLEL,
 ) -> Program:
     """Returns the program of a model, or the one that trains it.
 
@@ -321,6 +323,7 @@ def read_program(
         path: Path of the ONNX file.
         symbols: Constraints on symbols.
         training: How it is trained.
+        parallel: What replicas of a parameter share in training.
 
     Raises:
         OnnxparError: The model cannot be read, or cannot be trained so.
@@ -337,8 +340,9 @@ def read_program(
         prepared.rules,
         prepared.links,
         prepared.gradients,
-        STATES[str(training.optimizer)],
+        len(moments_of(training.optimizer)),
         prepared.evaluation,
+        parallel,
     )
 
 

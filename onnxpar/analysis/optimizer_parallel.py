@@ -208,6 +208,8 @@ def shard_states(
     batch = {a for s in plan.inputs.values() for a in s.split_atoms}
     for name, output in gradients.items():
         whole = plan.parameters[name]
+        if not all(isinstance(n, int) for n in whole.shape):
+            continue  # a node takes it to be of another size, which partitioning refuses
         size = prod(int(n) for n in whole.local_shape(plan.mesh)) * itemsizes[name]
         atoms = (batch | set(plan.outputs[output].partial)) - set(whole.split_atoms)
         shard = split_further(whole, options.shared(size, atoms, plan.mesh), plan.mesh)

@@ -1,13 +1,15 @@
 """What a plan of a whole program costs: each node, what moves for it, the memory at its peak."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import onnx_ir as ir
 
 from onnxpar.analysis.cost import CostModel, Work
 from onnxpar.analysis.memory import Made, Step, live_peak, makes
+from onnxpar.analysis.optimizer_parallel import Shards
 from onnxpar.analysis.plan import NodePlan, Plan
 from onnxpar.analysis.propagate import Rules
 from onnxpar.ops.memory import call, kernel
@@ -49,6 +51,7 @@ class Price:
         peak: Bytes held at the peak: inputs, outputs and values between nodes besides, or what the
             optimizer needs, whichever is more.
         fullest: The node at which the values take the most.
+        kept: Of each parameter what is held of it all the time.
     """
 
     nodes: tuple[NodePrice, ...]
@@ -57,6 +60,7 @@ class Price:
     held: int
     peak: int
     fullest: str
+    kept: Mapping[str, int]
 
     @property
     def computing(self) -> float:
@@ -84,8 +88,8 @@ def price(
     rules: Rules,
     plan: Plan,
     cost: CostModel,
-    states: Mapping[str, int] | None = None,
-    gradients: Collection[str] = (),
+    shards: Shards | None = None,
+    moments: int = 0,
 ) -> tuple[Price, tuple[Step, ...]]:
     """Prices a plan; returns its price, and its steps as memory is counted by them.
 
@@ -94,10 +98,12 @@ def price(
         rules: The rule of each of its nodes.
         plan: The plan.
         cost: The cost model.
-        states: Of each trained parameter how many tensors like it are held besides it.
-        gradients: Names of the outputs that are gradients of parameters.
+        shards: How the buffers of what is trained lie; None for a forward program.
+        moments: Tensors like a trained parameter that its optimizer keeps.
     """
-    pricing = _Pricing(model, rules, plan, cost, states or {}, frozenset(gradients))
+    shards = shards or Shards(plan, {})
+    laid = shards.training(model.graph, rules)
+    pricing = _Pricing(model, rules, laid.plan, cost, shards, moments, laid.gathered)
     return pricing.run(), tuple(pricing.steps)
 
 
@@ -107,8 +113,9 @@ class _Pricing:
     rules: Rules
     plan: Plan
     cost: CostModel
-    states: Mapping[str, int]
-    gradients: frozenset[str]
+    shards: Shards
+    moments: int
+    gathered: frozenset[str]
     made: dict[str, dict[Sharding, str]] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -124,19 +131,23 @@ class _Pricing:
         prices = tuple(self._node(node) for node in graph)
         leaving = self._leaving()
         # Of a parameter and its moments, all are read and written, and its gradient is read.
-        updated = sum(
-            self._bytes(plan.parameters[name], self.itemsizes[name]) * (2 * count + 1)
-            for name, count in self.states.items()
-            if count
-        )
+        trained = ((self.shards.moment(n), self.itemsizes[n]) for n in self.shards.gradients)
+        updated = (2 * (1 + self.moments) + 1) * sum(self._bytes(s, i) for s, i in trained)
         updating = updated / self.cost.machine.bandwidth
-        held = sum(
-            self._bytes(s, self.itemsizes[name]) * (1 + self.states.get(name, 0))
-            for name, s in plan.parameters.items()
-        )
+        kept = {n: self._kept(n) for n in plan.parameters}
+        held = sum(kept.values())
         values = live_peak(self.steps, self._outputs())
         peak = held + self._bound() + max(values.bytes, self._reduced())
-        return Price(prices, leaving, updating, held, peak, values.name)
+        return Price(prices, leaving, updating, held, peak, values.name, kept)
+
+    def _kept(self, name: str) -> int:
+        """Bytes of a parameter, its gradient and its moments."""
+        itemsize = self.itemsizes[name]
+        size = self._bytes(self.plan.parameters[name], itemsize)
+        if name in self.shards.gradients:
+            size += self._bytes(self.shards.gradient(name), itemsize)
+            size += self.moments * self._bytes(self.shards.moment(name), itemsize)
+        return size
 
     def _node(self, node: ir.Node) -> NodePrice:
         name = node.name or ""
@@ -180,7 +191,7 @@ class _Pricing:
             self._define(key, out)
             wanted = self.plan.resharded.get(key)
             if wanted is not None and wanted != out:
-                moving += self._brought(key, wanted)[0]
+                moving += self._hidden(key) * self._brought(key, wanted)[0]
         work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
         return NodePrice(name, work, moving)
 
@@ -205,7 +216,10 @@ class _Pricing:
         seconds, nearest = min(
             ((self.cost.reshard(s, want, itemsize), s) for s in there), key=lambda found: found[0]
         )
-        source, version = there[nearest], self._define(name, want)
+        # What is gathered for one reader is not there for the next.
+        anew = name in self.gathered
+        version = f"{name} for {len(self.steps)}" if anew else self._define(name, want)
+        source = there[nearest]
         # Reduced where it lies, moved or cut out into memory of its own.
         over = (source,) if nearest.partial and nearest.dims == want.dims else ()
         made = Made(version, self._bytes(want, itemsize), over=over)
@@ -248,11 +262,20 @@ class _Pricing:
             if name not in self.made:
                 continue
             seconds += self._brought(name, leaving)[0]
-            if name in self.gradients and leaving.partial:
-                whole = leaving.with_partial(())
-                reduced = self.cost.reshard(leaving, whole, self.itemsizes[name])
-                seconds += (1 - self.cost.machine.overlap) * reduced
+        for name, output in self.shards.gradients.items():
+            leaves, shard = self.plan.outputs[output], self.shards.moment(name)
+            itemsize = self.itemsizes[name]
+            seconds += self._hidden(output) * self.cost.reshard(leaves, shard, itemsize)
+            seconds += self.cost.reshard(shard, self.shards.parameter(name), itemsize)
         return seconds
+
+    def _hidden(self, output: str) -> float:
+        """The share of a value's reshard that the backward pass does not hide."""
+        return 1 - self.cost.machine.overlap if output in self._gradients else 1
+
+    @cached_property
+    def _gradients(self) -> frozenset[str]:
+        return frozenset(self.shards.gradients.values())
 
     def _outputs(self) -> set[str]:
         """The versions in which values leave; they have memory of their own."""
@@ -261,7 +284,7 @@ class _Pricing:
     def _bound(self) -> int:
         """Bytes of inputs, and of outputs that are no gradients."""
         plan = self.plan
-        kept = [(n, s) for n, s in plan.outputs.items() if n not in self.gradients]
+        kept = [(n, s) for n, s in plan.outputs.items() if n not in self._gradients]
         bound = [*plan.inputs.items(), *kept]
         return sum(self._bytes(s, self.itemsizes[n]) for n, s in bound if n in self.itemsizes)
 
@@ -271,7 +294,7 @@ class _Pricing:
         All of them are there when the norm is known.
         """
         return sum(
-            self._bytes(leaving.with_partial(()), self.itemsizes[name])
-            for name, leaving in self.plan.outputs.items()
-            if name in self.gradients and leaving.partial
+            self._bytes(self.shards.moment(name), self.itemsizes[name])
+            for name, output in self.shards.gradients.items()
+            if self.plan.outputs[output] != self.shards.moment(name)
         )

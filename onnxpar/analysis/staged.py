@@ -110,7 +110,6 @@ class Priced:
         plan: The plan.
         price: What it costs without stages.
         steps: Its steps, in order.
-        states: Of each trained parameter how many tensors like it are held besides it.
         forward: Names of the nodes of the model, as far as it is cut before a loss is appended.
     """
 
@@ -118,7 +117,6 @@ class Priced:
     plan: Plan
     price: Price
     steps: Sequence[Step]
-    states: Mapping[str, int]
     forward: frozenset[str]
 
 
@@ -235,12 +233,9 @@ class _Staging:
             for value in read_by(node):
                 readers.setdefault(value.name or "", set()).add(stage)
         found = [0] * self.split.stages
-        parameters = self.priced.model.graph.initializers
-        for name, sharding in self.priced.plan.parameters.items():
-            dtype = parameters[name].dtype
-            size = self.cost.elements(sharding) * int(dtype.itemsize if dtype else 4)
+        for name, size in self.priced.price.kept.items():
             for stage in readers.get(name, ()):
-                found[stage] += size * (1 + self.priced.states.get(name, 0))
+                found[stage] += size
         return found
 
     def _activations(self, part: int, kept: int) -> int:

@@ -115,11 +115,37 @@ def test_stages_are_cut_with_the_plan_of_each(
     assert main(["verify", str(cut), "--model", str(model), "--symbol", "batch=4,seq=5"]) == 0
 
 
+def test_shared_states_let_data_parallel_fit(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under a limit between what a device holds at levels 0 and 3; a tenth of that is not split."""
+    out = tmp_path / "s.yaml"
+    command = ["plan", str(model), "--devices", "4", *SIZES, "--json", "-o", str(out)]
+    command += ["--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
+    ways = {}
+    for level in range(4):
+        assert main([*command, "--optimizer-parallel", str(level)]) == 0
+        data = json.loads(capsys.readouterr().out)
+        ways[level] = next(way for way in data["ways"] if way["name"] == "dp=4")
+        kept = yaml.safe_load(out.read_text()).get("optimizer_parallel")
+        assert kept == ({"level": level, "threshold": 65536} if level else None)
+    held = [way["held_bytes"] for way in ways.values()]
+    # A parameter, its gradient and two moments.
+    shares = [4, 2.5, 1.75, 1]
+    for found, share in zip(held, shares, strict=True):
+        assert found == pytest.approx(held[0] * share / 4, rel=0.1)
+    # ReduceScatter and AllGather send what AllReduce does; level 3 gathers once more.
+    times = [way["communicating"] for way in ways.values()]
+    assert times[:3] == pytest.approx([times[0]] * 3)
+    assert times[3] == pytest.approx(times[0] * 1.5, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--devices", "4", "--stages", "3"], "expected numbers that divide the 4 devices, got 3"),
         (["--devices", "4", "--stages", "x"], "--stages: expected a number or auto, got 'x'"),
+        (["--devices", "4", "--optimizer-parallel", "1"], "it is for training; expected --loss"),
         (["--devices", "4", "--algorithm", "magic"], "--algorithm: expected one of recursive, ilp"),
         (["--devices", "4", "--memory", "much"], "--memory: expected a size such as 80GiB"),
         (["--devices", "4", "--memory", "1KiB"], "no strategy fits: the least memory of a device"),
