@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             member = group.members[rank]
             run = {"seed": 3, "batch_size": 4}
             with Checkpointer(
-                member.rank, group.manifest, folder / "ck", member.state, run
+                member.rank, group.manifest, folder / "ck", member.copy_state, run
             ) as writer:
                 writer.save(Progress(7, 2, 3, 3, 0.5, 0.1))
 

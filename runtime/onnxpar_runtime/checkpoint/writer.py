@@ -54,7 +54,7 @@ class Checkpointer:
         rank: This rank.
         manifest: The artifact directory's manifest.
         root: The folder of checkpoints, the same one for all ranks.
-        state: Returns a copy of this rank's part of a state, padding included.
+        copy: Copies this rank's part of a state, padding included, into the array given.
         run: What the run is to do, to be compared when it is resumed.
         keep: How many whole checkpoints to keep.
         begun: Steps that are done when the run begins: the folder may have none later than that.
@@ -68,7 +68,7 @@ class Checkpointer:
         rank: Rank,
         manifest: Manifest,
         root: str | Path,
-        state: Callable[[str], Array],
+        copy: Callable[[str, Array], None],
         run: Mapping[str, Any],
         *,
         keep: int = 2,
@@ -78,7 +78,9 @@ class Checkpointer:
         self._rank = rank
         self._manifest = manifest
         self._root = Path(root)
-        self._state = state
+        self._copy = copy
+        # Kept from one checkpoint to the next: new memory costs more than the copying.
+        self._copies: list[Array] = []
         self._run = run
         self._keep = keep
         self._thread: threading.Thread | None = None
@@ -160,11 +162,17 @@ class Checkpointer:
         self.wait()
         self._last = progress.step
         start = time.perf_counter()
-        arrays = [_valid(part, self._state(part.state.spec.name)) for part in self._mine]
+        if not self._copies:
+            self._copies = [
+                np.empty(part.cut.local_shape, DTYPES[part.state.spec.dtype].dtype)
+                for part in self._mine
+            ]
+        for part, array in zip(self._mine, self._copies, strict=True):
+            self._copy(part.state.spec.name, array)
         log.info("copied step %d in %.3f s", progress.step, time.perf_counter() - start)
         self._own_done.clear()
         self._thread = threading.Thread(
-            target=self._work, args=(progress, arrays), name="onnxpar-checkpoint", daemon=True
+            target=self._work, args=(progress,), name="onnxpar-checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -218,13 +226,12 @@ class Checkpointer:
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    def _work(self, progress: Progress, arrays: list[Array]) -> None:
+    def _work(self, progress: Progress) -> None:
         try:
             start = time.perf_counter()
             partial = self._root / partial_name(progress.step)
             if self._mine:
-                self._write_own(partial, arrays)
-            arrays.clear()
+                self._write_own(partial)
             self._own_done.set()
             if not self._rank.index:
                 self._finish(partial, progress)
@@ -238,8 +245,9 @@ class Checkpointer:
         finally:
             self._own_done.set()
 
-    def _write_own(self, partial: Path, arrays: list[Array]) -> None:
+    def _write_own(self, partial: Path) -> None:
         partial.mkdir(exist_ok=True)
+        arrays = [_valid(part, a) for part, a in zip(self._mine, self._copies, strict=True)]
         entries = [
             Entry(part.state.spec.name, part.state.spec.dtype, array.shape)
             for part, array in zip(self._mine, arrays, strict=True)
@@ -287,7 +295,7 @@ def _chain(first: bytes, rest: Iterable[bytes | memoryview]) -> Iterable[bytes |
 
 
 def _valid(part: Written, array: Array) -> Array:
-    """Returns a rank's part without padding, of the copy that is given."""
+    """Returns a rank's part without padding."""
     blocks = part.cut.blocks(part.place)
     inside = array.reshape([b.local for b in blocks])[tuple(slice(0, b.valid) for b in blocks)]
     shape = iter(blocks)

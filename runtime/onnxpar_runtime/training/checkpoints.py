@@ -112,7 +112,7 @@ def saving(
         trainer.rank,
         trainer.manifest,
         wanted.folder,
-        trainer.state,
+        trainer.copy_state,
         run,
         keep=wanted.keep,
         begun=start.step,

@@ -104,6 +104,11 @@ class States:
         value = self.value(name)
         return self._host[name].copy() if name in self._host else to_host(value)
 
+    def copy_to(self, name: str, into: Array) -> None:
+        """Copies this rank's part of a state into an array of the state's type and local shape."""
+        value = self.value(name)
+        np.copyto(into, self._host[name] if name in self._host else to_host(value))
+
     def set(self, name: str, part: Array) -> None:
         """Overwrites this rank's part of a state, of the state's own type and local shape."""
         self.value(name)

@@ -448,6 +448,14 @@ class Trainer:
         """
         return self._states.get(name)
 
+    def copy_state(self, name: str, into: Array) -> None:
+        """Copies this rank's part of a state into an array of the state's type and local shape.
+
+        Raises:
+            InputError: There is no such state, or not on this rank.
+        """
+        self._states.copy_to(name, into)
+
     def holds(self, name: str) -> bool:
         """Whether this rank has a part of a state: in a pipeline a stage has its own states.
 
