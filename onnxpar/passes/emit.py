@@ -148,8 +148,11 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         ir.serde.serialize_value_into(graph.input.add(), value)
     for item in pm.outputs:
         _put_value(graph.output.add(), item, mesh)
+    told = {item.local for item in pm.outputs}
     for handed in pm.handed_out:
-        ir.serde.serialize_value_into(graph.output.add(), handed.local)
+        # What is an output of the model is one of the graph once, also where other stages read it.
+        if handed.local not in told:
+            ir.serde.serialize_value_into(graph.output.add(), handed.local)
     for value in pm.builder.initializers:
         if value.const_value is None:
             raise ArtifactError(f"constant {value.name!r} has no value")

@@ -235,14 +235,22 @@ class Pipelined:
         found = self._through(TRAINING).run(
             self._pipeline.schedule, micro_batches, counters, self._gradients, self._trace
         )
-        return self._told([sum(float(f[LOSS].item()) for f in found if LOSS in f)])[0]
+        loss = sum(float(outputs[LOSS].item()) for outputs in found if LOSS in outputs)
+        return self._told(TRAINING, {LOSS: loss})[LOSS]
 
-    def _told(self, numbers: Sequence[float]) -> list[float]:
-        """Returns on all ranks what the last stage has."""
-        # Its first rank speaks; a number that is not finite goes through as it is.
-        speaks = self._rank.index == (self._pipeline.stages - 1) * self._manifest.stage_devices
-        own = np.array(numbers, np.float64)
-        return [float(n) for n in self._rank.all_reduce(own if speaks else np.zeros_like(own))]
+    def _told(self, program: str, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Returns numbers on all ranks.
+
+        Args:
+            program: The program of which they are outputs.
+            numbers: What this rank has, by output; what it does not make is not looked at.
+        """
+        # The first rank of the stage that makes one speaks; what is not finite goes through.
+        stages = {spec.name: stage for spec, stage in self._through(program).made.items()}
+        first = self._manifest.stage_devices
+        own = [n if self._rank.index == stages[k] * first else 0.0 for k, n in numbers.items()]
+        found = self._rank.all_reduce(np.array(own, np.float64))
+        return {name: float(number) for name, number in zip(numbers, found, strict=True)}
 
     def update(self, counters: Counters, hyper: Mapping[str, float]) -> float:
         """As `Runner`."""
@@ -254,11 +262,10 @@ class Pipelined:
         """As `Runner`."""
         micro = replace(micro_batch, number=counters["micro_batch"])
         (parts,) = self._through(EVALUATION).run(FORWARD, [micro], counters)
-        counts = any(spec.name == CORRECT for spec in self.outputs)
-        scalars = (LOSS, CORRECT) if counts else (LOSS,)
-        numbers = [float(parts[n].item()) if n in parts else 0.0 for n in scalars]
-        loss, *correct = self._told(numbers)
-        return Found(loss, int(correct[0]) if counts else None, parts)
+        names = [spec.name for spec in self.outputs if spec.name in (LOSS, CORRECT)]
+        numbers = {n: float(parts[n].item()) if n in parts else 0.0 for n in names}
+        told = self._told(EVALUATION, numbers)
+        return Found(told[LOSS], int(told[CORRECT]) if CORRECT in told else None, parts)
 
     def begin_trace(self) -> None:
         """As `Runner`."""

@@ -1,0 +1,107 @@
+"""Pipelines beyond plain layers: statistics, outputs on any stage, data ranks of unequal sizes."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+from onnxpar import execute
+from onnxpar.pipeline import shard
+from onnxpar.strategy import Strategy
+from onnxpar.symbols import Symbol
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
+from onnxpar_runtime import TrainerGroup
+from onnxpar_runtime.manifest import Manifest
+
+WIDTH, LAYERS, CLASSES = 6, 3, 4
+HYPER = {"lr": 0.1, "clip_norm": 1.0, "weight_decay": 0.0}
+SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
+
+
+def normalised(path: Path) -> Path:
+    """Writes three layers with BatchNormalization, and a head."""
+    nodes, before = "", "x"
+    for i in range(LAYERS):
+        nodes += f" [mm{i}] a{i} = MatMul({before}, w{i})"
+        nodes += f" [bn{i}] n{i} = BatchNormalization(a{i}, s{i}, b{i}, m{i}, v{i})"
+        nodes += f" [tanh{i}] t{i} = Tanh(n{i})"
+        before = f"t{i}"
+    proto = parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 18]>'
+        f" g (float[batch, {WIDTH}] x) => (float[batch, {CLASSES}] y)"
+        f" {{ {nodes} [head] y = MatMul({before}, w) }}"
+    )
+    rng = np.random.default_rng(1)
+    weights = {"w": rng.standard_normal((WIDTH, CLASSES))}
+    for i in range(LAYERS):
+        weights[f"w{i}"] = rng.standard_normal((WIDTH, WIDTH))
+        weights |= {f"s{i}": np.ones(WIDTH), f"b{i}": rng.standard_normal(WIDTH)}
+        weights |= {f"m{i}": np.zeros(WIDTH), f"v{i}": np.ones(WIDTH)}
+    for name, array in weights.items():
+        tensor = onnx.numpy_helper.from_array(array.astype(np.float32), name)
+        proto.graph.initializer.append(tensor)
+    onnx.save(proto, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"stages": 2, "micro_batches": 3},
+        {"stages": 2, "chunks": 2, "schedule": "interleaved", "micro_batches": 3},
+        {"stages": 3, "schedule": "zb-h1", "micro_batches": 4},
+    ],
+    ids=lambda p: p.get("schedule", "1f1b"),
+)
+def test_statistics_are_those_of_the_micro_batches(
+    tmp_path: Path, pipeline: dict[str, int | str]
+) -> None:
+    """With two chunks the model's output and the hits are made on stage 0, the loss on stage 1."""
+    path, out = normalised(tmp_path / "m.onnx"), tmp_path / "out"
+    mesh = {"dp": 1 if pipeline.get("chunks") else 2}
+    shard(path, Strategy.from_dict({"mesh": mesh, "pipeline": pipeline}), out, training=SPEC)
+    (found,) = execute.verify(out, path, cases=["batch=7"], steps=2)
+    assert found.problems == () and found.bytes_counted == found.bytes_expected
+    if pipeline.get("chunks"):
+        parts = Manifest.load(out).programs
+        assert [s.name for s in parts["eval_model.2"].outputs] == ["y", "onnxpar.correct"]
+
+
+def test_data_ranks_of_sizes_of_their_own(tmp_path: Path) -> None:
+    """Sequences of two lengths in one micro-batch, on the data ranks of every stage alike."""
+    proto = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[batch, seq, {WIDTH}] x) => (float[batch, seq, {CLASSES}] y)
+        {{ [first] a = MatMul(x, w1)  [relu] c = Relu(a)  [second] y = MatMul(c, w2) }}"""
+    )
+    rng = np.random.default_rng(3)
+    for name, shape in (("w1", (WIDTH, WIDTH)), ("w2", (WIDTH, CLASSES))):
+        array = rng.standard_normal(shape, np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    path = tmp_path / "m.onnx"
+    onnx.save(proto, path)
+    stages = {"stages": 2, "assign": {"first": 0, "relu": 0, "second": 1}}
+    staged = Strategy.from_dict({"mesh": {"dp": 2}, "pipeline": stages})
+    symbols = {"seq": Symbol(per_rank=True)}
+    shard(path, staged, tmp_path / "out", symbols=symbols, training=SPEC)
+    shard(path, "dp", tmp_path / "one", devices=1, symbols=symbols, training=SPEC)
+
+    def part(length: int) -> dict[str, np.ndarray]:
+        x = rng.standard_normal((2, length, WIDTH), np.float32)
+        return {"x": x, "labels": rng.integers(0, CLASSES, (2, length))}
+
+    with TrainerGroup(tmp_path / "one") as one, TrainerGroup(tmp_path / "out") as group:
+        pairs = [(part(3), part(7)), (part(5), part(5)), (part(2), part(4))]
+        expected = one.train_step([b for pair in pairs for b in pair], HYPER)
+        got = group.train_step(pairs, HYPER)
+        # float32 sums of up to 100 terms in another order, and rounded weights: some 2^-24.
+        assert (got.loss, got.grad_norm) == pytest.approx(
+            (expected.loss, expected.grad_norm), rel=1e-5
+        )
+        for name in ("w1", "w2"):
+            whole = one.gather(name)
+            np.testing.assert_allclose(group.gather(name), whole, atol=1e-5 * np.abs(whole).max())
