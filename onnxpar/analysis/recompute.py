@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.layers import Layer
 from onnxpar.analysis.shapes import GRADIENT_OF
+from onnxpar.passes.builder import DOMAIN
 
 KEEP, AGAIN = "keep", "recompute"
 COMMUNICATION = (KEEP, AGAIN)
@@ -57,11 +58,14 @@ class ForwardPass:
 
     Attributes:
         nodes: All of them, in order.
+        row: Those in which layers are looked for: that read more than parameters and constants, and
+            are no border between pipeline stages.
         able: Names of those that can be recomputed: that have no bodies, and read more than
             parameters and constants, since the rest is no load of a batch.
     """
 
     nodes: tuple[ir.Node, ...]
+    row: tuple[ir.Node, ...]
     able: frozenset[str]
 
     @staticmethod
@@ -69,15 +73,16 @@ class ForwardPass:
         """Returns the forward pass of a graph."""
         nodes = tuple(node for node in graph if GRADIENT_OF not in node.metadata_props)
         varying = _varying(nodes)
-        return ForwardPass(nodes, frozenset(n.name or "" for n in nodes if _able(n)) & varying)
+        row = tuple(n for n in nodes if n.name in varying and n.domain != DOMAIN)
+        return ForwardPass(nodes, row, frozenset(n.name or "" for n in row if _able(n)))
 
     def inside(self, layer: Layer) -> frozenset[str]:
         """Names of what is recomputed of a layer: not what hands its results on to later nodes."""
-        number = {id(node): i for i, node in enumerate(self.nodes)}
+        within = {id(node) for node in self.row[: layer.stop]}
+        after = {id(node) for node in self.nodes} - within
         found = set()
-        for node in self.nodes[layer.start : layer.stop]:
-            users = (id(user) for out in node.outputs for user in out.consumers())
-            if all(number.get(user, 0) < layer.stop for user in users):
+        for node in self.row[layer.start : layer.stop]:
+            if after.isdisjoint(id(user) for out in node.outputs for user in out.consumers()):
                 found.add(node.name or "")
         return self.able & found
 
@@ -121,9 +126,9 @@ class Loads:
 def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list[frozenset[str]]:
     """Returns what to recompute, more and more: each set has that before it and a bit more.
 
-    Bits are nodes, taken in the order of bytes freed by second of recomputation: freed is what the
-    backward pass reads of a node's results. Of layers that are alike the first is weighed, and the
-    same nodes of all of them follow one another, since what early layers keep is kept longest.
+    Bits are nodes, taken in the order of bytes freed by second of recomputation: freed is what
+    the backward pass reads of a node's results. Of layers that are alike the first is weighed, and
+    the same nodes of all of them follow one another, since what early layers keep is kept longest.
 
     Args:
         forward: The forward pass.
@@ -150,8 +155,8 @@ def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list
 
 def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]]]:
     """Rows of blocks of nodes: layers that are alike, and what lies outside of layers."""
-    names = [node.name or "" for node in forward.nodes]
-    kinds = [node.op_type for node in forward.nodes]
+    names = [node.name or "" for node in forward.row]
+    kinds = [node.op_type for node in forward.row]
     inside = {i for layer in layers for i in range(layer.start, layer.stop)}
     rows: dict[tuple[str, ...], list[list[str]]] = {}
     for layer in layers:

@@ -61,7 +61,7 @@ def _within(
     if held <= options.memory:
         return run
     forward = ForwardPass.of(planned.model.graph)
-    layers = find_layers(forward.nodes, planned.env)
+    layers = find_layers(forward.row, planned.env)
     sets = [named | more for more in by_cost(forward, layers, _loads(planned, measure.cost))]
     low, high = 0, len(sets) - 1
     best: Planned | None = None
@@ -108,7 +108,7 @@ def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
     for pattern in options.nodes:
         found |= _matching(forward, pattern, options.where)
     if options.layers:
-        layers = find_layers(forward.nodes, planned.env)
+        layers = find_layers(forward.row, planned.env)
         if not layers:
             raise StrategyError(
                 f"{options.where}: expected layers that repeat, found none in the "
