@@ -84,9 +84,12 @@ def command(
         Path | None, typer.Option(metavar="FOLDER", help="Write checkpoints to this folder.")
     ] = None,
     every: Annotated[
-        int, typer.Option(metavar="K", help="Write one after each K-th step, and the last one.")
-    ] = 100,
-    keep: Annotated[int, typer.Option(metavar="N", help="Keep the last N checkpoints.")] = 2,
+        int | None,
+        typer.Option(metavar="K", help="Write one after each K-th step (100), and the last one."),
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep the last N checkpoints (2).")
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(

@@ -13,6 +13,7 @@ from onnxpar.errors import ModelError, SymbolError
 from onnxpar_runtime import commands
 from onnxpar_runtime import verify as checks
 from onnxpar_runtime.data import read_npz
+from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.manifest import FILE_NAME, Manifest
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.supervisor import Job, supervise
@@ -84,8 +85,8 @@ def train(
     parameters: Path | None = None,
     save: Path | None = None,
     checkpoint: Path | None = None,
-    every: int = 100,
-    keep: int = 2,
+    every: int | None = None,
+    keep: int | None = None,
     resume: Path | None = None,
     log: Path | None = None,
     print_every: int = 1,
@@ -121,8 +122,8 @@ def train(
         parameters: Safetensors file of global parameters to begin with.
         save: Safetensors file for the trained global parameters.
         checkpoint: Folder for checkpoints.
-        every: After how many steps one is written.
-        keep: How many are kept.
+        every: After how many steps one is written; None for 100.
+        keep: How many are kept; None for 2.
         resume: Checkpoint, or folder of checkpoints, to continue from.
         log: File of JSON lines.
         print_every: Print every so many steps of an epoch; 0 prints none.
@@ -160,7 +161,7 @@ def train(
         evaluate=evaluate,
         parameters=parameters,
         save=save,
-        checkpoints=None if checkpoint is None else Saving(checkpoint, every, keep),
+        checkpoints=_saving(checkpoint, every, keep),
         resume=resume,
         log=log,
         print_every=print_every,
@@ -169,6 +170,16 @@ def train(
     )
     how = training.Execution(device, transport, log_dir, parse_pairs(ort), custom_ops)
     return training.train(directory, wanted, how)
+
+
+def _saving(folder: Path | None, every: int | None, keep: int | None) -> Saving | None:
+    """Returns when checkpoints are written; LaunchError for settings of none."""
+    given = {name: n for name, n in (("every", every), ("keep", keep)) if n is not None}
+    if folder is not None:
+        return Saving(folder, **given)
+    for name in given:
+        raise LaunchError(f"--{name}: expected with --checkpoint FOLDER")
+    return None
 
 
 def launch(

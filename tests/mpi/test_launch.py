@@ -171,6 +171,7 @@ def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Checkpoint.load(resolve(folder)).devices == 2
 
 
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
     directory = linear.cut(work, 2)
     (work / "bad.py").write_text(
@@ -221,7 +222,8 @@ def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
     assert "onnxpar: error: interrupted" in errors and "resuming" not in errors
 
 
-@pytest.mark.parametrize("whom", ["mpirun", "supervisor"] if FULL else ["supervisor"])
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.parametrize("whom", ["mpirun", "supervisor"])
 def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
     directory, folder = linear.cut(work, 2), work / "ck"
     arguments = training(work, directory, "--checkpoint", str(folder), "--every", "1")

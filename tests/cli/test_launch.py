@@ -1,0 +1,117 @@
+"""Mistakes in `onnxpar launch` and in the options of checkpoints: told before anything starts."""
+
+from pathlib import Path
+
+import linear
+import pytest
+
+from onnxpar.cli import main
+from onnxpar_runtime import supervisor
+from onnxpar_runtime.errors import OnnxparRuntimeError
+from onnxpar_runtime.supervisor import Job, option, supervise
+
+
+@pytest.fixture(scope="module")
+def cuts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    for devices in (1, 2):
+        linear.cut(folder, devices)
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err
+    return printed.err
+
+
+def test_mistakes(cuts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = str(cuts / "cut2")
+    train = ["--", "train", two, "--data", "digits", "--lr", "1"]
+    cases = (
+        (["--", "run", two], "expected `-- train DIR …`"),
+        (["--", "train", str(cuts)], f"got `-- train {cuts}`"),
+        (["-n", "4", *train], "-n 4: "),
+        (["--retries", "1", *train], "the command needs --checkpoint"),
+        (["--retries", "-1", *train], "--retries: expected a number >= 0, got -1"),
+        (["--fallback", str(cuts), *train, "--checkpoint", "c"], "not an artifact directory"),
+    )
+    for arguments, message in cases:
+        assert message in told(capsys, "launch", *arguments), arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--every", "5"], "--every: expected with --checkpoint FOLDER"),
+        (["--keep", "5"], "--keep: expected with --checkpoint FOLDER"),
+        (["--checkpoint", "c", "--every", "0"], "--every: expected a number >= 1, got 0"),
+        (["--checkpoint", "c", "--keep", "0"], "--keep: expected a number >= 1, got 0"),
+        (["--resume", "nowhere"], "nowhere: no such checkpoint or folder"),
+    ],
+)
+def test_options_of_checkpoints(
+    cuts: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    run = ["train", str(cuts / "cut1"), "--data", "digits", "--batch-size", "100", "--lr", "1"]
+    assert message in told(capsys, *run, *arguments)
+    assert not Path("c").exists()
+
+
+def test_a_folder_that_cannot_be_made(
+    cuts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    run = ["train", str(cuts / "cut1"), "--data", "digits", "--batch-size", "100", "--lr", "1"]
+    where = tmp_path / "file" / "ck"
+    assert main([*run, "--checkpoint", str(where), "--print-every", "0"]) == 2
+    assert f"{where}: cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_the_last_of_two_options_counts() -> None:
+    given = ["train", "d", "--checkpoint", "a", "--lr=1", "--checkpoint=b", "--eval"]
+    assert option(given, "--checkpoint") == "b"
+    assert option(given, "--lr") == "1"
+    assert option(given, "--eval") is None and option(given, "--seed") is None
+
+
+def test_attempts_go_from_directory_to_directory(
+    cuts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two on the first directory, two on the next; from a checkpoint as soon as there is one."""
+    ran: list[tuple[int, list[str]]] = []
+
+    def dies(job: Job, ranks: int, arguments: list[str]) -> supervisor._End:
+        ran.append((ranks, arguments))
+        if len(ran) == 2:
+            (tmp_path / "step-00000007").mkdir()
+        return supervisor._End(137, False, None)
+
+    monkeypatch.setattr(supervisor, "_run", dies)
+    first, second = str(cuts / "cut2"), str(cuts / "cut1")
+    more = ["--lr", "1", "--checkpoint", str(tmp_path)]
+    job = Job(["python"], ["train", first, *more], retries=1, fallbacks=[Path(second)])
+    assert supervise(job) == 1
+    resumed = [*more, "--resume", str(tmp_path)]
+    assert ran == [
+        (2, ["train", first, *more]),
+        (2, ["train", first, *more]),
+        (1, ["train", second, *resumed]),
+        (1, ["train", second, *resumed]),
+    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(
+        "onnxpar: launch: a rank died or failed, and mpirun ended with SIGKILL"
+    )
+    assert "from the beginning, since no checkpoint is whole, on 2 ranks" in lines[1]
+    assert (
+        f"from {tmp_path / 'step-00000007'} on 1 ranks, with {second} (restart 2 of 3)" in lines[3]
+    )
+    assert lines[-1] == "onnxpar: launch: gave up: no retries are left"
+
+
+def test_a_job_of_another_directory_is_refused(cuts: Path) -> None:
+    with pytest.raises(OnnxparRuntimeError, match="leave it out"):
+        supervise(Job(["python"], ["train", str(cuts / "cut2")], ranks=3))
