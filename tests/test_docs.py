@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hybrid
 import linear
 import numpy as np
 import onnx
@@ -90,18 +91,28 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
 
 def test_the_manifest_has_the_keys_that_are_told(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reference" / "manifest.md").read_text(encoding="utf-8")
-    top, program, training = page.split("\n## ")
+    top, program, training, pipeline = page.split("\n## ")
     directory = linear.cut(tmp_path, 2, "--symbol", "batch:divisor=2", optimizer="adamw")
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-    assert first_column(top) == set(manifest)
-    programs = manifest["programs"].values()
+    staged = json.loads((stages(tmp_path) / "manifest.json").read_text(encoding="utf-8"))
+    assert first_column(top) == {*manifest, *staged}
+    programs = [*manifest["programs"].values(), *staged["programs"].values()]
     kinds = {s["kind"] for p in programs for s in p["system_inputs"]}
     keys, listed = program.split("Kinds of system inputs")
     assert first_column(keys) == {key for p in programs for key in p}
     assert kinds <= {row.split()[0] for row in first_column(listed)} and "loss_weight" in kinds
-    assert first_column(training) == set(manifest["training"])
+    assert first_column(training) == set(manifest["training"]) == set(staged["training"])
     told = set(re.findall(r"`(\w+)`", training.split("Kinds of states")[1]))
     assert {s["kind"] for s in manifest["training"]["states"]} <= told
+    assert first_column(pipeline) == set(staged["pipeline"])
+
+
+def stages(folder: Path) -> Path:
+    """Cuts a network for training in two stages."""
+    save(hybrid.build(side=4, hidden=8), folder / "net.onnx")
+    command = ["shard", str(folder / "net.onnx"), "--strategy", "pp=2", "-o", str(folder / "pp2")]
+    assert main([*command, "--train", "--loss", "mae", "--optimizer", "sgd"]) == 0
+    return folder / "pp2"
 
 
 def first_column(text: str) -> set[str]:

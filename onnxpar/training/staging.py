@@ -135,6 +135,8 @@ class Staging:
             title = f"{name if kind == 'forward' else f'{kind}_model'}.{part}"
             programs.append(StageProgram(title, part % self.entry.stages))
             kinds[part][kind] = title
+            if kind == "backward":
+                kinds[part].setdefault("weight", None)
         made = split(whole, places, programs, self.entry.stages, self.copies)
         # Its nodes have moved into the programs.
         emptied = replace(whole, builder=replace(whole.builder, nodes=[]), stages=self.entry.stages)
