@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hand_made import tensor
 from hand_staged import N, Reference, Shape, batch_of, staged
-from hand_trained import Program, write
+from hand_trained import Program, regression, write
 
 from onnxpar_runtime.checkpoint.layout import written
 from onnxpar_runtime.errors import (
     ArtifactError,
     InputError,
+    LaunchError,
     OnnxparRuntimeError,
     RankError,
     ReplicaError,
@@ -191,6 +192,33 @@ def test_values_live_as_long_as_the_schedule_says(
     for peak, count, each, extra in zip(peaks, in_flight, kept, more, strict=True):
         least = value * count * each
         assert least <= peak <= least + value * (extra + 2)
+
+
+def test_a_trainer_writes_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    with (
+        TrainerGroup(staged(tmp_path / "a", Shape(size=2))) as group,
+        pytest.raises(LaunchError, match="no trace was begun"),
+    ):
+        group.each(lambda rank: group.members[rank].write_trace(file))
+    with TrainerGroup(tmp_path / "a") as group:
+        group.each(lambda rank: group.members[rank].begin_trace())
+        for step in range(2):
+            group.train_step([batch_of(2, 10 * step + k) for k in range(3)], RATE)
+        traced, *others = group.each(lambda rank: group.members[rank].write_trace(file))
+        assert traced is not None and others == [None] * 3
+        assert traced.even == pytest.approx(1 / 4) and 0 < traced.bubble < 1
+        missing = tmp_path / "no" / "t.json"
+        with pytest.raises(RankError, match=r"t\.json: cannot be written"):
+            group.each(lambda rank: group.members[rank].write_trace(missing))
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    # Each of 4 ranks has a forward and a backward of 3 micro-batches in 2 steps.
+    assert len(events) == 4 * 2 * 3 * 2 and {e["pid"] for e in events} == {0, 1}
+    with (
+        TrainerGroup(regression(tmp_path / "b")) as group,
+        pytest.raises(LaunchError, match="has no stages"),
+    ):
+        group.each(lambda rank: group.members[rank].begin_trace())
 
 
 def change(directory: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
