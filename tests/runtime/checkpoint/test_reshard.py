@@ -23,7 +23,7 @@ from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.training import commands
 
-GPT = {"layers": 2, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
+GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
 MESHES: dict[str, str | Strategy] = {
     "tp4": "tp=4",
     "pp2dp2": Strategy.from_dict(

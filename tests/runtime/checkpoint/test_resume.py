@@ -106,7 +106,7 @@ def test_on_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     np.testing.assert_allclose(rest, losses[4:], rtol=1e-11)
 
 
-GPT = {"layers": 2, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
+GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
 SHARED = {"level": 3, "threshold": 0}
 MESHES: dict[str, str | Strategy] = {
     "dp=2,tp=2": "dp=2,tp=2",
