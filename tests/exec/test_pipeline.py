@@ -1,0 +1,83 @@
+"""Pipelines beside one device: every schedule, mesh and optimizer level, three AdamW steps.
+
+`ONNXPAR_FULL` runs all cells; the sample of the quick tier is drawn by `ONNXPAR_FUZZ_SEED`.
+"""
+
+import os
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformer
+from training_cases import cut
+
+from onnxpar.strategy import Strategy
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+HEADS = ("untied", "tied")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "pp=2": (2, {}),
+    "pp=4": (4, {}),
+    "pp=2,tp=2": (2, {"tp": 2}),
+    "pp=2,dp=2": (2, {"dp": 2}),
+    "pp=2,dp=2,tp=2": (2, {"dp": 2, "tp": 2}),
+}
+LEVELS = (0, 1, 2, 3)
+Cell = tuple[str, str, str, int]
+CELLS: list[Cell] = [*product(HEADS, SCHEDULES, MESHES, LEVELS)]
+# Neither two data ranks nor two pieces of the vocabulary divide these.
+SYMBOLS = {"batch": 5, "seq": 7}
+VOCAB = 41
+
+
+def sampled() -> list[Cell]:
+    """One cell of each schedule, with what is hardest, and two more."""
+    draw = random.Random(SEED)
+    hardest: list[Cell] = [("tied", "interleaved", "pp=2,dp=2,tp=2", 3)]
+    rest = [c for c in CELLS if c not in hardest]
+    by_schedule = [draw.choice([c for c in rest if c[1] == s]) for s in SCHEDULES]
+    return list(dict.fromkeys([*hardest, *by_schedule, draw.choice(rest)]))
+
+
+def strategy_of(schedule: str, mesh: str, level: int) -> Strategy:
+    stages, axes = MESHES[mesh]
+    pipeline: dict[str, Any] = {"stages": stages, "schedule": schedule}
+    if schedule == "interleaved":
+        pipeline["chunks"] = 2
+    where: dict[str, Any] = {"mesh": axes} if axes else {"devices": stages}
+    parallel = {"level": level, "threshold": 0}
+    return Strategy.from_dict({**where, "pipeline": pipeline, "optimizer_parallel": parallel})
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The undivided training of each model."""
+    folder = tmp_path_factory.mktemp("one")
+    return {
+        head: cut(folder / head, model_of(head), "dp", devices=1, optimizer="adamw")
+        for head in HEADS
+    }
+
+
+def model_of(head: str) -> Any:
+    return transformer.build(
+        layers=4, d_model=16, heads=4, vocab=VOCAB, max_positions=16, tied_head=head == "tied"
+    )
+
+
+@pytest.mark.parametrize("cell", CELLS if FULL else sampled(), ids=lambda c: "; ".join(map(str, c)))
+def test_equals_one_device(tmp_path: Path, one_device: dict[str, Path], cell: Cell) -> None:
+    """Evaluation, losses, gradients and parameters; the second step has a micro-batch more."""
+    head, schedule, mesh, level = cell
+    out = cut(tmp_path / "a", model_of(head), strategy_of(schedule, mesh, level), optimizer="adamw")
+    (case,) = verify_training(out, one_device[head], [SYMBOLS], settings=TrainingSettings(steps=3))
+    assert case.problems == (), f"seed {SEED}"
+    assert case.ok and case.bytes_counted == case.bytes_expected
+    pipeline = Manifest.load(out).pipeline
+    assert pipeline is not None and pipeline.schedule == schedule
