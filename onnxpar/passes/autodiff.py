@@ -47,7 +47,11 @@ class Differentiated:
 
 
 def differentiate(
-    model: ir.Model, env: ShapeEnv, loss: str, variables: Sequence[str]
+    model: ir.Model,
+    env: ShapeEnv,
+    loss: str,
+    variables: Sequence[str],
+    copies: Mapping[str, str] | None = None,
 ) -> Differentiated:
     """Appends to a model the gradient of its loss.
 
@@ -57,12 +61,14 @@ def differentiate(
         env: Its shapes.
         loss: Name of a value of one element and of a floating-point type.
         variables: Names of the initializers or inputs to differentiate by.
+        copies: Of variables that stand for another one, its name. If the loss has a derivative by
+            one of them, all get a gradient; it is zero where there is none.
 
     Raises:
         ModelError: There is no such loss or variable, the opset is too old, or a node between the
             two has no gradient; the message names the path.
     """
-    return _Autodiff(model, env, loss, variables).run()
+    return _Autodiff(model, env, loss, variables, copies or {}).run()
 
 
 @dataclass
@@ -71,6 +77,7 @@ class _Autodiff:
     env: ShapeEnv
     loss: str
     variables: Sequence[str]
+    copies: Mapping[str, str]
 
     def __post_init__(self) -> None:
         graph = self.model.graph
@@ -103,8 +110,11 @@ class _Autodiff:
         one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
         walk.run({loss: one})
         gradients, unreached = {}, {}
+        families = {self.copies.get(n, n) for n, v in self.sources.items() if v in walk.parts}
         for name, value in self.sources.items():
-            if value in walk.parts:
+            if self.copies.get(name, name) in families:
+                if value not in walk.parts:
+                    walk.parts[value] = [self._zero(name, value)]
                 gradients[name] = self._output(walk, name, value)
             elif value in stopped & reached:
                 unreached[name] = "the loss depends on it only through what has no derivative"
@@ -134,6 +144,14 @@ class _Autodiff:
             if any(out in found for out in node.outputs):
                 found.update(read_by(node))
         return found
+
+    def _zero(self, name: str, value: ir.Value) -> ir.Value:
+        """The gradient by a variable that the loss has no derivative by, in its readers' part."""
+        self.builder.scope = f"{name}/grad"
+        reader = next(node for node in self.model.graph if value in read_by(node))
+        self.builder.metadata = {GRADIENT_OF: reader.name or "", **stage_entry(reader)}
+        zero, shape = self.builder.const(0.0, value.dtype), self.builder.shape_of(value)
+        return self.builder.op("Expand", zero, self.builder.sizes(shape), shape=shape)
 
     def _output(self, walk: "_Backward", name: str, value: ir.Value) -> str:
         """Makes the gradient of a variable an output of the graph and returns its name."""

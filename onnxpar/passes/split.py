@@ -3,7 +3,8 @@
 The program was partitioned as one, its nodes in the order of their places. Each place becomes a
 program of its own, whose ranks are those of one stage. What a node reads that another place made is
 handed over: an output there, an input here, of the same name. What depends on no data of the
-micro-batch (sizes, random numbers, weights made ready) is not handed over but computed again.
+micro-batch (sizes, random numbers, weights made ready) is not handed over but computed again; what
+is made of trained weights for another part is handed over nonetheless, as its cotangent comes back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,20 +85,50 @@ class _Split:
         return tuple(self._program(place, nodes) for place, nodes in enumerate(chosen))
 
     def _bound(self) -> set[ir.Node]:
-        """The nodes that depend on data of the micro-batch, which run in their place only."""
+        """The nodes that run in their place only.
+
+        They depend on data of the micro-batch, or on a state and are read by another part.
+        """
         fed = self.parted.states.inputs
         data = {i.local for i in self.parted.inputs if i.name not in fed}
         bound: set[ir.Node] = set()
-        for node in self.parted.builder.nodes:
-            if any(v in data for v in _data_read(node)):
-                bound.add(node)
-                data.update(node.outputs)
+        while True:
+            for node in self.parted.builder.nodes:
+                if any(v in data for v in _data_read(node)):
+                    bound.add(node)
+                    data.update(node.outputs)
+            foreign = self._foreign() - bound
+            if not foreign:
+                break
+            bound |= foreign
+            data.update(v for node in foreign for v in node.outputs)
         # An output is made where it leaves, whatever it depends on.
         for item in self.parted.outputs:
             maker = item.local.producer()
             if maker is not None:
                 bound.add(maker)
         return bound
+
+    def _foreign(self) -> set[ir.Node]:
+        """The nodes of states alone that another part reads, where the states need not be.
+
+        What a part computed again, it would have a cotangent of, which belongs to the first.
+        """
+        of_states = {p.local for p in self.parted.parameters if p.fed}
+        foreign = set()
+        for node in self.parted.builder.nodes:
+            for value in _data_read(node):
+                if value not in of_states:
+                    continue
+                of_states.update(node.outputs)
+                maker = value.producer()
+                if maker is not None and self._part(maker) != self._part(node):
+                    foreign.add(maker)
+        return foreign
+
+    def _part(self, node: ir.Node) -> int:
+        place: int = node.meta[PLACE]
+        return self.places.part[place]
 
     def _hand(self, value: ir.Value, place: int) -> None:
         maker = value.producer()

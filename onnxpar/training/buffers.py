@@ -13,7 +13,6 @@ from onnxpar.analysis.propagate import propagate
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import shapes
 from onnxpar.artifacts.manifest import state_entry
-from onnxpar.errors import ModelError
 from onnxpar.ops.find import find_rules
 from onnxpar.ops.forms import DOUBLE
 from onnxpar.passes.partition import partition
@@ -77,26 +76,11 @@ class Buffers:
 
         Args:
             training: The programs of forward and backward.
-
-        Raises:
-            ModelError: A stage reads a parameter by which the loss has no derivative there, though
-                it has one in another stage.
         """
         found: dict[str, set[int]] = {}
-        reached = set()
         for pm in training:
-            reached |= {(pm.stage, state) for state in pm.states.outputs.values()}
             for p in pm.parameters:
                 found.setdefault(p.name, set()).add(pm.stage)
-        for name in self.parameters:
-            state = state_name(StateKind.GRADIENT, name)
-            without = sorted(s for s in found[name] if (s, state) not in reached)
-            if without:
-                raise ModelError(
-                    f"parameter {name!r} is read by stages {sorted(found[name])}, and the loss has "
-                    f"no derivative by what stage {without[0]} reads: put the nodes that read it "
-                    "into one stage, under pipeline: assign"
-                )
         stages = {name: tuple(sorted(on)) for name, on in found.items()}
         trained = list(self.parameters.values())
         return Buffers(self.shards, trained, self.statistics, stages)

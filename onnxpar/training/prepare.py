@@ -150,7 +150,11 @@ def prepare_training(
     running = keep_statistics(model, env, frozen, NEW)
     variables = [*names, *(name for name, copy in copies.items() if copy.original in names)]
     found = differentiate(
-        model, running.env, LOSS, [n for n in variables if n in model.graph.initializers]
+        model,
+        running.env,
+        LOSS,
+        [n for n in variables if n in model.graph.initializers],
+        {name: copy.original for name, copy in copies.items()},
     )
     if not found.gradients:
         raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")

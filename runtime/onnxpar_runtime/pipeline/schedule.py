@@ -115,8 +115,10 @@ class Edge:
     Attributes:
         source: The virtual stage that computes the values.
         target: The virtual stage that reads them.
-        values: Names of the values; not empty.
-        cotangents: Those of `values` whose cotangents `target` gives back; may be empty.
+        values: Names of the values; empty where `target` only gives back what has come through it
+            unchanged, as the cotangent of a sum does, for a value that goes to stages between.
+        cotangents: Those of `values` whose cotangents `target` gives back; may be empty. Where
+            there are no values, names of what it gives back.
     """
 
     source: int

@@ -119,8 +119,9 @@ def messages(schedule: Schedule, edges: Sequence[Edge]) -> list[Message]:
     Messages between chunks of one rank are among them.
 
     Raises:
-        ScheduleError: An edge does not lead from a virtual stage to a later one, has no values or
-            cotangents that are not of its values, or has the ends of another edge.
+        ScheduleError: An edge does not lead from a virtual stage to a later one, has nothing to
+            carry, a name twice, or cotangents that are not of its values, or has the ends of
+            another edge.
     """
     seen: set[tuple[int, int]] = set()
     has_backward = schedule.has_backward
@@ -135,16 +136,19 @@ def messages(schedule: Schedule, edges: Sequence[Edge]) -> list[Message]:
         if (edge.source, edge.target) in seen:
             raise ScheduleError(f"{name}: given twice, expected one edge with all values")
         seen.add((edge.source, edge.target))
-        if not edge.values or len({*edge.values}) < len(edge.values):
+        if not edge.values and not edge.cotangents:
+            raise ScheduleError(f"{name}: expected values or cotangents, got neither")
+        if len({*edge.values}) < len(edge.values):
             raise ScheduleError(f"{name}: expected different values, got {list(edge.values)}")
-        if not {*edge.cotangents} <= {*edge.values}:
+        if edge.values and not {*edge.cotangents} <= {*edge.values}:
             raise ScheduleError(
                 f"{name}: expected cotangents of {list(edge.values)}, got {list(edge.cotangents)}"
             )
         for micro_batch in range(schedule.micro_batches):
-            result.append(
-                Message(Payload.ACTIVATION, edge.source, edge.target, micro_batch, edge.values)
-            )
+            if edge.values:
+                result.append(
+                    Message(Payload.ACTIVATION, edge.source, edge.target, micro_batch, edge.values)
+                )
             if edge.cotangents and has_backward:
                 result.append(
                     Message(

@@ -37,15 +37,11 @@ class Values:
     @property
     def edges(self) -> tuple[Edge, ...]:
         """What the virtual stages give to one another, as schedules want it."""
-        ends = [e for e in self.messages if e[0] is Payload.ACTIVATION]
+        forward = {(s, t) for what, s, t in self.messages if what is Payload.ACTIVATION}
+        back = {(t, s) for what, s, t in self.messages if what is Payload.COTANGENT}
         return tuple(
-            Edge(
-                source,
-                target,
-                _VALUES,
-                _VALUES if (Payload.COTANGENT, target, source) in self.messages else (),
-            )
-            for _, source, target in ends
+            Edge(*ends, _VALUES if ends in forward else (), _VALUES if ends in back else ())
+            for ends in sorted(forward | back)
         )
 
 
@@ -86,12 +82,6 @@ def read_values(manifest: Manifest, program: str) -> Values:
                     continue
                 payload = Payload.ACTIVATION if maker is Kind.FORWARD else Payload.COTANGENT
                 messages.setdefault((payload, source, target), {})[value.name] = value
-    for payload, source, target in messages:
-        if payload is Payload.COTANGENT and (Payload.ACTIVATION, target, source) not in messages:
-            raise ArtifactError(
-                f"{manifest.directory}: {program}: virtual stage {source} hands cotangents back to "
-                f"{target}, from which it takes nothing"
-            )
     return Values(
         stages,
         {ends: tuple(values.values()) for ends, values in sorted(messages.items(), key=_order)},

@@ -99,9 +99,8 @@ class Stages:
         self._place = Place(manifest.stage_of(rank.index), rank.index % size, size)
         self.made = _made(manifest, program, self._values.stages, self._pipeline.stages)
         own = range(self._place.stage, self._pipeline.virtual_stages, self._pipeline.stages)
-        self._executors = {
-            name: load(name) for stage in own for name in self._values.stages[stage].programs
-        }
+        parts = [name for stage in own for name in self._values.stages[stage].programs]
+        self._executors = {name: load(name) for name in parts if _makes(manifest, name)}
         # Of what each part makes: the messages that take it, and the virtual stages here that do.
         self._sent: dict[tuple[str, str], list[Ends]] = defaultdict(list)
         self._near: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -251,6 +250,8 @@ class Stages:
     # -- running -----------------------------------------------------------------------------------
 
     def _run(self, virtual: int, name: str, index: int) -> None:
+        if name not in self._executors:
+            return
         executor, micro = self._executors[name], self._micro[index]
         held = self._held[virtual, index]
         redirect = None if self._writes is None else self._writes.before(virtual, name, index)
@@ -294,6 +295,12 @@ class Stages:
         held[name].readers -= 1
         if not held[name].readers:
             self._bytes -= held.pop(name).value.tensor_size_in_bytes()
+
+
+def _makes(manifest: Manifest, name: str) -> bool:
+    """Whether a program makes anything: a backward does not where nothing is trained before it."""
+    program = manifest.program(name)
+    return bool(program.outputs or program.handed_out or program.state_outputs)
 
 
 def _made(

@@ -1,0 +1,287 @@
+"""Pipelines beside one device: what stages share, what skips them, uneven micro-batches.
+
+The models are a few nodes long, and every node's stage is given by its name. `ONNXPAR_FULL` runs
+all cases.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import transformer
+from numpy.typing import NDArray
+from onnx import parser
+from training_cases import CROSS_ENTROPY, cut, hyper
+
+from onnxpar import execute
+from onnxpar.errors import OnnxparError
+from onnxpar.pipeline import shard
+from onnxpar.strategy import Strategy
+from onnxpar.symbols import Symbol
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
+from onnxpar_runtime import TrainerGroup
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+
+Array = NDArray[Any]
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
+WIDTH, CLASSES = 6, 5
+SIGNATURE = f"{HEAD} g (float[batch, {WIDTH}] x) => (float[batch, {CLASSES}] y)"
+WEIGHTS = {"w": (WIDTH, WIDTH), "v": (WIDTH, CLASSES), "b": (WIDTH,)}
+CHAIN = f"""{SIGNATURE} {{
+    [n0] a = MatMul(x, w)  [n1] c = Tanh(a)  [n2] d = Add(c, b)  [n3] y = MatMul(d, v) }}"""
+HALVES = {"n[01]": 0, "n[23]": 1}
+HYPER = {"lr": 0.1, "clip_norm": 1.0, "weight_decay": 0.0}
+
+
+def model_of(text: str) -> ir.Model:
+    """A model of a text, its weights drawn."""
+    proto = parser.parse_model(text)
+    rng = np.random.default_rng(3)
+    nodes = [*proto.graph.node]
+    nodes += [n for node in nodes for a in node.attribute for n in a.g.node]
+    read = {name for node in nodes for name in node.input}
+    for name, shape in WEIGHTS.items():
+        if name in read:
+            values = rng.standard_normal(shape, np.float32)
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    onnx.checker.check_model(proto)
+    return ir.from_proto(proto)
+
+
+def strategy_of(assign: Mapping[str, int], stages: int = 2, **more: Any) -> Strategy:
+    axes = more.pop("axes", None)
+    where: dict[str, Any] = {"mesh": axes} if axes else {"devices": stages}
+    return Strategy.from_dict({**where, "pipeline": {"stages": stages, "assign": assign, **more}})
+
+
+def check(
+    tmp_path: Path,
+    model: ir.Model,
+    strategy: Strategy,
+    symbols: Mapping[str, int] | None = None,
+    **how: Any,
+) -> Manifest:
+    """Trains three steps beside one device, after an evaluation; the manifest of the pipeline."""
+    how = {"optimizer": "adamw", **how}
+    out = cut(tmp_path / "a", model.clone(), strategy, **how)
+    one = cut(tmp_path / "one", model.clone(), "dp", devices=1, **how)
+    settings = TrainingSettings(steps=3)
+    (case,) = verify_training(out, one, [symbols or {"batch": 5}], settings=settings)
+    assert case.problems == ()
+    assert case.bytes_counted == case.bytes_expected
+    return Manifest.load(out)
+
+
+def handed(manifest: Manifest, program: str) -> dict[str, str]:
+    """What a program takes from others: the value, and which program makes it."""
+    return {v.name: v.source for v in manifest.program(program).handed_in}
+
+
+def test_a_value_that_skips_stages(tmp_path: Path) -> None:
+    """It goes straight to its readers, and each stage adds its cotangent to the next one's."""
+    text = f"""{SIGNATURE} {{
+    [n0] a = MatMul(x, w)  [n1] c = Tanh(a)  [n2] d = Add(c, a)  [n3] e = Add(d, a)
+    [n4] y = MatMul(e, v) }}"""
+    strategy = strategy_of({"n0": 0, "n1": 1, "n2": 2, "n[34]": 3}, 4)
+    manifest = check(tmp_path, model_of(text), strategy)
+    for part in (1, 2, 3):
+        assert handed(manifest, f"forward_model.{part}")["a"] == "forward_model.0"
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        # By one the loss has no derivative, in the later stage or in the first.
+        "[n0] a = MatMul(x, w)  [n1] s = Sign(w)  [n2] c = MatMul(a, s)  [n3] y = MatMul(c, v)",
+        "[n0] s = Sign(w)  [n00] a = MatMul(x, s)  [n1] c = MatMul(a, w)  [n3] y = MatMul(c, v)",
+    ],
+    ids=["later", "first"],
+)
+def test_a_parameter_that_has_no_derivative_in_one_stage(tmp_path: Path, nodes: str) -> None:
+    strategy = strategy_of({"n0*": 0, "n[123]": 1})
+    manifest = check(tmp_path, model_of(f"{SIGNATURE} {{ {nodes} }}"), strategy)
+    assert manifest.trained().states["w"].stages == (0, 1)
+
+
+def test_what_is_made_of_a_parameter_goes_where_that_is_not(tmp_path: Path) -> None:
+    """A table made of weights and sizes alone, whose derivative goes back to its stage."""
+    text = f"""{SIGNATURE} {{
+    zero = Constant<value_ints: ints = [0]>()  one = Constant<value_ints: ints = [1]>()
+    [n0] a = MatMul(x, w)  size = Shape(x)  rows = Slice(size, zero, one)
+    shape = Concat<axis = 0>(rows, one)  [e] table = Expand(b, shape)
+    [n1] c = Add(a, table)  [n2] d = Tanh(c)  [n3] f = Mul(d, table)  [n4] y = MatMul(f, v) }}"""
+    manifest = check(tmp_path, model_of(text), strategy_of({"n[0-2]": 0, "e": 0, "n[34]": 1}))
+    assert manifest.trained().states["b"].stages == (0,)
+
+
+def test_frozen_parameters_are_in_every_stage_that_reads_them(tmp_path: Path) -> None:
+    text = f"""{SIGNATURE} {{
+    [n0] a = MatMul(x, w)  [n1] c = Add(a, b)  [n2] d = Mul(c, b)  [n3] y = MatMul(d, v) }}"""
+    manifest = check(tmp_path, model_of(text), strategy_of({"n[01]": 0, "n[23]": 1}), freeze=("b",))
+    assert "b" not in manifest.trained().states
+    assert handed(manifest, "forward_model.1").keys() == {"c"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"] if FULL else ["zb-h1"])
+@pytest.mark.parametrize("frozen", ["w", "[bv]"])
+def test_stages_in_which_nothing_is_trained(tmp_path: Path, schedule: str, frozen: str) -> None:
+    """The first has no backward to run, the last hands its cotangent back alone."""
+    check(tmp_path, model_of(CHAIN), strategy_of(HALVES, schedule=schedule), freeze=(frozen,))
+
+
+BODIES = {
+    "If": f"""zero = Constant<value: tensor = float {{0}}>()  sum = ReduceSum<keepdims = 0>(a)
+    p = Greater(sum, zero)
+    [n1] c = If(p) <then_branch = t () => (float[batch, {WIDTH}] ct) {{ ct = Mul(a, b) }},
+      else_branch = f () => (float[batch, {WIDTH}] ce) {{ ce = Add(a, b) }}>""",
+    "Loop": f"""times = Constant<value_int = 3>()  on = Cast<to = 9>(times)
+    [n1] c = Loop(times, on, a) <body = l (int64 i, bool k, float[batch, {WIDTH}] s) =>
+      (bool k2, float[batch, {WIDTH}] s2) {{ k2 = Identity(k)  m = Mul(s, b)  s2 = Add(m, a) }}>""",
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_body_reads_what_an_earlier_stage_made(tmp_path: Path, kind: str) -> None:
+    text = f"{SIGNATURE} {{ [n0] a = MatMul(x, w)  {BODIES[kind]}  [n2] y = MatMul(c, v) }}"
+    manifest = check(tmp_path, model_of(text), strategy_of({"n0": 0, "n[12]": 1}))
+    assert "a" in handed(manifest, "forward_model.1")
+
+
+@pytest.mark.parametrize("axes", [None, {"dp": 2}, {"dp": 3}] if FULL else [{"dp": 2}], ids=str)
+@pytest.mark.parametrize("ignored", [None, -1])
+def test_uneven_micro_batches(
+    tmp_path: Path, axes: dict[str, int] | None, ignored: int | None
+) -> None:
+    """Of 3, 1 and 4 rows; where labels are ignored, no row of the second one counts."""
+    model, how = model_of(CHAIN), {"optimizer": "momentum", "ignore_index": ignored}
+    out = cut(tmp_path / "a", model.clone(), strategy_of(HALVES, axes=axes), **how)
+    one = cut(tmp_path / "one", model, "dp", devices=1, **how)
+    rng = np.random.default_rng(0)
+    with TrainerGroup(one) as whole, TrainerGroup(out) as ranks:
+        for step in range(3):
+            now = {**hyper("momentum", step + 1, lr=0.1, momentum=0.9), "clip_norm": 1.0}
+            batches = []
+            for rows in (3, 1, 4):
+                labels = rng.integers(0, CLASSES, rows)
+                if ignored is not None:
+                    labels[: rows // 2 + (rows == 1)] = ignored
+                batches.append(
+                    {"x": rng.standard_normal((rows, WIDTH), np.float32), "labels": labels}
+                )
+            got, expected = ranks.train_step(batches, now), whole.train_step(batches, now)
+            # Weights of micro-batches are float32.
+            np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-6)
+            np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-5)
+        for name in WEIGHTS:
+            left = whole.gather(name)
+            right = ranks.gather(name)
+            np.testing.assert_allclose(right, left, rtol=0, atol=1e-5 * np.abs(left).max())
+
+
+def test_sequences_of_two_lengths(tmp_path: Path) -> None:
+    """Each data rank has a length of its own, in every stage."""
+    text = CHAIN.replace("[batch, ", "[batch, seq, ")
+    path = tmp_path / "m.onnx"
+    ir.save(model_of(text), path)
+    spec = TrainingSpec(parse_loss(CROSS_ENTROPY), parse_optimizer("sgd"))
+    symbols = {"seq": Symbol(per_rank=True)}
+    one, out = tmp_path / "1", tmp_path / "4"
+    shard(path, "dp", one, devices=1, symbols=symbols, training=spec)
+    shard(path, strategy_of(HALVES, axes={"dp": 2}), out, symbols=symbols, training=spec)
+    rng = np.random.default_rng(0)
+
+    def part(rows: int, length: int) -> dict[str, Array]:
+        x = rng.standard_normal((rows, length, WIDTH), np.float32)
+        return {"x": x, "labels": rng.integers(0, CLASSES, (rows, length))}
+
+    with TrainerGroup(one) as whole, TrainerGroup(out) as ranks:
+        for lengths in ((3, 7, 2, 2), (5, 4, 1, 9), (6, 6, 6, 6)):
+            parts = [part(2, length) for length in lengths]
+            pairs = [tuple(parts[:2]), tuple(parts[2:])]
+            got, expected = ranks.train_step(pairs, HYPER), whole.train_step(parts, HYPER)
+            np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-6)
+            np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"] if FULL else ["zb-h1"])
+def test_dropout_drops_what_one_device_drops(tmp_path: Path, schedule: str) -> None:
+    model = transformer.build(
+        layers=2, d_model=16, heads=4, vocab=40, max_positions=16, dropout=0.3, training=True
+    )
+    strategy = strategy_of({}, axes={"tp": 2}, schedule=schedule)
+    check(tmp_path, model, strategy, {"batch": 3, "seq": 5})
+
+
+def test_sixteen_bits(tmp_path: Path) -> None:
+    """Activations and cotangents go from stage to stage as they are computed."""
+    manifest = check(tmp_path, model_of(CHAIN), strategy_of(HALVES), compute="float16")
+    (value,) = manifest.program("forward_model.1").handed_in
+    assert value.name.startswith("c") and value.dtype == "float16"
+
+
+def test_a_forward_model_of_symbolic_output(tmp_path: Path) -> None:
+    """Its output, of any number of rows, is made on the last stage; an early one on the first."""
+    text = CHAIN.replace(
+        f"(float[batch, {CLASSES}] y)", f"(float[batch, {WIDTH}] c, float[batch, {CLASSES}] y)"
+    )
+    path = tmp_path / "m.onnx"
+    ir.save(model_of(text), path)
+    for axes in (None, {"dp": 2}):
+        shard(path, strategy_of(HALVES, axes=axes), tmp_path / "a", force=True)
+        cases = execute.verify(tmp_path / "a", path, cases=["batch=7", "batch=1", "batch=4"])
+        assert all(case.ok for case in cases)
+
+
+def test_one_node_for_each_stage_and_no_weights(tmp_path: Path) -> None:
+    text = f"""{HEAD} g (float[batch, 4] x) => (float[batch, 4] y)
+    {{ a = Tanh(x)  c = Exp(a)  y = Neg(c) }}"""
+    path = tmp_path / "m.onnx"
+    onnx.save(parser.parse_model(text), path)
+    shard(path, strategy_of({}, 3), tmp_path / "a")
+    (case,) = execute.verify(tmp_path / "a", path, cases=["batch=3"])
+    assert case.ok
+    with pytest.raises(OnnxparError, match=r"one node for each of 4 parts, .* 3$"):
+        shard(path, strategy_of({}, 4), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("assign", "told"),
+    [
+        ({"n0": 1, "n1": 0}, "'n1' is assigned to part 0, but what it reads comes from node 'n0'"),
+        ({"nothing*": 0}, "nothing"),
+        ({"n[0-2]": 0, "n[23]": 1}, "n2"),
+        ({"*": 0}, "leaves no place for the cut before part 1"),
+        ({"n3": 1, "onnxpar.loss*": 0}, "is assigned to part 0, but what it reads comes"),
+        ({"n3": 1, "n3/grad*": 1}, "expected the name or a pattern of a node"),
+    ],
+    ids=["backwards", "matches nothing", "two parts", "empty part", "loss", "backward nodes"],
+)
+def test_assignments_that_cannot_be(tmp_path: Path, assign: dict[str, int], told: str) -> None:
+    with pytest.raises(OnnxparError) as caught:
+        cut(tmp_path / "a", model_of(CHAIN), strategy_of(assign))
+    assert told in str(caught.value)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_loss_alone_is_a_stage(tmp_path: Path) -> None:
+    """Labels that are right are counted on another stage than the loss."""
+    assign = {"n*": 0, "onnxpar.loss*": 1}
+    out = cut(tmp_path / "a", model_of(CHAIN), strategy_of(assign))
+    one = cut(tmp_path / "one", model_of(CHAIN), "dp", devices=1)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((20, WIDTH), np.float32)
+    batch = {"x": x, "labels": rng.integers(0, CLASSES, 20)}
+    with TrainerGroup(one) as whole, TrainerGroup(out) as ranks:
+        got, expected = ranks.evaluate(batch), whole.evaluate(batch)
+    assert got["correct"] == expected["correct"] and 0 < (expected["correct"] or 0) < 20
+    np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-6)
