@@ -1,0 +1,143 @@
+"""`mpirun train`, `eval` and `run` of a pipeline that was cut from a model, beside one device."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import mlp
+import numpy as np
+import onnx_ir as ir
+import pytest
+from launching import LIMIT, Outcome, children, mpirun, run, start_mpirun
+from safetensors.numpy import load_file
+from training_cases import cut
+
+from onnxpar.pipeline import shard
+from onnxpar.strategy import Strategy
+from onnxpar_runtime.manifest import Manifest
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.01", "--device", "cpu"]
+MESHES: dict[str, dict[str, Any]] = {
+    "pp=2": {"devices": 2, "pipeline": {"stages": 2}},
+    "pp=4": {"devices": 4, "pipeline": {"stages": 4}},
+    "dp=2": {"mesh": {"dp": 2}},
+    "pp=2,dp=2": {"mesh": {"dp": 2}, "pipeline": {"stages": 2, "schedule": "zb-h1"}},
+}
+
+
+def model() -> ir.Model:
+    """Images of 8x8 and layers of 10 and 7, which nothing divides."""
+    return mlp.build(image=8, hidden=(10, 7))
+
+
+def made(folder: Path, name: str) -> Path:
+    """What trains the model on a mesh of this name."""
+    strategy = Strategy.from_dict(MESHES[name]) if name in MESHES else "dp"
+    return cut(
+        folder / name, model(), strategy, optimizer="adamw", devices=None if name in MESHES else 1
+    )
+
+
+def ranks_of(directory: Path) -> int:
+    return Manifest.load(directory).devices
+
+
+def train(directory: Path, *more: str) -> Outcome:
+    arguments = ["-m", "onnxpar.cli", "train", str(directory), *DIGITS, *more]
+    outcome = mpirun(ranks_of(directory), arguments)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def losses(log: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return {number: line["loss"] for number, line in enumerate(lines, 1)}
+
+
+@pytest.mark.parametrize("name", ["pp=2", "pp=2,dp=2"] if FULL else ["pp=2,dp=2"])
+def test_trains_and_evaluates_as_one_device(tmp_path: Path, name: str) -> None:
+    """Of 15 batches the last has 37 images; each is two micro-batches, as the pipeline was cut."""
+    told, found = {}, {}
+    for directory in (made(tmp_path, "one"), made(tmp_path, name)):
+        log, saved = tmp_path / "log", tmp_path / f"{directory.name}.weights"
+        more = ["--epochs", "1", "--seed", "3", "--log", str(log), "--save", str(saved)]
+        more += ["--accumulate", "2"] if directory.name == "one" else []
+        train(directory, *more)
+        found[directory.name] = losses(log)
+        log.unlink()
+        arguments = ["eval", str(directory), "--data", "digits", "--device", "cpu", "--json"]
+        arguments += ["--parameters", str(saved)]
+        outcome = mpirun(ranks_of(directory), ["-m", "onnxpar.cli", *arguments])
+        assert outcome.code == 0, outcome.err
+        told[directory.name] = json.loads(outcome.out)
+    one = list(found["one"].values())
+    assert len(one) == 15 and one[-1] < one[0]
+    np.testing.assert_allclose(list(found[name].values()), one, rtol=1e-5)
+    assert told[name]["accuracy"] == told["one"]["accuracy"]
+    assert told[name]["loss"] == pytest.approx(told["one"]["loss"], rel=1e-5)
+
+
+def test_runs_and_gathers_on_the_first_rank(tmp_path: Path) -> None:
+    """The output is made by the last stage."""
+    path, rng = tmp_path / "m.onnx", np.random.default_rng(0)
+    ir.save(model(), path)
+    for name in ("one", "pp=2,dp=2"):
+        strategy = Strategy.from_dict(MESHES[name]) if name in MESHES else "dp"
+        shard(path, strategy, tmp_path / name, devices=None if name in MESHES else 1)
+    inputs = tmp_path / "in.npz"
+    np.savez(inputs, x=rng.standard_normal((5, 1, 8, 8), np.float32))
+    arrays = []
+    for name in ("one", "pp=2,dp=2"):
+        outcome, out = run(ranks_of(tmp_path / name), tmp_path / name, inputs)
+        assert outcome.code == 0, outcome.err
+        arrays.append(np.load(out)["logits"])
+    np.testing.assert_allclose(arrays[1], arrays[0], atol=1e-5 * np.abs(arrays[0]).max())
+
+
+def test_the_death_of_a_rank_ends_all(tmp_path: Path) -> None:
+    directory = made(tmp_path, "pp=2,dp=2")
+    log = tmp_path / "log"
+    arguments = ["-m", "onnxpar.cli", "train", str(directory), *DIGITS, "--epochs", "1000"]
+    with start_mpirun(4, [*arguments, "--log", str(log)]) as process:
+        try:
+            end = time.monotonic() + LIMIT
+            while not log.exists() or not log.read_text():
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.05)
+            os.kill(children(process.pid)[2], signal.SIGKILL)
+            killed = time.monotonic()
+            process.communicate(timeout=LIMIT)
+            assert process.returncode != 0 and time.monotonic() - killed < LIMIT / 2
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("name", ["pp=2", "pp=4", "dp=2"] if FULL else ["pp=2", "dp=2"])
+def test_resumes_from_a_checkpoint_of_two_stages(tmp_path: Path, name: str) -> None:
+    """On two stages to the same bits, on other meshes to the same losses."""
+    two, saved = made(tmp_path, "pp=2"), tmp_path / "all"
+    log, folder = tmp_path / "log", tmp_path / "ck"
+    common = ["--seed", "3", "--accumulate", "3"]
+    train(two, *common, "--epochs", "2", "--log", str(log), "--save", str(saved),
+          "--checkpoint", str(folder), "--every", "10", "--keep", "9")  # fmt: skip
+    expected = losses(log)
+    other, again = two if name == "pp=2" else made(tmp_path, name), tmp_path / "again"
+    log2 = tmp_path / "log2"
+    (step,) = folder.glob("*0010")
+    train(other, *common, "--epochs", "2", "--log", str(log2), "--save", str(again),
+          "--resume", str(step))  # fmt: skip
+    found = list(losses(log2).values())
+    assert len(found) == 20
+    rest = [expected[number] for number in range(11, 31)]
+    if name == "pp=2":
+        assert found == rest
+    else:
+        np.testing.assert_allclose(found, rest, rtol=1e-5)
+    weights, same = load_file(saved), load_file(again)
+    for key, array in weights.items():
+        if name == "pp=2":
+            np.testing.assert_array_equal(same[key], array)
