@@ -151,19 +151,21 @@ def weight_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     batch = shape[0]
     groups = [group] if group > 1 else []
     dy = node.builder.reshape(node.input(1), [batch, *groups, many, count])
-    taps = []
-    places = list(product(*(range(d.kernel) for d in dims)))
-    for place in places:
-        tap = _tap(node, x, shape, dims, place, results[2:])
-        taps.append(node.builder.reshape(tap, [batch, *groups, few, count]))
-    if few < FEW_CHANNELS and len(taps) > 1:
-        axis = len(groups) + 1
-        made = [batch, *groups, len(taps) * few, count]
-        taps = list(node.builder.ops("Concat", taps, [(x.dtype, made)], {"axis": axis}))
     rows = [*groups, many]
-    products = [
-        _summed(node, dy, tap, [batch, *rows], few * (len(places) // len(taps))) for tap in taps
-    ]
+    places = list(product(*(range(d.kernel) for d in dims)))
+
+    def tap(place: Sequence[int]) -> ir.Value:
+        met = _tap(node, x, shape, dims, place, results[2:])
+        return node.builder.reshape(met, [batch, *groups, few, count])
+
+    if few < FEW_CHANNELS and len(places) > 1:
+        made = [batch, *groups, len(places) * few, count]
+        axis = {"axis": len(groups) + 1}
+        (taps,) = node.builder.ops("Concat", [tap(p) for p in places], [(x.dtype, made)], axis)
+        products = [_summed(node, dy, taps, [batch, *rows], few * len(places))]
+    else:
+        # Each product follows its slice, so that there is one slice at a time.
+        products = [_summed(node, dy, tap(place), [batch, *rows], few) for place in places]
     whole = [1, *rows, few * len(places)]
     y = products[0]
     if len(products) > 1:

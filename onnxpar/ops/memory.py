@@ -1,9 +1,10 @@
 """What memory a kernel takes: outputs that lie where an operand lies, and room to work in.
 
 Of the kernels of onnxruntime's CPU provider and of the runtime's own library, found by measuring
-each (tests/exec/test_kernel_memory.py). A kernel that is not named here writes each of its outputs
-to memory of its own and needs no more. Collectives have buffers of their transport besides, which
-do not grow with the tensors.
+each (tests/exec/test_kernel_memory.py), and of local forms of many nodes. A kernel that is not
+named here writes each of its outputs to memory of its own and needs no more. Convolutions have
+64 KiB for each thread besides, collectives the buffers of their transport: neither grows with the
+tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxpar.ops.conv_backward import FEW_CHANNELS
+from onnxpar.ops.gradients.conv import WEIGHT_GRAD
 from onnxpar.passes.builder import DOMAIN
 
 Shape = tuple[int, ...]
@@ -87,6 +90,42 @@ def _gelu(call: Call) -> int:
     return call.bytes(call.outputs[0]) if call.after_bias else 0
 
 
+def _unrolled(call: Call) -> int:
+    """A filter's gradient: a padded image, and slices of it that meet the cotangent.
+
+    With few channels all slices lie beside each other before their product, with many there is one
+    at a time; a product is summed over the batch afterwards (`onnxpar.ops.conv_backward`).
+    """
+    image, cotangent, filters = call.inputs[0], call.inputs[1], call.outputs[0]
+    if image is None or cotangent is None or filters is None:
+        return 0
+    few, taps, batch = filters[1], prod(filters[2:]), image[0]
+    rank = len(filters) - 2
+    pads = call.attributes.get("pads") or [0] * 2 * rank
+    strides = call.attributes.get("strides") or [1] * rank
+    padded = [n + pads[d] + pads[d + rank] for d, n in enumerate(image[2:])]
+    sliced = taps > 1 or any(s > 1 for s in strides)
+    tap = prod(image[:2]) * prod(cotangent[2:]) if sliced else 0
+    window = prod(image[:2]) * prod(padded) if any(pads) else 0
+    whole = prod(filters)
+    if few < FEW_CHANNELS and taps > 1:
+        each = whole * (batch + 1 if batch > 1 else 1)
+        most = max(window + taps * tap, 2 * taps * tap, taps * tap + each)
+    else:
+        each = whole // taps * (batch + 1 if batch > 1 else 1)
+        most = max(window + tap + whole - whole // taps + each, 2 * whole)
+    # The result is there at the end only.
+    return max(most - whole, 0) * call.itemsize
+
+
+def _columns(call: Call) -> int:
+    """A transposed convolution multiplies the filters with one image after another."""
+    image, filters = call.inputs[0], call.inputs[1]
+    if image is None or filters is None:
+        return 0
+    return prod(filters[1:]) * prod(image[2:]) * call.itemsize
+
+
 _VIEW = Kernel(view=True)
 _OVER_FIRST = Kernel(over=((0, 0),))
 _SOFTMAX = Kernel(over=((0, 0),), work=_softmax)
@@ -107,6 +146,7 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     **{(DOMAIN, name): _OVER_FIRST for name in _OWN_IN_PLACE},
     ("", "Softmax"): _SOFTMAX,
     ("", "LogSoftmax"): _SOFTMAX,
+    ("", "ConvTranspose"): Kernel(work=_columns),
     ("", "Gelu"): Kernel(work=_gelu),
     ("", "Where"): Kernel(work=_where),
     (DOMAIN, "Barrier"): _OVER_FIRST,
@@ -116,12 +156,16 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
 }
 """By domain and type; "" is ONNX's default domain."""
 
+FORMS: Mapping[tuple[str, str], Kernel] = {(DOMAIN, WEIGHT_GRAD): Kernel(work=_unrolled)}
+"""Operators of the undivided program that no kernel computes: what their local forms take."""
+
 PLAIN = Kernel()
 
 
 def kernel(domain: str, op_type: str) -> Kernel:
-    """Returns what the kernel of an operator does with memory."""
-    return KERNELS.get(("" if domain == "ai.onnx" else domain, op_type), PLAIN)
+    """Returns what the kernel, or the local form, of an operator does with memory."""
+    key = ("" if domain == "ai.onnx" else domain, op_type)
+    return KERNELS.get(key) or FORMS.get(key, PLAIN)
 
 
 def call(

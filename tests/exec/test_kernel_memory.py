@@ -112,6 +112,15 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
     ),
     ("", "Softmax"): (between("Softmax"), between("Softmax<axis = 0>")),
     ("", "LogSoftmax"): (between("LogSoftmax"), between("LogSoftmax<axis = 0>")),
+    ("", "ConvTranspose"): (
+        Case(
+            "i = Reshape(x, image)  a = Exp(i)  "
+            "r = ConvTranspose<pads = [1, 1, 1, 1]>(a, w)  y = Sin(r)",
+            f"int64[4] image = {{8, 4, 32, 32}}, "
+            f"float[4, 4, 3, 3] w = {{{', '.join(['0.5'] * 144)}}}",
+            dict.fromkeys("iary", (8, 4, 32, 32)),
+        ),
+    ),
     ("", "Gelu"): (
         between("Gelu", "b", BIAS, BIASED),
         between('Gelu<approximate = "tanh">', "b", BIAS, BIASED),
