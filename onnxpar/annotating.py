@@ -14,15 +14,17 @@ from google.protobuf.message import EncodeError
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import propagate
+from onnxpar.analysis.stages import ONE_PLACE, Places
 from onnxpar.errors import ModelError
 from onnxpar.passes.annotate import annotate_proto
 from onnxpar.passes.load import in_memory, read
 from onnxpar.passes.validity import blamed_on_model
-from onnxpar.pipeline import Analysed, analyse
+from onnxpar.pipeline import Analysed, analyse, cut_model
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.annotation import bodies_of
 from onnxpar.strategy.decide import decide
 from onnxpar.symbols import Symbol
+from onnxpar.training.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,15 @@ def annotate(
         strategy = strategy_for(strategy, devices, proto, f"model {str(path)!r}")
         constraints = {**strategy.symbols, **(symbols or {})}
         analysed = analyse(in_memory(proto, path), constraints)
-        plan = _plan(analysed, strategy)
+        placed, places, plan = _plan(analysed, strategy)
         count = annotate_proto(
-            proto, analysed.model, plan, analysed.rules, analysed.env, constraints
+            proto, placed.model, plan, placed.rules, placed.env, constraints, strategy.pipeline
         )
-        again = _plan(analysed, strategy_for(None, None, proto, f"model {str(out)!r}"))
+        if strategy.pipeline is not None:
+            # Its nodes have been put into parts.
+            analysed = analyse(in_memory(proto, path), constraints)
+        written = strategy_for(None, None, proto, f"model {str(out)!r}")
+        _, where, again = _plan(analysed, written)
     try:
         data = proto.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
@@ -93,12 +99,19 @@ def annotate(
         _write(out, data)
     except OSError as error:
         raise ModelError(f"{str(out)!r}: cannot be written: {error}") from error
-    return Annotated(out, plan.mesh.size, len(proto.graph.node), count, _differing(plan, again))
+    differing = _differing(plan, again)
+    moved = sorted(n for n, part in places.nodes.items() if where.nodes.get(n) != part)
+    differing += tuple(name for name in moved if name not in differing)
+    return Annotated(out, strategy.world, len(proto.graph.node), count, differing)
 
 
-def _plan(analysed: Analysed, strategy: Strategy) -> Plan:
+def _plan(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Places, Plan]:
+    """A model, cut into the parts of a pipeline if there is one, and its plan."""
+    places = ONE_PLACE
+    if strategy.pipeline is not None:
+        analysed, places = cut_model(analysed, Staging(strategy, strategy.pipeline))
     seeds = decide(strategy, analysed.model, analysed.rules, analysed.env)
-    return propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    return analysed, places, propagate(analysed.model, analysed.env, analysed.rules, seeds)
 
 
 def _differing(first: Plan, second: Plan) -> tuple[str, ...]:
@@ -111,7 +124,8 @@ def _differing(first: Plan, second: Plan) -> tuple[str, ...]:
     nodes = [
         name
         for name, plan in first.nodes.items()
-        if (plan.inputs, plan.outputs) != (second.nodes[name].inputs, second.nodes[name].outputs)
+        if (found := second.nodes.get(name)) is None
+        or (plan.inputs, plan.outputs) != (found.inputs, found.outputs)
     ]
     return (*tensors, *nodes)
 

@@ -90,6 +90,22 @@ def divide(analysed: Analysed, seeds: Seeds, places: Places = ONE_PLACE) -> Part
     return partition(a.model, a.env, a.rules, a.ops, chosen, places=places)
 
 
+def cut_model(analysed: Analysed, staging: Staging) -> tuple[Analysed, Places]:
+    """Puts the nodes of a model into the parts of a pipeline, and says where they are.
+
+    Args:
+        analysed: The model, which is changed.
+        staging: The pipeline.
+
+    Raises:
+        StrategyError: As `onnxpar.strategy.parts.decide_parts`.
+    """
+    places = staging.put_forward(analysed.model, analysed.env)
+    # Copies of nodes are new.
+    env = shapes(analysed.model, analysed.env.table)
+    return Analysed(analysed.model, env, *find_rules(analysed.model, env)), places
+
+
 @dataclass(frozen=True)
 class Divided:
     """A model, divided.
@@ -134,10 +150,7 @@ def divide_model(
         lap("divide")
         return Divided(whole, (whole,))
     staging = Staging(strategy, strategy.pipeline)
-    places = staging.put_forward(analysed.model, analysed.env)
-    # Copies of nodes are new.
-    env = shapes(analysed.model, analysed.env.table)
-    analysed = Analysed(analysed.model, env, *find_rules(analysed.model, env))
+    analysed, places = cut_model(analysed, staging)
     whole = divide(analysed, _seeds(analysed, strategy), places)
     stages = staging.split(whole, places, "model")
     lap("divide")

@@ -3,7 +3,8 @@
 The file's own nodes are annotated, each with the shardings of its operands as it takes them and of
 its results as they are afterwards; of a node in whose place its body stands, those of its operands
 and results that the body has. A result that waits for a reduction has no spec: the format has no
-word for it.
+word for it. A node of a pipeline has its part as `pipeline_stage`, and its tensors lie on the
+devices of its stage.
 """
 
 from collections.abc import Mapping
@@ -15,11 +16,21 @@ import onnx_ir as ir
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.analysis.stages import stage_of
+from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
 from onnxpar.sharding import Sharding
 from onnxpar.strategy.annotated import runs_of
-from onnxpar.strategy.annotation import METADATA, MIN_IR_VERSION, Extras, Layout, bodies_of
+from onnxpar.strategy.annotation import (
+    METADATA,
+    MIN_IR_VERSION,
+    Extras,
+    Layout,
+    Schedule,
+    bodies_of,
+)
 from onnxpar.strategy.replaced import bodies_by_results
+from onnxpar.strategy.schema import PIPELINE_AXIS, PipelineEntry
 from onnxpar.strategy.write import symbol_data
 from onnxpar.symbols import Symbol, dim_str
 
@@ -31,6 +42,7 @@ def annotate_proto(
     rules: Rules,
     env: ShapeEnv,
     symbols: Mapping[str, Symbol],
+    pipeline: PipelineEntry | None = None,
 ) -> int:
     """Annotates a model in place and returns how many of its nodes; older annotations go.
 
@@ -41,23 +53,33 @@ def annotate_proto(
         rules: Its rules.
         env: Its shapes.
         symbols: Constraints on its symbols, kept in the metadata.
+        pipeline: How it is cut into stages, if it is; its nodes know their parts.
+
+    Raises:
+        StrategyError: A node in whose place a body stands is cut in two by stages.
     """
     _forget(proto)
+    stages = 1 if pipeline is None else pipeline.stages
     writer = _Writer(model, plan, env, bodies_by_results(rules))
     mesh = plan.mesh
-    text = ",".join(f"{name}={size}" for name, size in mesh.axes) or f"devices={mesh.size}"
-    configuration = ir.ModelConfiguration(text, mesh.size)
+    devices = mesh.size * stages
+    axes = [(PIPELINE_AXIS, stages)] if stages > 1 else []
+    named = ",".join(f"{name}={size}" for name, size in (*axes, *mesh.axes))
+    text = named if mesh.axes else f"devices={devices}"
+    configuration = ir.ModelConfiguration(text, devices)
     count = 0
     for node in proto.graph.node:
         tensors = writer.tensors(node)
-        if tensors:
+        part = None if pipeline is None else writer.part(node)
+        if tensors or part is not None:
             count += 1
-            specs = tuple(writer.spec(name, sharding) for name, sharding in tensors.items())
-            annotated = ir.NodeDeviceConfiguration(configuration, specs)
+            first = (part or 0) % stages * mesh.size
+            specs = tuple(writer.spec(name, sharding, first) for name, sharding in tensors.items())
+            annotated = ir.NodeDeviceConfiguration(configuration, specs, part)
             node.device_configurations.append(
                 ir.serde.serialize_node_device_configuration(annotated)
             )
-    proto.configuration.add(name=text, num_devices=mesh.size)
+    proto.configuration.add(name=text, num_devices=devices)
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     pinned = [name for name, chosen in plan.nodes.items() if chosen.pinned]
     extras = Extras(
@@ -68,6 +90,13 @@ def annotate_proto(
         parameters=_parameters(model, plan),
         carried=[name for name, chosen in plan.nodes.items() if chosen.carried],
         pinned=None if len(pinned) == len(plan.nodes) else pinned,
+        pipeline=None
+        if pipeline is None
+        else Schedule(
+            schedule=pipeline.schedule,
+            micro_batches=pipeline.micro_batches,
+            chunks=pipeline.chunks,
+        ),
     )
     proto.metadata_props.add(key=METADATA, value=extras.model_dump_json(exclude_defaults=True))
     return count
@@ -105,20 +134,39 @@ class _Writer:
     plan: Plan
     env: ShapeEnv
     bodies: Mapping[tuple[str, ...], list[NodeView]]
-    _placed: dict[Sharding, ir.ShardingSpec] = field(default_factory=dict)
+    _placed: dict[tuple[Sharding, int], ir.ShardingSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.model.graph
         self.made_by = {v.name: node for node in graph for v in node.outputs if v.name}
 
+    def nodes(self, node: onnx.NodeProto) -> list[ir.Node]:
+        """The nodes of the model that a node of the file has become."""
+        outputs = tuple(node.output)
+        if outputs in self.bodies:
+            return [view.node for view in self.bodies[outputs]]
+        made = next((self.made_by[n] for n in outputs if n in self.made_by), None)
+        return [] if made is None else [made]
+
+    def part(self, node: onnx.NodeProto) -> int | None:
+        """The part of a pipeline that a node of the file is of; None where it is no node any more.
+
+        Raises:
+            StrategyError: Its body is of several parts.
+        """
+        parts = sorted({stage_of(one) for one in self.nodes(node)})
+        if len(parts) > 1:
+            raise StrategyError(
+                f"node {node.name or '/'.join(node.output)!r} ({node.op_type}), in whose place its "
+                f"body stands: expected one pipeline stage for all of it, got {parts}; say so "
+                "under pipeline: assign"
+            )
+        return parts[0] if parts else None
+
     def tensors(self, node: onnx.NodeProto) -> dict[str, Sharding]:
         """The sharding of each operand and result of a node of the file that has one to say."""
         outputs = tuple(node.output)
-        if outputs in self.bodies:
-            nodes = [view.node for view in self.bodies[outputs]]
-        else:
-            made = next((self.made_by[n] for n in outputs if n in self.made_by), None)
-            nodes = [] if made is None else [made]
+        nodes = self.nodes(node)
         wants: dict[str, list[Sharding]] = {}
         results: dict[str, Sharding] = {}
         for one in nodes:
@@ -146,11 +194,11 @@ class _Writer:
         """Whether a sharding is of the rank of its tensor."""
         return sharding.rank == len(self.env.shapes[name])
 
-    def spec(self, name: str, sharding: Sharding) -> ir.ShardingSpec:
-        """Returns the spec of one tensor."""
-        if sharding not in self._placed:
-            self._placed[sharding] = _placement(sharding, self.plan.mesh)
-        placed = self._placed[sharding]
+    def spec(self, name: str, sharding: Sharding, first: int) -> ir.ShardingSpec:
+        """Returns the spec of one tensor, on the devices from `first` on."""
+        if (sharding, first) not in self._placed:
+            self._placed[sharding, first] = _placement(sharding, self.plan.mesh, first)
+        placed = self._placed[sharding, first]
         return ir.ShardingSpec(
             ir.Value(name=name),
             placed.device,
@@ -159,8 +207,8 @@ class _Writer:
         )
 
 
-def _placement(sharding: Sharding, mesh: Mesh) -> ir.ShardingSpec:
-    """Returns the spec of a sharding, of no tensor."""
+def _placement(sharding: Sharding, mesh: Mesh, start: int) -> ir.ShardingSpec:
+    """Returns the spec of a sharding, of no tensor, on the devices from `start` on."""
     split = sharding.split_atoms
     rest = [a for a in range(len(mesh.atoms)) if a not in split]
     firsts = mesh.group(0, split)
@@ -179,10 +227,10 @@ def _placement(sharding: Sharding, mesh: Mesh) -> ir.ShardingSpec:
         if any(c.atoms for c in dim)
     )
     if not rest:
-        return ir.ShardingSpec(None, firsts, (), dims)
+        return ir.ShardingSpec(None, tuple(start + d for d in firsts), (), dims)
     # Keys below zero are no devices.
     groups = tuple(
-        ir.IndexToDeviceGroupMapEntry(-1 - shard, mesh.group(first, rest))
+        ir.IndexToDeviceGroupMapEntry(-1 - shard, tuple(start + d for d in mesh.group(first, rest)))
         for shard, first in enumerate(firsts)
     )
     return ir.ShardingSpec(None, tuple(group.key for group in groups), groups, dims)

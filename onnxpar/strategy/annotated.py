@@ -9,6 +9,7 @@ split makes such, and that has no spec, stays so; a node whose results have none
 it is, where its operator is linear in it. A result with a spec is reduced at once.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +26,7 @@ from onnxpar.analysis.plan import (
 )
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.analysis.shapes import EXPANDED_OPERANDS, NodeView, ShapeEnv
 from onnxpar.errors import MeshError, ShardingError, StrategyError, SymbolError
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import OpRule
@@ -70,6 +71,22 @@ def annotated_seeds(annotation: Annotation, model: ir.Model, rules: Rules, env: 
             order of the devices that no mesh has.
     """
     return _Reader(annotation, model, rules, env).run()
+
+
+def annotated_parts(annotation: Annotation, graph: ir.Graph) -> dict[str, int]:
+    """Returns the parts of a pipeline that an annotation says, by the names of the graph's nodes.
+
+    The nodes of a body are of the part of the node in whose place it stands.
+    """
+    said = {n: s.stage for s in annotation.nodes if s.stage is not None for n in s.outputs if n}
+    found = {}
+    for node in graph:
+        replaced = node.metadata_props.get(EXPANDED_OPERANDS)
+        made = json.loads(replaced)["out"] if replaced else [v.name for v in node.outputs]
+        part = next((said[name] for name in made if name in said), None)
+        if part is not None:
+            found[node.name or ""] = part
+    return found
 
 
 def runs_of(sharding: Sharding, mesh: Mesh) -> Layout:

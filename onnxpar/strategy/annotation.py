@@ -4,11 +4,13 @@ The checker of ONNX looks at none of these fields. What is read here: `ModelProt
 and of each node `device_configurations` with a `sharding_spec` for some of its operands and
 results. A spec lists devices in the order of the shards; shards are counted row by row over the
 split axes of the tensor, in the tensor's order. An entry of the list is a device, or the key of a
-group of devices that all hold the shard.
+group of devices that all hold the shard. `pipeline_stage` is the part of the model that a node is
+of (see `onnxpar.analysis.stages`); the devices of a stage are neighbours, those of stage 0 first.
 
 What the fields have no place for stands in the model's metadata under `METADATA`, written by
 `onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and
-parameters lie before a node reads them, and which nodes the user spoke of. Values that wait for a
+parameters lie before a node reads them, the schedule of a pipeline, and which nodes the user spoke
+of. Values that wait for a
 reduction cannot be said; they follow from the operands (see `onnxpar.strategy.annotated`).
 """
 
@@ -39,7 +41,8 @@ class TensorSpec:
     """How one tensor is split.
 
     Attributes:
-        groups: Of each shard the devices that hold it, ascending; they are all devices, once each.
+        groups: Of each shard the devices that hold it, ascending, counted from the first of the
+            node's stage; they are all devices of that, once each.
         dims: The axes that are named, each with its parts, major first.
     """
 
@@ -57,6 +60,7 @@ class NodeSpec:
         inputs: Names of its operands.
         outputs: Names of its results.
         tensors: The tensors that are annotated, by name.
+        stage: Its part of a pipeline, where that is said.
     """
 
     name: str
@@ -64,6 +68,7 @@ class NodeSpec:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     tensors: Mapping[str, TensorSpec]
+    stage: int | None = None
 
     @property
     def title(self) -> str:
@@ -75,6 +80,22 @@ _Count = Annotated[int, Field(ge=1)]
 Layout = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
 """Of each dim its parts, major first, none where it is whole: a size, and the splits of it as
 `(pieces, devices between neighbours)`, outermost first."""
+
+
+class Schedule(BaseModel):
+    """How a pipeline runs, as in a strategy file.
+
+    Attributes:
+        schedule: In which order micro-batches go through the stages.
+        micro_batches: Micro-batches of a step.
+        chunks: Parts of the model that each stage has; part p is on stage `p % stages`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schedule: str = "1f1b"
+    micro_batches: _Count | None = None
+    chunks: _Count = 1
 
 
 class Extras(BaseModel):
@@ -89,6 +110,7 @@ class Extras(BaseModel):
             reads them.
         pinned: The nodes that the user spoke of, where the others followed; None: all.
         carried: The nodes that take operands which wait for a reduction; None: all that can.
+        pipeline: How a pipeline runs; None where there is none, or nothing is said of it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -100,6 +122,7 @@ class Extras(BaseModel):
     parameters: dict[str, Layout] = {}
     pinned: list[str] | None = None
     carried: list[str] | None = None
+    pipeline: Schedule | None = None
 
 
 @dataclass(frozen=True)
@@ -108,10 +131,11 @@ class Annotation:
 
     Attributes:
         source: What it was read from, for messages.
-        devices: Number of devices.
+        devices: Number of devices of a stage.
         nodes: The nodes that are annotated, in the order of the graph.
         extras: What the metadata says.
         symbols: Its constraints on symbols.
+        stages: Number of pipeline stages.
     """
 
     source: str
@@ -119,6 +143,7 @@ class Annotation:
     nodes: tuple[NodeSpec, ...]
     extras: Extras = field(default_factory=Extras)
     symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -167,11 +192,16 @@ def read_annotation(
         return None
     sizes = _configurations(source, known)
     chosen = _chosen(source, nodes, sizes, devices)
-    specs = tuple(_node(source, node, chosen, sizes) for node in nodes)
-    if not any(spec.tensors for spec in specs):
+    mine = [(node, _configuration(source, node, chosen)) for node in nodes]
+    parts = _parts(source, mine)
+    extras = _extras(source, metadata.get(METADATA))
+    stages = _stages(source, parts, sizes[chosen], extras)
+    size = sizes[chosen] // stages
+    specs = tuple(_node(source, node, entry, size, parts, stages) for node, entry in mine)
+    if parts == 1 and not any(spec.tensors for spec in specs):
         return None
-    extras, symbols = _extras(source, metadata.get(METADATA), sizes[chosen])
-    return Annotation(source, sizes[chosen], specs, extras, symbols)
+    symbols = _checked(source, extras, size)
+    return Annotation(source, size, specs, extras, symbols, stages)
 
 
 def _of_file(node: onnx.NodeProto) -> _Node:
@@ -271,32 +301,103 @@ def _chosen(
 # -- nodes and tensors ---------------------------------------------------------------------------
 
 
-def _node(source: str, node: _Node, chosen: str, sizes: Mapping[str, int]) -> NodeSpec:
-    title = f"{source}: node {node.name or '/'.join(node.outputs)!r} ({node.op_type})"
+def _title(source: str, node: _Node) -> str:
+    return f"{source}: node {node.name or '/'.join(node.outputs)!r} ({node.op_type})"
+
+
+def _configuration(
+    source: str, node: _Node, chosen: str
+) -> onnx.NodeDeviceConfigurationProto | None:
+    """The entry of a node for the configuration that is carried out."""
     mine = [c for c in node.configurations if c.configuration_id == chosen]
     if len(mine) > 1:
-        raise StrategyError(f"{title}: expected {chosen!r} once, got it {len(mine)} times")
-    tensors: dict[str, TensorSpec] = {}
-    for entry in mine:
-        if entry.HasField("pipeline_stage") and entry.pipeline_stage:
+        raise StrategyError(
+            f"{_title(source, node)}: expected {chosen!r} once, got it {len(mine)} times"
+        )
+    return mine[0] if mine else None
+
+
+def _stage(entry: onnx.NodeDeviceConfigurationProto | None) -> int | None:
+    said = entry is not None and entry.HasField("pipeline_stage")
+    return int(entry.pipeline_stage) if entry is not None and said else None
+
+
+_Entry = onnx.NodeDeviceConfigurationProto | None
+"""What a node says for the configuration that is carried out."""
+
+
+def _parts(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
+    """How many parts the model is cut into: each has a node."""
+    first: dict[int, _Node] = {}
+    for node, entry in nodes:
+        stage = _stage(entry)
+        if stage is None:
+            continue
+        if not 0 <= stage < MAX_DEVICES:
             raise StrategyError(
-                f"{title}: expected no pipeline stage but 0, since stages are not built yet, got "
-                f"{entry.pipeline_stage}"
+                f"{_title(source, node)}: expected a pipeline stage from 0 to {MAX_DEVICES - 1}, "
+                f"got {stage}"
             )
-        for spec in entry.sharding_spec:
-            name = spec.tensor_name
-            if not name or name not in (*node.inputs, *node.outputs):
-                names = [n for n in (*node.inputs, *node.outputs) if n]
-                raise StrategyError(
-                    f"{title}: expected an annotation of one of its tensors {names}, got {name!r}"
-                )
-            if name in tensors:
-                raise StrategyError(f"{title}: tensor {name!r}: expected one spec, got two")
-            tensors[name] = _tensor(f"{title}: tensor {name!r}", spec, sizes[chosen])
-    return NodeSpec(node.name, node.op_type, node.inputs, node.outputs, tensors)
+        first.setdefault(stage, node)
+    last = max(first, default=0)
+    missing = next((n for n in range(last) if n not in first), None)
+    if missing is not None:
+        raise StrategyError(
+            f"{_title(source, first[last])}: expected a node of each pipeline stage up to its own, "
+            f"{last}; stage {missing} has none"
+        )
+    return last + 1
 
 
-def _tensor(title: str, spec: onnx.ShardingSpecProto, devices: int) -> TensorSpec:
+def _stages(source: str, parts: int, devices: int, extras: Extras) -> int:
+    """Number of pipeline stages: of several chunks each has as many parts."""
+    chunks = 1 if extras.pipeline is None else extras.pipeline.chunks
+    if parts % chunks:
+        raise StrategyError(
+            f"{source}: metadata {METADATA!r}: expected chunks that divide the {parts} pipeline "
+            f"stages of the nodes, got {chunks}"
+        )
+    if devices % (parts // chunks):
+        raise StrategyError(
+            f"{source}: expected a number of pipeline stages that divides the {devices} devices of "
+            f"the configuration, got {parts // chunks}"
+        )
+    return parts // chunks
+
+
+def _node(
+    source: str,
+    node: _Node,
+    entry: onnx.NodeDeviceConfigurationProto | None,
+    devices: int,
+    parts: int,
+    stages: int,
+) -> NodeSpec:
+    title, stage = _title(source, node), _stage(entry)
+    tensors: dict[str, TensorSpec] = {}
+    for spec in entry.sharding_spec if entry is not None else ():
+        if stage is None and parts > 1:
+            raise StrategyError(
+                f"{title}: expected its pipeline stage, as other nodes have one, got none"
+            )
+        name = spec.tensor_name
+        if not name or name not in (*node.inputs, *node.outputs):
+            names = [n for n in (*node.inputs, *node.outputs) if n]
+            raise StrategyError(
+                f"{title}: expected an annotation of one of its tensors {names}, got {name!r}"
+            )
+        if name in tensors:
+            raise StrategyError(f"{title}: tensor {name!r}: expected one spec, got two")
+        held = range(devices)
+        if stages > 1:
+            title = f"{_title(source, node)}, of pipeline stage {stage}"
+            start = (stage or 0) % stages * devices
+            held = range(start, start + devices)
+        tensors[name] = _tensor(f"{title}: tensor {name!r}", spec, held)
+    return NodeSpec(node.name, node.op_type, node.inputs, node.outputs, tensors, stage)
+
+
+def _tensor(title: str, spec: onnx.ShardingSpecProto, devices: range) -> TensorSpec:
     dims: list[tuple[int, tuple[Piece, ...]]] = []
     for dim in spec.sharded_dim:
         if dim.axis in [axis for axis, _ in dims]:
@@ -326,18 +427,18 @@ def _size(title: str, part: onnx.SimpleShardedDimProto) -> int | str | None:
 
 
 def _groups(
-    title: str, spec: onnx.ShardingSpecProto, count: int, devices: int
+    title: str, spec: onnx.ShardingSpecProto, count: int, devices: range
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each shard the devices that hold it."""
+    """Of each shard the devices that hold it, counted from the first of `devices`."""
     named: dict[int, tuple[int, ...]] = {}
     for entry in spec.index_to_device_group_map:
         if entry.key in named:
             raise StrategyError(f"{title}: device group {entry.key}: expected it once")
         named[entry.key] = tuple(entry.value)
     listed = list(spec.device)
-    if not listed and count in (1, devices):
+    if not listed and count in (1, len(devices)):
         # The order is left open, and there is but one that everybody means.
-        listed = list(range(devices))
+        listed = list(devices)
     groups = [tuple(sorted(named.get(d, (d,)))) for d in listed]
     if count == 1 and len(groups) > 1:
         groups = [tuple(sorted(d for group in groups for d in group))]
@@ -347,8 +448,10 @@ def _groups(
             f"(the product of num_shards), got {len(groups)}"
         )
     for device in (d for group in groups for d in group):
-        if not 0 <= device < devices:
-            raise StrategyError(f"{title}: expected devices from 0 to {devices - 1}, got {device}")
+        if device not in devices:
+            raise StrategyError(
+                f"{title}: expected devices from {devices[0]} to {devices[-1]}, got {device}"
+            )
     lengths = {len(group) for group in groups}
     if len(lengths) > 1:
         raise StrategyError(
@@ -358,37 +461,43 @@ def _groups(
     if len(set(held)) != len(held):
         twice = next(d for d in held if held.count(d) > 1)
         raise StrategyError(f"{title}: expected each device once, got device {twice} twice")
-    if len(held) != devices:
-        missing = next(d for d in range(devices) if d not in set(held))
+    if len(held) != len(devices):
+        missing = next(d for d in devices if d not in set(held))
         raise StrategyError(
-            f"{title}: expected all {devices} devices of the configuration (a group for each shard "
-            f"that several hold), got {len(held)}; device {missing} holds nothing"
+            f"{title}: expected all {len(devices)} devices of the configuration, or of the stage "
+            f"(a group for each shard that several hold), got {len(held)}; device {missing} holds "
+            "nothing"
         )
-    return tuple(groups)
+    return tuple(tuple(d - devices[0] for d in group) for group in groups)
 
 
 # -- metadata ------------------------------------------------------------------------------------
 
 
-def _extras(source: str, text: str | None, devices: int) -> tuple[Extras, dict[str, Symbol]]:
+def _extras(source: str, text: str | None) -> Extras:
     if text is None:
-        return Extras(), {}
-    title = f"{source}: metadata {METADATA!r}"
+        return Extras()
     try:
-        extras = Extras.model_validate_json(text)
+        return Extras.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise StrategyError(f"{title}: {place + ': ' if place else ''}{first['msg']}") from None
+        raise StrategyError(
+            f"{source}: metadata {METADATA!r}: {place + ': ' if place else ''}{first['msg']}"
+        ) from None
+
+
+def _checked(source: str, extras: Extras, devices: int) -> dict[str, Symbol]:
+    """Checks what the metadata says of a mesh of so many devices; returns its symbols."""
+    title = f"{source}: metadata {METADATA!r}"
     for what, sizes in (("axes", list(extras.axes.values())), ("atoms", extras.atoms)):
         if sizes and prod(sizes) != devices:
             raise StrategyError(
                 f"{title}: expected {what} that multiply to the {devices} devices of the "
-                f"configuration, got {sizes}"
+                f"configuration, or of a stage of it, got {sizes}"
             )
     try:
         Mesh.of(extras.axes)
-        symbols = {name: Symbol(**entry) for name, entry in extras.symbols.items()}
+        return {name: Symbol(**entry) for name, entry in extras.symbols.items()}
     except (TypeError, ValueError, MeshError) as error:
         raise StrategyError(f"{title}: {error}") from None
-    return extras, symbols

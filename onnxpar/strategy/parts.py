@@ -9,9 +9,11 @@ from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.analysis.stages import Chain, Costs, chain_of, cut_chain
+from onnxpar.errors import StrategyError
 from onnxpar.machine import Link, Machine
 from onnxpar.mesh import Mesh
 from onnxpar.ops.find import find_rules
+from onnxpar.strategy.annotated import annotated_parts
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.names import match
 from onnxpar.strategy.schema import PipelineEntry, Strategy
@@ -38,13 +40,29 @@ def decide_parts(
             than nodes.
     """
     chain = chain_of(model.graph, weights)
-    where = {key: strategy.where("pipeline", "assign", key) for key in entry.assign}
-    every = [node.name or "" for node in model.graph]
-    wanted = match(entry.assign, every, "node", where)
-    fixed = {name: part for name, (_, part) in wanted.items()}
+    fixed = assigned(strategy, model)
     free = any((node.name or "") not in fixed for node in chain.nodes)
     costs = _costs(strategy, model, env, chain.nodes) if free else Costs()
-    return chain, cut_chain(chain, entry.parts, fixed, costs)
+    try:
+        return chain, cut_chain(chain, entry.parts, fixed, costs)
+    except StrategyError as error:
+        raise StrategyError(f"{strategy.source}: {error}") from None
+
+
+def assigned(strategy: Strategy, model: ir.Model) -> dict[str, int]:
+    """Returns the parts that the user, or the model's annotation, says, by the nodes' names.
+
+    Raises:
+        StrategyError: A pattern fits no node.
+    """
+    if strategy.annotation is not None:
+        return annotated_parts(strategy.annotation, model.graph)
+    if strategy.pipeline is None:
+        return {}
+    said = strategy.pipeline.assign
+    where = {key: strategy.where("pipeline", "assign", key) for key in said}
+    wanted = match(said, [node.name or "" for node in model.graph], "node", where)
+    return {name: part for name, (_, part) in wanted.items()}
 
 
 def _costs(strategy: Strategy, model: ir.Model, env: ShapeEnv, nodes: Sequence[ir.Node]) -> Costs:

@@ -29,7 +29,7 @@ from onnxpar.errors import MeshError, StrategyError
 from onnxpar.layout import WHOLE
 from onnxpar.machine import parse_bytes
 from onnxpar.mesh import Mesh
-from onnxpar.strategy.annotation import Annotation
+from onnxpar.strategy.annotation import METADATA, Annotation
 from onnxpar.strategy.document import Document, Location, parse_document, read_document
 from onnxpar.strategy.entry import (
     DimEntry,
@@ -305,12 +305,17 @@ class Strategy:
 
     @staticmethod
     def from_annotation(annotation: Annotation) -> "Strategy":
-        """Returns the strategy that the annotation of a model is."""
+        """Returns the strategy that the annotation of a model is.
+
+        Raises:
+            StrategyError: What its metadata says of a pipeline contradicts itself.
+        """
         return Strategy(
             annotation.source,
             annotation.devices,
             annotation.extras.axes,
             annotation.symbols,
+            pipeline=_annotated_pipeline(annotation),
             annotation=annotation,
         )
 
@@ -368,6 +373,20 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         atoms=tuple(parsed.atoms),
         given=None if parsed.given is None else frozenset(parsed.given),
     )
+
+
+def _annotated_pipeline(annotation: Annotation) -> PipelineEntry | None:
+    """The pipeline of an annotation, whose nodes say their parts themselves."""
+    said = annotation.extras.pipeline
+    if said is None and annotation.stages == 1:
+        return None
+    try:
+        known = {} if said is None else said.model_dump()
+        return PipelineEntry.model_validate({"stages": annotation.stages, **known})
+    except ValidationError as error:
+        raise StrategyError(
+            f"{annotation.source}: metadata {METADATA!r}: pipeline: {error.errors()[0]['msg']}"
+        ) from None
 
 
 def _parallel(entry: OptimizerParallelEntry | None) -> OptimizerParallel:

@@ -1,5 +1,6 @@
 """Strategies that stand in the model itself: written, read, and by other producers."""
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -148,6 +149,63 @@ def test_round_trip_of_numbers(models: dict[str, Path], tmp_path: Path) -> None:
     # The sum over four devices is pending, which the format cannot say.
     named = {s.tensor_name for s in node.device_configurations[0].sharding_spec}
     assert not named & set(node.output)
+
+
+STAGED = {
+    "presets": "pp=2,dp=2,tp=2",
+    "assigned": {
+        "devices": 4,
+        "nodes": {"/fc1/MatMul": {"in": [[1, 2], [2, 1]]}},
+        "pipeline": {
+            "stages": 2,
+            "micro_batches": 3,
+            "schedule": "gpipe",
+            "assign": {"/fc1/*": 0, "/relu1/*": 1},
+        },
+    },
+    "chunks": {
+        "mesh": {"dp": 2},
+        "pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("mlp", "presets"), ("mlp", "assigned"), ("mlp", "chunks"), ("transformer", "presets")],
+)
+def test_round_trip_of_pipelines(
+    name: str, kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    entry = STAGED[kind]
+    strategy = Strategy.from_dict(entry) if isinstance(entry, dict) else entry
+    done = round_trip(tmp_path, models[name], strategy)
+    found = onnx.load(done.out)
+    size = done.devices // 2
+    assert found.configuration[0].num_devices == done.devices
+    said = [c for node in found.graph.node for c in node.device_configurations]
+    parts = 4 if kind == "chunks" else 2
+    assert {c.pipeline_stage for c in said if c.HasField("pipeline_stage")} == set(range(parts))
+    for entry in said:
+        held = range(entry.pipeline_stage % 2 * size, entry.pipeline_stage % 2 * size + size)
+        for spec in entry.sharding_spec:
+            groups = {g.key: list(g.value) for g in spec.index_to_device_group_map}
+            assert sorted(d for key in spec.device for d in groups.get(key, [key])) == [*held]
+    # What was written names the same cut and schedule, and computes the same.
+    cut = [tmp_path / "by_strategy", tmp_path / "by_annotation"]
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in cut]
+    assert manifests[0]["pipeline"] == manifests[1]["pipeline"]
+    if kind == "assigned":
+        assert (manifests[0]["pipeline"]["micro_batches"], done.differing) == (3, ())
+
+
+def test_another_producer_says_stages_alone(tmp_path: Path) -> None:
+    model = parsed(MODEL)
+    model.configuration.add(name="any", num_devices=2)
+    for stage, node in enumerate(model.graph.node):
+        node.device_configurations.add(configuration_id="any", pipeline_stage=stage)
+    found = report(saved(tmp_path, model), None, tmp_path / "out")
+    assert [(n["name"], n["stage"]) for n in found["nodes"]] == [("mm", 0), ("act", 1)]
 
 
 def test_pending_sums_are_derived(tmp_path: Path) -> None:
@@ -392,6 +450,25 @@ def metadata(text: str) -> Edit:
     return lambda m: m.metadata_props.add(key=METADATA, value=text)
 
 
+def stages(model: onnx.ModelProto, first: int | None, second: int | None, devices: int = 4) -> None:
+    """Puts the two nodes into pipeline stages; a first one not in order has no tensors said."""
+    model.configuration[0].num_devices = devices
+    del model.configuration[0].device[:]
+    model.graph.node[1].device_configurations.add(configuration_id="any")
+    for node, stage in zip(model.graph.node, (first, second), strict=True):
+        if stage is not None:
+            node.device_configurations[0].pipeline_stage = stage
+    if first == 1 and second == 0:
+        del model.graph.node[0].device_configurations[0].sharding_spec[:]
+
+
+def later(stage: int) -> onnx.NodeProto:
+    """A further node, of a stage."""
+    node = onnx.helper.make_node("Relu", ["h"], ["z"], name="more")
+    node.device_configurations.add(configuration_id="any", pipeline_stage=stage)
+    return node
+
+
 MISTAKES: list[tuple[str, Edit, str]] = [
     (
         "unknown configuration",
@@ -462,10 +539,28 @@ MISTAKES: list[tuple[str, Edit, str]] = [
     ),
     ("reversed", refit({0: [4]}, [3, 2, 1, 0]), "in the order of a mesh"),
     ("parts without sizes", refit({0: [2, 2]}, [0, 1, 2, 3]), "expected the size of each part"),
+    ("stage below", lambda m: stages(m, -1, None), "'mm'.*pipeline stage from 0 to .*got -1"),
+    ("no stage 0", lambda m: stages(m, 1, None), "'mm'.*each pipeline stage.*stage 0 has none"),
+    ("a gap", lambda m: stages(m, 0, 2), "'act'.*up to its own, 2; stage 1 has none"),
+    ("too many", lambda m: stages(m, 0, 1, devices=5), "stages that divides the 5 devices.*got 2"),
+    ("backwards", lambda m: stages(m, 1, 0), "'act' is assigned to part 0.*'mm' of part 1"),
     (
-        "stage",
-        lambda m: setattr(m.graph.node[0].device_configurations[0], "pipeline_stage", 1),
-        "node 'mm'.*no pipeline stage but 0.*got 1",
+        "devices of another stage",
+        lambda m: stages(m, 0, 1),
+        "'mm'.*of pipeline stage 0: tensor 'x': expected devices from 0 to 1, got 2",
+    ),
+    (
+        "no stage of a node",
+        lambda m: (stages(m, None, 1), m.graph.node.append(later(0))),
+        "'mm'.*expected its pipeline stage, as other nodes have one",
+    ),
+    (
+        "chunks",
+        lambda m: (
+            stages(m, 0, 1),
+            metadata('{"pipeline": {"schedule": "interleaved", "chunks": 3}}')(m),
+        ),
+        "chunks that divide the 2 pipeline stages",
     ),
     (
         "operands that disagree",
@@ -495,7 +590,7 @@ def test_mistakes(edit: Edit, said: str, tmp_path: Path) -> None:
     assert plan(path, "dp=2").mesh.size == 2
 
 
-@pytest.mark.parametrize("number", [5, 6, 7, 8, 13, 18, 21])
+@pytest.mark.parametrize("number", [5, 6, 7, 8, 13, 18, 21, 26, 31])
 def test_mistakes_of_a_model_in_memory(number: int) -> None:
     """Those that onnx_ir keeps when it reads the file."""
     _, edit, said = MISTAKES[number]
