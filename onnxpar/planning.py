@@ -15,9 +15,9 @@ from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel,
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import Price, price
 from onnxpar.analysis.propagate import Alike, Rules, alike, propagate
-from onnxpar.analysis.search.find import Found, Told
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.analysis.search.find import LEVELS, Candidate, Found, Told
+from onnxpar.analysis.seeds import NodeSeed, Seeds
+from onnxpar.analysis.shapes import GRADIENT_OF, ShapeEnv
 from onnxpar.analysis.staged import Priced, Split, StagedPrice, price_stages
 from onnxpar.analysis.stages import chain_of, floating
 from onnxpar.errors import OnnxparError, ShardingError, StrategyError
@@ -28,7 +28,7 @@ from onnxpar.pipeline import analyse
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.parts import between_stages
+from onnxpar.strategy.parts import assigned, between_stages
 from onnxpar.strategy.schema import SEARCH
 from onnxpar.strategy.write import pipeline_data, strategy_data
 from onnxpar.symbols import Symbol
@@ -75,15 +75,30 @@ class Way:
             return self.staged.held
         return 0 if self.price is None else self.price.held
 
+    def rank(self, level: int, limit: int) -> tuple[float, ...]:
+        """Returns what ways are ordered by, the best first: those that fit, by the objective.
+
+        Args:
+            level: The objective, as of a search.
+            limit: Bytes that a device may hold.
+        """
+        if self.price is None:
+            return (1.0, inf)
+        weights, over = LEVELS[level], float(self.peak > limit)
+        if weights.memory_first:
+            return (over, self.peak, self.seconds)
+        share = self.price.communicating / self.price.seconds if self.price.seconds else 0.0
+        return (over, self.seconds * (1 + (weights.communication - 1) * share))
+
 
 @dataclass(frozen=True)
 class Planned:
     """What `plan_strategy` found.
 
     Attributes:
-        found: The search's result.
+        found: The search's result, or the preset that it did not better.
         plan: The plan of the whole program that follows from it.
-        ways: The plan found, then those found for other numbers of stages, then the presets.
+        ways: That plan, then those found for other numbers of stages, then the presets.
         data: The content of a strategy file that says the plan.
         machine: The machine that it is for.
         limit: Bytes that a device may hold.
@@ -138,6 +153,20 @@ class Program:
     @cached_property
     def _alike(self) -> Alike:
         return alike(list(self.model.graph), self.env, self.rules)
+
+    def pinned(self, plan: Plan) -> Seeds:
+        """Returns seeds from which a plan follows: what it has of each forward node."""
+        nodes = {
+            node.name or "": NodeSeed(
+                node.name or "",
+                plan.nodes[node.name or ""].factors,
+                carried=plan.nodes[node.name or ""].carried,
+                pinned=False,
+            )
+            for node in self.model.graph
+            if GRADIENT_OF not in node.metadata_props and not plan.nodes[node.name or ""].reason
+        }
+        return Seeds(plan.mesh, nodes, dict(plan.inputs), dict(plan.parameters))
 
     def price(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> Price:
         """Returns what a plan costs a device at given sizes of symbols."""
@@ -195,8 +224,8 @@ def plan_strategy(
         training: Plan the program that trains the model, instead of the model.
         stages: Numbers of pipeline stages to try, all of which divide the devices; by default the
             strategy's.
-        micro_batches: Micro-batches of a step; by default what the strategy says, or 1 without
-            stages, else `MICRO_BATCHES`.
+        micro_batches: Micro-batches of a step of training; by default what the strategy says, or 1
+            without stages, else `MICRO_BATCHES`. A forward program runs once, whatever is said.
         told: Called with the name of each stage as it begins, and that it is number n of m
             candidates; 0 of 0 where there are none to count.
 
@@ -207,7 +236,7 @@ def plan_strategy(
     machine = load_machine(entry.machine)
     constraints = {**strategy.symbols, **(symbols or {})}
     counts = _counts(strategy, stages)
-    runs = _micro_batches(strategy, counts, micro_batches)
+    runs = 1 if training is None else _micro_batches(strategy, counts, micro_batches)
     told("reading the model", 0, 0)
     with blamed_on_model(Path(model)):
         program = read_program(model, constraints, training, strategy.optimizer_parallel)
@@ -217,7 +246,9 @@ def plan_strategy(
     for count in counts:
         told("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
         one = replace(strategy, devices=strategy.world // count, pipeline=None)
-        priced = _Priced(program, machine, entry.sizes, _split(strategy, count, runs))
+        priced = _Priced(
+            program, machine, entry.sizes, _split(strategy, program.forward, count, runs)
+        )
         try:
             seeds = resolve(one, program.model, program.rules, program.env)
             found = search(
@@ -240,17 +271,38 @@ def plan_strategy(
         tried.append((way, found, plan))
     if not tried:
         raise ShardingError("; ".join(f"{way.name}: {way.reason}" for way in refused))
-    tried.sort(key=lambda item: (item[0].peak > limit, item[0].seconds))
+    tried.sort(key=lambda item: item[0].rank(entry.level, limit))
     best, found, plan = tried[0]
     ways = [*(way for way, _, _ in tried), *refused]
     names = presets(strategy.world)
+    plain: list[tuple[Way, Plan]] = []
     for number, name in enumerate(names, 1):
         told(f"pricing {name}", number, len(names))
-        ways.append(_preset(name, program, machine, strategy, runs))
+        way, seen = _preset(name, program, machine, strategy, runs)
+        if seen is not None and way.rank(entry.level, limit) < best.rank(entry.level, limit):
+            plain.append((way, seen))
+        ways.append(way)
+    if plain and 1 in counts and _is_free(strategy):
+        rival, seen = min(plain, key=lambda item: item[0].rank(entry.level, limit))
+        seeds = program.pinned(seen)
+        again = program.plan(seeds)
+        way = program.way(rival.name, again, machine, entry.sizes, Split(1, runs))
+        if way.rank(entry.level, limit) < best.rank(entry.level, limit):
+            ways = [way, *(other for other in ways if other is not rival)]
+            chosen = Candidate(again.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
+            best, plan, found = way, again, replace(found, seeds=seeds, chosen=chosen)
     data = strategy_data(found.seeds, program.rules, constraints, strategy.optimizer_parallel)
     if best.staged is not None:
-        data["pipeline"] = pipeline_data(best.staged)
+        wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
+        said = best.micro_batches if training is not None else micro_batches or wanted
+        data["pipeline"] = pipeline_data(best.staged, said)
     return Planned(found, plan, tuple(ways), data, machine, limit, program.model, program.rules)
+
+
+def _is_free(strategy: Strategy) -> bool:
+    """Whether nothing is fixed that a preset would not keep."""
+    fixed = strategy.annotation or strategy.axes or strategy.nodes or strategy.parameters
+    return not fixed and strategy.dataset == SEARCH and strategy.stages == 1
 
 
 @dataclass
@@ -298,11 +350,11 @@ def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None)
     return 1 if list(counts) == [1] else MICRO_BATCHES
 
 
-def _split(strategy: Strategy, stages: int, micro_batches: int) -> Split:
+def _split(strategy: Strategy, model: ir.Model, stages: int, micro_batches: int) -> Split:
     entry = strategy.pipeline
     if entry is None:
         return Split(stages, micro_batches)
-    return Split(stages, micro_batches, entry.schedule, entry.chunks, dict(entry.assign))
+    return Split(stages, micro_batches, entry.schedule, entry.chunks, assigned(strategy, model))
 
 
 def presets(devices: int) -> list[str]:
@@ -348,14 +400,15 @@ def read_program(
 
 def _preset(
     name: str, program: Program, machine: Machine, strategy: Strategy, micro_batches: int
-) -> Way:
+) -> tuple[Way, Plan | None]:
     try:
         preset = replace(load_strategy(name, strategy.world), symbols=strategy.symbols)
         seeds = resolve(preset, program.model, program.rules, program.env)
         split = Split(1, micro_batches)
-        return program.way(name, program.plan(seeds), machine, strategy.search.sizes, split)
+        plan = program.plan(seeds)
+        return program.way(name, plan, machine, strategy.search.sizes, split), plan
     except OnnxparError as error:
-        return Way(name, None, str(error))
+        return Way(name, None, str(error)), None
 
 
 def searching(strategy: Strategy) -> Strategy:

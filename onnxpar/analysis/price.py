@@ -26,11 +26,15 @@ class NodePrice:
         work: Its arithmetic and memory traffic.
         moving: Seconds in which its operands are brought to where it wants them, and its outputs
             to where the user wants them.
+        local: The shapes of its results on a device.
+        made: Bytes of these.
     """
 
     name: str
     work: Work
     moving: float
+    local: tuple[tuple[int, ...], ...]
+    made: int
 
     @property
     def seconds(self) -> float:
@@ -193,7 +197,7 @@ class _Pricing:
             if wanted is not None and wanted != out:
                 moving += self._hidden(key) * self._brought(key, wanted)[0]
         work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
-        return NodePrice(name, work, moving)
+        return NodePrice(name, work, moving, tuple(shapes), sum(sizes))
 
     # -- values ----------------------------------------------------------------------------------
 

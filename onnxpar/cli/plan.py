@@ -30,7 +30,7 @@ from onnxpar.errors import ModelError, StrategyError
 from onnxpar.machine import parse_bytes
 from onnxpar.passes.load import read
 from onnxpar.passes.validity import blamed_on_model
-from onnxpar.planning import Planned, Way, plan_strategy, searching
+from onnxpar.planning import Planned, Way, plan_strategy, presets, searching
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.load import AUTO
 from onnxpar.strategy.schema import SearchEntry
@@ -39,7 +39,10 @@ from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec
 
+WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
+AIMS = ("little communication for the computing done", "memory", "speed")
+"""What each level seeks."""
 _DIGITS = re.compile(r"\d+")
 
 
@@ -129,7 +132,11 @@ def command(
     if json_output:
         print(json.dumps(data, indent=1))
         return
-    _print(planned, Console(soft_wrap=True, highlight=False), out)
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        # Names would be cut to fit 80 columns.
+        console.width = WIDE
+    _print(planned, entry.level, console, out)
 
 
 @contextmanager
@@ -212,8 +219,11 @@ def _head(planned: Planned, entry: SearchEntry) -> str:
     count = best.staged.split.stages if best.staged is not None else 1
     stages = f" in each of {count} stages" if count > 1 else ""
     runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
+    by = f"Found by {entry.algorithm}"
+    if best.name in presets(planned.devices):
+        by = f"The preset {best.name}, which {entry.algorithm} does not better,"
     return (
-        f"Found by {entry.algorithm} for {planned.plan.mesh.size} devices{stages} "
+        f"{by} for {planned.plan.mesh.size} devices{stages} "
         f"({planned.machine.name}), {sizes}.\n"
         f"A step{runs}: {_seconds(best.seconds)}; {_bytes(best.peak)} on a device."
     )
@@ -255,21 +265,28 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
     }
 
 
-def _print(planned: Planned, console: Console, out: Path) -> None:
+def _print(planned: Planned, level: int, console: Console, out: Path) -> None:
     best = planned.ways[0].price
     assert best is not None
-    layers = Table("layers", "strategy", "nodes", "computing", "communication", title=None)
+    columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
+    layers = Table(*columns, title=None)
     for name, strategy, nodes in _layers(best, planned.plan):
         computing = sum(n.work.seconds for n in nodes)
         moving = sum(n.work.special + n.moving for n in nodes)
         layers.add_row(
-            escape(name), escape(strategy), str(len(nodes)), _seconds(computing), _seconds(moving)
+            escape(name),
+            escape(strategy),
+            " ".join("x".join(map(str, shape)) for shape in nodes[0].local if shape),
+            str(len(nodes)),
+            _seconds(computing),
+            _seconds(moving),
+            _bytes(sum(n.made for n in nodes)),
         )
     console.print(layers)
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
     step = f"a step of {runs} micro-batches" if runs > 1 else "a step"
-    ways = Table("way", step, "computing", "communication", "on a device", "")
+    ways = Table("way", step, "computing", "communication", "on a device", "why not")
     for way in planned.ways:
         if way.price is None:
             ways.add_row(way.name, "", "", "", "", escape(way.reason))
@@ -284,7 +301,7 @@ def _print(planned: Planned, console: Console, out: Path) -> None:
             f"more than {_bytes(planned.limit)}" if way.peak > planned.limit else "",
         )
     console.print(ways)
-    console.print(escape(_why(planned)))
+    console.print(escape(_why(planned, level)))
     console.print(escape(f"written       {out}"))
     console.print(escape(f"next          onnxpar shard MODEL --strategy {out} -o DIR"))
 
@@ -304,7 +321,7 @@ def _print_stages(way: Way, console: Console) -> None:
     console.print(stages)
 
 
-def _why(planned: Planned) -> str:
+def _why(planned: Planned, level: int) -> str:
     best = planned.ways[0]
     assert best.price is not None
     fitting = [w for w in planned.ways[1:] if w.price is not None and w.peak <= planned.limit]
@@ -316,17 +333,26 @@ def _why(planned: Planned) -> str:
         proof = f"; on the mesh {axes} none is more than {100 * gap:.1f} % better"
     if not fitting:
         return f"No other way fits into {_bytes(planned.limit)}; the plan found does{proof}."
-    rival = min(fitting, key=lambda w: w.seconds)
+    rival = min(fitting, key=lambda w: w.rank(level, planned.limit))
     assert rival.price is not None
     ratio = rival.seconds / best.seconds if best.seconds else 1.0
     less = rival.price.communicating - best.price.communicating
-    more = "" if best.staged else f", of which {_seconds(less)} more communication"
-    return f"The next best is {rival.name}: it takes {ratio:.2f} times as long{more}{proof}."
+    more = (
+        ""
+        if best.staged
+        else f", {_seconds(abs(less))} {'more' if less >= 0 else 'less'} of it communication"
+    )
+    if level == 1:
+        more += f", and {rival.peak / max(best.peak, 1):.2f} times the memory"
+    return (
+        f"{best.name} is best for {AIMS[level]}; the next best is {rival.name}: it takes "
+        f"{ratio:.2f} times as long{more}{proof}."
+    )
 
 
 def _layers(best: Price, plan: Plan) -> list[tuple[str, str, list[NodePrice]]]:
     """Nodes by layer: those whose names are alike but for numbers, and that are divided alike."""
-    groups: dict[tuple[str, str], list[NodePrice]] = {}
+    groups: dict[tuple[str, str, object], list[NodePrice]] = {}
     for node in best.nodes:
         chosen = plan.nodes[node.name]
         if not chosen.factors and not node.moving:
@@ -334,8 +360,8 @@ def _layers(best: Price, plan: Plan) -> list[tuple[str, str, list[NodePrice]]]:
         strategy = " ".join(
             s.describe(plan.mesh) for s in chosen.inputs if s is not None and s.rank
         )
-        groups.setdefault((_DIGITS.sub("*", node.name), strategy), []).append(node)
-    return [(name, strategy, nodes) for (name, strategy), nodes in groups.items()]
+        groups.setdefault((_DIGITS.sub("*", node.name), strategy, node.local), []).append(node)
+    return [(name, strategy, nodes) for (name, strategy, _), nodes in groups.items()]
 
 
 def _seconds(seconds: float) -> str:

@@ -96,14 +96,17 @@ def plan_data(
     return data
 
 
-def pipeline_data(staged: StagedPrice) -> dict[str, Any]:
-    """Returns the section `pipeline` of a strategy file that cuts a model so."""
+def pipeline_data(staged: StagedPrice, micro_batches: int | None) -> dict[str, Any]:
+    """Returns the section `pipeline` of a strategy file that cuts a model so.
+
+    Args:
+        staged: How it is cut.
+        micro_batches: Of a step, where that is said.
+    """
     split = staged.split
-    data: dict[str, Any] = {
-        "stages": split.stages,
-        "micro_batches": split.micro_batches,
-        "schedule": split.schedule,
-    }
+    data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}
+    if micro_batches is not None:
+        data["micro_batches"] = micro_batches
     if split.chunks > 1:
         data["chunks"] = split.chunks
     return data | {"assign": dict(staged.assign)}

@@ -49,18 +49,23 @@ def test_shard_carries_out_what_plan_wrote(
 ) -> None:
     found = tmp_path / "found.yaml"
     loss = "softmax_cross_entropy"
-    # Little memory, so that weights are split.
-    search = ["--algorithm", algorithm, "--machine", "h100", "--memory", "4MiB"]
-    plan = ["plan", str(model), "--devices", "4", *search, *SIZES, "-o", str(found)]
+    # Little memory, so that weights are split; in training `plan` alone limits the plan's own peak.
+    memory = "1GiB" if train else "4MiB"
+    search = ["--algorithm", algorithm, "--machine", "h100", "--memory", memory]
+    # On a mesh of the user's, with which no preset competes.
+    mesh = "mesh: {x: 2, z: 2}\n"
+    fixed = tmp_path / "fixed.yaml"
+    fixed.write_text(f"{mesh}search: {{}}\n")
+    plan = ["plan", str(model), "--strategy", str(fixed), *search, *SIZES, "-o", str(found)]
     assert main([*plan, *(["--loss", loss] if train else [])]) == 0
     shown = capsys.readouterr().out
-    assert "The next best is" in shown or "No other way fits" in shown
+    assert "the next best is" in shown or "No other way fits" in shown
     training = ["--train", "--loss", loss, "--optimizer", "adamw"] if train else []
     by_file = tmp_path / "by_file"
     assert main(["shard", str(model), "--strategy", str(found), "-o", str(by_file), *training]) == 0
     searched = tmp_path / "searched.yaml"
     searched.write_text(
-        f"search: {{algorithm: {algorithm}, machine: h100, memory: 4MiB, "
+        f"{mesh}search: {{algorithm: {algorithm}, machine: h100, memory: {memory}, "
         "sizes: {batch: 8, seq: 16}}\n"
     )
     by_search = tmp_path / "by_search"
@@ -138,6 +143,47 @@ def test_shared_states_let_data_parallel_fit(
     times = [way["communicating"] for way in ways.values()]
     assert times[:3] == pytest.approx([times[0]] * 3)
     assert times[3] == pytest.approx(times[0] * 1.5, rel=0.1)
+
+
+def test_a_preset_that_the_search_does_not_better_wins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "gpt.onnx", tmp_path / "s.yaml"
+    save(transformer.build(transformer.Config(layers=1, d_model=64, heads=4)), path)
+    training = ["--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
+    options = ["--devices", "8", "--machine", "cpu", "--symbol", "batch=8", "--symbol", "seq=32"]
+
+    def by(level: int) -> list[dict[str, float]]:
+        command = ["plan", str(path), *options, *training, "--level", str(level)]
+        assert main([*command, "--json", "-o", str(out)]) == 0
+        ways = json.loads(capsys.readouterr().out)["ways"]
+        assert {"found", "dp=8", "tp=8"} <= {way["name"] for way in ways}
+        return ways
+
+    ways = by(1)
+    assert ways[0]["peak_bytes"] == min(way["peak_bytes"] for way in ways)
+    ways = by(2)
+    assert ways[0]["name"] == "dp=2,tp=4"
+    assert ways[0]["seconds"] == min(way["seconds"] for way in ways)
+    # And that is what `shard` carries out by the file.
+    first, second = tmp_path / "by_file", tmp_path / "by_preset"
+    shard = ["shard", str(path), "--train", *training]
+    assert main([*shard, "--strategy", str(out), "-o", str(first)]) == 0
+    assert main([*shard, "--strategy", "dp=2,tp=4", "-o", str(second)]) == 0
+    assert inspected(first, capsys)["nodes"] == inspected(second, capsys)["nodes"]
+
+
+def test_a_forward_program_runs_once_whatever_its_stages(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "s.yaml"
+    command = ["plan", str(model), "--devices", "4", "--machine", "h100", "--stages", "auto"]
+    assert main([*command, *SIZES, "--json", "-o", str(out)]) == 0
+    ways = {way["name"]: way for way in json.loads(capsys.readouterr().out)["ways"]}
+    assert {way["micro_batches"] for way in ways.values()} == {1}
+    # Stages one after another take what they take together, and what goes between them.
+    assert ways["found, pp=4"]["seconds"] > ways["found, pp=4"]["computing"]
+    assert ways["found"]["seconds"] <= ways["found, pp=4"]["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,21 @@ def test_the_level_is_what_is_sought(sharded: Make, tmp_path: Path) -> None:
     assert held[1] < held[2]
 
 
+def test_each_level_has_a_plan_of_its_own(sharded: Make, tmp_path: Path) -> None:
+    """Where rows do not split four ways, each level finds another way out."""
+    path = tmp_path / "two.onnx"
+    ir.save(two_layer.build(inputs=512, hidden=512, outputs=512), path)
+    x = numbers(34, 512)
+    session = onnxruntime.InferenceSession(path)
+    whole = session.run(None, {session.get_inputs()[0].name: x})[0]
+    found = set()
+    for level in (0, 1, 2):
+        fn = sharded(path, (None,), None, None, level, devices=4)
+        close(fn(x), whole)
+        found.add(tuple(str(pieces(fn, f"/matmul{i}/MatMul")) for i in (1, 2)))
+    assert len(found) == 3
+
+
 def net(x: Array, blocks: list[int]) -> Array:
     """The blocks of the three-block net, undivided."""
     for block in blocks:
