@@ -303,7 +303,7 @@ def _shard(
             rank = program.ranks.start
             name = f"partitioned.{program.program}.rank{rank}"
             dumper.model(name, emit_rank(program, rank))
-    report = directory_data(programs if pipeline is None else pipeline.shown(programs))
+    report = directory_data(programs if pipeline is None else pipeline.shown(programs), programs)
     if pipeline is not None and strategy.pipeline is not None:
         # As it was cut, whatever costs say elsewhere.
         cut = strategy.pipeline.model_copy(update={"assign": dict(pipeline.assign)})

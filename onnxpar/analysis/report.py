@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxpar.analysis.conflicts import Conflict
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
+from onnxpar.analysis.report_stages import stage_data
 from onnxpar.analysis.reshard import OPERATORS
 from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.analysis.stages import stage_of
@@ -24,14 +25,24 @@ from onnxpar.symbols.expr import fraction
 
 Json = dict[str, Any]
 
-OF_A_PROGRAM = ("nodes", "collectives", "conflicts", "replicated", "totals")
+OF_A_PROGRAM = (
+    "nodes",
+    "collectives",
+    "conflicts",
+    "replicated",
+    "totals",
+    "stage_totals",
+    "transfers",
+)
 """Keys of a report that are those of one program; the others are of the whole directory."""
 
 SMALL = 1024
 """Elements up to which an initializer of integers is taken for a shape or axis, not a parameter."""
 
 
-def directory_data(programs: Sequence[PartitionedModel]) -> Json:
+def directory_data(
+    programs: Sequence[PartitionedModel], parts: Sequence[PartitionedModel] = ()
+) -> Json:
     """Returns the manifest's "report": the data of the first program, and of the others by name.
 
     Keys: those of `inspect_data`; `program`, the name of the first; `programs`, which has of each
@@ -39,20 +50,21 @@ def directory_data(programs: Sequence[PartitionedModel]) -> Json:
 
     Args:
         programs: All programs of a directory, the one that is shown first at the head.
+        parts: Of a pipeline, the programs that run in place of these.
     """
     first, *others = programs
     return {
-        **inspect_data(first),
+        **inspect_data(first, parts),
         "program": first.program,
         "programs": {
             other.program: {key: data[key] for key in OF_A_PROGRAM}
             for other in others
-            for data in [inspect_data(other)]
+            for data in [inspect_data(other, parts)]
         },
     }
 
 
-def inspect_data(parted: PartitionedModel) -> Json:
+def inspect_data(parted: PartitionedModel, parts: Sequence[PartitionedModel] = ()) -> Json:
     """Returns how one program was divided.
 
     Sizes are integers, or text in the model's symbols. Shapes are global, in elements; a
@@ -66,10 +78,11 @@ def inspect_data(parted: PartitionedModel) -> Json:
     other way, None where there is none; `node` is empty where an output leaves.
 
     Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
-    `conflicts`, `replicated`, `totals`.
+    `conflicts`, `replicated`, `totals`, and those of `onnxpar.analysis.report_stages.stage_data`.
 
     Args:
         parted: The program of all ranks.
+        parts: Of a pipeline, the programs that run in its place.
     """
     texts = _Texts(parted.plan.mesh, shapes(parted.source, parted.builder.table))
     replicated = [
@@ -94,6 +107,7 @@ def inspect_data(parted: PartitionedModel) -> Json:
         ],
         "replicated": replicated,
         "totals": _totals(parted, nodes, replicated),
+        **stage_data(parted, parts),
     }
 
 

@@ -138,6 +138,7 @@ def show_divided(report: Json, console: Console) -> None:
         )  # fmt: skip
     if report["conflicts"]:
         console.print(conflicts)
+    _show_stages(report, console)
     replicated = _table("replicated node", "operator", "reason")
     for item in report["replicated"]:
         _row(replicated, item["name"], item["op_type"], item["reason"])
@@ -149,12 +150,30 @@ def show_divided(report: Json, console: Console) -> None:
         f"{count(totals['collectives'], 'collective')}, a device sends {totals['bytes']} bytes"
     )
     if totals["parameters"]:
-        text += (
-            f"; {count(totals['parameters'], 'parameter')}, "
-            f"{totals['parameter_bytes_per_device']:,} "
-            f"of {totals['parameter_bytes']:,} bytes on each device"
-        )
+        text += f"; {count(totals['parameters'], 'parameter')}, "
+        # Of a pipeline each stage has its own.
+        if not report["stage_totals"]:
+            text += f"{totals['parameter_bytes_per_device']:,} of "
+        text += f"{totals['parameter_bytes']:,} bytes"
+        text += "" if report["stage_totals"] else " on each device"
     console.print(escape(text))
+
+
+def _show_stages(report: Json, console: Console) -> None:
+    """Prints what the stages of a pipeline have, and what goes between them."""
+    if not report["stage_totals"]:
+        return
+    stages = _table("stage", "ranks", "nodes", "parameters", "bytes of them on a device")
+    for item in report["stage_totals"]:
+        ranks = ",".join(map(str, item["ranks"]))
+        size = f"{item['parameter_bytes_per_device']:,}"
+        _row(stages, str(item["stage"]), ranks, str(item["nodes"]), str(item["parameters"]), size)
+    console.print(stages)
+    moved = _table("value", "from stage", "to stage", "bytes of a rank for each micro-batch")
+    for item in report["transfers"]:
+        size = "unknown" if item["bytes"] is None else str(item["bytes"])
+        _row(moved, item["value"], str(item["from"]), str(item["to"]), size)
+    console.print(moved)
 
 
 def _show_nodes(found: Sequence[Json], console: Console) -> None:

@@ -197,12 +197,14 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
     totals: dict[str, Any] = report["totals"]
     axes = report["mesh"]["axes"]
     named = f", mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
-    sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"
+    whole = f"{totals['parameter_bytes']:,} bytes"
+    kept = f"{totals['parameter_bytes_per_device']:,} of {whole} on each device"
     lines = [
         f"devices       {report['devices']}{named}",
         f"nodes         {totals['nodes']}: {describe_nodes(report)}",
-        f"parameters    {totals['parameters']}, {sizes} bytes on each device",
+        f"parameters    {totals['parameters']}, {whole if report['stage_totals'] else kept}",
         f"collectives   {_collectives(totals)}",
+        *_stages(report),
         *_conflicts(report),
     ]
     lines += [
@@ -219,6 +221,23 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
     if len(ranks) == report["devices"]:
         trains = summary.training is not None
         console.print(escape(_next(summary.out, report["devices"], trains)))
+
+
+def _stages(report: dict[str, Any]) -> list[str]:
+    """Returns a line for each stage of a pipeline: what it has, and what it sends on."""
+    lines = []
+    for item in report["stage_totals"]:
+        sent = [t for t in report["transfers"] if t["from"] == item["stage"]]
+        goes = [f"{t['value']} to {t['to']} ({t['bytes']} bytes)" for t in sent[:SHOWN]]
+        goes += [f"{len(sent) - SHOWN} more"] if len(sent) > SHOWN else []
+        ranks, title = item["ranks"], f"stage {item['stage']}"
+        lines.append(
+            f"{title:<14}ranks {ranks[0]} to {ranks[-1]}: "
+            f"{count(item['nodes'], 'node')}, {count(item['parameters'], 'parameter')} of "
+            f"{item['parameter_bytes_per_device']:,} bytes on each device; sends for each "
+            f"micro-batch {', '.join(goes) or 'nothing'}"
+        )
+    return lines
 
 
 def _trained(training: DividedTraining) -> list[str]:

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlp
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import numpy_helper, parser
 
@@ -125,3 +127,33 @@ def test_the_dump_has_every_program(out: Path) -> None:
     planned = (folder / "02.planned.txt").read_text(encoding="utf-8")
     # The backward half is planned with the forward one.
     assert "first (MatMul)" in planned and "first/grad/" in planned
+
+
+def test_of_a_pipeline_stages_and_transfers_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The MLP of 5 -> 10 -> 7 -> 10 in two stages, the second from the second product on."""
+    path, strategy, out = tmp_path / "m.onnx", tmp_path / "s.yaml", tmp_path / "out"
+    ir.save(mlp.build(image=5, hidden=(10, 7)), path)
+    strategy.write_text(
+        "mesh: {dp: 2}\npipeline: {stages: 2, assign: {'/relu1/*': 0, '/fc2/*': 1}}\n"
+    )
+    options = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(out)]
+    assert main(["shard", str(path), "--strategy", str(strategy), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 1       ranks 2 to 3: " in printed and "560 bytes on each device" in printed
+    assert main(["inspect", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    first, second = report["stage_totals"]
+    # 25x10 float32; 10x7 and 7x10.
+    assert (first["parameters"], first["parameter_bytes_per_device"]) == (1, 1000)
+    assert (second["parameters"], second["parameter_bytes_per_device"]) == (2, 560)
+    assert (first["ranks"], second["ranks"]) == ([0, 1], [2, 3])
+    assert first["nodes"] + second["nodes"] == len(report["nodes"])
+    there, back = report["transfers"]
+    assert (there["from"], there["to"], back["from"], back["to"]) == (0, 1, 1, 0)
+    # Half the batch, padded up, of 10 float32.
+    assert there["bytes"] == back["bytes"] == "40*((batch + 1)//2)"
+    assert report["programs"]["eval_model"]["transfers"] == [there]
+    assert main(["inspect", str(out)]) == 0
+    assert "bytes of a rank for each micro-batch" in capsys.readouterr().out
