@@ -1,4 +1,4 @@
-"""Pipelines beside one device: every schedule, mesh and optimizer level, three AdamW steps.
+"""Pipelines beside one device: schedules, meshes, optimizer levels, recomputation; 3 AdamW steps.
 
 `ONNXPAR_FULL` runs all cells; the sample of the quick tier is drawn by `ONNXPAR_FUZZ_SEED`.
 """
@@ -29,8 +29,9 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "pp=2,dp=2,tp=2": (2, {"dp": 2, "tp": 2}),
 }
 LEVELS = (0, 1, 2, 3)
-Cell = tuple[str, str, str, int]
-CELLS: list[Cell] = [*product(HEADS, SCHEDULES, MESHES, LEVELS)]
+RECOMPUTED: dict[str, list[str]] = {"kept": [], "recomputed": ["/layer*"]}
+Cell = tuple[str, str, str, int, str]
+CELLS: list[Cell] = [*product(HEADS, SCHEDULES, MESHES, LEVELS, RECOMPUTED)]
 # Neither two data ranks nor two pieces of the vocabulary divide these.
 SYMBOLS = {"batch": 5, "seq": 7}
 VOCAB = 41
@@ -39,20 +40,22 @@ VOCAB = 41
 def sampled() -> list[Cell]:
     """One cell of each schedule, with what is hardest, and two more."""
     draw = random.Random(SEED)
-    hardest: list[Cell] = [("tied", "interleaved", "pp=2,dp=2,tp=2", 3)]
+    hardest: list[Cell] = [("tied", "interleaved", "pp=2,dp=2,tp=2", 3, "recomputed")]
     rest = [c for c in CELLS if c not in hardest]
     by_schedule = [draw.choice([c for c in rest if c[1] == s]) for s in SCHEDULES]
     return list(dict.fromkeys([*hardest, *by_schedule, draw.choice(rest)]))
 
 
-def strategy_of(schedule: str, mesh: str, level: int) -> Strategy:
+def strategy_of(schedule: str, mesh: str, level: int, recompute: str) -> Strategy:
     stages, axes = MESHES[mesh]
     pipeline: dict[str, Any] = {"stages": stages, "schedule": schedule}
     if schedule == "interleaved":
         pipeline["chunks"] = 2
     where: dict[str, Any] = {"mesh": axes} if axes else {"devices": stages}
-    parallel = {"level": level, "threshold": 0}
-    return Strategy.from_dict({**where, "pipeline": pipeline, "optimizer_parallel": parallel})
+    where["optimizer_parallel"] = {"level": level, "threshold": 0}
+    if RECOMPUTED[recompute]:
+        where["recompute"] = RECOMPUTED[recompute]
+    return Strategy.from_dict({**where, "pipeline": pipeline})
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +77,9 @@ def model_of(head: str) -> Any:
 @pytest.mark.parametrize("cell", CELLS if FULL else sampled(), ids=lambda c: "; ".join(map(str, c)))
 def test_equals_one_device(tmp_path: Path, one_device: dict[str, Path], cell: Cell) -> None:
     """Evaluation, losses, gradients and parameters; the second step has a micro-batch more."""
-    head, schedule, mesh, level = cell
-    out = cut(tmp_path / "a", model_of(head), strategy_of(schedule, mesh, level), optimizer="adamw")
+    head, schedule, mesh, level, recompute = cell
+    strategy = strategy_of(schedule, mesh, level, recompute)
+    out = cut(tmp_path / "a", model_of(head), strategy, optimizer="adamw")
     (case,) = verify_training(out, one_device[head], [SYMBOLS], settings=TrainingSettings(steps=3))
     assert case.problems == (), f"seed {SEED}"
     assert case.ok and case.bytes_counted == case.bytes_expected
