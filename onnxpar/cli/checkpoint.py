@@ -12,7 +12,9 @@ Source = Annotated[
     typer.Argument(metavar="SRC", help="A checkpoint, or a folder of them: the last whole one."),
 ]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="The checkpoint to write.")]
-Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the checksums of SRC.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Compare SHA-256 of SRC's files too, not sums alone.")
+]
 
 
 @app.command()
@@ -23,7 +25,7 @@ def reshard(
         Path,
         typer.Option(metavar="DIR", help="What `onnxpar shard --train` wrote for the other mesh."),
     ],
-    verify: Verify = True,
+    verify: Verify = False,
 ) -> None:
     """Write a checkpoint as the ranks of another mesh hold it."""
     from onnxpar import execute  # loads onnxruntime, which the other commands do without
@@ -32,7 +34,7 @@ def reshard(
 
 
 @app.command()
-def merge(source: Source, target: Target, verify: Verify = True) -> None:
+def merge(source: Source, target: Target, verify: Verify = False) -> None:
     """Write a checkpoint with every tensor whole, as one device holds it."""
     from onnxpar import execute
 
@@ -50,7 +52,7 @@ def export(
         Path | None,
         typer.Option(metavar="MODEL", help="For .onnx: the model that was cut and trained."),
     ] = None,
-    verify: Verify = True,
+    verify: Verify = False,
 ) -> None:
     """Write the trained parameters: the model with them, or by name for PyTorch."""
     from onnxpar import execute

@@ -17,7 +17,7 @@ def reshard_checkpoint(source: Path, target: Path, to: Path, *, verify: bool) ->
         source: The checkpoint, or a folder of them.
         target: The checkpoint to write.
         to: The artifact directory.
-        verify: Whether to compare the source's checksums.
+        verify: Whether to compare SHA-256 of the source's files.
 
     Raises:
         OnnxparRuntimeError: As `onnxpar_runtime.checkpoint.reshard.reshard`.
@@ -31,7 +31,7 @@ def merge_checkpoint(source: Path, target: Path, *, verify: bool) -> str:
     Args:
         source: The checkpoint, or a folder of them.
         target: The checkpoint to write.
-        verify: Whether to compare the source's checksums.
+        verify: Whether to compare SHA-256 of the source's files.
 
     Raises:
         OnnxparRuntimeError: As `onnxpar_runtime.checkpoint.reshard.merge`.
@@ -46,7 +46,7 @@ def export_checkpoint(source: Path, output: Path, model: Path | None, *, verify:
         source: The checkpoint, or a folder of them.
         output: A `.safetensors` or `.onnx` file.
         model: The model that was cut and trained, for a `.onnx` file.
-        verify: Whether to compare the source's checksums.
+        verify: Whether to compare SHA-256 of the source's files.
 
     Raises:
         ArtifactError: The file is of neither kind, or a model is missing or too many.

@@ -75,6 +75,7 @@ class StoredTensor:
         dtype: Name of its element type.
         shape: Global shape.
         shards: Its parts: every element is in one of them.
+        sum: Sum of its elements, see `onnxpar_runtime.checkpoint.sums`.
     """
 
     name: str
@@ -83,6 +84,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[StoredShard, ...]
+    sum: int
 
     @property
     def itemsize(self) -> int:
@@ -193,6 +195,7 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
         "parameter": tensor.parameter,
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
+        "sum": tensor.sum,
         "shards": [
             {
                 "file": shard.file,
@@ -288,6 +291,7 @@ class _Reader(JsonReader):
             dtype,
             shape,
             shards,
+            self.get(raw, "sum", int, where),
         )
 
     def shard(

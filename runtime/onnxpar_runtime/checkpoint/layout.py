@@ -124,7 +124,10 @@ def written(manifest: Manifest) -> Iterator[Written]:
 
 
 def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
-    """Returns what a checkpoint of the ranks of an artifact directory holds, by name."""
+    """Returns what a checkpoint of the ranks of an artifact directory holds, by name.
+
+    Sums are zero: what is in the tensors is not known here.
+    """
     shards: dict[str, list[StoredShard]] = {s.spec.name: [] for s in kept_states(manifest)}
     for part in written(manifest):
         shards[part.state.spec.name].append(
@@ -142,6 +145,7 @@ def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
             state.spec.dtype,
             cut_of(manifest, state).shape,
             tuple(shards[state.spec.name]),
+            0,
         )
         for state in kept_states(manifest)
     }

@@ -2,8 +2,8 @@
 
 Files are written one after another. Each piece of a tensor, of `PIECE_BYTES` at most, is put
 together from the boxes of the source that it needs, so memory is bounded whatever the tensors are.
-Checksums of the source are compared meanwhile, by a thread, unless that is not wanted; what is
-written gets its name only if they hold.
+The sums of the tensors are compared with those that the source says; SHA-256 of its files are
+compared meanwhile, by a thread, if that is wanted. What is written gets its name only if all hold.
 """
 
 import os
@@ -25,6 +25,7 @@ from onnxpar_runtime.checkpoint.copying import Box, Source
 from onnxpar_runtime.checkpoint.folder import cannot_write, finish, resolve, write_file
 from onnxpar_runtime.checkpoint.layout import rank_file, stored_tensors
 from onnxpar_runtime.checkpoint.restore import check_fits
+from onnxpar_runtime.checkpoint.sums import modulus, sum_of
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.entries import FROM_FILES, FileEntry, ShardBox
 from onnxpar_runtime.errors import CheckpointError
@@ -55,14 +56,17 @@ class Made:
     bytes: int
 
 
-def reshard(source: str | Path, target: str | Path, to: str | Path, *, verify: bool = True) -> Made:
+def reshard(
+    source: str | Path, target: str | Path, to: str | Path, *, verify: bool = False
+) -> Made:
     """Writes a checkpoint as the ranks of an artifact directory hold it.
 
     Args:
         source: The checkpoint, or a folder of them, whose last whole one is taken.
         target: The checkpoint to write, which must not exist.
         to: The artifact directory.
-        verify: Whether to compare the checksums of the source: its sizes are, in any case.
+        verify: Whether to compare SHA-256 of the source's files: sizes and the sums of tensors
+            are, in any case.
 
     Raises:
         ArtifactError: `to` cannot be read, or is not for training.
@@ -74,7 +78,7 @@ def reshard(source: str | Path, target: str | Path, to: str | Path, *, verify: b
     return _write(checkpoint, stored_tensors(manifest), manifest.devices, Path(target), verify)
 
 
-def merge(source: str | Path, target: str | Path, *, verify: bool = True) -> Made:
+def merge(source: str | Path, target: str | Path, *, verify: bool = False) -> Made:
     """Writes a checkpoint with every tensor whole, in one file: as one device holds it.
 
     Args:
@@ -90,7 +94,7 @@ def merge(source: str | Path, target: str | Path, *, verify: bool = True) -> Mad
     return _write(checkpoint, tensors, 1, Path(target), verify)
 
 
-def export_weights(source: str | Path, target: str | Path, *, verify: bool = True) -> Made:
+def export_weights(source: str | Path, target: str | Path, *, verify: bool = False) -> Made:
     """Writes trained parameters and running statistics, whole, by their names in the model.
 
     Args:
@@ -150,9 +154,8 @@ def _write(
                 name: files(partial / name, parts, lambda tensor: tensor.name)
                 for name, parts in _by_file(checkpoint, tensors).items()
             }
-        made = replace(
-            checkpoint, directory=target, devices=devices, tensors=tensors, files=entries
-        )
+        summed = {n: replace(t, sum=checkpoint.tensors[n].sum) for n, t in tensors.items()}
+        made = replace(checkpoint, directory=target, devices=devices, tensors=summed, files=entries)
         finish(partial, made, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -178,7 +181,9 @@ class _Files:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._source = Source(checkpoint)
+        self._checkpoint = checkpoint
         self._buffer: Bytes = np.empty(PIECE_BYTES, np.uint8)
+        self._sums: dict[str, int] = {}
 
     def __call__(self, path: Path, parts: Parts, name: Callable[[StoredTensor], str]) -> FileEntry:
         """Writes the parts to a file, under the names that `name` gives them."""
@@ -202,7 +207,20 @@ class _Files:
         raw = self._buffer[: prod(shape) * part.itemsize]
         array: NDArray[Any] = raw.view(DTYPES[part.dtype].dtype).reshape(shape)
         self._source.fill(stored, array, [*_clipped(shard.boxes, region)])
+        total = self._sums.get(stored.name, 0) + sum_of(array)
+        self._sums[stored.name] = total % modulus(stored.itemsize)
         return raw.data
+
+    def check(self) -> None:
+        """Raises CheckpointError unless the tensors that were written are those of the source."""
+        for name, got in self._sums.items():
+            tensor = self._checkpoint.tensors[name]
+            if got != tensor.sum:
+                files = ", ".join(dict.fromkeys(shard.file for shard in tensor.shards))
+                raise CheckpointError(
+                    f"{self._checkpoint.directory}: tensor {name!r} in {files}: changed, expected "
+                    f"the sum {tensor.sum}, got {got}"
+                )
 
 
 @contextmanager
@@ -212,9 +230,11 @@ def _verified(checkpoint: Checkpoint, verify: bool) -> Iterator[_Files]:
     pool = ThreadPoolExecutor(1, "onnxpar-verify")
     found = [pool.submit(checkpoint.verify_file, name) for name in names]
     try:
-        yield _Files(checkpoint)
+        files = _Files(checkpoint)
+        yield files
         for each in found:
             each.result()
+        files.check()
     finally:
         pool.shutdown(cancel_futures=True)
 

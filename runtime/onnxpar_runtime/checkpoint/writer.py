@@ -34,6 +34,7 @@ from onnxpar_runtime.checkpoint.folder import (
     write_file,
 )
 from onnxpar_runtime.checkpoint.layout import Written, rank_file, stored_tensors, written
+from onnxpar_runtime.checkpoint.sums import modulus, sum_of
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.entries import FileEntry
@@ -255,19 +256,23 @@ class Checkpointer:
         name = rank_file(self._rank.index)
         pieces: Iterable[bytes | memoryview] = (raw_bytes(array) for array in arrays)
         entry = write_file(partial / name, _chain(header(entries), pieces))
+        sums = {e.name: sum_of(array) for e, array in zip(entries, arrays, strict=True)}
         mark = partial / f"{name}.tmp"
-        mark.write_text(json.dumps(vars(entry)))
+        mark.write_text(json.dumps({"file": vars(entry), "sums": sums}))
         mark.rename(partial / _mark(self._rank.index))
 
     def _finish(self, partial: Path, progress: Progress) -> None:
         """Waits for all ranks' files, and makes the checkpoint whole."""
-        files = {}
+        files, sums = {}, dict.fromkeys(self._tensors, 0)
         for writer in sorted(self._writers):
             mark = partial / _mark(writer)
             while not mark.exists():
                 if self._leaving.wait(_POLL_S):
                     return
-            files[rank_file(writer)] = FileEntry(**json.loads(mark.read_text()))
+            left = json.loads(mark.read_text())
+            files[rank_file(writer)] = FileEntry(**left["file"])
+            for name, number in left["sums"].items():
+                sums[name] = (sums[name] + number) % modulus(self._tensors[name].itemsize)
             mark.unlink()
         checkpoint = Checkpoint(
             directory=partial,
@@ -276,7 +281,7 @@ class Checkpointer:
             devices=self._manifest.devices,
             progress=progress,
             run=self._run,
-            tensors=self._tensors,
+            tensors={name: replace(t, sum=sums[name]) for name, t in self._tensors.items()},
             files=files,
         )
         checkpoint.check_files()

@@ -140,15 +140,18 @@ def test_a_changed_byte_of_the_source_is_found(trained: Path, tmp_path: Path) ->
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    for action in (
-        lambda: merge(merged, tmp_path / "n"),
-        lambda: reshard(merged, tmp_path / "n", trained / "tp4"),
-        lambda: export_weights(merged, tmp_path / "n"),
+    for action, message in (
+        (lambda: merge(merged, tmp_path / "n"), r"in rank0000.safetensors: changed, expected the"),
+        (lambda: reshard(merged, tmp_path / "n", trained / "tp4"), "changed, expected the sum"),
+        (
+            lambda: merge(merged, tmp_path / "n", verify=True),
+            "rank0000.safetensors: changed, expect",
+        ),
+        (lambda: export_weights(merged, tmp_path / "n", verify=True), "changed, expected SHA-256"),
     ):
-        with pytest.raises(CheckpointError, match=r"rank0000.safetensors: changed, expected SHA-"):
+        with pytest.raises(CheckpointError, match=message):
             action()
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    merge(merged, tmp_path / "n", verify=False)
 
 
 def test_what_cannot_be_is_told(
