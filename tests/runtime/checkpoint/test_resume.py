@@ -81,7 +81,8 @@ def test_inside_an_epoch_and_at_its_end(
     assert len(losses) == 9
     saving = replace(wanted, checkpoints=Saving(tmp_path / "ck", every=1))
     interrupted(directory, saving, after, monkeypatch)
-    assert whole_steps(tmp_path / "ck") == [after - 1, after]
+    # An older one may still be there: it is removed after the newer one has its name.
+    assert whole_steps(tmp_path / "ck")[-2:] == [after - 1, after]
     assert train(directory, replace(saving, resume=tmp_path / "ck")) == losses
     assert whole_steps(tmp_path / "ck") == [8, 9]
 
