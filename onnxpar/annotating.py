@@ -110,7 +110,7 @@ def _plan(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Places, Pla
     places = ONE_PLACE
     if strategy.pipeline is not None:
         analysed, places = cut_model(analysed, Staging(strategy, strategy.pipeline))
-    seeds = decide(strategy, analysed.model, analysed.rules, analysed.env)
+    seeds = decide(strategy, analysed.program)
     return analysed, places, propagate(analysed.model, analysed.env, analysed.rules, seeds)
 
 

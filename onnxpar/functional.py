@@ -38,6 +38,7 @@ from onnxpar.strategy.given import (
     read_entry,
     read_together,
 )
+from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.names import match
 from onnxpar.strategy.operands import rank_of, show
 from onnxpar.strategy.schema import MAX_DEVICES, SearchEntry
@@ -399,7 +400,9 @@ class Sharded:
         }
         seeds = followed(seeds, analysed.rules, analysed.env.shapes, pinned)
         seeds = left_as_given(seeds, analysed.rules, gates.outputs, sliced=any(given.sliced))
-        found = search(strategy, analysed.model, analysed.rules, analysed.env, seeds)
+        entry = strategy.search
+        peak = analysed.program.peak(load_machine(entry.machine), entry.sizes)
+        found = search(strategy, analysed.model, analysed.rules, analysed.env, seeds, peak=peak)
         divided = divide(analysed, found.seeds)
         report = directory_data((divided,))
         write(

@@ -25,6 +25,7 @@ from onnxpar.passes.load import in_memory, load, normalise, read, symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel, Pipeline
 from onnxpar.passes.validity import blamed_on_model
+from onnxpar.program import Program
 from onnxpar.strategy import Strategy, resolved, strategy_for
 from onnxpar.strategy.decide import decide
 from onnxpar.strategy.write import plan_data, write_strategy
@@ -53,6 +54,11 @@ class Analysed:
     rules: Rules
     ops: Mapping[str, OpDef]
 
+    @property
+    def program(self) -> Program:
+        """The model as what is planned."""
+        return Program(self.model, self.env, self.rules, {}, {}, 0, self.model)
+
 
 def analyse(model: ir.Model, symbols: Mapping[str, Symbol]) -> Analysed:
     """Normalises a model and finds shapes and rules. The model given is used up.
@@ -71,7 +77,7 @@ def analyse(model: ir.Model, symbols: Mapping[str, Symbol]) -> Analysed:
 
 
 def _seeds(analysed: Analysed, strategy: Strategy) -> Seeds:
-    return decide(strategy, analysed.model, analysed.rules, analysed.env)
+    return decide(strategy, analysed.program)
 
 
 def divide(analysed: Analysed, seeds: Seeds, places: Places = ONE_PLACE) -> PartitionedModel:

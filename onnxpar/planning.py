@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.memory import Step
-from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel, shard_states
+from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.price import Price, price
-from onnxpar.analysis.propagate import Alike, Rules, alike, propagate
+from onnxpar.analysis.price import Price
+from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.find import LEVELS, Candidate, Found, Told
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import GRADIENT_OF, ShapeEnv
+from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.staged import Priced, Split, StagedPrice, price_stages
 from onnxpar.analysis.stages import chain_of, floating
 from onnxpar.errors import OnnxparError, ShardingError, StrategyError
@@ -25,6 +22,7 @@ from onnxpar.machine import Machine
 from onnxpar.passes.load import load, normalise
 from onnxpar.passes.validity import blamed_on_model
 from onnxpar.pipeline import analyse
+from onnxpar.program import Program
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.machine_file import load_machine
@@ -32,7 +30,6 @@ from onnxpar.strategy.parts import assigned, between_stages
 from onnxpar.strategy.schema import SEARCH
 from onnxpar.strategy.write import pipeline_data, strategy_data
 from onnxpar.symbols import Symbol
-from onnxpar.training.optimizer import moments_of
 from onnxpar.training.prepare import TrainingSpec, prepare_training
 
 
@@ -122,85 +119,6 @@ class Planned:
         return self.plan.mesh.size * (staged.split.stages if staged is not None else 1)
 
 
-@dataclass(frozen=True)
-class Program:
-    """What is to be planned: a forward program, or one with its backward.
-
-    Attributes:
-        model: The normalised model.
-        env: Its shapes.
-        rules: The rule of each of its nodes.
-        links: Of each cotangent its primal.
-        gradients: The output that is the gradient of each trained parameter, by name.
-        moments: Tensors like a trained parameter that its optimizer keeps.
-        forward: The model, before a loss is appended to it.
-        parallel: What replicas of a parameter share in training.
-    """
-
-    model: ir.Model
-    env: ShapeEnv
-    rules: Rules
-    links: Mapping[str, str]
-    gradients: Mapping[str, str]
-    moments: int
-    forward: ir.Model
-    parallel: OptimizerParallel = NOT_PARALLEL
-
-    def plan(self, seeds: Seeds) -> Plan:
-        """Returns the plan that follows from seeds."""
-        return propagate(self.model, self.env, self.rules, seeds, self.links, self._alike)
-
-    @cached_property
-    def _alike(self) -> Alike:
-        return alike(list(self.model.graph), self.env, self.rules)
-
-    def pinned(self, plan: Plan) -> Seeds:
-        """Returns seeds from which a plan follows: what it has of each forward node."""
-        nodes = {
-            node.name or "": NodeSeed(
-                node.name or "",
-                plan.nodes[node.name or ""].factors,
-                carried=plan.nodes[node.name or ""].carried,
-                pinned=False,
-            )
-            for node in self.model.graph
-            if GRADIENT_OF not in node.metadata_props and not plan.nodes[node.name or ""].reason
-        }
-        return Seeds(plan.mesh, nodes, dict(plan.inputs), dict(plan.parameters))
-
-    def price(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> Price:
-        """Returns what a plan costs a device at given sizes of symbols."""
-        return self._with_steps(plan, machine, sizes)[0]
-
-    def _with_steps(
-        self, plan: Plan, machine: Machine, sizes: Mapping[str, int]
-    ) -> tuple[Price, tuple[Step, ...]]:
-        cost = CostModel(machine, plan.mesh, self.env.table, sizes)
-        held = self.model.graph.initializers
-        itemsizes = {n: int((held[n].dtype or ir.DataType.FLOAT).itemsize) for n in self.gradients}
-        shards = shard_states(plan, self.gradients, itemsizes, self.parallel)
-        return price(self.model, self.rules, plan, cost, shards, self.moments)
-
-    def way(
-        self, name: str, plan: Plan, machine: Machine, sizes: Mapping[str, int], split: Split
-    ) -> Way:
-        """Returns a plan of one stage's mesh as a way, priced in stages where there are several.
-
-        Raises:
-            StrategyError: There are more parts than nodes.
-        """
-        found, steps = self._with_steps(plan, machine, sizes)
-        if split.stages == 1:
-            return Way(name, found, micro_batches=split.micro_batches)
-        chain = chain_of(self.forward.graph, floating(self.forward.graph))
-        names = frozenset(node.name or "" for node in self.forward.graph)
-        priced = Priced(self.model, plan, found, steps, names)
-        cost = CostModel(machine, plan.mesh, self.env.table, sizes)
-        link = between_stages(machine, split.stages, plan.mesh.size)
-        staged = price_stages(priced, chain, cost, link, split)
-        return Way(f"{name}, pp={split.stages}", found, "", staged, split.micro_batches)
-
-
 MICRO_BATCHES = 8
 """Micro-batches of a step where stages are compared and nobody says how many."""
 
@@ -286,7 +204,7 @@ def plan_strategy(
         rival, seen = min(plain, key=lambda item: item[0].rank(entry.level, limit))
         seeds = program.pinned(seen)
         again = program.plan(seeds)
-        way = program.way(rival.name, again, machine, entry.sizes, Split(1, runs))
+        way = _way(program, rival.name, again, machine, entry.sizes, Split(1, runs))
         if way.rank(entry.level, limit) < best.rank(entry.level, limit):
             ways = [way, *(other for other in ways if other is not rival)]
             chosen = Candidate(again.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
@@ -323,9 +241,34 @@ class _Priced:
             if known is seeds:
                 return plan, way
         plan = self.program.plan(seeds)
-        way = self.program.way("found", plan, self.machine, self.sizes, self.split)
+        way = _way(self.program, "found", plan, self.machine, self.sizes, self.split)
         self._known.append((seeds, plan, way))
         return plan, way
+
+
+def _way(
+    program: Program,
+    name: str,
+    plan: Plan,
+    machine: Machine,
+    sizes: Mapping[str, int],
+    split: Split,
+) -> Way:
+    """Returns a plan of one stage's mesh as a way, priced in stages where there are several.
+
+    Raises:
+        StrategyError: There are more parts than nodes.
+    """
+    found, steps = program.priced(plan, machine, sizes)
+    if split.stages == 1:
+        return Way(name, found, micro_batches=split.micro_batches)
+    chain = chain_of(program.forward.graph, floating(program.forward.graph))
+    names = frozenset(node.name or "" for node in program.forward.graph)
+    priced = Priced(program.model, plan, found, steps, names)
+    cost = CostModel(machine, plan.mesh, program.env.table, sizes)
+    link = between_stages(machine, split.stages, plan.mesh.size)
+    staged = price_stages(priced, chain, cost, link, split)
+    return Way(f"{name}, pp={split.stages}", found, "", staged, split.micro_batches)
 
 
 def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
@@ -382,20 +325,10 @@ def read_program(
     """
     loaded = load(path)
     if training is None:
-        analysed = analyse(loaded, symbols)
-        return Program(analysed.model, analysed.env, analysed.rules, {}, {}, 0, analysed.model)
+        return analyse(loaded, symbols).program
     originals = frozenset(loaded.graph.initializers)
     prepared = prepare_training(normalise(loaded), originals, symbols, training)
-    return Program(
-        prepared.model,
-        prepared.env,
-        prepared.rules,
-        prepared.links,
-        prepared.gradients,
-        len(moments_of(training.optimizer)),
-        prepared.evaluation,
-        parallel,
-    )
+    return prepared.program(training, parallel)
 
 
 def _preset(
@@ -406,7 +339,7 @@ def _preset(
         seeds = resolve(preset, program.model, program.rules, program.env)
         split = Split(1, micro_batches)
         plan = program.plan(seeds)
-        return program.way(name, plan, machine, strategy.search.sizes, split), plan
+        return _way(program, name, plan, machine, strategy.search.sizes, split), plan
     except OnnxparError as error:
         return Way(name, None, str(error)), None
 

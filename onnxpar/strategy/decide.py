@@ -10,6 +10,7 @@ from onnxpar.analysis.search.find import Found, SearchSpec, Told, find
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import ShardingError
+from onnxpar.program import Program
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
@@ -19,31 +20,28 @@ _TRIES = 4
 _UNLIMITED = 1 << 62
 
 
-def decide(
-    strategy: Strategy,
-    model: ir.Model,
-    rules: Rules,
-    env: ShapeEnv,
-    trained: Collection[str] = (),
-) -> Seeds:
+def decide(strategy: Strategy, program: Program) -> Seeds:
     """Returns what propagation starts from: of a strategy that searches, the plans found.
+
+    A limit on memory holds as in `onnxpar plan`, but in a pipeline, whose program has copies of
+    nodes for its stages: there it holds for the search's own count.
 
     Args:
         strategy: The strategy.
-        model: The normalised model, its backward program appended where it is trained.
-        rules: The sharding rule of each of its nodes.
-        env: Its shapes.
-        trained: Names of the parameters that are trained; none for a forward program.
+        program: What is divided.
 
     Raises:
         StrategyError: An entry does not fit the model.
         ShardingError: Nothing fits into the memory of a device.
         MachineError: There is no such machine, or its file is malformed.
     """
-    seeds = resolve(strategy, model, rules, env)
+    p, entry = program, strategy.search
+    seeds = resolve(strategy, p.model, p.rules, p.env)
     if strategy.rest != SEARCH:
         return seeds
-    return search(strategy, model, rules, env, seeds, trained).seeds
+    whole = strategy.pipeline is None
+    peak = p.peak(load_machine(entry.machine), entry.sizes) if whole else None
+    return search(strategy, p.model, p.rules, p.env, seeds, list(p.gradients), peak=peak).seeds
 
 
 def search(

@@ -97,7 +97,7 @@ def divide_training(
     prepared = prepare_training(model, originals, symbols, spec, stager)
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
-    shards = _planned(prepared, strategy, trained)
+    shards = _planned(prepared, strategy, trained, spec)
     held = prepared.model.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
     buffers = Buffers(shards, trained, statistics)
@@ -147,10 +147,12 @@ def divide_training(
 # -- one micro-batch -----------------------------------------------------------------------------
 
 
-def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[ParameterInfo]) -> Shards:
+def _planned(
+    prepared: Prepared, strategy: Strategy, trained: Sequence[ParameterInfo], spec: TrainingSpec
+) -> Shards:
     """The plan of forward, loss and backward of one micro-batch, and of what is kept between."""
     p = prepared
-    seeds = decide(strategy, p.model, p.rules, p.env, list(p.gradients))
+    seeds = decide(strategy, p.program(spec, strategy.optimizer_parallel))
     plan = plan_copies(p, seeds)
     _check_statistics(plan, p.updated)
     itemsizes = {info.name: int(info.dtype.itemsize) for info in trained}

@@ -7,6 +7,7 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from onnxpar.analysis.optimizer_parallel import OptimizerParallel
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import ShapeEnv, shapes
 from onnxpar.errors import ModelError
@@ -18,9 +19,10 @@ from onnxpar.passes.autodiff import differentiate
 from onnxpar.passes.load import symbol_table
 from onnxpar.passes.precision import COMPUTE_TYPES, compute_in, widen_parameters
 from onnxpar.passes.stages import Copy
+from onnxpar.program import Program
 from onnxpar.symbols import Symbol
 from onnxpar.training.loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
-from onnxpar.training.optimizer import NEW, OptimizerKind
+from onnxpar.training.optimizer import NEW, OptimizerKind, moments_of
 from onnxpar.training.trainable import FROZEN, Selection, select, untie
 
 
@@ -94,6 +96,20 @@ class Prepared:
     opset: int
     compute: str | None = None
     copies: Mapping[str, Copy] = field(default_factory=dict)
+
+    def program(self, spec: TrainingSpec, parallel: OptimizerParallel) -> Program:
+        """Returns it as what is planned, trained so."""
+        moments = len(moments_of(spec.optimizer))
+        return Program(
+            self.model,
+            self.env,
+            self.rules,
+            self.links,
+            self.gradients,
+            moments,
+            self.evaluation,
+            parallel,
+        )
 
 
 Stager = Callable[[ir.Model, ShapeEnv, Collection[str]], Mapping[str, Copy]]

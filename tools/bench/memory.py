@@ -23,7 +23,8 @@ import numpy as np
 
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.pipeline import Summary, shard
-from onnxpar.planning import Program, read_program
+from onnxpar.planning import read_program
+from onnxpar.program import Program
 from onnxpar.program_memory import program_memory, total_bytes
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine

@@ -44,7 +44,8 @@ from onnxpar.analysis.seeds import Seeds
 from onnxpar.errors import OnnxparError
 from onnxpar.mesh import Mesh
 from onnxpar.pipeline import shard
-from onnxpar.planning import Program, presets, read_program, searching
+from onnxpar.planning import presets, read_program, searching
+from onnxpar.program import Program
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.machine_file import load_machine

@@ -31,7 +31,8 @@ import numpy as np
 
 from onnxpar.analysis.search.find import Found
 from onnxpar.errors import OnnxparError
-from onnxpar.planning import Program, plan_strategy, read_program, searching
+from onnxpar.planning import plan_strategy, read_program, searching
+from onnxpar.program import Program
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.write import write_strategy
