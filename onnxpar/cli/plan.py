@@ -344,6 +344,11 @@ def _why(planned: Planned, level: int) -> str:
     )
     if level == 1:
         more += f", and {rival.peak / max(best.peak, 1):.2f} times the memory"
+    if rival.rank(level, planned.limit) < best.rank(level, planned.limit):
+        return (
+            f"{best.name} is best for {AIMS[level]} of what keeps all that is fixed; {rival.name}, "
+            f"which does not, takes {ratio:.2f} times as long{more}{proof}."
+        )
     return (
         f"{best.name} is best for {AIMS[level]}; the next best is {rival.name}: it takes "
         f"{ratio:.2f} times as long{more}{proof}."
