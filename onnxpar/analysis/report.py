@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.analysis.conflicts import Conflict
+from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.report_stages import stage_data
@@ -229,11 +230,15 @@ def _is_divided(node: Json) -> bool:
 def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequence[Json]) -> Json:
     collectives = parted.builder.collectives
     mesh = parted.plan.mesh
-    whole, local = 0, 0
+    readers = _readers(parted)
+    # A parameter that several stages have counts once as a whole, and on each of them.
+    whole: dict[str, int] = {}
+    local = [0] * parted.stages
     for parameter in parted.parameters:
         itemsize = parameter.source.dtype.itemsize if parameter.source.dtype is not None else 0
-        whole += int(prod(map(int, parameter.sharding.shape)) * itemsize)
-        local += int(prod(map(int, parameter.sharding.local_shape(mesh))) * itemsize)
+        whole[parameter.name] = int(prod(map(int, parameter.sharding.shape)) * itemsize)
+        for stage in readers.get(parameter.source, {0}):
+            local[stage] += int(prod(map(int, parameter.sharding.local_shape(mesh))) * itemsize)
     total: Dim = 0
     for collective in collectives:
         total = total + collective.bytes
@@ -249,10 +254,19 @@ def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequenc
         "bytes": _bytes(total),
         "conflicts": len(parted.conflicts),
         "conflict_bytes": _bytes(disputed),
-        "parameters": len(parted.parameters),
-        "parameter_bytes": whole,
-        "parameter_bytes_per_device": local,
+        "parameters": len(whole),
+        "parameter_bytes": sum(whole.values()),
+        "parameter_bytes_per_device": max(local),
     }
+
+
+def _readers(parted: PartitionedModel) -> dict[ir.Value, set[int]]:
+    """Of each value the pipeline stages that read it."""
+    found: dict[ir.Value, set[int]] = {}
+    for node in parted.source.graph:
+        for value in read_by(node):
+            found.setdefault(value, set()).add(stage_of(node) % parted.stages)
+    return found
 
 
 def model_data(model: ir.Model, env: ShapeEnv, rules: Rules) -> Json:

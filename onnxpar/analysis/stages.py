@@ -145,9 +145,10 @@ def _between(
 ) -> StrategyError:
     early = next((n.name for n in reversed(nodes) if high[n] < part), None)
     late = next((n.name for n in nodes if low[n] >= part), None)
+    told = [f"{word} node {name!r}" for word, name in (("after", early), ("before", late)) if name]
     return StrategyError(
-        f"pipeline: 'assign' leaves no place for the cut before part {part}: it must come after "
-        f"node {early!r} and before node {late!r}, with a node for every part"
+        f"pipeline: 'assign' leaves no place for the cut before part {part}: it must come "
+        f"{' and '.join(told)}, with a node for every part"
     )
 
 

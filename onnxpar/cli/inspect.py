@@ -14,7 +14,13 @@ from rich.table import Table
 from onnxpar.analysis.report import OF_A_PROGRAM, model_data
 from onnxpar.artifacts.directory import MANIFEST, read_manifest
 from onnxpar.cli.options import AsJson
-from onnxpar.cli.shard import count, describe_nodes
+from onnxpar.cli.shard import (
+    count,
+    describe_device,
+    describe_mesh,
+    describe_nodes,
+    describe_sent,
+)
 from onnxpar.errors import ArtifactError
 from onnxpar.passes.load import load
 from onnxpar.pipeline import analyse
@@ -79,7 +85,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     path = directory / MANIFEST
     manifest = read_manifest(directory)
     report = manifest.get("report") if isinstance(manifest, dict) else None
-    keys = ("mesh", "devices", "symbols", "program", "programs", *OF_A_PROGRAM)
+    keys = ("mesh", "devices", "stages", "symbols", "program", "programs", *OF_A_PROGRAM)
     if not isinstance(report, dict) or any(key not in report for key in keys):
         raise ArtifactError(f"{path}: expected a report of how the model was divided, got none")
     if rank is not None and rank >= report["devices"]:
@@ -110,8 +116,7 @@ def _of_rank(report: Json, rank: int | None) -> list[Json]:
 
 def show_divided(report: Json, console: Console) -> None:
     """Prints the report of an artifact directory as tables."""
-    axes = " x ".join(f"{name}={size}" for name, size in report["mesh"]["axes"].items())
-    console.print(escape(f"{report['devices']} devices{', mesh ' + axes if axes else ''}"))
+    console.print(escape(f"{report['devices']} devices{describe_mesh(report)}"))
     for name, constraint in report["symbols"].items():
         console.print(escape(f"symbol {name}: {constraint or 'any size'}"))
     if "training" in report:
@@ -147,15 +152,14 @@ def show_divided(report: Json, console: Console) -> None:
     totals = report["totals"]
     text = (
         f"{count(totals['nodes'], 'node')}: {describe_nodes(report)}; "
-        f"{count(totals['collectives'], 'collective')}, a device sends {totals['bytes']} bytes"
+        f"{count(totals['collectives'], 'collective')}, {describe_sent(report)}"
     )
     if totals["parameters"]:
-        text += f"; {count(totals['parameters'], 'parameter')}, "
-        # Of a pipeline each stage has its own.
-        if not report["stage_totals"]:
-            text += f"{totals['parameter_bytes_per_device']:,} of "
-        text += f"{totals['parameter_bytes']:,} bytes"
-        text += "" if report["stage_totals"] else " on each device"
+        text += (
+            f"; {count(totals['parameters'], 'parameter')}, "
+            f"{totals['parameter_bytes_per_device']:,} "
+            f"of {totals['parameter_bytes']:,} bytes on {describe_device(report)}"
+        )
     console.print(escape(text))
 
 

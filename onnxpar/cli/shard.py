@@ -195,15 +195,12 @@ def parse_symbols(texts: "list[str] | tuple[()]") -> dict[str, Symbol]:
 def _print(summary: Summary, ranks: "list[int] | range") -> None:
     report, console = summary.report, Console(soft_wrap=True, highlight=False)
     totals: dict[str, Any] = report["totals"]
-    axes = report["mesh"]["axes"]
-    named = f", mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
-    whole = f"{totals['parameter_bytes']:,} bytes"
-    kept = f"{totals['parameter_bytes_per_device']:,} of {whole} on each device"
+    sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"
     lines = [
-        f"devices       {report['devices']}{named}",
+        f"devices       {report['devices']}{describe_mesh(report)}",
         f"nodes         {totals['nodes']}: {describe_nodes(report)}",
-        f"parameters    {totals['parameters']}, {whole if report['stage_totals'] else kept}",
-        f"collectives   {_collectives(totals)}",
+        f"parameters    {totals['parameters']}, {sizes} bytes on {describe_device(report)}",
+        f"collectives   {_collectives(report)}",
         *_stages(report),
         *_conflicts(report),
     ]
@@ -215,7 +212,7 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
         lines.append(f"replicated    and {count(len(report['replicated']) - SHOWN, 'more node')}")
     lines.append(f"written       {summary.out} in {sum(summary.seconds.values()):.1f} s")
     if summary.training is not None:
-        lines += _trained(summary.training)
+        lines += _trained(summary.training, describe_device(report))
     for line in lines:
         console.print(escape(line))
     if len(ranks) == report["devices"]:
@@ -228,7 +225,7 @@ def _stages(report: dict[str, Any]) -> list[str]:
     lines = []
     for item in report["stage_totals"]:
         sent = [t for t in report["transfers"] if t["from"] == item["stage"]]
-        goes = [f"{t['value']} to {t['to']} ({t['bytes']} bytes)" for t in sent[:SHOWN]]
+        goes = [f"{t['value']} to {t['to']} ({_size(t['bytes'])})" for t in sent[:SHOWN]]
         goes += [f"{len(sent) - SHOWN} more"] if len(sent) > SHOWN else []
         ranks, title = item["ranks"], f"stage {item['stage']}"
         lines.append(
@@ -240,14 +237,18 @@ def _stages(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _trained(training: DividedTraining) -> list[str]:
+def _size(sent: int | str | None) -> str:
+    return "of a size that depends on data" if sent is None else f"{sent} bytes"
+
+
+def _trained(training: DividedTraining, device: str) -> list[str]:
     """Returns what is trained and what is not, since to train less than one thinks is silent."""
     selection, unreached = training.selection, training.unreached
     counts = selection.counts(unreached)
     lines = [
         f"trained       {counts.trained:,} of {counts.elements:,} parameters, in "
         f"{counts.trained_tensors} of {counts.tensors} tensors",
-        *_states(training),
+        *_states(training, device),
     ]
     told = selection.told(unreached)
     groups = (
@@ -265,12 +266,12 @@ def _trained(training: DividedTraining) -> list[str]:
     return lines
 
 
-def _states(training: DividedTraining) -> list[str]:
+def _states(training: DividedTraining, device: str) -> list[str]:
     """Returns what a device keeps from step to step, and what of it replicas share."""
     kept = training.kept
     moments = kept[StateKind.MOMENT1] + kept[StateKind.MOMENT2]
     lines = [
-        f"states        {kept[StateKind.PARAMETER]:,} bytes of trained parameters on each device, "
+        f"states        {kept[StateKind.PARAMETER]:,} bytes of trained parameters on {device}, "
         f"{kept[StateKind.GRADIENT]:,} of gradients, {moments:,} of moments"
     ]
     shards = training.shards
@@ -282,6 +283,26 @@ def _states(training: DividedTraining) -> list[str]:
             f"{shards.options.threshold:,} bytes"
         )
     return lines
+
+
+def describe_mesh(report: dict[str, Any]) -> str:
+    """Returns what is said behind the number of devices: the stages, and the mesh of each."""
+    stages, axes = report["stages"], report["mesh"]["axes"]
+    named = f", mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
+    return f" in {stages} stages{named and f'{named} of each'}" if stages > 1 else named
+
+
+def describe_device(report: dict[str, Any]) -> str:
+    """Returns whose bytes are told: stages hold different parameters."""
+    return "each device" if report["stages"] == 1 else "a device of the fullest stage"
+
+
+def describe_sent(report: dict[str, Any]) -> str:
+    """Returns who sends the bytes of a program: its collectives are those of all stages."""
+    sent = f"{report['totals']['bytes']} bytes"
+    if report["stages"] == 1:
+        return f"a device sends {sent}"
+    return f"a device of each stage, together, sends {sent} within the stages"
 
 
 def describe_nodes(report: dict[str, Any]) -> str:
@@ -305,11 +326,12 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _collectives(totals: dict[str, Any]) -> str:
+def _collectives(report: dict[str, Any]) -> str:
+    totals = report["totals"]
     if not totals["collectives"]:
         return "none"
     kinds = ", ".join(f"{count} {op}" for op, count in totals["collectives_by_op"].items())
-    return f"{kinds}; a device sends {totals['bytes']} bytes in a run"
+    return f"{kinds}; {describe_sent(report)} in a run"
 
 
 def _conflicts(report: dict[str, Any]) -> list[str]:

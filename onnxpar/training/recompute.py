@@ -114,6 +114,11 @@ def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
                 f"{options.where}: expected layers that repeat, found none in the "
                 f"{len(forward.nodes)} nodes of the forward pass; name nodes by patterns"
             )
+        if options.layers > len(layers):
+            raise StrategyError(
+                f"{options.where}: expected at most {len(layers)} under 'layers', the number of "
+                f"layers that repeat, got {options.layers}: there would be nothing to recompute"
+            )
         for layer in layers[options.layers - 1 :: options.layers]:
             found |= forward.inside(layer)
     return frozenset(found)

@@ -138,8 +138,16 @@ class Staging:
             if kind == "backward":
                 kinds[part].setdefault("weight", None)
         made = split(whole, places, programs, self.entry.stages, self.copies)
-        # Its nodes have moved into the programs.
-        emptied = replace(whole, builder=replace(whole.builder, nodes=[]), stages=self.entry.stages)
+        # Its nodes have moved into the programs, where copies have the names of their originals.
+        emptied = replace(
+            whole,
+            builder=replace(whole.builder, nodes=[]),
+            parameters=tuple(
+                replace(p, name=self.copies[p.name].original) if p.name in self.copies else p
+                for p in whole.parameters
+            ),
+            stages=self.entry.stages,
+        )
         return Stages(emptied, made, tuple(kinds))
 
     def pipeline(

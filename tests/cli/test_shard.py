@@ -49,6 +49,18 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         onnx.checker.check_model(here / "out" / f"rank{rank:04}.model.onnx")
 
 
+def test_a_pipeline_tells_the_bytes_of_its_fullest_stage(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = {"stages": 2, "assign": {"/matmul1/MatMul": 0, "/matmul2/MatMul": 1}}
+    (here / "p.yaml").write_text(json.dumps({"mesh": {"dp": 2}, "pipeline": cut}))
+    assert shard("--strategy", "p.yaml") == 0
+    printed = capsys.readouterr().out
+    assert "devices       4 in 2 stages, mesh dp=2 of each\n" in printed
+    # The first stage has 32x16 float32 weights, the second 16x16.
+    assert "parameters    2, 2,048 of 3,072 bytes on a device of the fullest stage" in printed
+
+
 def test_preset_symbols_ranks_and_dump(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--symbol", "batch:divisor=4,max=64", "--rank", "1", "--rank", "3", "--dump", "d")
     assert shard("--strategy", "dp", "--devices", "4", *options) == 0

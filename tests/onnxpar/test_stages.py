@@ -96,7 +96,7 @@ def test_nodes_beside_the_line_go_where_they_must() -> None:
         (2, {"n1": 1, "n3": 0}, "node 'n3' is assigned to part 0, but what it reads comes from "
          "node 'n1' of part 1"),
         (3, {"n0": 0, "n1": 2}, "leaves no place for the cut before part 2: it must come after "),
-        (2, {"n0": 1}, "leaves no place for the cut before part 1"),
+        (2, {"n0": 1}, "before part 1: it must come before node 'n0', with a node for every part"),
         (9, {}, "expected at least one node for each of 9 parts, the model has 4"),
     ],
 )  # fmt: skip
