@@ -9,7 +9,6 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.analysis.conflicts import Conflict
-from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.report_stages import stage_data
@@ -96,6 +95,7 @@ def inspect_data(parted: PartitionedModel, parts: Sequence[PartitionedModel] = (
         if found is not None:
             nodes.append(_node(node, found, parted.plan.resharded, texts, parted.stages))
     mesh = parted.plan.mesh
+    of_stages = stage_data(parted, parts)
     return {
         "mesh": {"axes": dict(mesh.axes), "atoms": list(mesh.atoms)},
         "devices": mesh.size * parted.stages,
@@ -107,8 +107,8 @@ def inspect_data(parted: PartitionedModel, parts: Sequence[PartitionedModel] = (
             texts.conflict(c) for c in sorted(parted.conflicts, key=lambda c: -c.typical)
         ],
         "replicated": replicated,
-        "totals": _totals(parted, nodes, replicated),
-        **stage_data(parted, parts),
+        "totals": _totals(parted, nodes, replicated, of_stages["stage_totals"]),
+        **of_stages,
     }
 
 
@@ -227,18 +227,22 @@ def _is_divided(node: Json) -> bool:
     return any(o["partial"] or prod(o["strategy"] or ()) > 1 for o in operands)
 
 
-def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequence[Json]) -> Json:
+def _totals(
+    parted: PartitionedModel,
+    nodes: Sequence[Json],
+    replicated: Sequence[Json],
+    stages: Sequence[Json],
+) -> Json:
+    """Sums of a program; of a pipeline, the parameters' bytes on a device of the fullest stage."""
     collectives = parted.builder.collectives
     mesh = parted.plan.mesh
-    readers = _readers(parted)
-    # A parameter that several stages have counts once as a whole, and on each of them.
+    # A parameter that several stages have counts once as a whole.
     whole: dict[str, int] = {}
-    local = [0] * parted.stages
+    local = 0
     for parameter in parted.parameters:
         itemsize = parameter.source.dtype.itemsize if parameter.source.dtype is not None else 0
         whole[parameter.name] = int(prod(map(int, parameter.sharding.shape)) * itemsize)
-        for stage in readers.get(parameter.source, {0}):
-            local[stage] += int(prod(map(int, parameter.sharding.local_shape(mesh))) * itemsize)
+        local += int(prod(map(int, parameter.sharding.local_shape(mesh))) * itemsize)
     total: Dim = 0
     for collective in collectives:
         total = total + collective.bytes
@@ -256,17 +260,10 @@ def _totals(parted: PartitionedModel, nodes: Sequence[Json], replicated: Sequenc
         "conflict_bytes": _bytes(disputed),
         "parameters": len(whole),
         "parameter_bytes": sum(whole.values()),
-        "parameter_bytes_per_device": max(local),
+        "parameter_bytes_per_device": max(
+            (stage["parameter_bytes_per_device"] for stage in stages), default=local
+        ),
     }
-
-
-def _readers(parted: PartitionedModel) -> dict[ir.Value, set[int]]:
-    """Of each value the pipeline stages that read it."""
-    found: dict[ir.Value, set[int]] = {}
-    for node in parted.source.graph:
-        for value in read_by(node):
-            found.setdefault(value, set()).add(stage_of(node) % parted.stages)
-    return found
 
 
 def model_data(model: ir.Model, env: ShapeEnv, rules: Rules) -> Json:
