@@ -89,9 +89,11 @@ def module_exists(name: str) -> bool:
 
 
 def is_frozen_data(name: str) -> bool:
-    """Whether the dotted name is that of a frozen dataclass."""
+    """Whether the dotted name is that of a frozen dataclass, or of a text."""
     module, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module), attribute)
+    if isinstance(found, str):
+        return True
     return dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
 
 
