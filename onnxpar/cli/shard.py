@@ -276,7 +276,9 @@ def _states(training: DividedTraining, device: str) -> list[str]:
     ]
     shards = training.shards
     if shards.options.level:
-        split, every = len(shards.shards), len(shards.gradients)
+        # Of a tensor that several stages have each has its own; it is one of the model.
+        trained = {p.name for p in training.selection.trained}
+        split, every = len(trained & shards.shards.keys()), len(trained & shards.gradients.keys())
         lines.append(
             f"              optimizer parallel, level {shards.options.level}: {split} of "
             f"{count(every, 'tensor')} split over replicas; the others have none, or fewer than "

@@ -112,6 +112,8 @@ def export_weights(source: str | Path, target: str | Path, *, verify: bool = Fal
     parts = [(_whole(tensor, path.name), tensor) for tensor in weights]
     if path.is_dir():
         raise CheckpointError(f"{path}: expected a file to write to, got a folder")
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: the folder does not exist")
     partial = path.parent / f".{path.name}.partial"
     try:
         with _verified(checkpoint, verify) as files:
