@@ -14,7 +14,7 @@ from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.report_stages import stage_data
 from onnxpar.analysis.reshard import OPERATORS
 from onnxpar.analysis.shapes import ShapeEnv, shapes
-from onnxpar.analysis.stages import stage_of
+from onnxpar.analysis.stages import part_of_node
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import format_rule
 from onnxpar.passes.builder import Collective
@@ -198,7 +198,7 @@ def _node(
     return {
         "name": node.name or "",
         "op_type": node.op_type,
-        "stage": stage_of(node) % stages,
+        "stage": part_of_node(node) % stages,
         "pinned": plan.pinned,
         "inputs": [
             texts.operand(value, sharding)

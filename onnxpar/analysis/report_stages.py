@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.analysis.stages import stage_of
+from onnxpar.analysis.stages import part_of_node
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.symbols import Dim, as_dim, dim_str
 
@@ -34,7 +34,7 @@ def stage_data(whole: PartitionedModel, parts: Sequence[PartitionedModel]) -> Js
     nodes = [0] * whole.stages
     for node in whole.source.graph:
         if node.name in whole.plan.nodes:
-            nodes[stage_of(node) % whole.stages] += 1
+            nodes[part_of_node(node) % whole.stages] += 1
     transfers: dict[tuple[str, int, int], Json] = {}
     for pm in mine:
         for handed in pm.handed_in:

@@ -22,7 +22,7 @@ CONST_LIMIT = 65536
 GRADIENT_OF = "onnxpar.gradient_of"
 """Metadata key of a node that autodiff added: name of the node whose gradient it belongs to."""
 
-STAGE = "onnxpar.stage"
+PART = "onnxpar.part"
 """Metadata key of a node: number of the pipeline part that it belongs to."""
 
 RECOMPUTED_FROM = "onnxpar.recomputed_from"

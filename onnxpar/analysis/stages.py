@@ -22,7 +22,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.analysis.graph import read_by
-from onnxpar.analysis.shapes import GRADIENT_OF, STAGE
+from onnxpar.analysis.shapes import GRADIENT_OF, PART
 from onnxpar.errors import StrategyError
 from onnxpar.ops.fallback import draws
 
@@ -290,9 +290,9 @@ def _crossing(chain: Chain, nodes: Sequence[ir.Node], costs: Costs) -> NDArray[n
     return found
 
 
-def stage_of(node: ir.Node) -> int:
+def part_of_node(node: ir.Node) -> int:
     """Returns the part that a node belongs to; 0 where the model is not cut."""
-    return int(node.metadata_props.get(STAGE, "0"))
+    return int(node.metadata_props.get(PART, "0"))
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def with_added(places: Places, added: Mapping[str, str]) -> Places:
 
 def forward_places(graph: ir.Graph, parts: int) -> Places:
     """Returns the places of a program without a backward half: one for each part."""
-    nodes = {node.name or "": stage_of(node) for node in graph}
+    nodes = {node.name or "": part_of_node(node) for node in graph}
     return Places(tuple(range(parts)), nodes, _made(graph, nodes))
 
 
@@ -354,7 +354,7 @@ def training_places(
     urgent = _urgent(graph, links, frozenset(variables)) if split else set()
     nodes = {}
     for node in graph:
-        stage = stage_of(node)
+        stage = part_of_node(node)
         if GRADIENT_OF not in node.metadata_props:
             nodes[node.name or ""] = stage
             continue

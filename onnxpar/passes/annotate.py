@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
-from onnxpar.analysis.stages import stage_of
+from onnxpar.analysis.stages import part_of_node
 from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
 from onnxpar.sharding import Sharding
@@ -154,7 +154,7 @@ class _Writer:
         Raises:
             StrategyError: Its body is of several parts.
         """
-        parts = sorted({stage_of(one) for one in self.nodes(node)})
+        parts = sorted({part_of_node(one) for one in self.nodes(node)})
         if len(parts) > 1:
             raise StrategyError(
                 f"node {node.name or '/'.join(node.output)!r} ({node.op_type}), in whose place its "

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.graph import read_by
-from onnxpar.analysis.shapes import GRADIENT_OF, STAGE, NodeView, ShapeEnv
-from onnxpar.analysis.stages import stage_of
+from onnxpar.analysis.shapes import GRADIENT_OF, PART, NodeView, ShapeEnv
+from onnxpar.analysis.stages import part_of_node
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.registry import Missing, NotDifferentiable, OpDef
@@ -149,7 +149,7 @@ class _Autodiff:
         """The gradient by a variable that the loss has no derivative by, in its readers' part."""
         self.builder.scope = f"{name}/grad"
         reader = next(node for node in self.model.graph if value in read_by(node))
-        self.builder.metadata = {GRADIENT_OF: reader.name or "", **stage_entry(reader)}
+        self.builder.metadata = {GRADIENT_OF: reader.name or "", **part_entry(reader)}
         zero, shape = self.builder.const(0.0, value.dtype), self.builder.shape_of(value)
         return self.builder.op("Expand", zero, self.builder.sizes(shape), shape=shape)
 
@@ -158,7 +158,7 @@ class _Autodiff:
         self.builder.scope = name
         total = walk.total(value)
         assert total is not None
-        self.builder.metadata = {**self.builder.metadata, **stage_entry(total.producer())}
+        self.builder.metadata = {**self.builder.metadata, **part_entry(total.producer())}
         wanted = f"{GRADIENT_PREFIX}{name}"
         shared = total.producer() is None or total in self.model.graph.outputs
         if shared or len([p for p in walk.parts.values() if total in p]) > 1:
@@ -253,7 +253,7 @@ class _Backward:
             )
         assert callable(gradient)
         self.builder.scope = f"{node.name}/grad"
-        self.builder.metadata = {GRADIENT_OF: node.name or "", **stage_entry(node)}
+        self.builder.metadata = {GRADIENT_OF: node.name or "", **part_entry(node)}
         cotangents = tuple(self.total(out) for out in node.outputs)
         view = NodeView(node, self.builder.env, self.builder.opset)
         grad = GradNode(view, self.builder, cotangents, wanted, _Inner(self.opsets, self.what))
@@ -289,7 +289,7 @@ class _Backward:
         groups: dict[int, list[ir.Value]] = {}
         for part in parts:
             maker = part.producer()
-            groups.setdefault(0 if maker is None else stage_of(maker), []).append(part)
+            groups.setdefault(0 if maker is None else part_of_node(maker), []).append(part)
         total: ir.Value | None = None
         for stage in sorted(groups, reverse=True):
             # In pairs, the first reader's part first: those of queries, keys and values, which may
@@ -310,7 +310,7 @@ class _Backward:
         for part in (left, right):
             self.links.setdefault(part.name or "", value.name or "")
         kept = self.builder.metadata
-        self.builder.metadata = {**kept, **stage_entry(right.producer())}
+        self.builder.metadata = {**kept, **part_entry(right.producer())}
         total = self.builder.op("Add", left, right, shape=self.builder.shape_of(value))
         self.builder.metadata = kept
         return total
@@ -366,8 +366,8 @@ class _Inner:
         return found
 
 
-def stage_entry(node: ir.Node | None) -> dict[str, str]:
+def part_entry(node: ir.Node | None) -> dict[str, str]:
     """Returns the metadata that puts a node into the part of another; none where that has none."""
-    if node is None or STAGE not in node.metadata_props:
+    if node is None or PART not in node.metadata_props:
         return {}
-    return {STAGE: node.metadata_props[STAGE]}
+    return {PART: node.metadata_props[PART]}

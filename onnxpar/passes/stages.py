@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxpar.analysis.graph import read_by
-from onnxpar.analysis.shapes import STAGE
-from onnxpar.analysis.stages import Chain, Places, stage_of
+from onnxpar.analysis.shapes import PART
+from onnxpar.analysis.stages import Chain, Places, part_of_node
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def put_stages(
         The copies made, by name.
     """
     for node in chain.nodes:
-        node.metadata_props[STAGE] = str(part_of[node])
+        node.metadata_props[PART] = str(part_of[node])
     _spread(graph, frozenset(chain.nodes))
     return _copies(graph, weights, stages)
 
@@ -78,7 +78,7 @@ def order_by_place(graph: ir.Graph, places: Places) -> None:
 
 def parts_by_name(graph: ir.Graph) -> dict[str, int]:
     """Returns the part of each node by name."""
-    return {node.name or "": stage_of(node) for node in graph}
+    return {node.name or "": part_of_node(node) for node in graph}
 
 
 def _spread(graph: ir.Graph, chain: frozenset[ir.Node]) -> None:
@@ -93,19 +93,19 @@ def _spread(graph: ir.Graph, chain: frozenset[ir.Node]) -> None:
         if node in chain:
             continue
         users = [(reader, v) for v in node.outputs for reader in readers.get(v, ())]
-        parts = {stage_of(reader) for reader, _ in users}
+        parts = {part_of_node(reader) for reader, _ in users}
         if any(v in outputs for v in node.outputs):
             parts.add(0)
         first, *others = sorted(parts) or [0]
-        node.metadata_props[STAGE] = str(first)
+        node.metadata_props[PART] = str(first)
         for part in others:
             twin = _twin(node, f"{node.name}@{part}", taken)
-            twin.metadata_props[STAGE] = str(part)
+            twin.metadata_props[PART] = str(part)
             graph.insert_after(node, twin)
             for value in read_by(twin):
                 readers.setdefault(value, []).append(twin)
             for old, new in zip(node.outputs, twin.outputs, strict=True):
-                moved = [r for r in readers.get(old, ()) if stage_of(r) == part]
+                moved = [r for r in readers.get(old, ()) if part_of_node(r) == part]
                 for reader in moved:
                     replace_reads(reader, {old: new})
                     readers[old].remove(reader)
@@ -157,7 +157,7 @@ def _copies(graph: ir.Graph, weights: Collection[str], stages: int) -> dict[str,
         for value in read_by(node):
             name = value.name or ""
             if name in weights and graph.initializers.get(name) is value:
-                users = readers.setdefault(name, {}).setdefault(stage_of(node) % stages, [])
+                users = readers.setdefault(name, {}).setdefault(part_of_node(node) % stages, [])
                 users.append(node)
     found = {}
     for name, by_stage in readers.items():

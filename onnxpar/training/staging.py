@@ -15,7 +15,7 @@ from onnxpar.analysis.stages import (
     chain_of,
     floating,
     forward_places,
-    stage_of,
+    part_of_node,
     training_places,
 )
 from onnxpar.errors import ModelError
@@ -112,7 +112,7 @@ class Staging:
         """Raises ModelError where a running statistic is kept by several stages."""
         for name in updated.values():
             readers = {use.node for use in graph.initializers[name].uses()}
-            stages = sorted({stage_of(n) % self.entry.stages for n in readers})
+            stages = sorted({part_of_node(n) % self.entry.stages for n in readers})
             if len(stages) > 1:
                 raise ModelError(
                     f"running statistic {name!r}: expected the layers that share it in one "

@@ -7,7 +7,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.stages import BALANCE, Chain, Costs, chain_of, cut_chain, stage_of
+from onnxpar.analysis.stages import BALANCE, Chain, Costs, chain_of, cut_chain, part_of_node
 from onnxpar.errors import StrategyError
 from onnxpar.passes.stages import put_stages
 
@@ -120,7 +120,7 @@ def test_masks_and_prepared_weights_are_not_cut() -> None:
     by_name = {n.name: n for n in found.nodes}
     part = {by_name[n]: p for n, p in (("a", 0), ("b", 0), ("c", 1), ("y", 1))}
     copies = put_stages(made, found, part, {"w"}, 2)
-    stages = {n.name: stage_of(n) for n in made}
+    stages = {n.name: part_of_node(n) for n in made}
     assert stages == {"m": 0, "m@1": 1, "t": 0, "t@1": 1, "a": 0, "b": 0, "c": 1, "y": 1}
     reads = {n.name: [v.name for v in n.inputs if v is not None] for n in made}
     assert reads["y"] == ["c", "m@1"] and reads["b"] == ["a", "m"]
