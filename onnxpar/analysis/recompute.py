@@ -1,7 +1,7 @@
 """What can be recomputed of a forward pass, and what a layer's share of it is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -33,7 +33,7 @@ class RecomputeOptions:
     communication: str = AGAIN
     memory: int | None = None
     sizes: tuple[tuple[str, int], ...] = ()
-    where: str = "recompute"
+    where: str = field(default="recompute", compare=False)
 
     @property
     def entry(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_what_would_move_between_ranks_of_two_lengths_is_refused(tmp_path: Path)
     path = model(tmp_path / "m.onnx")
     strategy = tmp_path / "s.yaml"
     strategy.write_text("mesh: {dp: 2}\nnodes: {second: {in: [[~, ~, dp], [dp, ~]]}}\n")
-    with pytest.raises(ShardingError, match=r"second operand 0: 'c' .* AllToAll .* 'seq'.* dp"):
+    with pytest.raises(ShardingError, match=r"second operand 0: .* 'c' .* AllToAll .* 'seq'.* dp"):
         shard(path, strategy, tmp_path / "2", symbols={"seq": Symbol(per_rank=True)})
     assert not (tmp_path / "2").exists()
     # Ranks that are given one size may move it.

@@ -61,8 +61,16 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, be it a zombie."""
-    return Path(f"/proc/{pid}").exists()
+    """Whether there is such a process that has not ended.
+
+    One that has ended stays as a zombie until whoever inherited it looks, which may be never.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # The name, in brackets, may have anything in it.
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def mpirun(

@@ -14,8 +14,9 @@ the plan's prediction differs by more than 15 %.
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,6 +37,7 @@ from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.session import Session
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
+from onnxpar_runtime.training.sources import Batch
 from onnxpar_runtime.training.trainer import Trainer
 from onnxpar_runtime.verify import random_feeds
 
@@ -116,10 +118,13 @@ def measure(directory: Path, trains: bool, sizes: Mapping[str, int]) -> tuple[in
         names = {s.hyperparameter for s in reads if s.hyperparameter is not None}
         hyper = hyperparameters(trainers.manifest.trained().optimizer, Settings(), names)
         for step in range(1, STEPS + 1):
-            trainers.each(
-                lambda r, at=step: trainers.members[r].train_step([batch], hyper.at(at, 1e-4))
-            )
+            rates = hyper.at(step, 1e-4)
+            trainers.each(partial(_step, trainers.members, batch, rates))
         return tuple(m.peak_bytes() for m in trainers.members)
+
+
+def _step(trainers: Sequence[Trainer], batch: Batch, rates: Mapping[str, float], rank: int) -> None:
+    trainers[rank].train_step([batch], rates)
 
 
 def _names(program: entries.Program) -> list[str]:

@@ -98,7 +98,7 @@ def on_all(stages: int, program: Program, seconds: float, rounds: int) -> list[S
 
 def main(arguments: Sequence[str]) -> int:
     """Measures all schedules; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.15, help="of a forward")

@@ -105,7 +105,7 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
     given = load_strategy(strategy, None)
     loaded = load(model)
     lap("load")
-    parted = divide_model(loaded, given, given.symbols, lap=lap)
+    parted = divide_model(loaded, given, given.symbols, lap=lap).whole
     directory_data((parted,))
     lap("report")
     # As the output directory is written, but for the weights and the other ranks.
