@@ -290,6 +290,22 @@ def _crossing(chain: Chain, nodes: Sequence[ir.Node], costs: Costs) -> NDArray[n
     return found
 
 
+def known_parts(chain: Chain, known: Mapping[str, int]) -> dict[ir.Node, int]:
+    """Returns the part of every node of a chain, as another program of the same model was cut.
+
+    Nodes that it did not have go to the part of the latest that they read.
+
+    Args:
+        chain: The nodes.
+        known: Parts in the other program, by node name.
+    """
+    part_of: dict[ir.Node, int] = {}
+    for node in chain.nodes:
+        least = max((part_of[other] for other in chain.before(node)), default=0)
+        part_of[node] = max(known.get(node.name or "", least), least)
+    return part_of
+
+
 def part_of_node(node: ir.Node) -> int:
     """Returns the part that a node belongs to; 0 where the model is not cut."""
     return int(node.metadata_props.get(PART, "0"))

@@ -55,20 +55,6 @@ def put_stages(
     return _copies(graph, weights, stages)
 
 
-def put_known_stages(
-    graph: ir.Graph, chain: Chain, known: Mapping[str, int], weights: Collection[str], stages: int
-) -> dict[str, Copy]:
-    """As `put_stages`, with the parts that another program of the same model was put into.
-
-    Nodes that it did not have go to the part of the latest that they read.
-    """
-    part_of: dict[ir.Node, int] = {}
-    for node in chain.nodes:
-        least = max((part_of[other] for other in chain.before(node)), default=0)
-        part_of[node] = max(known.get(node.name or "", least), least)
-    return put_stages(graph, chain, part_of, weights, stages)
-
-
 def order_by_place(graph: ir.Graph, places: Places) -> None:
     """Puts the nodes of a graph in the order of their places, and within each as they stand."""
     nodes = sorted(graph, key=lambda node: places.nodes[node.name or ""])

@@ -92,6 +92,11 @@ def divide_training(
         OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
             between them has no gradient.
     """
+    if strategy.pipeline is not None and strategy.recompute.memory is not None:
+        raise StrategyError(
+            f"{strategy.recompute.where}: a limit of memory is not for a pipeline, whose stages "
+            "keep several micro-batches; name layers or nodes"
+        )
     staging = Staging(strategy, strategy.pipeline) if strategy.pipeline is not None else None
     stager = staging.put if staging is not None else None
     prepared = prepare_training(model, originals, symbols, spec, stager)
@@ -102,14 +107,10 @@ def divide_training(
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
     buffers = Buffers(shards, trained, statistics)
     scaled = prepared.compute is not None
+    rest: Sequence[PartitionedModel] = ()
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, prepared.opset, scaled=scaled)
-    elif strategy.recompute.memory is not None:
-        raise StrategyError(
-            f"{strategy.recompute.where}: a limit of memory is not for a pipeline, whose stages "
-            "keep several micro-batches; name layers or nodes"
-        )
-    program = _micro_batch(prepared, shards, places, strategy, () if staging else rest)
+    program = _micro_batch(prepared, shards, places, strategy, rest)
     evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
     pipeline: Pipeline | None = None
     if staging is None:

@@ -15,6 +15,7 @@ from onnxpar.analysis.stages import (
     chain_of,
     floating,
     forward_places,
+    known_parts,
     part_of_node,
     training_places,
 )
@@ -25,7 +26,6 @@ from onnxpar.passes.stages import (
     Copy,
     order_by_place,
     parts_by_name,
-    put_known_stages,
     put_stages,
 )
 from onnxpar.strategy import Strategy
@@ -81,7 +81,7 @@ class Staging:
     def put_again(self, model: ir.Model) -> Places:
         """Puts the nodes of another program of the same model where they are in the first."""
         chain = chain_of(model.graph, floating(model.graph))
-        put_known_stages(model.graph, chain, self.parts, (), self.entry.stages)
+        put_stages(model.graph, chain, known_parts(chain, self.parts), (), self.entry.stages)
         return self._forward_places(model.graph)
 
     def _forward_places(self, graph: ir.Graph) -> Places:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar_runtime.boxes import Cut
+from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.expressions import Size, evaluate
 
 
@@ -347,6 +348,22 @@ class FileEntry:
 
     sha256: str
     bytes: int
+
+    def check_size(self, path: Path, owner: str, error: type[OnnxparRuntimeError]) -> None:
+        """Raises `error` unless a file is there with this size.
+
+        Args:
+            path: The file.
+            owner: What names it, for the message.
+            error: What is raised.
+        """
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise error(f"{path}: missing, though the {owner} names it") from None
+        if size != self.bytes:
+            state = "truncated" if size < self.bytes else "changed"
+            raise error(f"{path}: {state}, expected {self.bytes} bytes, got {size} bytes")
 
 
 @dataclass(frozen=True)

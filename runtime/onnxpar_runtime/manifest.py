@@ -161,16 +161,7 @@ class Manifest(Contents):
     def check_files(self) -> None:
         """Raises ArtifactError unless every file is there with the size that the manifest says."""
         for name, entry in self.files.items():
-            path = self.directory / name
-            try:
-                size = path.stat().st_size
-            except OSError:
-                raise ArtifactError(f"{path}: missing, though the manifest names it") from None
-            if size != entry.bytes:
-                state = "truncated" if size < entry.bytes else "changed"
-                raise ArtifactError(
-                    f"{path}: {state}, expected {entry.bytes} bytes, got {size} bytes"
-                )
+            entry.check_size(self.directory / name, "manifest", ArtifactError)
 
     def verify_files(self) -> None:
         """Raises ArtifactError unless every file's SHA-256 is the manifest's; reads every byte."""

@@ -148,16 +148,7 @@ class Checkpoint:
     def check_files(self) -> None:
         """Raises CheckpointError unless every file is there with the size that is said."""
         for name, entry in self.files.items():
-            path = self.directory / name
-            try:
-                size = path.stat().st_size
-            except OSError:
-                raise CheckpointError(f"{path}: missing, though the checkpoint names it") from None
-            if size != entry.bytes:
-                state = "truncated" if size < entry.bytes else "changed"
-                raise CheckpointError(
-                    f"{path}: {state}, expected {entry.bytes} bytes, got {size} bytes"
-                )
+            entry.check_size(self.directory / name, "checkpoint", CheckpointError)
 
     def verify_file(self, name: str) -> None:
         """Raises CheckpointError unless a file's SHA-256 is as said; reads every byte."""
