@@ -1,0 +1,118 @@
+"""Builds stand-in CUDA libraries with which onnxruntime's real CUDA provider loads without a GPU.
+
+The provider's own kernel registry, partitioning, memory planning and Memcpy insertion then work as
+they do on a GPU: only the device is missing. Memory is the host's (zero when new), streams do
+everything at once, kernels of the provider are launched into nothing, so that values computed by
+them are meaningless (zeros mostly), while copies are real.
+
+Which functions a library must have is read from the provider itself (`nm`): each is generated as
+one that returns success, unless a source beside this file defines it.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library: its soname, what its functions begin with, what is written out by hand."""
+
+    soname: str
+    prefix: str
+    sources: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+RUNTIME = "libcudart.so.13"
+LIBRARIES = (
+    Library(RUNTIME, "", ("cudart.cc",)),
+    Library("libcublas.so.13", "", ("cublas.cc",)),
+    Library("libcublasLt.so.13", "", ("cublaslt.cc",)),
+    Library("libcurand.so.10", "curand"),
+    Library("libcuda.so.1", "cu", ("driver.cc",), needs=(RUNTIME,)),
+    # Opened at run time; their functions are strings in the provider.
+    Library("libcudnn.so.9", "cudnn", ("cudnn.cc",)),
+    Library("libcufft.so.12", "cufft", ("cufft.cc",)),
+)
+
+
+def provider() -> Path:
+    """Returns onnxruntime's CUDA provider; raises FileNotFoundError where the wheel has none."""
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("onnxruntime is not installed")
+    path = Path(spec.origin).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: this onnxruntime has no CUDA provider")
+    return path
+
+
+def _undefined(library: Path) -> Sequence[tuple[str, str]]:
+    """Returns name and version ("" where none) of every function the library wants from others."""
+    lines = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(library)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    pairs = (line.split()[-1].partition("@") for line in lines)
+    return [(name, version) for name, _, version in pairs]
+
+
+def _named(library: Path, prefixes: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Returns the function names of each prefix that stand in the library as whole strings."""
+    kinds = b"|".join(prefix.encode() for prefix in prefixes)
+    found = re.findall(rb"(?<=\0)((?:%s)[A-Z]\w+)(?=\0)" % kinds, library.read_bytes())
+    names = sorted({name.decode() for name in found})
+    return {prefix: [n for n in names if n.startswith(prefix)] for prefix in prefixes}
+
+
+def _compile(library: Library, names: Sequence[str], versioned: bool, folder: Path) -> None:
+    stem = library.soname.partition(".")[0]
+    stubs = folder / f"{stem}.c"
+    stubs.write_text(
+        "".join(f"__attribute__((weak)) int {name}(void) {{ return 0; }}\n" for name in names)
+    )
+    script = folder / f"{stem}.map"
+    script.write_text(f"{library.soname if versioned else 'STANDIN'} {{ global: *; }};\n")
+    sources = [str(HERE / source) for source in library.sources]
+    objects = [f"{stubs}.o"]
+    subprocess.run(["gcc", "-c", "-fPIC", "-O0", str(stubs), "-o", objects[0]], check=True)
+    command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror"]
+    link = [f"-Wl,-soname,{library.soname}", "-o", str(folder / library.soname)]
+    if versioned:
+        link.append(f"-Wl,--version-script={script}")
+    needs = [str(folder / need) for need in library.needs]
+    subprocess.run([*command, *sources, *objects, *needs, *link], check=True)
+
+
+def build(folder: Path) -> None:
+    """Builds every library into a folder. Raises CalledProcessError where the compiler fails."""
+    wanted = _undefined(provider())
+    run_time = _named(provider(), [library.prefix for library in LIBRARIES if library.prefix])
+    for library in LIBRARIES:
+        linked = [name for name, version in wanted if version == library.soname]
+        unversioned = (
+            [n for n, v in wanted if not v and re.match(rf"{library.prefix}[A-Z]", n)]
+            if library.prefix
+            else []
+        )
+        names = sorted({*linked, *unversioned, *run_time.get(library.prefix, ())})
+        _compile(library, names, bool(linked), folder)
+
+
+def environment(folder: Path) -> Mapping[str, str]:
+    """Returns the environment of a process that shall load the libraries of a folder."""
+    path = os.environ.get("LD_LIBRARY_PATH", "")
+    return {**os.environ, "LD_LIBRARY_PATH": f"{folder}:{path}" if path else str(folder)}
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    place.mkdir(parents=True, exist_ok=True)
+    build(place)
