@@ -13,10 +13,11 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.analysis.graph import read_by
+from onnxpar.analysis.host import host_nodes, is_small
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS
-from onnxpar.passes.builder import DOMAIN
+from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX
 from onnxpar.passes.closure import every_node
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.weight_layout import WeightLayout, layout
@@ -26,6 +27,9 @@ DOMAIN_VERSION = 1
 _SHAPE_SIZE = 64
 _SCALES = 8
 """Numbers of a Resize's scales at most, one a dim."""
+LAYER, HOST = "layer_ann", "onnxpar.host"
+"""Metadata of a node that computes on the host also where others compute on a device. The key is
+onnxruntime's, whose session option `session.layer_assignment_settings` says what the word means."""
 MIN_IR_VERSION = 11
 """The first version with multi-device fields."""
 MAX_IR_VERSION = 13
@@ -222,15 +226,27 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
 
 def _put_nodes(graph: onnx.GraphProto, pm: PartitionedModel) -> Iterator[tuple[int, ir.Node]]:
     outputs = {item.local for item in pm.outputs} | {item.local for item in pm.handed_out}
+    on_host = host_nodes(pm.builder.nodes, _given_to_host(pm))
     for index, node in enumerate(pm.builder.nodes):
         proto = graph.node.add()
         ir.serde.serialize_node_into(proto, node)
         _put_metadata(proto, _layouts(pm, node))
+        if node in on_host:
+            _put_metadata(proto, {LAYER: HOST})
         for value in node.outputs:
             if value not in outputs and value.name and value.type is not None:
                 ir.serde.serialize_value_into(graph.value_info.add(), value)
         if "atoms" in node.meta:
             yield index, node
+
+
+def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
+    """Returns what is on the host from the start: sizes, coordinates, and small constants."""
+    builder = pm.builder
+    prefixes = (SYMBOL_PREFIX, COORD_PREFIX)
+    given = {v for name, v in builder.system_inputs.items() if name.startswith(prefixes)}
+    constants = [*builder.initializers, *(p.local for p in pm.parameters if not p.fed)]
+    return given | {value for value in constants if is_small(value)}
 
 
 def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Prints where onnxruntime's CUDA provider puts the nodes of models, as JSON.
 
-    python placement.py [--custom-ops FILE]... MODEL...
+    python placement.py [--ranks N] MODEL...
 
 For each model: `{"cuda": [[operator, node], …], "cpu": [...], "copies": [[operator, value], …]}`,
 of the graph after onnxruntime's own optimisations, bodies included. Needs a GPU or the stand-ins.
+With `--ranks`, operators of the domain `onnxpar` are registered for rank 0 of so many.
 """
 
 import argparse
@@ -12,13 +13,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnxruntime
+
+from onnxpar_runtime.collectives import Rank, World
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
@@ -48,8 +51,12 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
                 yield from _nodes(body)
 
 
-def placement(model: Path, custom_ops: Sequence[str] = ()) -> Mapping[str, Any]:
+def placement(model: Path, rank: Rank | None = None) -> Mapping[str, Any]:
     """Makes a session on the CUDA provider and returns where its nodes are.
+
+    Args:
+        model: The model's file.
+        rank: For which rank operators of the domain `onnxpar` are registered, if they are.
 
     Raises:
         RuntimeError: The provider did not load, or the session could not be made.
@@ -57,8 +64,8 @@ def placement(model: Path, custom_ops: Sequence[str] = ()) -> Mapping[str, Any]:
     options = onnxruntime.SessionOptions()
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.log_severity_level = 0  # the only place where the final placement is told
-    for library in custom_ops:
-        options.register_custom_ops_library(library)
+    if rank is not None:
+        rank.register(options)
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         optimised, log = Path(folder) / "optimised.onnx", Path(folder) / "log"
         options.optimized_model_filepath = str(optimised)
@@ -91,10 +98,11 @@ def placement(model: Path, custom_ops: Sequence[str] = ()) -> Mapping[str, Any]:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--custom-ops", action="append", default=[])
+    parser.add_argument("--ranks", type=int)
     parser.add_argument("models", type=Path, nargs="+")
     arguments = parser.parse_args()
-    found = {str(m): placement(m, arguments.custom_ops) for m in arguments.models}
+    rank = World.threads(arguments.ranks).rank(0) if arguments.ranks else None
+    found = {str(m): placement(m, rank) for m in arguments.models}
     json.dump(found, sys.stdout)
 
 
