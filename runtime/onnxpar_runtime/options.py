@@ -24,6 +24,8 @@ _CPUS, _SIBLINGS = Path("/sys/devices/system/cpu"), "topology/thread_siblings_li
 # onnxruntime's own default is longer than the pauses of a step: the threads of one session then
 # take the processor from those of another (training, optimizer), or from another rank.
 _SPIN_MICROSECONDS = "50"
+# Nodes that the transformer has marked compute on the host on a device, too (`layer_ann`).
+_HOST_NODES = "session.layer_assignment_settings", "cpu(=onnxpar.host)"
 _LEVELS = {
     "disable": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -84,7 +86,8 @@ def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.S
     Defaults: nodes run in the order in which the graph has them (PRIORITY_BASED, the order that the
     transformer decided); threads that have nothing to do ask for work for a short time only; memory
     is given back where a value is last read, not kept for a later value of the same shape, which
-    would hold it in between; only fatal messages are logged, since every other error is raised.
+    would hold it in between; nodes marked for the host run there; only fatal messages are logged,
+    since every other error is raised.
 
     Args:
         threads: Threads that compute.
@@ -99,6 +102,7 @@ def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.S
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
+    options.add_session_config_entry(*_HOST_NODES)
     options.inter_op_num_threads = 1
     options.enable_mem_reuse = False
     options.log_severity_level = 4

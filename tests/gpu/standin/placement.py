@@ -2,9 +2,10 @@
 
     python placement.py [--ranks N] MODEL...
 
-For each model: `{"cuda": [[operator, node], …], "cpu": [...], "copies": [[operator, value], …]}`,
-of the graph after onnxruntime's own optimisations, bodies included. Needs a GPU or the stand-ins.
-With `--ranks`, operators of the domain `onnxpar` are registered for rank 0 of so many.
+For each model: `{"cuda": [[operator, node], …], "cpu": [...], "copies": [[operator, value, operator
+that makes it, readers as operator:operand], …]}`, of the graph after onnxruntime's own
+optimisations, bodies included. Needs a GPU or the stand-ins. With `--ranks`, operators of the
+domain `onnxpar` are registered for rank 0 of so many.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import onnx
 import onnxruntime
 
 from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.options import session_options
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
@@ -61,8 +63,7 @@ def placement(model: Path, rank: Rank | None = None) -> Mapping[str, Any]:
     Raises:
         RuntimeError: The provider did not load, or the session could not be made.
     """
-    options = onnxruntime.SessionOptions()
-    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options = session_options({})
     options.log_severity_level = 0  # the only place where the final placement is told
     if rank is not None:
         rank.register(options)
@@ -90,7 +91,16 @@ def placement(model: Path, rank: Rank | None = None) -> Mapping[str, Any]:
             listed[current].append((found[1], found[2]))
         elif found := _ALL.search(line):
             listed[found[1]] += [(node.op_type, node.name) for node in graph.node]
-    copies = [(n.op_type, n.input[0]) for n in _nodes(graph) if n.op_type in COPIES]
+    makers = {name: node.op_type for node in _nodes(graph) for name in node.output}
+    readers: dict[str, set[str]] = {}
+    for node in _nodes(graph):
+        for index, name in enumerate(node.input):
+            readers.setdefault(name, set()).add(f"{node.op_type}:{index}")
+    copies = [
+        (n.op_type, n.input[0], makers.get(n.input[0], ""), sorted(readers[n.output[0]]))
+        for n in _nodes(graph)
+        if n.op_type in COPIES
+    ]
     keep = {p: [item for item in nodes if item[0] not in COPIES] for p, nodes in listed.items()}
     return {"cuda": keep[CUDA], "cpu": keep[CPU], "copies": copies}
 
