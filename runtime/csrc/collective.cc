@@ -63,17 +63,6 @@ std::vector<Pair> parse_pairs(const std::vector<int64_t>& flat, const std::vecto
   return pairs;
 }
 
-// [outer][parts][chunk] -> [parts][outer][chunk], in bytes. The inverse is the same with outer
-// and parts exchanged.
-void interleave(std::byte* to, const std::byte* from, size_t outer, size_t parts, size_t chunk) {
-  if (chunk == 0) return;
-  for (size_t p = 0; p < parts; ++p) {
-    for (size_t o = 0; o < outer; ++o) {
-      std::memcpy(to + (p * outer + o) * chunk, from + (o * parts + p) * chunk, chunk);
-    }
-  }
-}
-
 struct CollectiveCall : Call {
   CollectiveCall(const Collective& c, DType t, const Shape& shape)
       : Call(c.where, hash(static_cast<uint64_t>(t), c.signature)),
@@ -216,7 +205,27 @@ int64_t bytes_sent(const Collective& c, int index, int64_t n) {
   }
 }
 
-std::byte* Scratch::get(size_t slot, size_t bytes) {
+void HostMemory::copy(void* to, const void* from, size_t bytes, Stream) {
+  if (bytes != 0) std::memcpy(to, from, bytes);
+}
+
+void HostMemory::zero(void* to, size_t bytes, Stream) {
+  if (bytes != 0) std::memset(to, 0, bytes);
+}
+
+void HostMemory::interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
+                            Stream) {
+  if (chunk == 0) return;
+  std::byte* target = static_cast<std::byte*>(to);
+  const std::byte* source = static_cast<const std::byte*>(from);
+  for (size_t p = 0; p < parts; ++p) {
+    for (size_t o = 0; o < outer; ++o) {
+      std::memcpy(target + (p * outer + o) * chunk, source + (o * parts + p) * chunk, chunk);
+    }
+  }
+}
+
+std::byte* HostMemory::scratch(size_t slot, size_t bytes, Stream) {
   Slab& slab = slabs_[slot];
   if (slab.size < bytes) {
     slab.data.reset(new std::byte[bytes]);
@@ -225,27 +234,26 @@ std::byte* Scratch::get(size_t slot, size_t bytes) {
   return slab.data.get();
 }
 
-void Scratch::trim() {
+void HostMemory::trim() {
   for (Slab& slab : slabs_) {
     if (slab.size > kKeptScratch) slab = {};
   }
 }
 
 void execute(Transport& transport, Group& group, const Collective& c, const void* in, void* out,
-             const Shape& input, DType type, Scratch& scratch, Stream stream) {
+             const Shape& input, DType type, Memory& memory, Stream stream) {
   const size_t item = dtype_size(type);
   const size_t count = static_cast<size_t>(product(input, 0, input.size()));
   const size_t bytes = count * item;
   const size_t g = group.ranks.size();
   if (g == 1) {
     const bool zeros = c.op == Op::kPermute && c.pairs.empty();
-    if (zeros && bytes != 0) std::memset(out, 0, bytes);
-    if (!zeros && in != out && bytes != 0) std::memcpy(out, in, bytes);
+    if (zeros) memory.zero(out, bytes, stream);
+    if (!zeros && in != out) memory.copy(out, in, bytes, stream);
     return;
   }
   const CollectiveCall call(c, type, input);
   const std::byte* source = static_cast<const std::byte*>(in);
-  std::byte* target = static_cast<std::byte*>(out);
   switch (c.op) {
     case Op::kAllReduce:
       transport.all_reduce(group, call, in, out, count, type, c.reduction, stream);
@@ -257,17 +265,17 @@ void execute(Transport& transport, Group& group, const Collective& c, const void
         transport.all_gather(group, call, in, out, bytes, stream);
         break;
       }
-      std::byte* blocks = scratch.get(0, bytes * g);
+      std::byte* blocks = memory.scratch(0, bytes * g, stream);
       transport.all_gather(group, call, in, blocks, bytes, stream);
-      interleave(target, blocks, g, outer, bytes / outer);
+      memory.interleave(out, blocks, g, outer, bytes / outer, stream);
       break;
     }
     case Op::kReduceScatter: {
       const size_t axis = static_cast<size_t>(normal_axis(c.axis, input.size(), "axis"));
       const size_t outer = static_cast<size_t>(product(input, 0, axis));
       if (outer > 1 && bytes != 0) {
-        std::byte* blocks = scratch.get(0, bytes);
-        interleave(blocks, source, outer, g, bytes / outer / g);
+        std::byte* blocks = memory.scratch(0, bytes, stream);
+        memory.interleave(blocks, source, outer, g, bytes / outer / g, stream);
         source = blocks;
       }
       transport.reduce_scatter(group, call, source, out, count / g, type, c.reduction, stream);
@@ -283,17 +291,17 @@ void execute(Transport& transport, Group& group, const Collective& c, const void
       const size_t outer_out = static_cast<size_t>(product(block, 0, concat));
       const size_t each = bytes / g;
       if (outer > 1 && bytes != 0) {
-        std::byte* blocks = scratch.get(0, bytes);
-        interleave(blocks, source, outer, g, each / outer);
+        std::byte* blocks = memory.scratch(0, bytes, stream);
+        memory.interleave(blocks, source, outer, g, each / outer, stream);
         source = blocks;
       }
       if (outer_out <= 1 || bytes == 0) {
         transport.all_to_all(group, call, source, out, each, stream);
         break;
       }
-      std::byte* received = scratch.get(1, bytes);
+      std::byte* received = memory.scratch(1, bytes, stream);
       transport.all_to_all(group, call, source, received, each, stream);
-      interleave(target, received, g, outer_out, each / outer_out);
+      memory.interleave(out, received, g, outer_out, each / outer_out, stream);
       break;
     }
     case Op::kBroadcast:
@@ -305,7 +313,7 @@ void execute(Transport& transport, Group& group, const Collective& c, const void
     default:
       throw std::logic_error(std::string(op_name(c.op)) + " is not a collective");
   }
-  scratch.trim();
+  memory.trim();
 }
 
 }  // namespace onnxpar

@@ -75,12 +75,31 @@ Shape output_shape(const Collective&, const Shape& input);
 // The planner predicts with the same formulas.
 int64_t bytes_sent(const Collective&, int index, int64_t input_bytes);
 
-// Memory that is kept from call to call, so that packing does not fault in fresh pages each time.
-class Scratch {
+// Where the tensors of a collective lie: what packing needs of that memory.
+class Memory {
  public:
-  std::byte* get(size_t slot, size_t bytes);
-  // Gives back what exceeds the bound that is worth keeping.
-  void trim();
+  virtual ~Memory() = default;
+  virtual void copy(void* to, const void* from, size_t bytes, Stream) = 0;
+  virtual void zero(void* to, size_t bytes, Stream) = 0;
+  // [outer][parts][chunk] -> [parts][outer][chunk], in bytes. The inverse is the same with outer and
+  // parts exchanged.
+  virtual void interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
+                          Stream) = 0;
+  // One of two pieces of memory that are kept from call to call, so that packing does not need fresh
+  // memory each time. Calls on one stream may use it one after the other.
+  virtual std::byte* scratch(size_t slot, size_t bytes, Stream) = 0;
+  // Gives back what exceeds the bound that is worth keeping, after a call.
+  virtual void trim() = 0;
+};
+
+class HostMemory : public Memory {
+ public:
+  void copy(void* to, const void* from, size_t bytes, Stream) override;
+  void zero(void* to, size_t bytes, Stream) override;
+  void interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
+                  Stream) override;
+  std::byte* scratch(size_t slot, size_t bytes, Stream) override;
+  void trim() override;
 
  private:
   struct Slab {
@@ -90,8 +109,9 @@ class Scratch {
   Slab slabs_[2];
 };
 
-// Carries the collective out. `in` and `out` may be the same for AllReduce and Broadcast.
+// Carries the collective out. `in` and `out` may be the same for AllReduce and Broadcast, and lie in
+// `memory`, of the kind that the transport moves.
 void execute(Transport&, Group&, const Collective&, const void* in, void* out, const Shape& input,
-             DType, Scratch&, Stream);
+             DType, Memory& memory, Stream);
 
 }  // namespace onnxpar

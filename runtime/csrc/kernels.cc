@@ -147,7 +147,7 @@ std::deque<TrainingOp>& all_ops() {
 
 ort::Status* add_kernels(ort::CustomOpDomain* domain, RankContext* rank) {
   try {
-    if (rank != nullptr && rank->transport().on_device()) return nullptr;
+    if (rank != nullptr && rank->device() != nullptr) return nullptr;
   } catch (const std::exception& e) {
     return failure(ort::kFail, e.what());
   }

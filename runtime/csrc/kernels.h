@@ -50,7 +50,7 @@
 
 namespace onnxpar {
 
-// Adds the operators to the domain, unless the rank's tensors are on a device.
+// Adds the operators to the domain, unless the rank has a device.
 ort::Status* add_kernels(ort::CustomOpDomain* domain, RankContext* rank);
 
 }  // namespace onnxpar

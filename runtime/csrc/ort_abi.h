@@ -34,6 +34,8 @@ inline constexpr int kInvalidArgument = 2;  // OrtErrorCode: ORT_INVALID_ARGUMEN
 inline constexpr int kRequired = 0;         // OrtCustomOpInputOutputCharacteristic
 inline constexpr int kOptional = 1;
 inline constexpr int kVariadic = 2;
+// What OrtCustomOp's GetExecutionProviderType says; null is the CPU's.
+inline constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 inline constexpr int kMemoryDefault = 0;  // OrtMemType
 inline constexpr int kMemoryCpuInput = -2;
 inline constexpr int kDeviceAllocator = 0;  // OrtAllocatorType

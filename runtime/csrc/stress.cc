@@ -221,7 +221,7 @@ void run_rank(RankContext& context, int size, int steps) {
     } else {
       std::unique_ptr<int32_t[]> out(new int32_t[out_count]);
       execute(context.transport(), group, c, in.get(), out.get(), shape, DType::kInt32,
-              context.scratch(), nullptr);
+              context.memory(), nullptr);
       check(c, rank, shape, out.get());
       context.count(op, 1);
     }
@@ -312,7 +312,7 @@ void failures(int size, int rounds) {
               throw std::runtime_error("on purpose");
             }
             execute(rank->transport(), rank->transport().group(c.group, Lane::kMain), c, x.data(),
-                    x.data(), {1000, 1}, DType::kFloat32, rank->scratch(), nullptr);
+                    x.data(), {1000, 1}, DType::kFloat32, rank->memory(), nullptr);
           }
         } catch (const std::exception& e) {
           expect(std::string(e.what()).find("on purpose") != std::string::npos, e.what());

@@ -1,8 +1,9 @@
 // What a transport offers to the operators: collectives over blocks of contiguous memory.
 //
-// Three transports share this interface: `threads` (all ranks in one process), `mpi` (one rank per
-// process, in a library of its own) and, for device memory, `nccl`. The operators know nothing
-// else of how data moves. Rules for every implementation:
+// Transports of host memory are `threads` (all ranks in one process) and `mpi` (one rank per process,
+// in a library of its own); a rank has one of them. Where it computes on a GPU it has besides one of
+// device memory, `nccl` or `staged`, which stands on the first. The operators know nothing else of how
+// data moves. Rules for every implementation:
 //   - All ranks of a group call the same collectives on it in the same order (operators are chained
 //     by tokens). Calls on different lanes match separately.
 //   - When a call returns, the output is complete (on `stream`, where there is one) and no other
@@ -24,7 +25,7 @@
 namespace onnxpar {
 
 // The queue of the device on which data is produced and consumed (a cudaStream_t), null for host
-// memory. Host transports ignore it; a device transport enqueues on it and does not block.
+// memory. Host transports ignore it; device transports enqueue on it.
 using Stream = void*;
 
 // Separate matching spaces on the same ranks, so that a collective running in the background
@@ -76,8 +77,6 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Whether buffers are device memory and calls are enqueued on the stream.
-  virtual bool on_device() const { return false; }
   // Whether two threads of this rank may communicate at once, on different lanes.
   virtual bool concurrent() const = 0;
 

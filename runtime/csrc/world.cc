@@ -2,10 +2,14 @@
 
 #include <stdexcept>
 
+#include "device_rank.h"
+
 namespace onnxpar {
 
 RankContext::RankContext(std::unique_ptr<Transport> transport)
     : transport_(std::move(transport)), rank_(transport_->rank()), size_(transport_->size()) {}
+
+RankContext::~RankContext() = default;
 
 Transport& RankContext::transport() {
   if (closed_) {
@@ -14,8 +18,20 @@ Transport& RankContext::transport() {
   return *transport_;
 }
 
+DeviceRank* RankContext::device() {
+  transport();
+  return device_.get();
+}
+
+void RankContext::open_device(std::unique_ptr<DeviceRank> device) {
+  if (device_) {
+    throw std::invalid_argument("rank " + std::to_string(rank_) + ": it has a device already");
+  }
+  device_ = std::move(device);
+}
+
 int64_t RankContext::start(std::shared_ptr<Request> request) {
-  if (!transport().concurrent()) run(*request, scratch_);
+  if (!transport().concurrent()) run(*request, memory_);
   std::lock_guard lock(mutex_);
   const int64_t number = next_++;
   requests_[number] = request;
@@ -52,11 +68,11 @@ void RankContext::drain(const std::vector<int64_t>& numbers) {
   }
 }
 
-void RankContext::run(Request& request, Scratch& scratch) {
+void RankContext::run(Request& request, Memory& memory) {
   std::string error;
   try {
     execute(*transport_, *request.group, request.collective, request.in, request.result.get(),
-            request.input, request.type, scratch, nullptr);
+            request.input, request.type, memory, nullptr);
   } catch (const std::exception& e) {
     error = e.what();
   }
@@ -67,7 +83,7 @@ void RankContext::run(Request& request, Scratch& scratch) {
 }
 
 void RankContext::work() {
-  Scratch scratch;  // the foreground uses its own at the same time
+  HostMemory memory;  // the foreground uses its own at the same time
   std::unique_lock lock(mutex_);
   while (true) {
     queued_.wait(lock, [&] { return stop_ || !queue_.empty(); });
@@ -75,13 +91,15 @@ void RankContext::work() {
     const std::shared_ptr<Request> request = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    run(*request, scratch);
+    run(*request, memory);
     lock.lock();
   }
 }
 
 void RankContext::abort(const std::string& message) {
-  if (!closed_) transport_->abort(message);
+  if (closed_) return;
+  if (device_) device_->transport->abort(message);
+  transport_->abort(message);
 }
 
 void RankContext::close() {
@@ -93,8 +111,10 @@ void RankContext::close() {
   }
   // What is queued still runs: it fails at once on a transport that can be stopped, and completes
   // with the other ranks on one that cannot.
+  if (device_) device_->transport->stop();
   transport_->stop();
   if (worker_.joinable()) worker_.join();
+  if (device_) device_->transport->close();
   transport_->close();
 }
 

@@ -31,6 +31,8 @@ struct Request {
   std::string error;
 };
 
+struct DeviceRank;
+
 struct Counter {
   std::atomic<int64_t> calls{0};
   std::atomic<int64_t> bytes{0};
@@ -41,12 +43,19 @@ struct Counter {
 class RankContext {
  public:
   explicit RankContext(std::unique_ptr<Transport> transport);
+  ~RankContext();
 
-  // Throws std::runtime_error once closed.
+  // Moves tensors in host memory. Throws std::runtime_error once closed.
   Transport& transport();
   int rank() const { return rank_; }
   int size() const { return size_; }
-  Scratch& scratch() { return scratch_; }
+  // Of calls on the host transport's main lane.
+  Memory& memory() { return memory_; }
+
+  // What the rank has on a GPU; null before open_device. Throws std::runtime_error once closed.
+  DeviceRank* device();
+  // Throws std::invalid_argument where the rank has one already.
+  void open_device(std::unique_ptr<DeviceRank> device);
 
   void count(Op op, int64_t bytes) {
     Counter& counter = counters_[static_cast<int>(op)];
@@ -68,13 +77,14 @@ class RankContext {
 
  private:
   void work();
-  void run(Request& request, Scratch& scratch);
+  void run(Request& request, Memory& memory);
 
   std::unique_ptr<Transport> transport_;
   const int rank_;
   const int size_;
   std::atomic<bool> closed_{false};
-  Scratch scratch_;
+  HostMemory memory_;
+  std::unique_ptr<DeviceRank> device_;
   Counter counters_[kOps];
 
   std::mutex mutex_;

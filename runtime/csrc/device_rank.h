@@ -1,0 +1,38 @@
+// What a rank has on a GPU, beside its transport for host memory.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "collective.h"
+#include "cuda_driver.h"
+#include "cuda_memory.h"
+#include "transport.h"
+
+namespace onnxpar {
+
+// A collective that runs on the background stream, between its Start and its Wait.
+struct Started {
+  const cuda::EventHandle* done = nullptr;
+  const Collective* collective = nullptr;
+  const void* in = nullptr;
+  Shape input;
+  const void* result = nullptr;
+  size_t result_bytes = 0;
+};
+
+struct DeviceRank {
+  explicit DeviceRank(int index) : device(index) {}
+
+  const cuda::Device device;
+  std::unique_ptr<Transport> transport;  // of device memory
+  // Of calls on either lane.
+  cuda::DeviceMemory memory[kLanes];
+  cuda::StreamHandle background;
+  // By the address of the handle that Start has given Wait.
+  std::mutex mutex;
+  std::map<const void*, Started> started;
+};
+
+}  // namespace onnxpar

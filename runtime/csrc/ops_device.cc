@@ -1,0 +1,205 @@
+// The operators for tensors on the rank's GPU. Everything is enqueued on the stream that onnxruntime
+// hands the kernel; nothing waits for the device.
+#include <stdexcept>
+
+#include "device_rank.h"
+#include "op_kernel.h"
+
+namespace onnxpar {
+namespace {
+
+class DeviceKernel : public Kernel {
+ public:
+  DeviceKernel(RankContext& rank, std::string where)
+      : Kernel(rank, std::move(where)), device_(*rank.device()) {}
+
+  void compute(const Io& io) final {
+    rank_.transport();  // throws once the world was closed
+    device_.device.make_current();
+    compute(io, io.stream());
+  }
+
+ protected:
+  virtual void compute(const Io& io, Stream stream) = 0;
+  // A token is memory that is never written.
+  void token(const Io& io, size_t index) const {
+    if (has_output(index)) io.output(index, {1});
+  }
+  DeviceRank& device_;
+};
+
+class CollectiveKernel : public DeviceKernel {
+ public:
+  CollectiveKernel(RankContext& rank, Collective collective, Lane lane)
+      : DeviceKernel(rank, collective.where), collective_(std::move(collective)), lane_(lane) {
+    require_member(rank, collective_);
+  }
+
+  std::string describe() const override {
+    return at(where_) + " on group " + to_text(collective_.group);
+  }
+
+ protected:
+  void compute(const Io& io, Stream stream) override {
+    const Tensor x = io.input(0);
+    run(x, io.output(0, output_shape(collective_, x.shape)), stream);
+    token(io, 1);
+  }
+  void run(const Tensor& x, void* out, Stream stream) {
+    Transport& transport = *device_.transport;
+    if (group_ == nullptr) group_ = &transport.group(collective_.group, lane_);
+    execute(transport, *group_, collective_, x.data, out, x.shape, x.type,
+            device_.memory[static_cast<int>(lane_)], stream);
+    rank_.count(collective_.op,
+                bytes_sent(collective_, group_->index, static_cast<int64_t>(x.bytes())));
+  }
+
+  const Collective collective_;
+
+ private:
+  const Lane lane_;
+  Group* group_ = nullptr;
+};
+
+// Start runs the collective on the background stream, into memory of its own, since that of Wait's
+// output is not known yet.
+class StartKernel : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+  ~StartKernel() override {
+    // What runs still writes into the result.
+    try {
+      device_.device.make_current();
+      done_.synchronize();
+    } catch (const std::exception&) {
+      // The device has failed, and with it the collective.
+    }
+  }
+
+ protected:
+  void compute(const Io& io, Stream stream) override {
+    const Tensor x = io.input(0);
+    const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
+    const Stream background = device_.background.get();
+    ready_.record(stream);
+    ready_.hold(background);
+    std::byte* result = result_.get(bytes, background);
+    run(x, result, background);
+    done_.record(background);
+    const void* handle = io.output(0, {1});
+    token(io, 1);
+    std::lock_guard lock(device_.mutex);
+    device_.started[handle] = {&done_, &collective_, x.data, x.shape, result, bytes};
+  }
+
+ private:
+  cuda::EventHandle ready_;
+  cuda::EventHandle done_;
+  cuda::Slab result_;
+};
+
+class WaitKernel : public DeviceKernel {
+ public:
+  WaitKernel(RankContext& rank, Collective collective)
+      : DeviceKernel(rank, collective.where), collective_(std::move(collective)) {}
+
+ protected:
+  void compute(const Io& io, Stream stream) override {
+    const Started started = take(io.input(0).data);
+    const Tensor x = io.input(1);
+    if (started.in != x.data || started.input != x.shape) {
+      throw std::invalid_argument("its second input is not the tensor that was given to Start");
+    }
+    const Shape shape = output_shape(collective_, x.shape);
+    if (shape != output_shape(*started.collective, x.shape)) {
+      throw std::invalid_argument("its attributes differ from those of " +
+                                  started.collective->where);
+    }
+    void* out = io.output(0, shape);
+    started.done->hold(stream);
+    cuda::copy(out, started.result, started.result_bytes, stream);
+  }
+
+ private:
+  Started take(const void* handle) {
+    std::lock_guard lock(device_.mutex);
+    const auto found = device_.started.find(handle);
+    if (found == device_.started.end()) {
+      throw std::runtime_error(describe() + ": its handle is not one of a Start that still runs");
+    }
+    const Started started = found->second;
+    device_.started.erase(found);
+    return started;
+  }
+  const Collective collective_;
+};
+
+class SendKernel : public DeviceKernel {
+ public:
+  SendKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
+      : DeviceKernel(rank, where), peer_(rank, attributes) {}
+
+ protected:
+  void compute(const Io& io, Stream stream) override {
+    const Tensor x = io.input(0);
+    device_.transport->send(Call(where_), peer_.rank, peer_.tag, x.data, x.bytes(), stream);
+    rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
+    token(io, 0);
+  }
+
+ private:
+  const Peer peer_;
+};
+
+class RecvKernel : public DeviceKernel {
+ public:
+  RecvKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
+      : DeviceKernel(rank, where),
+        peer_(rank, attributes),
+        type_(dtype_from_onnx(static_cast<int>(attributes.need_integer("dtype")))) {}
+
+ protected:
+  void compute(const Io& io, Stream stream) override {
+    const Shape shape = io.input(0).integers();
+    const size_t bytes = bytes_of(shape, type_);
+    void* out = io.output(0, shape);
+    device_.transport->recv(Call(where_), peer_.rank, peer_.tag, out, bytes, Lane::kMain, stream);
+    rank_.count(Op::kRecv, 0);
+    token(io, 1);
+  }
+
+ private:
+  const Peer peer_;
+  const DType type_;
+};
+
+class BarrierKernel : public DeviceKernel {
+ public:
+  using DeviceKernel::DeviceKernel;
+
+ protected:
+  void compute(const Io& io, Stream stream) override {
+    const Tensor x = io.input(0);
+    void* out = io.output(0, x.shape);
+    if (out != nullptr && out != x.data) cuda::copy(out, x.data, x.bytes(), stream);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> make_device_kernel(Op op, RankContext& rank,
+                                           const KernelAttributes& attributes) {
+  const std::string where = std::string(op_name(op)) + " '" + attributes.node() + "'";
+  const auto collective = [&] { return collective_of(op, rank, attributes); };
+  switch (op) {
+    case Op::kSend: return std::make_unique<SendKernel>(rank, where, attributes);
+    case Op::kRecv: return std::make_unique<RecvKernel>(rank, where, attributes);
+    case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
+    case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
+    case Op::kWait: return std::make_unique<WaitKernel>(rank, collective());
+    case Op::kPhilox: throw std::logic_error(where + " has no kernel for a GPU");
+    default: return std::make_unique<CollectiveKernel>(rank, collective(), Lane::kMain);
+  }
+}
+
+}  // namespace onnxpar
