@@ -9,7 +9,9 @@ Artifacts = Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar sh
 TrainingArtifacts = Annotated[
     Path, typer.Argument(metavar="DIR", help="What `onnxpar shard --train` wrote.")
 ]
-Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")]
+Device = Annotated[
+    str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:NUMBER, a GPU.")
+]
 Transport = Annotated[str, typer.Option(metavar="TRANSPORT", help="auto, mpi or threads.")]
 LogDir = Annotated[
     Path | None,

@@ -43,7 +43,7 @@ def run(
         directory: The artifact directory.
         inputs: `.npz` file of global arrays named as the inputs.
         outputs: `.npz` file to write.
-        device: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
         log_dir: Folder for a log file of each rank, or None.
         ort: `key=value` options of onnxruntime.
         custom_ops: Further custom-op libraries.
@@ -129,7 +129,7 @@ def train(
         print_every: Print every so many steps of an epoch; 0 prints none.
         check_replicas: Compare replicas of states every so many steps; None: never.
         trace: File for when the stages of a pipeline computed.
-        device: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
         transport: `auto`, `mpi` or `threads`.
         log_dir: Folder for a log file of each rank, or None.
         ort: `key=value` options of onnxruntime.
@@ -230,7 +230,7 @@ def evaluate(
         parameters: Safetensors file of global parameters, or None for those of the directory.
         metric: `accuracy` to insist on it, or None for what there is.
         as_json: Print JSON.
-        device: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
         transport: `auto`, `mpi` or `threads`.
         log_dir: Folder for a log file of each rank, or None.
         ort: `key=value` options of onnxruntime.

@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_runtime.devices import Placement
 from onnxpar_runtime.errors import LaunchError, RankError
 from onnxpar_runtime.library import custom_op_library, load_library, mpi_library
 
@@ -181,12 +182,14 @@ class Rank:
     Attributes:
         index: Its number.
         world: The world.
+        placement: Where it computes, once that is decided for all ranks together.
     """
 
     def __init__(self, world: World, index: int) -> None:
         """Use `World.rank`."""
         self.index = index
         self.world = world
+        self.placement: Placement | None = None
 
     def register(self, options: Any) -> None:
         """Registers the operators in `onnxruntime.SessionOptions`, bound to this rank.

@@ -42,7 +42,7 @@ def run(
         inputs: `.npz` file with a global array for each input, named as in the model.
         outputs: `.npz` file to write, arrays named as the model's outputs.
         program: Which program.
-        device: `auto`, `cpu` or `cuda`.
+        device: As `onnxpar_runtime.init`.
         log_dir: Folder for a log file of each rank, or None.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries.
@@ -50,7 +50,7 @@ def run(
     Returns:
         The exit code. Errors have been printed.
     """
-    rank = init()
+    rank = init(device=device)
 
     def body() -> int:
         manifest = begin(rank, "run", directory, log_dir, outputs)
@@ -60,7 +60,6 @@ def run(
                 directory,
                 program=program,
                 rank=rank,
-                device=device,
                 ort_options=ort_options,
                 custom_ops=custom_ops,
                 manifest=manifest,

@@ -34,6 +34,13 @@ DTYPES: dict[str, ElementType] = {
     "bfloat16": ElementType(16, np.dtype(ml_dtypes.bfloat16)),
 }
 
+_CODES = {element.dtype: element.code for element in DTYPES.values()}
+
+
+def onnx_code(dtype: np.dtype[Any]) -> int:
+    """Returns ONNX's code (`TensorProto.DataType`) of a numpy dtype; KeyError where it has none."""
+    return _CODES[dtype]
+
 
 def lossless(array: Array, dtype: np.dtype[Any]) -> Array | None:
     """Returns `array` as `dtype` where every value of its type survives, else None.

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,24 +22,25 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import coordinates
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.cuda import CudaError, Queue, Staged
+from onnxpar_runtime.devices import CUDA, Device, placed
+from onnxpar_runtime.dtypes import onnx_code
 from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError
 from onnxpar_runtime.expressions import ExpressionError
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest, Program, SystemInput
 from onnxpar_runtime.memory import LiveBytes
-from onnxpar_runtime.options import (
-    CUDA,
-    Device,
-    choose_device,
-    providers,
-    session_options,
-    threads_per_rank,
-)
+from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
 from onnxpar_runtime.tensors import to_host, to_ort
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
 _MAX_BINDINGS = 8
+_GRAPHS = "cuda.enable_cuda_graph"
+_INITIALIZERS = "session.use_device_allocator_for_initializers"
+_ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
+# States that a checkpoint does not hold: they may be overwritten while it is copied.
+_PASSING = ("gradient", "micro_gradient")
 LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
 
@@ -64,16 +66,32 @@ class Results:
 
 
 @dataclass
+class _Number:
+    """A system input of a binding.
+
+    Attributes:
+        entry: What it is.
+        memory: Its value on the host, which onnxruntime reads at every run unless it lies on a GPU.
+        sent: The value that the GPU has, for one that lies there; None before the first.
+    """
+
+    entry: SystemInput
+    memory: Array
+    on_gpu: bool
+    sent: Array | None = None
+
+
+@dataclass
 class _Binding:
     """An IO binding for one set of input shapes: its outputs keep their buffers."""
 
     io: Any
     reusable: bool
+    options: Any
     inputs: dict[str, Any] = field(default_factory=dict)
     # The buffers of the outputs that are neither states nor handed on, once a run has made them.
     outputs: list[Any] = field(default_factory=list)
-    # The numbers of system inputs, in memory that onnxruntime reads at every run.
-    system: list[tuple[SystemInput, Array]] = field(default_factory=list)
+    system: list[_Number] = field(default_factory=list)
 
 
 class Loader:
@@ -81,7 +99,8 @@ class Loader:
 
     Args:
         rank: The rank.
-        device: `auto` (CUDA where it can be used), `cpu` or `cuda`.
+        device: `auto` (where the rank was placed, else CUDA where it can be used), `cpu`, `cuda` or
+            `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         measured: Whether to count the bytes that the sessions hold, on the CPU.
@@ -90,11 +109,14 @@ class Loader:
         rank: The rank.
         memory: Counts the bytes that the sessions hold; None where that is not asked for, and
             before the first session.
-        device: Where it computes. `auto` may still turn to the CPU when the first session is made.
+        device: Where it computes.
         index: Number of the device.
+        queue: What the device does, in order; None on the CPU.
+        graphs: Whether runs are captured as CUDA graphs and replayed.
 
     Raises:
         LaunchError: The device cannot be used.
+        CudaError: It failed.
     """
 
     def __init__(
@@ -109,13 +131,14 @@ class Loader:
         self.rank = rank
         self.memory: LiveBytes | None = None
         self._measured = measured
-        self.device = choose_device(device)
+        placement = placed(rank, device)
+        self.device, self.index = placement.device, placement.index
         if measured and self.device is not Device.CPU:
             raise LaunchError(f"memory is measured with device cpu only, got {self.device.value}")
-        self.index = 0
-        self._strict = device == "cuda"
         self._pairs = dict(ort_options or {})
         self._custom_ops = tuple(custom_ops)
+        self.queue = Queue(self.index) if self.device is Device.CUDA else None
+        self.graphs = self.queue is not None and self._pairs.get(_GRAPHS, "0") in ("1", "true")
 
     def load(self, path: Path) -> Any:
         """Returns a session of a rank's graph.
@@ -135,9 +158,12 @@ class Loader:
                 options.register_custom_ops_library(str(library))
             except Exception as error:
                 raise LaunchError(f"custom-op library {library}: {first_line(error)}") from None
-        if self.device is Device.CUDA:
-            onnxruntime.preload_dlls()
-        wanted, self.index = providers(self.device, self.rank.index, self._pairs)
+        wanted: list[Any] = [CPU]
+        if self.queue is not None:
+            # Weights lie beside the arena, which would otherwise never give their room back.
+            options.add_session_config_entry(_INITIALIZERS, "1")
+            stream = self.queue.stream.value or 0
+            wanted.insert(0, cuda_options(self.index, stream, self._pairs))
         if self._measured and self.memory is None:
             self.memory = LiveBytes()
         counted = nullcontext() if self.memory is None else self.memory.counted(options)
@@ -151,15 +177,44 @@ class Loader:
             raise ArtifactError(
                 f"{path}: onnxruntime cannot load it: {first_line(error)}"
             ) from None
-        if self.device is Device.CUDA and CUDA not in session.get_providers():
-            message = "device cuda: onnxruntime could not start its CUDA provider"
-            if self._strict:
-                raise LaunchError(message)
-            log.warning("%s; the CPU is used", message)
-            self.device, self.index = Device.CPU, 0
-        # What holds for one session has to hold for all that share states with it.
-        self._strict = True
+        if self.queue is not None:
+            if CUDA not in session.get_providers():
+                raise LaunchError(
+                    f"device cuda:{self.index}: onnxruntime could not make its CUDA provider; an "
+                    "option cuda.* may be wrong (onnxruntime says so on stderr)"
+                )
+            session.disable_fallback()
         return session
+
+    def run_options(self, graph: int | None) -> Any:
+        """Returns how a session is run: on a GPU without waiting for what it enqueues.
+
+        Args:
+            graph: Number under which the run is captured as a CUDA graph, or None for no capture.
+        """
+        options = onnxruntime.RunOptions()
+        if self.queue is not None:
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        if self.graphs:
+            options.add_run_config_entry("gpu_graph_id", "-1" if graph is None else str(graph))
+        return options
+
+    def synchronize(self) -> None:
+        """Returns when the device has done all that it was told; before anything is read from it.
+
+        Raises:
+            RankError: Something of it failed.
+        """
+        if self.queue is not None:
+            try:
+                self.queue.synchronize()
+            except CudaError as error:
+                raise RankError(self.rank.index, str(error)) from error
+
+    def close(self) -> None:
+        """Gives the device back. No session may run."""
+        if self.queue is not None:
+            self.queue.close()
 
 
 class Executor:
@@ -192,11 +247,17 @@ class Executor:
         self.rank = loader.rank
         path = manifest.graph_path(program, self.rank.index)
         self._session = loader.load(path)
+        self._loader, self._queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
-        self._graph_inputs = {i.name for i in self._session.get_inputs()}
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        self._graph_inputs = {i.name for i in inputs}
+        places = zip(inputs, self._session.get_input_memory_infos(), strict=True)
+        self._on_gpu = {i.name for i, place in places if place.name == _ON_GPU}
+        places = zip(outputs, self._session.get_output_memory_infos(), strict=True)
+        self._made_on_gpu = {o.name for o, place in places if place.name == _ON_GPU}
         self._states = {o.name: o.state for o in self.program.state_outputs}
-        outputs = [o.name for o in self._session.get_outputs()]
+        outputs = [o.name for o in outputs]
         self._handed = {value.name for value in self.program.handed_out}
         self._check_graph(path, set(outputs))
         self._made = [name for name in outputs if name not in self._states]
@@ -206,6 +267,8 @@ class Executor:
         self._outputs = outputs
         self._coordinates = coordinates(self.rank.index, manifest.atoms)
         self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
+        self._captures = count()
+        self._keeps = self._writes_what_is_saved()
         log.info("rank %d of %d: %s on %s", self.rank.index, manifest.devices, path, self.device)
 
     def _check_graph(self, path: Path, found: set[str]) -> None:
@@ -222,12 +285,36 @@ class Executor:
                 f"outputs {absent} are not in the graph"
             )
 
+    def _writes_what_is_saved(self) -> bool:
+        """Whether a run writes states that checkpoints hold."""
+        training = self.manifest.training
+        states = {} if training is None else training.states
+        return any(states[s].kind not in _PASSING for s in self._states.values() if s in states)
+
+    def stage(self, feeds: Feeds) -> Feeds:
+        """Returns inputs that are on their way to where the program computes.
+
+        May be called from another thread while the program runs.
+        """
+        queue = self._queue
+        if queue is None:
+            return feeds
+        local = {
+            name: array
+            if isinstance(array, Staged) or name not in self._on_gpu
+            else queue.stage(array)
+            for name, array in feeds.local.items()
+        }
+        return Feeds(feeds.values, local)
+
     def run(
         self,
         feeds: Feeds,
         counters: Mapping[str, int],
         numbers: Mapping[str, float] | None = None,
         redirect: Mapping[str, str] | None = None,
+        *,
+        read: bool = True,
     ) -> dict[str, Array]:
         """Runs the program; states are read and written in their buffers.
 
@@ -236,15 +323,16 @@ class Executor:
             counters: Values of `manifest.COUNTERS`.
             numbers: Values of the hyperparameters by name, and of `LOSS_WEIGHT`.
             redirect: States by the name of the state in whose place they are written.
+            read: Bring the outputs to the host. Otherwise a GPU is not waited for.
 
         Returns:
-            Local array of every output that is no state, padding included.
+            Local array of every output that is no state, padding included; nothing unless `read`.
 
         Raises:
             RankError: onnxruntime failed on this rank, or another rank did.
             KeyError: A number that the program reads is missing.
         """
-        return dict(self.run_part(feeds, counters, numbers, redirect, {}).data)
+        return dict(self.run_part(feeds, counters, numbers, redirect, {}, read=read).data)
 
     def run_part(
         self,
@@ -253,6 +341,8 @@ class Executor:
         numbers: Mapping[str, float] | None,
         redirect: Mapping[str, str] | None,
         handed: Mapping[str, Any],
+        *,
+        read: bool = True,
     ) -> Results:
         """Runs the program of a stage, as `run` does.
 
@@ -263,6 +353,7 @@ class Executor:
             redirect: As `run`.
             handed: OrtValues of what other programs have made for this one, at least. They are not
                 held on to.
+            read: As `run`.
 
         Raises:
             RankError: As `run`.
@@ -281,18 +372,14 @@ class Executor:
         self._feed(binding, local)
         for name in self._taken:
             binding.io.bind_ortvalue_input(name, handed[name])
-        for entry, memory in binding.system:
-            if entry.counter is not None:
-                memory[...] = counters[entry.counter]
-            elif entry.loss_weight:
-                memory[...] = (numbers or {})[LOSS_WEIGHT]
-            elif entry.hyperparameter is not None:
-                memory[...] = (numbers or {})[entry.hyperparameter]
+        self._number(binding, counters, numbers or {})
+        if self._queue is not None and self._keeps:
+            self._queue.before_writing()
         if not binding.reusable:
             binding.outputs.clear()
             self._bind_outputs(binding, redirect)
         try:
-            self._session.run_with_iobinding(binding.io)
+            self._session.run_with_iobinding(binding.io, binding.options)
         except Exception as error:
             del self._bindings[key]
             raise RankError(self.rank.index, first_line(error)) from error
@@ -300,12 +387,31 @@ class Executor:
             # Those that are no states were bound first.
             binding.outputs = binding.io.get_outputs()[: len(self._made)]
         made = dict(zip(self._made, binding.outputs, strict=True))
+        if read or self._handed:
+            # Other programs take what was made through the host, or on a stream of their own.
+            self._loader.synchronize()
         results = Results(
-            {name: to_host(value) for name, value in made.items() if name in self._data},
+            {name: to_host(value) for name, value in made.items() if read and name in self._data},
             {name: value for name, value in made.items() if name in self._handed},
         )
         self._let_go(binding)
         return results
+
+    def _number(
+        self, binding: _Binding, counters: Mapping[str, int], numbers: Mapping[str, float]
+    ) -> None:
+        """Writes the system inputs of a run."""
+        for number in binding.system:
+            entry, memory = number.entry, number.memory
+            if entry.counter is not None:
+                memory[...] = counters[entry.counter]
+            elif entry.loss_weight:
+                memory[...] = numbers[LOSS_WEIGHT]
+            elif entry.hyperparameter is not None:
+                memory[...] = numbers[entry.hyperparameter]
+            if number.on_gpu and (number.sent is None or not np.array_equal(number.sent, memory)):
+                self._put(binding, entry.name, memory)
+                number.sent = memory.copy()
 
     def value(self, array: Array) -> Any:
         """Returns an OrtValue of an array, where the program computes."""
@@ -316,7 +422,7 @@ class Executor:
         for name in self._taken:
             binding.io.bind_ortvalue_input(name, _nothing())
         for name in self._handed:
-            binding.io.bind_output(name, self.device.value, self._index)
+            self._bind_made(binding, name)
         if self._handed:
             binding.outputs.clear()
 
@@ -328,18 +434,20 @@ class Executor:
                 spec.cut(self.manifest.atoms, values)
             except ExpressionError:
                 reusable = False
-        binding = _Binding(self._session.io_binding(), reusable)
+        graph = next(self._captures) if reusable and not self._handed else None
+        binding = _Binding(self._session.io_binding(), reusable, self._loader.run_options(graph))
         for name in self.program.state_inputs:
             if name in self._graph_inputs:
                 binding.io.bind_ortvalue_input(name, self._state(name))
         for entry in self.program.system_inputs:
             if entry.name in self._graph_inputs:
                 memory = self._system_memory(entry, values)
-                # Read by shape arithmetic, which runs on the CPU everywhere.
-                value = to_ort(memory)
-                binding.inputs[entry.name] = value
-                binding.io.bind_ortvalue_input(entry.name, value)
-                binding.system.append((entry, memory))
+                number = _Number(entry, memory, entry.name in self._on_gpu)
+                binding.system.append(number)
+                if not number.on_gpu:
+                    value = to_ort(memory)
+                    binding.inputs[entry.name] = value
+                    binding.io.bind_ortvalue_input(entry.name, value)
         self._bind_outputs(binding, redirect)
         return binding
 
@@ -355,12 +463,19 @@ class Executor:
     def _bind_outputs(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
         binding.io.clear_binding_outputs()
         for name in self._made:
-            binding.io.bind_output(name, self.device.value, self._index)
+            self._bind_made(binding, name)
         for name in self._outputs:
             if name in self._states:
                 state = self._states[name]
                 value = self._state((redirect or {}).get(state, state))
                 binding.io.bind_ortvalue_output(name, value)
+
+    def _bind_made(self, binding: _Binding, name: str) -> None:
+        """Has an output made where the session makes it."""
+        if name in self._made_on_gpu:
+            binding.io.bind_output(name, self.device.value, self._index)
+        else:
+            binding.io.bind_output(name)
 
     def _state(self, name: str) -> Any:
         if self._buffers is None:
@@ -370,16 +485,28 @@ class Executor:
             )
         return self._buffers.value(name)
 
-    def _feed(self, binding: _Binding, local: Mapping[str, Array]) -> None:
-        """Binds the inputs: on the CPU the arrays themselves, on a GPU a buffer that is kept."""
+    def _feed(self, binding: _Binding, local: Mapping[str, Array | Staged]) -> None:
+        """Binds the inputs: on the CPU the arrays themselves, on a GPU memory that is kept."""
         for name, array in local.items():
-            kept = binding.inputs.get(name)
-            if kept is not None and kept.device_name() != "cpu":
-                kept.update_inplace(array)
+            if isinstance(array, Staged) or name in self._on_gpu:
+                self._put(binding, name, array)
                 continue
-            value = self.value(array)
+            value = to_ort(array)
             binding.inputs[name] = value
             binding.io.bind_ortvalue_input(name, value)
+
+    def _put(self, binding: _Binding, name: str, array: Array | Staged) -> None:
+        """Enqueues writing an input on the GPU, in memory that the binding keeps."""
+        assert self._queue is not None
+        kept = binding.inputs.get(name)
+        if kept is None:
+            kept = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                array.shape, onnx_code(array.dtype), self.device.value, self._index
+            )
+            binding.inputs[name] = kept
+            binding.io.bind_ortvalue_input(name, kept)
+        staged = array if isinstance(array, Staged) else self._queue.stage(array)
+        staged.put(kept.data_ptr())
 
     @property
     def bound_bytes(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import Cut, Part
+from onnxpar_runtime.cuda import Staged
 from onnxpar_runtime.data import convert
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
 from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
@@ -32,11 +33,11 @@ class Feeds:
 
     Attributes:
         values: Global values of the symbols.
-        local: The rank's part of every input, padding included.
+        local: The rank's part of every input, padding included; or what is on its way to a GPU.
     """
 
     values: Mapping[str, int]
-    local: Mapping[str, Array]
+    local: Mapping[str, Array | Staged]
 
 
 def cut_of(

@@ -14,6 +14,7 @@ from pathlib import Path
 from shutil import which
 
 from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.devices import check_wanted, gather
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
 from onnxpar_runtime.logs import PACKAGE
 
@@ -35,27 +36,31 @@ def mpirun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | 
     return None
 
 
-def init(transport: str = "auto") -> Rank:
-    """Returns this process's rank.
+def init(transport: str = "auto", device: str = "auto") -> Rank:
+    """Returns this process's rank, placed on a device. Every rank must call it.
 
     Args:
         transport: `mpi`; `threads`, a world of this one rank; or `auto`, which is `mpi` under
             mpirun and `threads` elsewhere.
+        device: `cpu`; `cuda`, a GPU for each rank of a machine, or shared where there are fewer;
+            `cuda:NUMBER`, this GPU; or `auto`, which is `cuda` where all ranks can use it, and
+            `cpu` elsewhere. Sessions and trainers of the rank compute there.
 
     Raises:
-        LaunchError: The transport is unknown, or MPI cannot be used.
+        LaunchError: The transport or the device is unknown or cannot be used; says what is missing.
     """
+    check_wanted(device)
     if transport not in TRANSPORTS:
         raise LaunchError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
     if transport == "auto":
         transport = "threads" if mpirun_place() is None else "mpi"
-    if transport == "threads":
-        return World.threads(1).rank(0)
     try:
-        world = World.mpi()
+        world = World.threads(1) if transport == "threads" else World.mpi()
     except ImportError as error:
         raise LaunchError(f"MPI cannot be used: {error}") from None
-    return world.rank(world.local_ranks[0])
+    rank = world.rank(world.local_ranks[0])
+    rank.placement = gather(rank, device)
+    return rank
 
 
 def find_mpirun() -> str:

@@ -1,9 +1,5 @@
-"""Session options of onnxruntime from `key=value` text, and the choice of the device."""
+"""Options of onnxruntime's sessions and of its CUDA provider, from `key=value` text."""
 
-import ctypes
-import ctypes.util
-import enum
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,11 +7,9 @@ from typing import Any
 
 import onnxruntime
 
+from onnxpar_runtime.devices import CUDA
 from onnxpar_runtime.errors import LaunchError
 
-log = logging.getLogger(__name__)
-DEVICES = ("auto", "cpu", "cuda")
-CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
 # How many processes of a job are on this machine: of Open MPI's mpirun, and of MPICH's family.
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -142,59 +136,31 @@ def _convert(key: str, value: str, current: Any) -> Any:
         raise LaunchError(f"onnxruntime option {key}: expected {wanted}, got {value!r}") from None
 
 
-class Device(enum.Enum):
-    """Where a session computes."""
+def cuda_options(index: int, stream: int, pairs: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Returns the CUDA provider with its options.
 
-    CPU = "cpu"
-    CUDA = "cuda"
+    Defaults: all sessions of a rank work on one stream; the arena grows by what is asked for, not
+    by doubling; matrix products of float32 keep all its bits (`cuda.use_tf32=1` gives ten of them
+    for speed); cuDNN's convolutions are those that its heuristic names, the same in every run.
 
-
-def cuda_devices() -> int:
-    """Returns the number of CUDA devices that the driver shows, 0 where there is no driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
-
-
-def choose_device(wanted: str) -> Device:
-    """Returns the device for `auto`, `cpu` or `cuda`.
+    Args:
+        index: Number of the GPU.
+        stream: The stream, a `cudaStream_t`.
+        pairs: Options as of `session_options`; keys `cuda.*` override the defaults.
 
     Raises:
-        LaunchError: An unknown device, or `cuda` where it cannot be used; says what is missing.
+        LaunchError: What the placement or the runtime decides is among the keys.
     """
-    if wanted not in DEVICES:
-        raise LaunchError(f"device: expected one of {', '.join(DEVICES)}, got {wanted!r}")
-    if wanted == "cpu":
-        return Device.CPU
-    missing = ""
-    if CUDA not in onnxruntime.get_available_providers():
-        missing = "this onnxruntime has no CUDA provider (install onnxruntime-gpu)"
-    elif cuda_devices() == 0:
-        missing = "the driver shows no CUDA device"
-    if missing and wanted == "cuda":
-        raise LaunchError(f"device cuda: {missing}")
-    return Device.CPU if missing else Device.CUDA
-
-
-def providers(device: Device, rank: int, pairs: Mapping[str, str]) -> tuple[list[Any], int]:
-    """Returns the provider list of a session, and the number of its device.
-
-    On CUDA a rank takes the device of its place on the machine (`OMPI_COMM_WORLD_LOCAL_RANK`, else
-    its rank) modulo the number of devices, unless `cuda.device_id` says otherwise.
-
-    Raises:
-        LaunchError: `cuda.device_id` is no number.
-    """
-    if device is Device.CPU:
-        return [CPU], 0
-    place = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
-    settings = {"device_id": str(place % max(cuda_devices(), 1))}
-    settings.update({k.removeprefix("cuda."): v for k, v in pairs.items() if k.startswith("cuda.")})
-    if not settings["device_id"].isdecimal():
-        raise LaunchError(f"cuda.device_id: expected a number, got {settings['device_id']!r}")
-    return [(CUDA, settings), CPU], int(settings["device_id"])
+    settings = {
+        "device_id": str(index),
+        "user_compute_stream": str(stream),
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": "0",
+    }
+    own = {k.removeprefix("cuda."): v for k, v in pairs.items() if k.startswith("cuda.")}
+    if "device_id" in own:
+        raise LaunchError(f"cuda.device_id: say --device cuda:{own['device_id']} instead")
+    if {"user_compute_stream", "has_user_compute_stream"} & set(own):
+        raise LaunchError("cuda.user_compute_stream: the stream is the rank's own")
+    return CUDA, settings | own

@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.gather import join_outputs
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Program, TensorSpec
 from onnxpar_runtime.memory import peak_bytes, weight_bytes
-from onnxpar_runtime.options import Device
 from onnxpar_runtime.pipeline.forward import Forward
 
 Array = NDArray[Any]
@@ -28,7 +28,8 @@ class Session:
         program: Which of its programs.
         rank: The rank, of a world with as many ranks as the artifact has devices. Without one, the
             artifact must be for one device.
-        device: `auto` (CUDA where it can be used), `cpu` or `cuda`.
+        device: `auto` (where `init` has placed the rank, else CUDA where it can be used), `cpu`,
+            `cuda` or `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         manifest: The manifest, if it has been read already.
@@ -148,6 +149,7 @@ class Session:
     def close(self) -> None:
         """Frees the session, and the world of one rank if it made one."""
         self._runs.close()
+        self._loader.close()
         if self._own_world is not None:
             self._own_world.close()
 

@@ -7,15 +7,7 @@ import pytest
 
 from onnxpar_runtime import options as module
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.options import (
-    Device,
-    choose_device,
-    cuda_devices,
-    parse_pairs,
-    providers,
-    session_options,
-    threads_per_rank,
-)
+from onnxpar_runtime.options import cuda_options, parse_pairs, session_options, threads_per_rank
 
 SPIN = "session.intra_op.spin_duration_us"
 
@@ -70,7 +62,7 @@ def test_pass_through() -> None:
     pairs = parse_pairs(
         ["intra_op_num_threads=3", "graph_optimization_level=basic", "enable_profiling=false",
          "execution_mode=ORT_PARALLEL", "session.intra_op.allow_spinning=0", "logid=a=b",
-         "cuda.device_id=1"]
+         "cuda.use_tf32=1"]
     )  # fmt: skip
     options = session_options(pairs)
     assert options.intra_op_num_threads == 3
@@ -79,7 +71,9 @@ def test_pass_through() -> None:
     assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert options.logid == "a=b"
-    assert providers(Device.CUDA, 0, pairs)[1] == 1
+    provider, settings = cuda_options(1, 4096, pairs)
+    assert provider == "CUDAExecutionProvider"
+    assert settings["use_tf32"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -105,25 +99,16 @@ def test_twice_is_refused() -> None:
         parse_pairs(["a=1", "a=2"])
 
 
-def test_device() -> None:
-    assert choose_device("cpu") is Device.CPU
-    with pytest.raises(LaunchError, match="expected one of auto, cpu, cuda, got 'tpu'"):
-        choose_device("tpu")
-
-
-@pytest.mark.skipif(cuda_devices() > 0, reason="the machine has a CUDA device")
-def test_without_cuda() -> None:
-    assert choose_device("auto") is Device.CPU
-    with pytest.raises(LaunchError, match="device cuda: "):
-        choose_device("cuda")
-
-
-def test_ranks_of_a_machine_take_different_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onnxpar_runtime.options.cuda_devices", lambda: 4)
-    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_RANK", raising=False)
-    (provider, settings), _ = providers(Device.CUDA, 6, {})[0]
-    assert (provider, settings) == ("CUDAExecutionProvider", {"device_id": "2"})
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
-    assert providers(Device.CUDA, 6, {})[1] == 1
-    with pytest.raises(LaunchError, match="device_id: expected a number, got 'first'"):
-        providers(Device.CUDA, 6, {"cuda.device_id": "first"})
+def test_the_cuda_provider() -> None:
+    _, settings = cuda_options(2, 4096, {"intra_op_num_threads": "3"})
+    assert settings == {
+        "device_id": "2",
+        "user_compute_stream": "4096",
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": "0",
+    }
+    with pytest.raises(LaunchError, match=r"cuda.device_id: say --device cuda:3 instead"):
+        cuda_options(2, 4096, {"cuda.device_id": "3"})
+    with pytest.raises(LaunchError, match="the stream is the rank's own"):
+        cuda_options(2, 4096, {"cuda.has_user_compute_stream": "1"})

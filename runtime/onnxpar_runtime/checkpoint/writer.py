@@ -11,12 +11,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,19 @@ _POLL_S = 0.02
 _LEAVE_S = 30.0
 
 
+class Source(Protocol):
+    """What has the states of a rank, as a `Trainer`."""
+
+    def copy_memory(self, name: str) -> Array:
+        """Returns memory for this rank's part of a state, padding included."""
+
+    def copy_state(self, name: str, into: Array) -> None:
+        """Begins to copy this rank's part of a state, as it is now."""
+
+    def finish_copies(self) -> None:
+        """Returns when all that was begun is there. Any thread may call it."""
+
+
 class Checkpointer:
     """Writes one rank's part of checkpoints; used in a `with` statement, by all ranks.
 
@@ -55,7 +68,7 @@ class Checkpointer:
         rank: This rank.
         manifest: The artifact directory's manifest.
         root: The folder of checkpoints, the same one for all ranks.
-        copy: Copies this rank's part of a state, padding included, into the array given.
+        source: What has the states of this rank.
         run: What the run is to do, to be compared when it is resumed.
         keep: How many whole checkpoints to keep.
         begun: Steps that are done when the run begins: the folder may have none later than that.
@@ -69,7 +82,7 @@ class Checkpointer:
         rank: Rank,
         manifest: Manifest,
         root: str | Path,
-        copy: Callable[[str, Array], None],
+        source: Source,
         run: Mapping[str, Any],
         *,
         keep: int = 2,
@@ -79,7 +92,7 @@ class Checkpointer:
         self._rank = rank
         self._manifest = manifest
         self._root = Path(root)
-        self._copy = copy
+        self._source = source
         # Kept from one checkpoint to the next: new memory costs more than the copying.
         self._copies: list[Array] = []
         self._run = run
@@ -164,12 +177,9 @@ class Checkpointer:
         self._last = progress.step
         start = time.perf_counter()
         if not self._copies:
-            self._copies = [
-                np.empty(part.cut.local_shape, DTYPES[part.state.spec.dtype].dtype)
-                for part in self._mine
-            ]
+            self._copies = [self._source.copy_memory(p.state.spec.name) for p in self._mine]
         for part, array in zip(self._mine, self._copies, strict=True):
-            self._copy(part.state.spec.name, array)
+            self._source.copy_state(part.state.spec.name, array)
         log.info("copied step %d in %.3f s", progress.step, time.perf_counter() - start)
         self._own_done.clear()
         self._thread = threading.Thread(
@@ -248,6 +258,7 @@ class Checkpointer:
 
     def _write_own(self, partial: Path) -> None:
         partial.mkdir(exist_ok=True)
+        self._source.finish_copies()
         arrays = [_valid(part, a) for part, a in zip(self._mine, self._copies, strict=True)]
         entries = [
             Entry(part.state.spec.name, part.state.spec.dtype, array.shape)

@@ -112,7 +112,7 @@ def saving(
         trainer.rank,
         trainer.manifest,
         wanted.folder,
-        trainer.copy_state,
+        trainer,
         run,
         keep=wanted.keep,
         begun=start.step,

@@ -60,7 +60,7 @@ class Execution:
     """How a rank's program runs.
 
     Attributes:
-        device: `auto`, `cpu` or `cuda`.
+        device: As `onnxpar_runtime.init`.
         transport: As `onnxpar_runtime.init`.
         log_dir: Folder for a log file of each rank, or None.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
@@ -149,7 +149,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     Returns:
         The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
     """
-    rank = init(how.transport)
+    rank = init(how.transport, how.device)
 
     def body() -> int:
         manifest = begin(rank, "train", directory, how.log_dir, wanted.save, how.transport)
@@ -212,7 +212,7 @@ def evaluation(
     Returns:
         The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
     """
-    rank = init(how.transport)
+    rank = init(how.transport, how.device)
 
     def body() -> int:
         manifest = begin(rank, "eval", directory, how.log_dir, transport=how.transport)
@@ -258,7 +258,6 @@ def _trainer(
         lambda: Trainer(
             manifest.directory,
             rank=rank,
-            device=how.device,
             ort_options=how.ort_options,
             custom_ops=how.custom_ops,
             seed=seed,

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes, weight_bytes
-from onnxpar_runtime.options import Device
 from onnxpar_runtime.training.state import States
 
 TRAINING = "training_model"
@@ -33,7 +33,7 @@ class Programs:
     Args:
         manifest: The manifest of an artifact for training.
         rank: The rank.
-        device: `auto`, `cpu` or `cuda`.
+        device: As `Loader`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries.
         measured: Whether to count the bytes that they hold.
@@ -72,9 +72,13 @@ class Programs:
             self._executors[name] = Executor(self._manifest, name, self._loader, self.states)
         return self._executors[name]
 
+    def loaded(self, name: str) -> Executor | None:
+        """Returns a program of this rank if it is loaded. Any thread may ask."""
+        return self._executors.get(name)
+
     @property
     def device(self) -> Device:
-        """Where they compute; `auto` is decided when the first program is loaded."""
+        """Where they compute."""
         return self._loader.device
 
     def micro_gradients(self) -> dict[str, str]:
@@ -112,3 +116,5 @@ class Programs:
         for executor in self._executors.values():
             executor.close()
         self._executors.clear()
+        self.states.close()
+        self._loader.close()

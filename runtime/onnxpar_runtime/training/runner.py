@@ -63,6 +63,9 @@ class Traced:
 class Runner(Protocol):
     """Runs the programs of a training directory on one rank. Every rank makes the same calls."""
 
+    def stage(self, feeds: Feeds) -> Feeds:
+        """Returns inputs of the training on their way to where it computes. Any thread may ask."""
+
     @property
     def outputs(self) -> Mapping[TensorSpec, int]:
         """The outputs of the evaluation, and the stage that makes each."""
@@ -138,6 +141,11 @@ class OneStage:
         """As `Runner`."""
         return dict.fromkeys(self._manifest.program(EVALUATION).outputs, 0)
 
+    def stage(self, feeds: Feeds) -> Feeds:
+        """As `Runner`."""
+        program = self._programs.loaded(TRAINING)
+        return feeds if program is None else program.stage(feeds)
+
     def load(self, program: str) -> None:
         """As `Runner`."""
         self._programs.load(program)
@@ -208,6 +216,10 @@ class Pipelined:
                 self._programs.load(name)
         else:
             self._through(program)
+
+    def stage(self, feeds: Feeds) -> Feeds:
+        """As `Runner`; a stage takes what it needs when it computes."""
+        return feeds
 
     def _updates(self, program: str) -> list[str]:
         """Returns this stage's parts of a program that works on states alone."""

@@ -13,12 +13,12 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import Cut, coordinates
+from onnxpar_runtime.devices import Device
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import ArtifactError, InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.manifest import Manifest, State
-from onnxpar_runtime.options import Device
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.tensors import to_host, to_ort
 
@@ -31,7 +31,7 @@ class States:
 
     Args:
         manifest: The manifest of an artifact for training.
-        loader: Knows the rank, and the device once it has loaded a graph, which comes first.
+        loader: Knows the rank and the device.
 
     Raises:
         ArtifactError: The artifact is not for training.
@@ -102,12 +102,37 @@ class States:
     def get(self, name: str) -> Array:
         """Returns a copy of this rank's part of a state, padding included."""
         value = self.value(name)
-        return self._host[name].copy() if name in self._host else to_host(value)
+        if name in self._host:
+            return self._host[name].copy()
+        self._loader.synchronize()
+        return to_host(value)
+
+    def memory(self, name: str) -> Array:
+        """Returns host memory for this rank's part of a state, into which copying is fast."""
+        dtype, shape = DTYPES[self[name].spec.dtype].dtype, self.cut(name).local_shape
+        queue = self._loader.queue
+        return np.empty(shape, dtype) if queue is None else queue.pinned(shape, dtype)
 
     def copy_to(self, name: str, into: Array) -> None:
-        """Copies this rank's part of a state into an array of the state's type and local shape."""
-        value = self.value(name)
-        np.copyto(into, self._host[name] if name in self._host else to_host(value))
+        """Copies this rank's part of a state into an array of the state's type and local shape.
+
+        From a GPU it is on its way when this returns, and there after `finish_copies`. Programs may
+        run meanwhile: the GPU overwrites no state that a checkpoint holds before.
+        """
+        value, queue = self.value(name), self._loader.queue
+        if queue is None:
+            np.copyto(into, self._host[name])
+        else:
+            queue.read(value.data_ptr(), into)
+
+    def finish_copies(self) -> None:
+        """Returns when all that `copy_to` was called for is there. Any thread may call it.
+
+        Raises:
+            CudaError: The GPU failed.
+        """
+        if self._loader.queue is not None:
+            self._loader.queue.finish_reading()
 
     def set(self, name: str, part: Array) -> None:
         """Overwrites this rank's part of a state, of the state's own type and local shape."""
@@ -124,10 +149,18 @@ class States:
             state = self[name]
             self._write(name, self._initial(state, self.cut(name).local_shape))
 
+    def close(self) -> None:
+        """Frees the states."""
+        self._values.clear()
+        self._host.clear()
+
     def _write(self, name: str, part: Array) -> None:
         if name in self._host:
             self._host[name][...] = part
         else:
+            # onnxruntime copies on a stream that is not the rank's.
+            self._loader.synchronize()
+            self.finish_copies()
             whole = np.broadcast_to(part, self.cut(name).local_shape)
             source = to_ort(np.ascontiguousarray(whole).reshape(whole.shape))
             onnxruntime.copy_tensors([source], [self._values[name]])

@@ -10,7 +10,7 @@ A loop over epochs is `onnxpar_runtime.training.loop`; what a loop of one's own 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.devices import Device
 from onnxpar_runtime.dtypes import DTYPES, lossless
 from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
@@ -29,7 +30,6 @@ from onnxpar_runtime.gather import gather_to_root, join_outputs
 from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
 from onnxpar_runtime.memory import peak_bytes
-from onnxpar_runtime.options import Device, choose_device
 from onnxpar_runtime.pipeline.trace import write_trace
 from onnxpar_runtime.pipeline.work import Micro
 from onnxpar_runtime.session import common_symbols, own_rank
@@ -101,7 +101,8 @@ class Trainer:
         directory: The artifact directory.
         rank: The rank, of a world with as many ranks as the artifact has devices. Without one, the
             artifact must be for one device.
-        device: `auto` (CUDA where it can be used), `cpu` or `cuda`.
+        device: `auto` (where `init` has placed the rank, else CUDA where it can be used), `cpu`,
+            `cuda` or `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         seed: Seed of the random numbers that the model draws.
@@ -147,13 +148,13 @@ class Trainer:
         self.manifest = manifest or Manifest.load(directory)
         self.training: Training = self.manifest.trained()
         self.loss_scale: LossScale = chosen_scale(loss_scale, self.training.compute)
-        if self.training.compute == "bfloat16" and choose_device(device) is Device.CPU:
+        self._own_world, self.rank = own_rank(self.manifest, rank)
+        loaded = Programs(self.manifest, self.rank, device, ort_options, custom_ops, measured)
+        if self.training.compute == "bfloat16" and loaded.device is Device.CPU:
             raise LaunchError(
                 f"{self.manifest.directory}: computes in bfloat16, for which onnxruntime has no "
                 "kernels on the CPU; run it on CUDA, or cut the model with --compute float16"
             )
-        self._own_world, self.rank = own_rank(self.manifest, rank)
-        loaded = Programs(self.manifest, self.rank, device, ort_options, custom_ops, measured)
         running = runner(self.manifest, self.rank, loaded)
         for name in programs:
             running.load(name)
@@ -201,10 +202,18 @@ class Trainer:
     def prepare(self, batch: Batch) -> Prepared:
         """Returns a micro-batch cut for this rank; `train_step` and the rest take it in its place.
 
-        May be called ahead of time, from another thread. A mistake in the batch is raised where the
+        May be called ahead of time, from another thread: where the rank computes on a GPU, the
+        batch then goes there while the GPU computes. A mistake in the batch is raised where the
         result is used, on all ranks together.
+
+        Raises:
+            CudaError: The batch cannot be brought to the GPU.
         """
-        return prepare(self._opened.inputs[TRAINING], self.training.loss, batch)
+        opened = self._opened
+        prepared = prepare(opened.inputs[TRAINING], self.training.loss, batch)
+        if prepared.error is not None:
+            return prepared
+        return replace(prepared, feeds=opened.runner.stage(prepared.feeds))
 
     def train_step(
         self, micro_batches: Sequence[Batch | Prepared], hyper: Mapping[str, float]
@@ -451,10 +460,32 @@ class Trainer:
     def copy_state(self, name: str, into: Array) -> None:
         """Copies this rank's part of a state into an array of the state's type and local shape.
 
+        From a GPU it is there after `finish_copies`; steps may be made meanwhile.
+
+        Args:
+            name: The state.
+            into: The array, best one of `copy_memory`.
+
         Raises:
             InputError: There is no such state, or not on this rank.
         """
         self._states.copy_to(name, into)
+
+    def copy_memory(self, name: str) -> Array:
+        """Returns memory for `copy_state`, which a GPU can write to by itself.
+
+        Raises:
+            InputError: There is no such state.
+        """
+        return self._states.memory(name)
+
+    def finish_copies(self) -> None:
+        """Returns when all that `copy_state` has begun is there. Any thread may call it.
+
+        Raises:
+            CudaError: The GPU failed.
+        """
+        self._states.finish_copies()
 
     def holds(self, name: str) -> bool:
         """Whether this rank has a part of a state: in a pipeline a stage has its own states.

@@ -91,7 +91,7 @@ def test_a_resharded_checkpoint_is_what_its_ranks_write(trained: Path, tmp_path:
         def write(rank: int) -> None:
             member = group.members[rank]
             with Checkpointer(
-                member.rank, group.manifest, tmp_path / "ck", member.copy_state, checkpoint.run
+                member.rank, group.manifest, tmp_path / "ck", member, checkpoint.run
             ) as writer:
                 writer.save(checkpoint.progress)
 

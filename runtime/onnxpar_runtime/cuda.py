@@ -1,0 +1,297 @@
+"""The queue of one rank's GPU, and the memory through which data gets there: CUDA's runtime API.
+
+Everything that a rank computes is enqueued on one stream, in order, and the process does not wait
+for it: who reads on the host calls `Queue.synchronize` first. That stream is of the default kind,
+so that what onnxruntime copies on CUDA's legacy stream comes before and after what it should.
+
+Batches go by another stream, from pinned memory, while the GPU computes what came before
+(`Queue.stage`). The names are those of the CUDA Runtime API, version 13.
+"""
+
+import ctypes
+import io
+import logging
+import threading
+import weakref
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from onnxpar_runtime.devices import EXTRA, built_for
+from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
+
+Array = NDArray[Any]
+_NON_BLOCKING = 1  # cudaStreamNonBlocking
+_NO_TIMING = 2  # cudaEventDisableTiming
+_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
+_GRAIN = 256  # bytes; slots are made in powers of two of it
+_LOADING = threading.Lock()
+log = logging.getLogger(__name__)
+
+
+class CudaError(OnnxparRuntimeError):
+    """A call of CUDA's runtime failed."""
+
+
+class CudaRuntime:
+    """The entries of CUDA's runtime that are called from here, on one GPU.
+
+    Args:
+        index: Number of the GPU.
+
+    Raises:
+        LaunchError: The library cannot be loaded.
+        CudaError: A call failed.
+    """
+
+    def __init__(self, index: int) -> None:
+        """Loads the library and makes the GPU the thread's."""
+        name = f"libcudart.so.{(built_for() or (13,))[0]}"
+        try:
+            self._library = ctypes.CDLL(name)
+        except OSError as error:
+            raise LaunchError(f"device cuda: {name} cannot be loaded ({error}): {EXTRA}") from None
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        self._index = index
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls an entry with the rank's GPU being the calling thread's.
+
+        Raises:
+            CudaError: It returned an error.
+        """
+        # The GPU is a property of the thread, and batches are staged by one of their own.
+        for entry, given in (("cudaSetDevice", (ctypes.c_int(self._index),)), (name, arguments)):
+            status = getattr(self._library, entry)(*given)
+            if status != 0:
+                text = self._library.cudaGetErrorString(status).decode(errors="replace")
+                raise CudaError(f"GPU {self._index}: {entry}: {text} ({status})")
+
+    def handle(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        """Returns what an entry writes to its first argument: a stream, an event, memory."""
+        made = ctypes.c_void_p()
+        self.call(name, ctypes.byref(made), *arguments)
+        return made
+
+    def copy(
+        self,
+        target: ctypes.c_void_p,
+        source: ctypes.c_void_p,
+        size: int,
+        kind: int,
+        stream: ctypes.c_void_p,
+    ) -> None:
+        """Enqueues a copy of `size` bytes."""
+        arguments = ctypes.c_size_t(size), ctypes.c_int(kind), stream
+        self.call("cudaMemcpyAsync", target, source, *arguments)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Pinned memory, and memory on the GPU of the same size.
+
+    Attributes:
+        size: Bytes.
+        host: The pinned memory.
+        device: The memory on the GPU.
+        arrived: The event after the last copy from one to the other.
+        taken: The event after the last use of the memory on the GPU.
+    """
+
+    size: int
+    host: ctypes.c_void_p
+    device: ctypes.c_void_p
+    arrived: ctypes.c_void_p
+    taken: ctypes.c_void_p
+
+
+class Staged:
+    """An array that is on its way to the GPU, or there. Made by `Queue.stage`.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type.
+        nbytes: Its size.
+    """
+
+    def __init__(self, queue: "Queue", slot: _Slot, array: Array) -> None:
+        """Use `Queue.stage`."""
+        self.shape: tuple[int, ...] = array.shape
+        self.dtype = array.dtype
+        self.nbytes = int(array.nbytes)
+        self._queue, self._slot = queue, slot
+
+    def put(self, target: int) -> None:
+        """Enqueues a copy to the GPU's address `target`, for what is enqueued after it."""
+        queue, slot = self._queue, self._slot
+        queue.runtime.call("cudaStreamWaitEvent", queue.stream, slot.arrived, ctypes.c_uint(0))
+        queue.runtime.copy(
+            ctypes.c_void_p(target), slot.device, self.nbytes, _DEVICE_TO_DEVICE, queue.stream
+        )
+
+    def __del__(self) -> None:
+        """Gives the memory back, to be overwritten once what is enqueued has been done."""
+        self._queue.give_back(self._slot)
+
+
+def _preload() -> None:
+    """Loads CUDA's libraries from NVIDIA's wheels, or from where the system has them."""
+    said = io.StringIO()
+    # It prints what it does not find, which a run's own output must not be mixed with.
+    with _LOADING, redirect_stdout(said):
+        onnxruntime.preload_dlls()
+    if said.getvalue():
+        log.info("%s", said.getvalue().strip())
+
+
+class Queue:
+    """The streams of one rank on its GPU.
+
+    Args:
+        index: Number of the GPU.
+
+    Attributes:
+        runtime: CUDA's runtime.
+        stream: The stream that everything is computed on.
+
+    Raises:
+        LaunchError: CUDA's runtime cannot be loaded.
+        CudaError: It failed.
+    """
+
+    def __init__(self, index: int) -> None:
+        """Makes the streams."""
+        _preload()
+        self.runtime = CudaRuntime(index)
+        self.stream = self.runtime.handle("cudaStreamCreateWithFlags", ctypes.c_uint(0))
+        flags = ctypes.c_uint(_NON_BLOCKING)
+        self._inward = self.runtime.handle("cudaStreamCreateWithFlags", flags)
+        self._outward = self.runtime.handle("cudaStreamCreateWithFlags", flags)
+        self._computed = self._event()
+        self._read = self._event()
+        self._lock = threading.Lock()
+        self._free: dict[int, list[_Slot]] = {}
+        self._slots: list[_Slot] = []
+        self._open = True
+
+    def _event(self) -> ctypes.c_void_p:
+        return self.runtime.handle("cudaEventCreateWithFlags", ctypes.c_uint(_NO_TIMING))
+
+    def synchronize(self) -> None:
+        """Waits until all that was enqueued has been done.
+
+        Raises:
+            CudaError: Something of it failed.
+        """
+        self.runtime.call("cudaStreamSynchronize", self.stream)
+
+    # -- to the GPU --------------------------------------------------------------------------------
+
+    def stage(self, array: Array) -> Staged:
+        """Begins to bring an array to the GPU, beside what is computed. Any thread may call it.
+
+        Args:
+            array: C-contiguous; it may be changed once this returns.
+
+        Raises:
+            CudaError: There is no memory, or a call failed.
+        """
+        slot = self._slot(array.nbytes)
+        call = self.runtime.call
+        # What was staged here before has left the pinned memory, and the GPU is done with its copy.
+        call("cudaEventSynchronize", slot.arrived)
+        call("cudaStreamWaitEvent", self._inward, slot.taken, ctypes.c_uint(0))
+        ctypes.memmove(slot.host, array.ctypes.data, array.nbytes)
+        self.runtime.copy(slot.device, slot.host, array.nbytes, _HOST_TO_DEVICE, self._inward)
+        call("cudaEventRecord", slot.arrived, self._inward)
+        return Staged(self, slot, array)
+
+    def _slot(self, size: int) -> _Slot:
+        whole = _GRAIN
+        while whole < size:
+            whole *= 2
+        with self._lock:
+            free = self._free.setdefault(whole, [])
+            if free:
+                return free.pop()
+        count = ctypes.c_size_t(whole)
+        slot = _Slot(
+            size=whole,
+            host=self.runtime.handle("cudaMallocHost", count),
+            device=self.runtime.handle("cudaMalloc", count),
+            arrived=self._event(),
+            taken=self._event(),
+        )
+        with self._lock:
+            self._slots.append(slot)
+        return slot
+
+    def give_back(self, slot: _Slot) -> None:
+        """Lets a slot be used again, once what is enqueued now has been done."""
+        if self._open:
+            self.runtime.call("cudaEventRecord", slot.taken, self.stream)
+            with self._lock:
+                self._free[slot.size].append(slot)
+
+    # -- from the GPU ------------------------------------------------------------------------------
+
+    def read(self, source: int, into: Array) -> None:
+        """Begins to copy what is computed so far to host memory, beside what is computed next.
+
+        What `before_writing` is called before does not overwrite it; `finish_reading` waits for it.
+
+        Args:
+            source: The GPU's address.
+            into: C-contiguous memory, better pinned (`pinned`).
+        """
+        call = self.runtime.call
+        call("cudaEventRecord", self._computed, self.stream)
+        call("cudaStreamWaitEvent", self._outward, self._computed, ctypes.c_uint(0))
+        target = ctypes.c_void_p(into.ctypes.data)
+        address = ctypes.c_void_p(source)
+        self.runtime.copy(target, address, into.nbytes, _DEVICE_TO_HOST, self._outward)
+        call("cudaEventRecord", self._read, self._outward)
+
+    def before_writing(self) -> None:
+        """Lets what is enqueued after it wait, on the GPU, until all that is read has left it."""
+        self.runtime.call("cudaStreamWaitEvent", self.stream, self._read, ctypes.c_uint(0))
+
+    def finish_reading(self) -> None:
+        """Waits until all that is read has arrived. Any thread may call it.
+
+        Raises:
+            CudaError: Something failed.
+        """
+        self.runtime.call("cudaStreamSynchronize", self._outward)
+
+    def pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Returns pinned host memory, which is freed with the array."""
+        size = prod(shape) * dtype.itemsize
+        if not size:
+            return np.empty(shape, dtype)
+        memory = self.runtime.handle("cudaMallocHost", ctypes.c_size_t(size))
+        raw = (ctypes.c_char * size).from_address(memory.value or 0)
+        weakref.finalize(raw, self.runtime.call, "cudaFreeHost", memory).atexit = False
+        array: Array = np.frombuffer(memoryview(raw).cast("B"), np.uint8)
+        return array.view(dtype).reshape(shape)
+
+    def close(self) -> None:
+        """Waits for everything, and frees streams and memory."""
+        if not self._open:
+            return
+        self._open = False
+        for stream in (self.stream, self._inward, self._outward):
+            self.runtime.call("cudaStreamSynchronize", stream)
+            self.runtime.call("cudaStreamDestroy", stream)
+        for slot in self._slots:
+            self.runtime.call("cudaFreeHost", slot.host)
+            self.runtime.call("cudaFree", slot.device)
+            for event in (slot.arrived, slot.taken):
+                self.runtime.call("cudaEventDestroy", event)
+        for event in (self._computed, self._read):
+            self.runtime.call("cudaEventDestroy", event)

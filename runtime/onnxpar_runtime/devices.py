@@ -1,0 +1,392 @@
+"""Where a rank computes: what the machine has, what follows from it, and who says so.
+
+A list of names tells nothing: onnxruntime-gpu lists its CUDA provider on machines without a GPU.
+So a program of its own (`onnxpar_runtime.probe`) loads the libraries and runs a session, once for
+each machine, and what it found (`Facts`) decides (`choose`, a pure function).
+"""
+
+import ctypes
+import enum
+import functools
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import onnxruntime
+
+from onnxpar_runtime.errors import LaunchError
+
+log = logging.getLogger(__name__)
+CUDA = "CUDAExecutionProvider"
+DRIVER = "libcuda.so.1"
+EXTRA = "pip install 'onnxpar[cuda]'"
+PROBE = ("-m", "onnxpar_runtime.probe")
+PROBE_SECONDS = 180.0
+_WANTED = re.compile(r"auto|cpu|cuda(?::(\d+))?")
+_EXCLUSIVE = ("onnxruntime", "onnxruntime-gpu")
+
+
+class Device(enum.Enum):
+    """Where a session computes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a machine has for CUDA, as far as was looked: each needs what stands before it.
+
+    Attributes:
+        packages: Distributions of onnxruntime that are installed and exclude one another.
+        provider: Whether this onnxruntime has the CUDA provider.
+        needs: The CUDA version that it was built for, as (13, 0); empty where nobody knows.
+        driver: The CUDA version that the driver supports; empty where it could not be loaded.
+        driver_error: Why it cannot be loaded, or not be started.
+        gpus: Names of the GPUs that it shows.
+        missing: Libraries that the provider needs and that cannot be loaded.
+        session_errors: For each GPU why a session cannot run on it; empty where one did.
+        crash: How the probe ended before its time.
+        nccl: Version of NCCL, as 23200; 0 where it cannot be loaded.
+        nccl_error: Why not.
+    """
+
+    packages: tuple[str, ...] = ()
+    provider: bool = False
+    needs: tuple[int, ...] = ()
+    driver: tuple[int, ...] = ()
+    driver_error: str = ""
+    gpus: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    session_errors: tuple[str, ...] = ()
+    crash: str = ""
+    nccl: int = 0
+    nccl_error: str = ""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one rank computes.
+
+    Attributes:
+        device: The kind of device.
+        index: Number of the GPU; 0 on the CPU.
+        shared: Whether further ranks compute on the same GPU.
+        notice: What people should know of the choice; empty where there is nothing.
+        facts: What the machine has; None where nobody looked.
+    """
+
+    device: Device
+    index: int = 0
+    shared: bool = False
+    notice: str = ""
+    facts: Facts | None = None
+
+
+ON_CPU = Placement(Device.CPU)
+
+
+def check_wanted(wanted: str) -> int | None:
+    """Returns the GPU's number in `cuda:i`, None for `auto`, `cpu` and `cuda`.
+
+    Raises:
+        LaunchError: Anything else.
+    """
+    match = _WANTED.fullmatch(wanted)
+    if match is None:
+        raise LaunchError(f"device: expected auto, cpu, cuda or cuda:NUMBER, got {wanted!r}")
+    return None if match[1] is None else int(match[1])
+
+
+def obstacle(facts: Facts, index: int | None = None) -> str:
+    """Returns why CUDA cannot be used, and what would help; empty where it can.
+
+    Args:
+        facts: What the machine has.
+        index: A GPU that must be there, or None for any.
+    """
+    if len(facts.packages) > 1:
+        both = " and ".join(facts.packages)
+        return (
+            f"{both} are both installed and overwrite one another's files: "
+            f"pip uninstall {' '.join(facts.packages)}, then {EXTRA}"
+        )
+    if not facts.provider:
+        return f"this onnxruntime has no CUDA provider: uninstall it, then {EXTRA}"
+    if facts.driver_error:
+        return facts.driver_error
+    if facts.driver and facts.driver[:1] < facts.needs[:1]:
+        return (
+            f"the driver supports CUDA {_version(facts.driver)}, and this onnxruntime needs CUDA "
+            f"{_version(facts.needs)}: install a newer NVIDIA driver"
+        )
+    if facts.driver and not facts.gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        told = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        return f"the NVIDIA driver shows no GPU{told}"
+    if index is not None and facts.gpus and index >= len(facts.gpus):
+        return f"there is no GPU {index}: the driver shows {_gpus(facts.gpus)}"
+    if facts.missing:
+        return f"{', '.join(facts.missing)} cannot be loaded: {EXTRA}"
+    if facts.crash:
+        return f"trying it ended badly: {facts.crash}"
+    errors = facts.session_errors if index is None else facts.session_errors[index : index + 1]
+    failed = [(gpu, error) for gpu, error in enumerate(errors) if error]
+    if failed:
+        gpu, error = failed[0]
+        gpu = gpu if index is None else index
+        return f"no session runs on GPU {gpu} ({facts.gpus[gpu]}): {error}"
+    return "" if facts.session_errors else "no session was tried"
+
+
+def choose(wanted: str, facts: Facts | None, place: int, ranks: int) -> Placement:
+    """Returns where a rank computes.
+
+    Args:
+        wanted: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
+        facts: What the machine has; None only for `cpu`.
+        place: The rank's place among those that see the same GPUs.
+        ranks: Number of these.
+
+    Raises:
+        LaunchError: An unknown device, or CUDA where it cannot be used; says what is missing.
+    """
+    index = check_wanted(wanted)
+    if wanted == "cpu" or facts is None:
+        return ON_CPU
+    why = obstacle(facts, index)
+    if why and wanted != "auto":
+        raise LaunchError(f"device {wanted}: {why}")
+    if why:
+        # Where there is no GPU nobody expects one to be used.
+        notice = f"{_gpus(facts.gpus)} not used: {why}; the CPU computes" if facts.gpus else ""
+        return Placement(Device.CPU, notice=notice, facts=facts)
+    if index is not None:
+        notice = f"{ranks} ranks share GPU {index} ({facts.gpus[index]})" if ranks > 1 else ""
+        return Placement(Device.CUDA, index, ranks > 1, notice, facts)
+    count = len(facts.gpus)
+    index = place % count
+    shared = len(range(index, ranks, count)) > 1
+    notice = f"{ranks} ranks share {_gpus(facts.gpus)}" if ranks > count else ""
+    return Placement(Device.CUDA, index, shared, notice, facts)
+
+
+def alike(placements: Sequence[Placement], own: Placement) -> Placement:
+    """Returns a rank's placement once all are known: all ranks compute on one kind of device.
+
+    Args:
+        placements: Of all ranks of the world.
+        own: The rank's.
+    """
+    without = [r for r, p in enumerate(placements) if p.device is Device.CPU]
+    if own.device is Device.CPU or not without:
+        return own
+    facts = placements[without[0]].facts
+    why = "" if facts is None else obstacle(facts)
+    notice = f"rank {without[0]} cannot use CUDA: {why}; the CPU computes on all ranks"
+    return Placement(Device.CPU, notice=notice, facts=own.facts)
+
+
+def describe(facts: Facts) -> list[str]:
+    """Returns for people what was found, a line for each thing."""
+    usable = obstacle(facts)
+    lines = [
+        f"onnxruntime    {' and '.join(facts.packages) or 'from elsewhere'}"
+        + (f", built for CUDA {_version(facts.needs)}" if facts.needs else ", without CUDA"),
+        "driver         " + (f"CUDA {_version(facts.driver)}" if facts.driver else "none"),
+        "GPUs           " + (", ".join(facts.gpus) or "none"),
+        "NCCL           "
+        + (nccl_version(facts.nccl) if facts.nccl else facts.nccl_error or "none"),
+    ]
+    return [*lines, f"CUDA           {usable or 'can be used'}"]
+
+
+def nccl_version(number: int) -> str:
+    """Returns NCCL's version 23203 as `2.32.3`."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _version(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _gpus(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"1 GPU ({names[0]})"
+    return f"{len(names)} GPUs ({', '.join(dict.fromkeys(names))})"
+
+
+# -- finding out ----------------------------------------------------------------------------------
+
+
+def installed() -> tuple[str, ...]:
+    """Returns which distributions of onnxruntime are installed, of those that exclude another."""
+    found = []
+    for name in _EXCLUSIVE:
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+def built_for() -> tuple[int, ...]:
+    """Returns the CUDA version that this onnxruntime was built for, as (13, 0); else nothing."""
+    numbers = re.findall(r"\d+", onnxruntime.cuda_version or "")
+    return tuple(int(number) for number in numbers[:2])
+
+
+def no_driver(error: OSError) -> str:
+    """Returns the message for a driver that cannot be loaded."""
+    return f"there is no NVIDIA driver: {error}"
+
+
+@functools.cache
+def machine() -> Facts:
+    """Returns what this machine has; looks once for each process.
+
+    Where there is a driver a program of its own looks further: a library that ends the process it
+    is loaded in ends that program only.
+    """
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError as error:
+        provider = CUDA in onnxruntime.get_available_providers()
+        return Facts(installed(), provider, built_for(), driver_error=no_driver(error))
+    # Ranks that compute are started by mpirun; what only looks must not be taken for one of them.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    command = [sys.executable, "-P", *PROBE]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as expired:
+        how = f"no answer within {PROBE_SECONDS:g} s"
+        return read_facts(expired.stdout or b"", how)
+    log.info("probe: %s", done.stderr.decode(errors="replace"))
+    return read_facts(done.stdout, _end(done.returncode, done.stderr))
+
+
+def _end(code: int, stderr: bytes) -> str:
+    """Returns how the probe ended where it did not end well."""
+    if code == 0:
+        return ""
+    if code < 0:
+        return f"the process was ended by signal {-code}"
+    last = stderr.decode(errors="replace").strip().splitlines()[-1:]
+    return " ".join([f"exit code {code}", *last])
+
+
+def read_facts(told: bytes, crash: str) -> Facts:
+    """Returns the facts of the probe's lines, each a JSON object with some of them.
+
+    Args:
+        told: What it wrote. `doing` is what it was about to do.
+        crash: How it ended, where not well.
+    """
+    found: dict[str, Any] = {}
+    for line in told.splitlines():
+        try:
+            found |= json.loads(line)
+        except ValueError:
+            break  # it ended in the middle of a line
+    doing = found.pop("doing", "")
+    known = {field.name for field in fields(Facts)}
+    values: dict[str, Any]
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known}
+    if crash:
+        values["crash"] = f"{crash}, while {doing}" if doing else crash
+    return Facts(**values)
+
+
+def placed(rank: Any, wanted: str) -> Placement:
+    """Returns where a rank computes: where it was told to when it was made, or as it finds alone.
+
+    Args:
+        rank: The `onnxpar_runtime.collectives.Rank`.
+        wanted: As `choose`; `auto` leaves it to what was decided for the rank.
+
+    Raises:
+        LaunchError: As `choose`.
+    """
+    check_wanted(wanted)
+    if wanted == "cpu":
+        return ON_CPU
+    if wanted == "auto" and rank.placement is not None:
+        found: Placement = rank.placement
+        return found
+    place, ranks = (os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{n}", "") for n in ("RANK", "SIZE"))
+    if rank.world.comm is None or not place.isdecimal() or not ranks.isdecimal():
+        return choose(wanted, machine(), rank.index, rank.world.size)
+    return choose(wanted, machine(), int(place), int(ranks))
+
+
+def gather(rank: Any, wanted: str) -> Placement:
+    """Returns where a rank computes, having looked where that is needed. All ranks must call it.
+
+    Machines are looked at once, by one rank, which tells the others that see the same GPUs.
+
+    Args:
+        rank: The `onnxpar_runtime.collectives.Rank`.
+        wanted: As `choose`.
+
+    Raises:
+        LaunchError: As `choose`, on all ranks.
+    """
+    check_wanted(wanted)
+    world = rank.world
+    if wanted == "cpu":
+        return ON_CPU
+    if world.comm is None:
+        return _told(choose(wanted, machine(), rank.index, world.size), rank.index == 0)
+    from mpi4py import MPI  # it is loaded: the world was made with it
+
+    local = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        own, place, same = _seen(local)
+    finally:
+        local.Free()
+    error: LaunchError | None = None
+    placement = ON_CPU
+    try:
+        placement = choose(wanted, own, place, same)
+    except LaunchError as caught:
+        error = caught
+    answers = world.comm.allgather((placement, None if error is None else str(error)))
+    failed = [(r, text) for r, (_, text) in enumerate(answers) if text is not None]
+    if failed:
+        number, text = failed[0]
+        several = len(failed) < len(answers)
+        error = LaunchError(f"rank {number}: {text}" if several else text)
+        error.agreed = True
+        raise error
+    placement = alike([p for p, _ in answers], placement)
+    return _told(placement, rank.index == 0 or (place == 0 and bool(placement.notice)))
+
+
+def _seen(local: Any) -> tuple[Facts, int, int]:
+    """Returns the facts, the rank's place among those that see the same GPUs, and their number."""
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    same = [r for r, other in enumerate(local.allgather(mine)) if other == mine]
+    here = local.Get_rank()
+    facts = local.allgather(machine() if same[0] == here else None)
+    return facts[same[0]], same.index(here), len(same)
+
+
+def _told(placement: Placement, speaks: bool) -> Placement:
+    if speaks and placement.notice:
+        log.warning("device: %s", placement.notice)
+    return placement

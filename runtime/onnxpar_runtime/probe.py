@@ -1,0 +1,186 @@
+"""Finds out what a machine has for CUDA: `python -m onnxpar_runtime.probe`.
+
+It writes JSON objects, one a line, each as soon as it is known, since a broken library may end the
+process: `onnxpar_runtime.devices.Facts` has what they mean, and `doing` is what comes next.
+"""
+
+import ctypes
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx.parser
+import onnxruntime
+
+from onnxpar_runtime.devices import CUDA, DRIVER, EXTRA, built_for, installed, no_driver
+
+_NAME_BYTES = 256
+# What libonnxruntime_providers_cuda.so is linked with, and what it opens when it needs it.
+_LINKED = ("libcudart.so.{cuda}", "libcublasLt.so.{cuda}", "libcublas.so.{cuda}", "libcurand.so.10")
+_OPENED = ("libcudnn.so.9", "libcufft.so.{fft}", "libnvrtc.so.{cuda}")
+_UNFOUND = re.compile(r"(lib[\w.+-]+\.so[.\d]*): cannot open shared object file")
+_MODEL = """<ir_version: 10, opset_import: ["": 21]>
+    g (float[2, 2] a) => (float[2, 2] b) { c = MatMul(a, a)  b = Add(c, a) }"""
+
+
+def probe(tell: Callable[[dict[str, Any]], None]) -> None:
+    """Tells what it finds, until something is missing."""
+    names = onnxruntime.get_available_providers()
+    needs = built_for()
+    provider = CUDA in names
+    tell({"packages": installed(), "provider": provider, "needs": needs})
+    tell({"doing": "loading the driver"})
+    if not provider or not _tell_driver(tell):
+        return
+    tell({"doing": "loading CUDA's libraries"})
+    # It prints what it cannot find, which is told by name below.
+    onnxruntime.preload_dlls()
+    cuda = needs[0] if needs else 13
+    numbers = {"cuda": cuda, "fft": cuda - 1}
+    missing = [n for n in (t.format(**numbers) for t in (*_LINKED, *_OPENED)) if not _loads(n)]
+    tell({"missing": missing, "doing": "loading NCCL"})
+    tell(_nccl())
+    if missing:
+        return
+    errors = []
+    for gpu in range(_count(ctypes.CDLL(DRIVER))):
+        tell({"doing": f"running a session on GPU {gpu}"})
+        errors.append(_session_error(gpu))
+    tell({"session_errors": errors, "doing": ""})
+
+
+def _tell_driver(tell: Callable[[dict[str, Any]], None]) -> bool:
+    """Tells about the driver and its GPUs; returns whether there is one."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError as error:
+        tell({"driver_error": no_driver(error)})
+        return False
+    tell({"doing": "starting the driver"})
+    status = driver.cuInit(0)
+    no_device = 100  # CUDA_ERROR_NO_DEVICE
+    if status not in (0, no_device):
+        tell({"driver_error": f"the NVIDIA driver does not start: cuInit returns {status}"})
+        return False
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    gpus = []
+    for number in range(0 if status else _count(driver)):
+        handle, name = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
+        driver.cuDeviceGet(ctypes.byref(handle), number)
+        driver.cuDeviceGetName(name, _NAME_BYTES, handle)
+        gpus.append(name.value.decode(errors="replace"))
+    major, minor = divmod(version.value, 1000)
+    tell({"driver": [major, minor // 10], "gpus": gpus})
+    return bool(gpus)
+
+
+def _count(driver: ctypes.CDLL) -> int:
+    count = ctypes.c_int()
+    return count.value if driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def _loads(name: str) -> bool:
+    try:
+        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
+
+
+def nccl_file() -> str:
+    """Returns what to open for NCCL: the wheel's library where it is installed, else its name."""
+    for folder in sys.path:
+        path = Path(folder or ".") / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+        if path.is_file():
+            return str(path)
+    return "libnccl.so.2"
+
+
+def _nccl() -> dict[str, Any]:
+    try:
+        library = ctypes.CDLL(nccl_file(), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return {"nccl_error": f"NCCL cannot be loaded ({error}): {EXTRA}"}
+    version = ctypes.c_int()
+    if library.ncclGetVersion(ctypes.byref(version)) != 0:
+        return {"nccl_error": "NCCL does not tell its version"}
+    return {"nccl": version.value}
+
+
+def _session_error(gpu: int) -> str:
+    """Returns why a session cannot run on a GPU; nothing where it does.
+
+    Where the provider cannot be made, onnxruntime writes why to stderr and takes the CPU.
+    """
+    model = onnx.parser.parse_model(_MODEL)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    written = _Stderr()
+    try:
+        with written:
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(),
+                options,
+                providers=[(CUDA, {"device_id": str(gpu)})],
+            )
+        if CUDA not in session.get_providers():
+            return written.reason() or "onnxruntime cannot make its CUDA provider"
+        session.disable_fallback()
+        session.run(None, {"a": np.ones((2, 2), np.float32)})
+    except Exception as error:
+        # onnxruntime has no common base class for what it raises.
+        return " ".join(str(error).split())[:500]
+    return ""
+
+
+class _Stderr:
+    """What is written to the process's stderr in a `with` statement, by libraries as well."""
+
+    def __enter__(self) -> None:
+        sys.stderr.flush()
+        self._kept = os.dup(2)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        os.dup2(writer, 2)
+        os.close(writer)
+        self._reader = reader
+
+    def __exit__(self, *_: object) -> None:
+        os.dup2(self._kept, 2)
+        os.close(self._kept)
+        with os.fdopen(self._reader, "rb") as reader:
+            self._text = reader.read().decode(errors="replace")
+        with suppress(OSError):
+            os.write(2, self._text.encode())
+
+    def reason(self) -> str:
+        """The line that names an error, shortened."""
+        match = _UNFOUND.search(self._text)
+        if match is not None:
+            return f"{match[1]} cannot be loaded: {EXTRA}"
+        lines = [line for line in self._text.splitlines() if "rror" in line or "FAIL" in line]
+        return lines[0][-500:] if lines else ""
+
+
+def main() -> None:
+    """Writes the lines to stdout, and whatever else writes there to stderr."""
+    own = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(own, "w", encoding="utf-8") as out:
+
+        def tell(found: dict[str, Any]) -> None:
+            out.write(json.dumps(found) + "\n")
+            out.flush()
+
+        probe(tell)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Where ranks compute: what was found decides, and the message says what is missing."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from onnxpar_runtime import devices as module
+from onnxpar_runtime.collectives import World
+from onnxpar_runtime.devices import (
+    ON_CPU,
+    Device,
+    Facts,
+    Placement,
+    alike,
+    choose,
+    describe,
+    placed,
+    read_facts,
+)
+from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.launch import init
+
+GOOD = Facts(
+    packages=("onnxruntime-gpu",),
+    provider=True,
+    needs=(13, 0),
+    driver=(13, 1),
+    gpus=("NVIDIA H100", "NVIDIA H100"),
+    session_errors=("", ""),
+    nccl=23203,
+)
+NO_DRIVER = "there is no NVIDIA driver: libcuda.so.1: no such file"
+# What is wrong, and what the message must say. The first that is wrong is what is told.
+BAD = {
+    "both": (
+        {"packages": ("onnxruntime", "onnxruntime-gpu"), "provider": False},
+        r"onnxruntime and onnxruntime-gpu are both installed .*pip uninstall onnxruntime "
+        r"onnxruntime-gpu, then pip install 'onnxpar\[cuda\]'",
+    ),
+    "provider": ({"provider": False, "needs": ()}, r"no CUDA provider.*onnxpar\[cuda\]"),
+    "driver": ({"driver": (), "driver_error": NO_DRIVER, "gpus": ()}, "libcuda.so.1: no such file"),
+    "old driver": ({"driver": (12, 4)}, "supports CUDA 12.4, .* needs CUDA 13.0: install a newer"),
+    "no gpu": ({"gpus": (), "session_errors": ()}, "driver shows no GPU"),
+    "library": (
+        {"missing": ("libcublas.so.13", "libcudnn.so.9"), "session_errors": ()},
+        r"libcublas.so.13, libcudnn.so.9 cannot be loaded: pip install 'onnxpar\[cuda\]'",
+    ),
+    "crash": (
+        {"session_errors": (), "crash": "the process was ended by signal 11, while loading NCCL"},
+        "trying it ended badly: the process was ended by signal 11, while loading NCCL",
+    ),
+    "session": (
+        {"session_errors": ("", "no kernel image")},
+        r"no session runs on GPU 1 \(NVIDIA H100\): no kernel image",
+    ),
+    "untried": ({"session_errors": ()}, "no session was tried"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_cuda_that_is_wanted_and_cannot_be_is_an_error(case: str) -> None:
+    changes, message = BAD[case]
+    with pytest.raises(LaunchError, match=f"device cuda: .*{message}"):
+        choose("cuda", replace(GOOD, **changes), 0, 1)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_auto_takes_the_cpu_instead_and_says_why_where_there_is_a_gpu(case: str) -> None:
+    changes, _ = BAD[case]
+    facts = replace(GOOD, **changes)
+    found = choose("auto", facts, 0, 1)
+    assert found.device is Device.CPU
+    if facts.gpus:
+        assert found.notice.startswith("2 GPUs (NVIDIA H100) not used: ")
+        assert found.notice.endswith("; the CPU computes")
+    else:
+        assert not found.notice
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_the_cpu_asks_for_nothing(case: str) -> None:
+    assert choose("cpu", replace(GOOD, **BAD[case][0]), 3, 4) == ON_CPU
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    ("place", "ranks", "index", "shared", "notice"),
+    [
+        (0, 1, 0, False, ""),
+        (1, 2, 1, False, ""),
+        (0, 3, 0, True, "3 ranks share 2 GPUs (NVIDIA H100)"),
+        (1, 3, 1, False, "3 ranks share 2 GPUs (NVIDIA H100)"),
+        (2, 3, 0, True, "3 ranks share 2 GPUs (NVIDIA H100)"),
+        (3, 4, 1, True, "4 ranks share 2 GPUs (NVIDIA H100)"),
+    ],
+)
+def test_ranks_take_the_gpus_in_turn(
+    wanted: str, place: int, ranks: int, index: int, shared: bool, notice: str
+) -> None:
+    found = choose(wanted, GOOD, place, ranks)
+    assert found == Placement(Device.CUDA, index, shared, notice, GOOD)
+
+
+def test_a_gpu_by_its_number() -> None:
+    assert choose("cuda:1", GOOD, 0, 1) == Placement(Device.CUDA, 1, False, "", GOOD)
+    shared = choose("cuda:1", GOOD, 2, 3)
+    assert (shared.index, shared.shared) == (1, True)
+    assert shared.notice == "3 ranks share GPU 1 (NVIDIA H100)"
+    with pytest.raises(LaunchError, match=r"device cuda:2: there is no GPU 2: .* shows 2 GPUs"):
+        choose("cuda:2", GOOD, 0, 1)
+    # What is wrong with another GPU does no harm.
+    broken = replace(GOOD, session_errors=("broken", ""))
+    assert choose("cuda:1", broken, 0, 1).index == 1
+    with pytest.raises(LaunchError, match=r"no session runs on GPU 0 \(NVIDIA H100\): broken"):
+        choose("cuda:0", broken, 0, 1)
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "cuda:", "cuda:-1", "cuda:one", "CPU", ""])
+def test_unknown_devices(wanted: str) -> None:
+    with pytest.raises(LaunchError, match="expected auto, cpu, cuda or cuda:NUMBER"):
+        choose(wanted, GOOD, 0, 1)
+    with pytest.raises(LaunchError, match="expected auto, cpu, cuda or cuda:NUMBER"):
+        init("threads", wanted)
+
+
+def test_all_ranks_compute_on_one_kind_of_device() -> None:
+    cuda = choose("auto", GOOD, 0, 1)
+    without = choose("auto", replace(GOOD, **BAD["driver"][0]), 0, 1)
+    assert alike([cuda, cuda], cuda) == cuda
+    found = alike([cuda, without], cuda)
+    assert found.device is Device.CPU
+    assert found.notice == f"rank 1 cannot use CUDA: {NO_DRIVER}; the CPU computes on all ranks"
+    assert alike([cuda, without], without) == without
+
+
+def test_facts_of_a_probe() -> None:
+    lines = [
+        {"packages": ["onnxruntime-gpu"], "provider": True, "needs": [13, 0]},
+        {"doing": "loading the driver"},
+        {"driver": [13, 1], "gpus": ["NVIDIA H100", "NVIDIA H100"], "doing": "more"},
+        {"missing": [], "nccl": 23203},
+        {"session_errors": ["", ""], "doing": ""},
+    ]
+    told = "\n".join(map(json.dumps, lines)).encode()
+    assert read_facts(told, "") == GOOD
+    # It died while it wrote the fourth line.
+    early = read_facts(b"\n".join(told.split(b"\n")[:3]) + b'\n{"miss', "ended by signal 6")
+    assert early.gpus == GOOD.gpus
+    assert early.crash == "ended by signal 6, while more"
+    assert not early.session_errors
+
+
+def test_a_probe_that_dies_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda _: None)
+
+    def found(program: str, seconds: float = 60.0) -> Facts:
+        monkeypatch.setattr(module, "PROBE", ("-c", program))
+        monkeypatch.setattr(module, "PROBE_SECONDS", seconds)
+        module.machine.cache_clear()
+        try:
+            return module.machine()
+        finally:
+            module.machine.cache_clear()
+
+    tell = 'print(\'{"provider": true, "doing": "loading the driver"}\', flush=True)'
+    dead = found(f"import os; {tell}; os.kill(os.getpid(), 11)")
+    assert dead.crash == "the process was ended by signal 11, while loading the driver"
+    assert dead.provider
+    raised = found(f"{tell}; raise RuntimeError('out of order')")
+    assert raised.crash == "exit code 1 RuntimeError: out of order, while loading the driver"
+    hanging = found(f"import time; {tell}; time.sleep(60)", seconds=2.0)
+    assert hanging.crash == "no answer within 2 s, while loading the driver"
+    assert found(tell) == Facts(provider=True)
+
+
+def test_a_rank_computes_where_it_was_placed() -> None:
+    with World.threads(2) as world:
+        rank = world.rank(1)
+        rank.placement = choose("auto", GOOD, 1, 2)
+        assert placed(rank, "auto") == rank.placement
+        assert placed(rank, "cpu") == ON_CPU
+
+
+def test_description() -> None:
+    assert describe(GOOD) == [
+        "onnxruntime    onnxruntime-gpu, built for CUDA 13.0",
+        "driver         CUDA 13.1",
+        "GPUs           NVIDIA H100, NVIDIA H100",
+        "NCCL           2.32.3",
+        "CUDA           can be used",
+    ]
+    assert describe(replace(GOOD, **BAD["driver"][0]))[-1] == f"CUDA           {NO_DRIVER}"
