@@ -9,6 +9,7 @@ Batches go by another stream, from pinned memory, while the GPU computes what ca
 """
 
 import ctypes
+import functools
 import io
 import logging
 import threading
@@ -30,12 +31,55 @@ _NON_BLOCKING = 1  # cudaStreamNonBlocking
 _NO_TIMING = 2  # cudaEventDisableTiming
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
 _GRAIN = 256  # bytes; slots are made in powers of two of it
+_ERRORS = 3  # onnxruntime's severity, which leaves out warnings
 _LOADING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
 class CudaError(OnnxparRuntimeError):
     """A call of CUDA's runtime failed."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    name = f"libcudart.so.{(built_for() or (13,))[0]}"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise LaunchError(f"device cuda: {name} cannot be loaded ({error}): {EXTRA}") from None
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _call(where: str, name: str, *arguments: Any) -> None:
+    library = _library()
+    status = getattr(library, name)(*arguments)
+    if status != 0:
+        text = library.cudaGetErrorString(status).decode(errors="replace")
+        raise CudaError(f"{where}: {name}: {text} ({status})")
+
+
+def copy_in(address: int, array: Array) -> None:
+    """Copies a C-contiguous array to a GPU's address; it may be changed once this returns.
+
+    Raises:
+        CudaError: It failed.
+    """
+    _copy_now(address, array.ctypes.data, array.nbytes, _HOST_TO_DEVICE)
+
+
+def copy_out(address: int, array: Array) -> None:
+    """Copies what lies at a GPU's address to a C-contiguous array.
+
+    Raises:
+        CudaError: It failed, or what was enqueued before did.
+    """
+    _copy_now(array.ctypes.data, address, array.nbytes, _DEVICE_TO_HOST)
+
+
+def _copy_now(target: int, source: int, size: int, kind: int) -> None:
+    places = ctypes.c_void_p(target), ctypes.c_void_p(source)
+    _call("CUDA", "cudaMemcpy", *places, ctypes.c_size_t(size), ctypes.c_int(kind))
 
 
 class CudaRuntime:
@@ -46,18 +90,12 @@ class CudaRuntime:
 
     Raises:
         LaunchError: The library cannot be loaded.
-        CudaError: A call failed.
     """
 
     def __init__(self, index: int) -> None:
-        """Loads the library and makes the GPU the thread's."""
-        name = f"libcudart.so.{(built_for() or (13,))[0]}"
-        try:
-            self._library = ctypes.CDLL(name)
-        except OSError as error:
-            raise LaunchError(f"device cuda: {name} cannot be loaded ({error}): {EXTRA}") from None
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        """Loads the library."""
         self._index = index
+        _library()
 
     def call(self, name: str, *arguments: Any) -> None:
         """Calls an entry with the rank's GPU being the calling thread's.
@@ -66,11 +104,9 @@ class CudaRuntime:
             CudaError: It returned an error.
         """
         # The GPU is a property of the thread, and batches are staged by one of their own.
-        for entry, given in (("cudaSetDevice", (ctypes.c_int(self._index),)), (name, arguments)):
-            status = getattr(self._library, entry)(*given)
-            if status != 0:
-                text = self._library.cudaGetErrorString(status).decode(errors="replace")
-                raise CudaError(f"GPU {self._index}: {entry}: {text} ({status})")
+        where = f"GPU {self._index}"
+        _call(where, "cudaSetDevice", ctypes.c_int(self._index))
+        _call(where, name, *arguments)
 
     def handle(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         """Returns what an entry writes to its first argument: a stream, an event, memory."""
@@ -145,6 +181,8 @@ def _preload() -> None:
     # It prints what it does not find, which a run's own output must not be mixed with.
     with _LOADING, redirect_stdout(said):
         onnxruntime.preload_dlls()
+    # It warns of every session on CUDA that the provider is no plug-in.
+    onnxruntime.set_default_logger_severity(_ERRORS)
     if said.getvalue():
         log.info("%s", said.getvalue().strip())
 

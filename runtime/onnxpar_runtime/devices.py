@@ -52,6 +52,7 @@ class Facts:
         driver_error: Why it cannot be loaded, or not be started.
         gpus: Names of the GPUs that it shows.
         missing: Libraries that the provider needs and that cannot be loaded.
+        absent: Libraries that only some operators need and that cannot be loaded.
         session_errors: For each GPU why a session cannot run on it; empty where one did.
         crash: How the probe ended before its time.
         nccl: Version of NCCL, as 23200; 0 where it cannot be loaded.
@@ -65,6 +66,7 @@ class Facts:
     driver_error: str = ""
     gpus: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     session_errors: tuple[str, ...] = ()
     crash: str = ""
     nccl: int = 0
@@ -168,14 +170,19 @@ def choose(wanted: str, facts: Facts | None, place: int, ranks: int) -> Placemen
         # Where there is no GPU nobody expects one to be used.
         notice = f"{_gpus(facts.gpus)} not used: {why}; the CPU computes" if facts.gpus else ""
         return Placement(Device.CPU, notice=notice, facts=facts)
+    notices = []
+    if facts.absent:
+        names = ", ".join(facts.absent)
+        notices.append(f"{names} cannot be loaded, which some operators need: {EXTRA}")
     if index is not None:
-        notice = f"{ranks} ranks share GPU {index} ({facts.gpus[index]})" if ranks > 1 else ""
-        return Placement(Device.CUDA, index, ranks > 1, notice, facts)
-    count = len(facts.gpus)
-    index = place % count
-    shared = len(range(index, ranks, count)) > 1
-    notice = f"{ranks} ranks share {_gpus(facts.gpus)}" if ranks > count else ""
-    return Placement(Device.CUDA, index, shared, notice, facts)
+        shared, whom = ranks > 1, f"GPU {index} ({facts.gpus[index]})"
+    else:
+        count = len(facts.gpus)
+        index, whom = place % count, _gpus(facts.gpus)
+        shared = len(range(index, ranks, count)) > 1
+    if ranks > 1 and (shared or ranks > len(facts.gpus)):
+        notices.append(f"{ranks} ranks share {whom}")
+    return Placement(Device.CUDA, index, shared, "; ".join(notices), facts)
 
 
 def alike(placements: Sequence[Placement], own: Placement) -> Placement:

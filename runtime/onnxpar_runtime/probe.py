@@ -42,9 +42,12 @@ def probe(tell: Callable[[dict[str, Any]], None]) -> None:
     # It prints what it cannot find, which is told by name below.
     onnxruntime.preload_dlls()
     cuda = needs[0] if needs else 13
-    numbers = {"cuda": cuda, "fft": cuda - 1}
-    missing = [n for n in (t.format(**numbers) for t in (*_LINKED, *_OPENED)) if not _loads(n)]
-    tell({"missing": missing, "doing": "loading NCCL"})
+    linked, opened = (
+        [name.format(cuda=cuda, fft=cuda - 1) for name in names] for names in (_LINKED, _OPENED)
+    )
+    missing = [name for name in linked if not _loads(name)]
+    absent = [name for name in opened if not _loads(name)]
+    tell({"missing": missing, "absent": absent, "doing": "loading NCCL"})
     tell(_nccl())
     if missing:
         return

@@ -7,22 +7,28 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_runtime.cuda import copy_in, copy_out
+from onnxpar_runtime.dtypes import DTYPES, onnx_code
 
 Array = NDArray[Any]
 _BFLOAT16 = DTYPES["bfloat16"]
+_BY_CODE = {element.code: element.dtype for element in DTYPES.values()}
 
 
 def to_ort(array: Array, device: str = "cpu", index: int = 0) -> Any:
     """Returns an OrtValue of a C-contiguous array.
 
-    On the CPU it lies on the array's own memory, which it keeps alive. On another device it is a
-    copy; bfloat16 stays on the CPU, and onnxruntime copies it when it runs.
+    On the CPU it lies on the array's own memory, which it keeps alive. On a GPU it is a copy.
     """
     make = onnxruntime.OrtValue
+    if device != "cpu":
+        code = onnx_code(array.dtype)
+        value = make.ortvalue_from_shape_and_type(array.shape, code, device, index)
+        copy_in(value.data_ptr(), array)
+        return value
     if array.dtype == _BFLOAT16.dtype:
         return make.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16.code)
-    return make.ortvalue_from_numpy(array, device, index)
+    return make.ortvalue_from_numpy(array)
 
 
 def host_view(value: Any) -> Array:
@@ -37,13 +43,16 @@ def host_view(value: Any) -> Array:
 
 
 def to_host(value: Any) -> Array:
-    """Returns a copy of an OrtValue in host memory, of its own."""
-    if value.data_type() != "tensor(bfloat16)":
-        return np.array(value.numpy())
+    """Returns a copy of an OrtValue in host memory, of its own.
+
+    Of a GPU's value it is what the GPU has when all that it was told before is done.
+    """
     shape = tuple(value.shape())
     if value.device_name() != "cpu":
-        host = to_ort(np.empty(shape, _BFLOAT16.dtype))
-        onnxruntime.copy_tensors([value], [host])
-        value = host
+        array = np.empty(shape, _BY_CODE[value.element_type()])
+        copy_out(value.data_ptr(), array)
+        return array
+    if value.data_type() != "tensor(bfloat16)":
+        return np.array(value.numpy())
     raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
     return np.frombuffer(bytearray(raw), _BFLOAT16.dtype).reshape(shape)

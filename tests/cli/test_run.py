@@ -59,7 +59,11 @@ def test_one_device(tmp_path: Path) -> None:
         ({"x": [[0.0, 1.0]]}, [], "input 'x': expected 1 dims, got shape (1, 2)"),
         ({"x": [0.0, 1.0, 2.0]}, [], "symbol 'batch' is 3, which violates its constraint: 2*N"),
         ({"x": [0.0, 1.0]}, ["--ort", "speed=9"], "unknown onnxruntime option 'speed'"),
-        ({"x": [0.0, 1.0]}, ["--device", "tpu"], "expected one of auto, cpu, cuda, got 'tpu'"),
+        (
+            {"x": [0.0, 1.0]},
+            ["--device", "tpu"],
+            "expected auto, cpu, cuda or cuda:NUMBER, got 'tpu'",
+        ),
         ({"x": [0.0, 1.0]}, ["--custom-ops", "none.so"], "custom-op library none.so: no such file"),
     ],
 )

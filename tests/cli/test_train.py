@@ -137,7 +137,7 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
         (["--clip-norm", "0"], "--clip-norm: expected a number > 0, got 0"),
         (["--schedule", "step"], "--schedule: expected one of constant, linear, cosine"),
         (["--warmup", "99"], "--warmup: expected fewer steps than the run has (15), got 99"),
-        (["--device", "tpu"], "device: expected one of auto, cpu, cuda, got 'tpu'"),
+        (["--device", "tpu"], "device: expected auto, cpu, cuda or cuda:NUMBER, got 'tpu'"),
         (["--transport", "tcp"], "transport: expected one of auto, mpi, threads, got 'tcp'"),
         (["--log", "/nowhere/log"], "/nowhere/log: the folder does not exist"),
         (["--save", "/nowhere/w"], "/nowhere/w: the folder does not exist"),

@@ -43,8 +43,8 @@ BAD = {
     "old driver": ({"driver": (12, 4)}, "supports CUDA 12.4, .* needs CUDA 13.0: install a newer"),
     "no gpu": ({"gpus": (), "session_errors": ()}, "driver shows no GPU"),
     "library": (
-        {"missing": ("libcublas.so.13", "libcudnn.so.9"), "session_errors": ()},
-        r"libcublas.so.13, libcudnn.so.9 cannot be loaded: pip install 'onnxpar\[cuda\]'",
+        {"missing": ("libcublas.so.13", "libcurand.so.10"), "session_errors": ()},
+        r"libcublas.so.13, libcurand.so.10 cannot be loaded: pip install 'onnxpar\[cuda\]'",
     ),
     "crash": (
         {"session_errors": (), "crash": "the process was ended by signal 11, while loading NCCL"},
@@ -100,6 +100,14 @@ def test_ranks_take_the_gpus_in_turn(
 ) -> None:
     found = choose(wanted, GOOD, place, ranks)
     assert found == Placement(Device.CUDA, index, shared, notice, GOOD)
+
+
+def test_libraries_that_only_some_operators_need_are_told() -> None:
+    facts = replace(GOOD, absent=("libcudnn.so.9",))
+    assert choose("auto", facts, 2, 3).notice == (
+        "libcudnn.so.9 cannot be loaded, which some operators need: pip install 'onnxpar[cuda]'; "
+        "3 ranks share 2 GPUs (NVIDIA H100)"
+    )
 
 
 def test_a_gpu_by_its_number() -> None:

@@ -17,7 +17,7 @@ from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.programs import ACCUMULATION, EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.random_data import Draws
-from onnxpar_runtime.training.trainer import Evaluation, StepResult
+from onnxpar_runtime.training.results import Evaluation, StepResult
 from onnxpar_runtime.verify import TOLERANCE, difference_of
 
 Array = NDArray[Any]

@@ -7,8 +7,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from onnxpar_runtime.group import Ranks
+from onnxpar_runtime.training.results import Evaluation, StepResult
 from onnxpar_runtime.training.sources import Batch
-from onnxpar_runtime.training.trainer import Evaluation, StepResult, Trainer
+from onnxpar_runtime.training.trainer import Trainer
 
 Array = NDArray[Any]
 

@@ -13,6 +13,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import Cut, coordinates
+from onnxpar_runtime.cuda import copy_in
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.entries import FROM_FILES
@@ -158,12 +159,11 @@ class States:
         if name in self._host:
             self._host[name][...] = part
         else:
-            # onnxruntime copies on a stream that is not the rank's.
+            # The copy is not on the rank's streams.
             self._loader.synchronize()
             self.finish_copies()
             whole = np.broadcast_to(part, self.cut(name).local_shape)
-            source = to_ort(np.ascontiguousarray(whole).reshape(whole.shape))
-            onnxruntime.copy_tensors([source], [self._values[name]])
+            copy_in(self._values[name].data_ptr(), np.asarray(whole, order="C"))
 
     def _initial(self, state: State, shape: tuple[int, ...]) -> Array:
         """Returns what a state begins with: its shard, or zeros that take no memory."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,44 +45,13 @@ from onnxpar_runtime.training.programs import (
     Programs,
     hyperparameters_read,
 )
+from onnxpar_runtime.training.results import Evaluation, StepResult
 from onnxpar_runtime.training.runner import Runner, Traced, runner
 from onnxpar_runtime.training.sources import Batch
 from onnxpar_runtime.training.state import States
 
 Array = NDArray[Any]
 INVERSE_SCALE = "loss_scale_inverse"
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step returns, equal on all ranks.
-
-    Attributes:
-        loss: Mean loss of all that the step's micro-batches hold.
-        grad_norm: 2-norm of all gradients together, before clipping.
-        skipped: Whether nothing was changed, since gradients were not finite: the loss scale was
-            too large.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool = False
-
-
-class Evaluation(TypedDict):
-    """What an evaluation returns, equal on all ranks but for the outputs.
-
-    Attributes:
-        loss: Mean loss of the batch.
-        count: What the mean is over.
-        correct: Number of labels that the largest output hits; None where there are no classes.
-        outputs: On rank 0 the global outputs of the model if they were asked for, else None.
-    """
-
-    loss: float
-    count: int
-    correct: int | None
-    outputs: dict[str, Array] | None
 
 
 @dataclass(frozen=True)
