@@ -1,4 +1,4 @@
-"""Compares the losses of two logs of `onnxpar train`; exits with 1 where they differ.
+"""Compares the losses of two logs of `onnxpar train`; exits with 1 where they differ, 2 where one cannot be read.
 
     python tools/compare_logs.py GOT.jsonl WANT.jsonl [--rtol 1e-5] [--steps 50]
 
@@ -13,9 +13,21 @@ from pathlib import Path
 
 
 def read(path: Path) -> list[tuple[int, int, float]]:
-    """Returns `(epoch, step, loss)` of each line."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [(line["epoch"], line["step"], float(line["loss"])) for line in lines]
+    """Returns `(epoch, step, loss)` of each line.
+
+    Raises:
+        ValueError: The file cannot be read, or is no log.
+    """
+    found, number = [], 1
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            entry = json.loads(line)
+            found.append((entry["epoch"], entry["step"], float(entry["loss"])))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}:{number}: expected a line of `train --log`") from None
+    return found
 
 
 def main() -> int:
@@ -26,7 +38,10 @@ def main() -> int:
     parser.add_argument("--rtol", type=float, default=1e-5, help="default 1e-5")
     parser.add_argument("--steps", type=int, help="compare so many steps; default: all")
     options = parser.parse_args()
-    got, want = read(options.got), read(options.want)
+    try:
+        got, want = read(options.got), read(options.want)
+    except ValueError as error:
+        parser.error(str(error))
     if [line[:2] for line in got] != [line[:2] for line in want] or not want:
         print(f"steps differ: got {len(got)}, expected {len(want)}")
         return 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -33,6 +34,7 @@ from onnxpar.passes.validity import blamed_on_model
 from onnxpar.planning import Planned, Way, plan_strategy, presets, searching
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.load import AUTO
+from onnxpar.strategy.problems import in_words, problem
 from onnxpar.strategy.schema import SearchEntry
 from onnxpar.strategy.write import write_strategy
 from onnxpar.training.loss import parse_loss
@@ -136,7 +138,13 @@ def command(
     if not console.is_terminal:
         # Names would be cut to fit 80 columns.
         console.width = WIDE
-    _print(planned, entry.level, console, out)
+    training_options = f" --train --loss {loss} --optimizer {optimizer}" if loss else ""
+    _print(planned, entry.level, console)
+    console.print(f"written       {out}", markup=False)
+    console.print(
+        f"next          onnxpar shard {model} --strategy {out}{training_options} -o DIR",
+        markup=False,
+    )
 
 
 @contextmanager
@@ -206,7 +214,13 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
         raise StrategyError(
             f"--algorithm: expected one of {', '.join(algorithms)}, got {merged['algorithm']!r}"
         )
-    return SearchEntry.model_validate(merged)
+    try:
+        return SearchEntry.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option, *name = first["loc"]
+        flag = "symbol" if option == "sizes" else option
+        raise StrategyError(f"--{flag}: {in_words(name)}{problem(first)}") from None
 
 
 # -- what is printed -----------------------------------------------------------------------------
@@ -265,7 +279,7 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
     }
 
 
-def _print(planned: Planned, level: int, console: Console, out: Path) -> None:
+def _print(planned: Planned, level: int, console: Console) -> None:
     best = planned.ways[0].price
     assert best is not None
     columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
@@ -302,8 +316,6 @@ def _print(planned: Planned, level: int, console: Console, out: Path) -> None:
         )
     console.print(ways)
     console.print(escape(_why(planned, level)))
-    console.print(escape(f"written       {out}"))
-    console.print(escape(f"next          onnxpar shard MODEL --strategy {out} -o DIR"))
 
 
 def _print_stages(way: Way, console: Console) -> None:

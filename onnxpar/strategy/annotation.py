@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxpar.errors import MeshError, StrategyError
 from onnxpar.mesh import Mesh
+from onnxpar.strategy.problems import in_words, problem
 from onnxpar.symbols import Symbol
 
 METADATA = "onnxpar.annotation"
@@ -481,9 +482,8 @@ def _extras(source: str, text: str | None) -> Extras:
         return Extras.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
         raise StrategyError(
-            f"{source}: metadata {METADATA!r}: {place + ': ' if place else ''}{first['msg']}"
+            f"{source}: metadata {METADATA!r}: {in_words(first['loc'])}{problem(first)}"
         ) from None
 
 

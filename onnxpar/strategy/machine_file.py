@@ -11,6 +11,7 @@ from onnxpar.errors import MachineError
 from onnxpar.machine import PRESETS, Link, Machine, parse_bytes
 from onnxpar.strategy.document import read_document
 from onnxpar.strategy.names import nearest
+from onnxpar.strategy.problems import in_words, problem
 
 
 class _LinkFile(BaseModel):
@@ -50,7 +51,8 @@ def load_machine(text: str) -> Machine:
         found = _MachineFile.model_validate(document.data)
     except ValidationError as error:
         first = error.errors()[0]
-        raise MachineError(f"{document.where(first['loc'])}: {first['msg']}") from None
+        where = document.where(first["loc"])
+        raise MachineError(f"{where}: {in_words(first['loc'])}{problem(first)}") from None
     if "float32" not in found.flops:
         raise MachineError(f"{document.where(('flops',))}: expected an entry float32")
     sizes = [link.devices for link in found.links]

@@ -43,6 +43,7 @@ from onnxpar.strategy.entry import (
     short,
 )
 from onnxpar.strategy.names import nearest
+from onnxpar.strategy.problems import in_words, problem
 from onnxpar.strategy.recomputing import read_recompute
 from onnxpar.symbols import Symbol
 
@@ -144,7 +145,7 @@ class SearchEntry(_Section):
 
     algorithm: Literal["recursive", "ilp"] = "recursive"
     level: Literal[0, 1, 2] = 2
-    memory: Annotated[int, BeforeValidator(_bytes)] | None = None
+    memory: Annotated[int, BeforeValidator(_bytes), Field(ge=1)] | None = None
     machine: str = "cpu"
     sizes: dict[str, Annotated[int, Field(ge=1)]] = {}
 
@@ -385,7 +386,7 @@ def _annotated_pipeline(annotation: Annotation) -> PipelineEntry | None:
         return PipelineEntry.model_validate({"stages": annotation.stages, **known})
     except ValidationError as error:
         raise StrategyError(
-            f"{annotation.source}: metadata {METADATA!r}: pipeline: {error.errors()[0]['msg']}"
+            f"{annotation.source}: metadata {METADATA!r}: pipeline: {problem(error.errors()[0])}"
         ) from None
 
 
@@ -399,12 +400,6 @@ _SECTIONS: Mapping[str | int, type[_Section]] = {
     "optimizer_parallel": OptimizerParallelEntry,
     "pipeline": PipelineEntry,
 }
-_TYPES = {
-    "int_type": "an integer",
-    "dict_type": "a mapping",
-    "string_type": "text",
-    "list_type": "a list",
-}
 
 
 def _keys(section: type[_Section]) -> list[str]:
@@ -413,26 +408,18 @@ def _keys(section: type[_Section]) -> list[str]:
 
 def _message(document: Document, error: ErrorDetails) -> str:
     location: Location = error["loc"]
-    where = document.where(location)
-    path = ": ".join(repr(part) for part in location)
+    # Data that are from no file have no lines, and the keys are told below.
+    where = document.where(location) if document.lines else document.source
     if error["type"] == "extra_forbidden":
         names = _SECTIONS.get(location[0], _File) if len(location) > 1 else _File
         keys = _keys(names)
         inside = "" if len(location) == 1 else " in " + ": ".join(map(repr, location[:-1]))
         return f"{where}: unknown key {location[-1]!r}{inside}{nearest(str(location[-1]), keys)}"
-    if error["type"] == "missing":
-        return f"{where}: {path}: expected this key, got none"
-    if error["type"] == "entry":
-        return f"{where}: {path}: {error['msg']}"
-    got = short(error["input"])
+    said = f"{where}: {in_words(location)}"
     if error["type"] in ("model_type", "model_attributes_type"):
         known = ", ".join(map(repr, _keys(_SECTIONS.get(location[0], _File))))
-        return f"{where}: {path}: expected a mapping with the keys {known}, got {got}"
-    if error["type"] == "literal_error":
-        return f"{where}: {path}: expected {error['ctx']['expected']}, got {got}"
-    if error["type"] in _TYPES:
-        return f"{where}: {path}: expected {_TYPES[error['type']]}, got {got}"
-    return f"{where}: {path}: {error['msg']}, got {got}"
+        return f"{said}expected a mapping with the keys {known}, got {short(error['input'])}"
+    return f"{said}{problem(error)}"
 
 
 def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:

@@ -23,8 +23,14 @@ TRANSPORTS = ("auto", "mpi", "threads")
 # Open MPI's mpirun, and the process managers of MPICH's family.
 _RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _INTERRUPTED = 130
-AGREED_NOTE = "ONNXPAR_AGREED_NOTE"
-"""Names a file that the first rank makes when all ranks agreed on an error: it would come again."""
+SUPERVISED = "ONNXPAR_SUPERVISED"
+"""Set for ranks that a supervisor started."""
+AGREED = 64
+"""Is added to the exit code of ranks that a supervisor started and that agreed on an error.
+
+An error that all ranks agreed on would come again, and 1 alone may also be that of a rank that
+failed by itself. An exit code reaches the supervisor from whatever machine a rank is on.
+"""
 
 
 def mpirun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
@@ -90,8 +96,9 @@ def mpirun_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 def guarded(rank: Rank, action: Callable[[], int]) -> int:
     """Returns the exit code of `action`, which is this rank's whole program.
 
-    An error that all ranks agreed on is printed by rank 0 and its exit code returned by all. Any
-    other error, and a call of `sys.exit`, ends all ranks: `r3 | message` on stderr, then MPI_Abort.
+    An error that all ranks agreed on is printed by rank 0 and its exit code returned by all, under
+    a supervisor with `AGREED` added. Any other error, and a call of `sys.exit`, ends all ranks:
+    `r3 | message` on stderr, then MPI_Abort.
     The traceback of an error that is not the user's goes to the rank's log only.
 
     Raises:
@@ -104,9 +111,7 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
         if error.agreed or rank.world.size == 1:
             if rank.index == 0:
                 report(str(error))
-                if AGREED_NOTE in os.environ:
-                    Path(os.environ[AGREED_NOTE]).touch()
-            return error.exit_code
+            return error.exit_code + (AGREED if SUPERVISED in os.environ else 0)
         message = str(error).split(" | ", 1)[-1] if isinstance(error, RankError) else str(error)
         code = error.exit_code
     except KeyboardInterrupt:
@@ -124,6 +129,11 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
     else:
         report(message)
     return code
+
+
+def ranks_in_words(count: int) -> str:
+    """Returns `1 rank` or `2 ranks`."""
+    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def report(message: str) -> None:

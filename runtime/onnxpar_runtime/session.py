@@ -13,6 +13,7 @@ from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.gather import join_outputs
 from onnxpar_runtime.inputs import Feeds, Inputs
+from onnxpar_runtime.launch import ranks_in_words
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Program, TensorSpec
 from onnxpar_runtime.memory import peak_bytes, weight_bytes
 from onnxpar_runtime.pipeline.forward import Forward
@@ -185,6 +186,6 @@ def common_symbols(manifest: Manifest) -> list[str]:
 def wrong_size(manifest: Manifest, size: int) -> str:
     """Returns the message for a world whose size is not the artifact's device count."""
     return (
-        f"{manifest.directory} was cut for {manifest.devices} ranks, got {size}: start it with "
-        f"`mpirun -n {manifest.devices} …`"
+        f"{manifest.directory} was cut for {ranks_in_words(manifest.devices)}, got {size}: start "
+        f"it with `mpirun -n {manifest.devices} …`"
     )

@@ -1,8 +1,9 @@
 """Runs mpirun, and runs it again from the last whole checkpoint when a rank has died.
 
-mpirun ends all ranks when one of them dies. What is added here: whether it is worth starting again
-is told by a note that the first rank leaves when all ranks agreed on an error, which would come
-again; ranks that lost their mpirun are ended too; and signals are handed on.
+mpirun ends all ranks when one of them dies. What is added here: whether it is worth starting again,
+which the exit code tells, since an error that all ranks agreed on would come again; ranks of this
+machine that lost their mpirun are ended too (on others Open MPI's daemons do so, which lose their
+mpirun likewise); and signals are handed on.
 """
 
 import ctypes
@@ -15,12 +16,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 
 from onnxpar_runtime.checkpoint.folder import resolve, whole_steps
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.launch import AGREED_NOTE, find_mpirun, mpirun_environment
+from onnxpar_runtime.launch import (
+    AGREED,
+    SUPERVISED,
+    find_mpirun,
+    mpirun_environment,
+    ranks_in_words,
+)
 from onnxpar_runtime.manifest import FILE_NAME, Manifest
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,10 +61,9 @@ class Job:
 
 @dataclass(frozen=True)
 class _End:
-    """How an mpirun ended: its exit code, whether all ranks agreed on it, and by which signal."""
+    """How an mpirun ended: its exit code, and by which signal to this process."""
 
     code: int
-    agreed: bool
     interrupted: int | None
 
 
@@ -85,13 +90,15 @@ def supervise(job: Job) -> int:
         end = _run(job, ranks, arguments)
         if end.interrupted is not None:
             return 128 + end.interrupted
-        if end.code in (0, 2) or end.agreed:
-            return end.code
+        agreed = end.code - AGREED
+        if end.code in (0, 2) or agreed in (1, 2):
+            return agreed if agreed > 0 else end.code
         _tell(f"a rank died or failed, and mpirun ended {_how(end.code)} after "
               f"{time.monotonic() - start:.1f} s")  # fmt: skip
         if number + 1 < len(plan):
-            _tell(f"{_where(folder)} on {plan[number + 1][1]} ranks, with "
-                  f"{plan[number + 1][0]} (restart {number + 1} of {len(plan) - 1})")  # fmt: skip
+            again, count = plan[number + 1]
+            _tell(f"{_where(folder)} on {ranks_in_words(count)}, with {again} "
+                  f"(restart {number + 1} of {len(plan) - 1})")  # fmt: skip
     _tell("gave up: no retries are left" if len(plan) > 1 else "see --retries to start again")
     return 1
 
@@ -122,7 +129,8 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
         manifest.trained()
         if not place and job.ranks not in (None, manifest.devices):
             raise LaunchError(
-                f"-n {job.ranks}: {directory} was cut for {manifest.devices} ranks; leave it out"
+                f"-n {job.ranks}: {directory} was cut for "
+                f"{ranks_in_words(manifest.devices)}; leave it out"
             )
         for _ in range(1 + job.retries):
             yield directory, manifest.devices
@@ -155,28 +163,28 @@ def _how(code: int) -> str:
 def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
     """Runs mpirun once, until none of its ranks is left."""
     more = ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
+    # Ranks on other machines have the environment that they are sent, and no other.
+    more += ["-x", SUPERVISED]
     command = [find_mpirun(), *more, *job.options, "-n", str(ranks), *job.program, *arguments]
     known = set(_children())
-    with TemporaryDirectory(prefix="onnxpar-launch-") as notes:
-        note = Path(notes, "agreed")
-        with _handed_on() as signals:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env={**mpirun_environment(), AGREED_NOTE: str(note)},
-                start_new_session=True,  # The terminal's Ctrl-C comes to this process alone.
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-            )
-            try:
-                while process.poll() is None:
-                    signals.pass_to(process)
-                    time.sleep(_POLL_S)
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-                _end_orphans(known)
-        return _End(process.returncode, note.exists(), signals.seen)
+    with _handed_on() as signals:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env={**mpirun_environment(), SUPERVISED: "1"},
+            start_new_session=True,  # The terminal's Ctrl-C comes to this process alone.
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        try:
+            while process.poll() is None:
+                signals.pass_to(process)
+                time.sleep(_POLL_S)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            _end_orphans(known)
+    return _End(process.returncode, signals.seen)
 
 
 class _Signals:

@@ -87,7 +87,7 @@ def test_attempts_go_from_directory_to_directory(
         ran.append((ranks, arguments))
         if len(ran) == 2:
             (tmp_path / "step-00000007").mkdir()
-        return supervisor._End(137, False, None)
+        return supervisor._End(137, None)
 
     monkeypatch.setattr(supervisor, "_run", dies)
     first, second = str(cuts / "cut2"), str(cuts / "cut1")
@@ -107,7 +107,7 @@ def test_attempts_go_from_directory_to_directory(
     )
     assert "from the beginning, since no checkpoint is whole, on 2 ranks" in lines[1]
     assert (
-        f"from {tmp_path / 'step-00000007'} on 1 ranks, with {second} (restart 2 of 3)" in lines[3]
+        f"from {tmp_path / 'step-00000007'} on 1 rank, with {second} (restart 2 of 3)" in lines[3]
     )
     assert lines[-1] == "onnxpar: launch: gave up: no retries are left"
 

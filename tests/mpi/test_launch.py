@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import linear
@@ -51,7 +51,7 @@ def launched(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 def descendants(pid: int) -> list[int]:
     try:
         mine = children(pid)
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     return mine + [below for child in mine for below in descendants(child)]
 
@@ -63,6 +63,22 @@ def ranks_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
         found = [rank for mpirun in children(process.pid) for rank in children(mpirun)]
         if len(found) == count:
             return found
+        time.sleep(0.02)
+    raise AssertionError(f"there are no {count} ranks: {process.communicate()}")
+
+
+def ranks_anywhere(process: "subprocess.Popen[str]", count: int) -> list[int]:
+    """As `ranks_of`, in the order of their numbers, whichever machine they seem to be on."""
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until and process.poll() is None:
+        found = {}
+        for pid in descendants(process.pid):
+            with suppress(OSError):
+                settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                mine = [x for x in settings if x.startswith(b"OMPI_COMM_WORLD_RANK=")]
+                found.update({int(x.partition(b"=")[2]): pid for x in mine})
+        if len(found) == count:
+            return [found[rank] for rank in range(count)]
         time.sleep(0.02)
     raise AssertionError(f"there are no {count} ranks: {process.communicate()}")
 
@@ -95,6 +111,16 @@ def training(folder: Path, directory: Path, *more: str) -> list[str]:
         "train", str(directory), "--data", slow(folder), "--lr", "0.05", "--epochs", "3",
         "--seed", "5", "--device", "cpu", "--print-every", "0", *more,
     ]  # fmt: skip
+
+
+def failing(folder: Path, directory: Path) -> list[str]:
+    """A run whose second step fails, on all ranks alike."""
+    (folder / "bad.py").write_text(
+        "import numpy as np\ndef batches():\n    for x in (1, np.nan):\n"
+        "        yield {'x': np.full((2, 64), x, np.float32), 'labels': np.ones(2, np.int64)}\n"
+    )
+    saving = ["--checkpoint", str(folder / "ck"), "--every", "1"]
+    return ["train", str(directory), "--data", "bad:batches", "--lr", "1", *saving]
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
@@ -171,15 +197,61 @@ def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Checkpoint.load(resolve(folder)).devices == 2
 
 
+AGENT = """#!/bin/bash
+# AGENT HOST COMMAND…: as ssh, with nothing of this environment, and a machine's name of its own.
+host=$1; shift
+exec unshare --uts env -i PATH="$PATH" HOME="$HOME" TMPDIR={temporary} bash -c "hostname $host; $*"
+"""
+
+
+@pytest.fixture
+def machines(work: Path) -> list[str]:
+    """Options for mpirun to have the first rank here, and the second on what seems another machine.
+
+    That one runs here as well, under another host name: Open MPI starts a daemon there by an agent,
+    and all that its rank has of this process is what the daemon was sent.
+    """
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("another host name needs the right to make a namespace")
+    (work / "far").mkdir()
+    agent = work / "agent"
+    agent.write_text(AGENT.format(temporary=work / "far"))
+    agent.chmod(0o755)
+    options = ["--prtemca", "plm_ssh_agent", str(agent), "--host", "far:1,localhost:1"]
+    return [f"--mpirun={option}" for option in [*options, "-x", "PYTHONPATH"]]
+
+
+def test_on_two_machines_what_would_come_again_is_told(work: Path, machines: list[str]) -> None:
+    """The first rank, which speaks for all, is on the other one."""
+    arguments = failing(work, linear.cut(work, 2))
+    with launched("--retries", "3", *machines, "--", *arguments) as process:
+        _, errors = finish(process)
+    assert process.returncode == 1, errors
+    assert errors.count("step 2: the loss is nan") == 1 and "resuming" not in errors
+
+
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.parametrize("whom", [0, 1])
+def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int) -> None:
+    directory, log, folder = linear.cut(work, 2), work / "log", work / "ck"
+    arguments = training(work, directory, "--log", str(log), "--checkpoint", str(folder))
+    with launched("--retries", "1", *machines, "--", *arguments, "--every", "1") as process:
+        ranks = ranks_anywhere(process, 2)
+        while not whole_steps(folder):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(ranks[whom], signal.SIGKILL)
+        assert gone(ranks)
+        _, errors = finish(process)
+    assert process.returncode == 0, errors
+    # What ended first is either rank: the one that was killed, or the one that lost its peer.
+    assert "a rank died or failed" in errors and "resuming from" in errors
+    assert len(losses(log)) == 60
+
+
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
-    directory = linear.cut(work, 2)
-    (work / "bad.py").write_text(
-        "import numpy as np\ndef batches():\n    for x in (1, np.nan):\n"
-        "        yield {'x': np.full((2, 64), x, np.float32), 'labels': np.ones(2, np.int64)}\n"
-    )
-    arguments = ["train", str(directory), "--data", "bad:batches", "--lr", "1"]
-    arguments += ["--checkpoint", str(work / "ck"), "--every", "1"]
+    arguments = failing(work, linear.cut(work, 2))
     with launched("--retries", "3", "--", *arguments) as p:
         _, errors = finish(p)
     assert p.returncode == 1

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar.errors import StrategyError
+from onnxpar.errors import MachineError, StrategyError
 from onnxpar.layout import Layout
 from onnxpar.strategy import Strategy, load_strategy
 from onnxpar.strategy.document import parse_document
+from onnxpar.strategy.machine_file import load_machine
 from onnxpar.symbols import Symbol
 
 FULL = """\
@@ -135,6 +136,12 @@ def test_tp_and_axes_that_no_entry_places_split_parameters(
         ("mesh: {dp: 2}\ndevices: 4", "s:2: 'devices' is of 4 devices, but the mesh .* is 2"),
         ("devices: 65537", "s:1: 'devices': expected from 1 to 65536 devices, got 65537"),
         ("mesh: {dp: 2, tp: 100000}", "s:1: expected at most 65536 devices, got 100000"),
+        ("pipeline: {stages: 0}", "s:1: 'pipeline': 'stages': expected a number >= 1, got 0$"),
+        (
+            "nodes: {a: {in: [[1]], partial: {operands: [], axes: [a]}}}",
+            r"s:1: 'nodes': 'a': 'partial': 'operands': expected at least 1 item, got \[\]$",
+        ),
+        ("search: {memory: -1}", "s:1: 'search': 'memory': expected a number >= 1, got -1$"),
         ("devices: 0", "s:1: 'devices': expected from 1 to .* devices, got 0"),
         ("devices: true", "s:1: 'devices': expected an integer, got True"),
         ("symbols: {b: {divisor: 0}}", "s:1: 'symbols': 'b': Symbol: divisor must be at least 1"),
@@ -162,6 +169,36 @@ def test_tp_and_axes_that_no_entry_places_split_parameters(
 def test_mistakes_name_line_expected_and_got(text: str, message: str) -> None:
     with pytest.raises(StrategyError, match=f"^{message}" if message[:2] == "s:" else message):
         Strategy.from_text(text, source="s")
+
+
+def test_data_without_a_file_are_told_once() -> None:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.from_dict({"devices": 2, "pipeline": {"stages": 0}})
+    assert str(caught.value) == "strategy: 'pipeline': 'stages': expected a number >= 1, got 0"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("bandwidth: 2", "bandwidth: fast", "2: 'bandwidth': expected a number, got 'fast'"),
+        ("bandwidth: 2", "bandwidth: -1", "2: 'bandwidth': expected a number > 0, got -1"),
+        ("latency: 4", "late: 4", "5: 'links': 0: 'latency': expected this key, got none"),
+        ("memory: 3", "memory: lots", "2: 'memory': expected a size such as 80GiB, got 'lots'"),
+        ("name: a", "name: a, x: 1", "1: 'x': unknown key"),
+    ],
+)
+def test_mistakes_in_a_machine_file(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (
+        "{name: a, flops: {float32: 1.0},\nbandwidth: 2, memory: 3, overhead: 0,\n"
+        "overlap: 0.5,\nlinks: [\n{bandwidth: 3, latency: 4}]}"
+    )
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    assert load_machine(str(path)).bandwidth == 2
+    path.write_text(text.replace(old, new))
+    with pytest.raises(MachineError) as caught:
+        load_machine(str(path))
+    assert str(caught.value) == f"{path}:{message}"
 
 
 def test_aliases_are_read_but_may_not_explode() -> None:

@@ -56,8 +56,8 @@ def start_mpirun(
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
+    texts = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in texts for child in text.split()]
 
 
 def alive(pid: int) -> bool:

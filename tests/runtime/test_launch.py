@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from onnxpar_runtime.collectives import Rank, World
-from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError
+from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.launch import (
+    AGREED,
+    SUPERVISED,
     find_mpirun,
     guarded,
     init,
@@ -78,6 +80,13 @@ def test_guarded(
 ) -> None:
     assert guarded(one_rank(), raising(error)) == code
     assert capfd.readouterr().err == message
+
+
+def test_an_error_of_all_ranks_is_marked_for_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SUPERVISED, "1")
+    assert guarded(one_rank(), raising(TrainingError("the loss is nan"))) == AGREED + 1
+    assert guarded(one_rank(), raising(InputError("missing"))) == AGREED + 2
+    assert guarded(one_rank(), raising(KeyError("x"))) == 1
 
 
 def test_guarded_returns_the_exit_code() -> None:

@@ -41,5 +41,24 @@ def test_code_tells_whether_the_losses_agree(
     assert compare(tmp_path, got, WANT, *options) == code
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "got.jsonl: cannot be read: No such file or directory"),
+        ('{"epoch": 1, "step": 1, "loss": 2.0}\n{"epoch": 1}\n', "got.jsonl:2: expected a line of"),
+        ("3\n", "got.jsonl:1: expected a line of"),
+        ("not json\n", "got.jsonl:1: expected a line of"),
+    ],
+)
+def test_what_is_no_log_is_told(tmp_path: Path, text: str | None, message: str) -> None:
+    (tmp_path / "want.jsonl").write_text(json.dumps({"epoch": 1, "step": 1, "loss": 2.0}) + "\n")
+    if text is not None:
+        (tmp_path / "got.jsonl").write_text(text)
+    command = [sys.executable, SCRIPT, tmp_path / "got.jsonl", tmp_path / "want.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
 def test_two_empty_logs_show_nothing(tmp_path: Path) -> None:
     assert compare(tmp_path, [], []) == 1
