@@ -1,7 +1,8 @@
-"""What a checkpoint says of itself: `checkpoint.json`, schema 1, as frozen data and back.
+"""What a checkpoint says of itself: `checkpoint.json`, schema 2, as frozen data and back.
 
 The file holds the contents and the SHA-256 of their text, so that any change to it is found; the
-contents have the SHA-256 of every other file.
+contents have the SHA-256 of every other file. Schema 1, which is read too, is the same but for the
+sum of each tensor, which may be missing.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.json_reader import JsonReader
 
 FILE_NAME = "checkpoint.json"
-SCHEMA = 1
+SCHEMA = 2
+_READ = (1, 2)
 GENERATOR = "onnxpar_runtime"
 
 
@@ -75,7 +77,8 @@ class StoredTensor:
         dtype: Name of its element type.
         shape: Global shape.
         shards: Its parts: every element is in one of them.
-        sum: Sum of its elements, see `onnxpar_runtime.checkpoint.sums`.
+        sum: Sum of its elements, see `onnxpar_runtime.checkpoint.sums`; None where it was written
+            without.
     """
 
     name: str
@@ -84,7 +87,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[StoredShard, ...]
-    sum: int
+    sum: int | None
 
     @property
     def itemsize(self) -> int:
@@ -218,10 +221,10 @@ class _Reader(JsonReader):
         expected = self.digest(raw, "sha256", "checkpoint")
         got = _digest(_canonical(contents))
         schema = self.get(contents, "schema", int, "contents")
-        if schema != SCHEMA:
+        if schema not in _READ:
             raise self.error(
-                f"{self.path}: expected schema {SCHEMA}, got {schema}: it was written by another "
-                "version of onnxpar"
+                f"{self.path}: expected schema {' or '.join(map(str, _READ))}, got {schema}: it "
+                "was written by another version of onnxpar"
             )
         if got != expected:
             raise self.error(f"{self.path}: changed, expected SHA-256 {expected}, got {got}")
@@ -238,7 +241,7 @@ class _Reader(JsonReader):
             progress=self.progress(self.get(contents, "progress", dict, "contents")),
             run=self.get(contents, "run", dict, "contents"),
             tensors={
-                name: self.tensor(name, entry, files)
+                name: self.tensor(name, entry, files, schema)
                 for name, entry in self.get(contents, "tensors", dict, "contents").items()
             },
             files=files,
@@ -261,7 +264,9 @@ class _Reader(JsonReader):
             return None
         return float(self.get(raw, key, (int, float), "progress"))
 
-    def tensor(self, name: str, raw: Any, files: Mapping[str, FileEntry]) -> StoredTensor:
+    def tensor(
+        self, name: str, raw: Any, files: Mapping[str, FileEntry], schema: int
+    ) -> StoredTensor:
         where = f"tensors.{name}"
         dtype = self.get(raw, "dtype", str, where)
         if dtype not in DTYPES:
@@ -282,7 +287,7 @@ class _Reader(JsonReader):
             dtype,
             shape,
             shards,
-            self.get(raw, "sum", int, where),
+            None if schema == 1 and "sum" not in raw else self.get(raw, "sum", int, where),
         )
 
     def shard(

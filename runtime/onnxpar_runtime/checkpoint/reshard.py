@@ -66,7 +66,7 @@ def reshard(
         target: The checkpoint to write, which must not exist.
         to: The artifact directory.
         verify: Whether to compare SHA-256 of the source's files: sizes and the sums of tensors
-            are, in any case.
+            are, in any case. Where the source has no sums, SHA-256 is.
 
     Raises:
         ArtifactError: `to` cannot be read, or is not for training.
@@ -156,7 +156,7 @@ def _write(
                 name: files(partial / name, parts, lambda tensor: tensor.name)
                 for name, parts in _by_file(checkpoint, tensors).items()
             }
-        summed = {n: replace(t, sum=checkpoint.tensors[n].sum) for n, t in tensors.items()}
+        summed = {n: replace(t, sum=files.sums.get(n, 0)) for n, t in tensors.items()}
         made = replace(checkpoint, directory=target, devices=devices, tensors=summed, files=entries)
         finish(partial, made, target)
     finally:
@@ -179,13 +179,17 @@ def _by_file(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor]) -> dic
 
 
 class _Files:
-    """Writes files of pieces of a checkpoint, which is being verified."""
+    """Writes files of pieces of a checkpoint, which is being verified.
+
+    Attributes:
+        sums: Sum of what was written of each tensor, by its name; none of those without elements.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._source = Source(checkpoint)
         self._checkpoint = checkpoint
         self._buffer: Bytes = np.empty(PIECE_BYTES, np.uint8)
-        self._sums: dict[str, int] = {}
+        self.sums: dict[str, int] = {}
 
     def __call__(self, path: Path, parts: Parts, name: Callable[[StoredTensor], str]) -> FileEntry:
         """Writes the parts to a file, under the names that `name` gives them."""
@@ -209,15 +213,15 @@ class _Files:
         raw = self._buffer[: prod(shape) * part.itemsize]
         array: NDArray[Any] = raw.view(DTYPES[part.dtype].dtype).reshape(shape)
         self._source.fill(stored, array, [*_clipped(shard.boxes, region)])
-        total = self._sums.get(stored.name, 0) + sum_of(array)
-        self._sums[stored.name] = total % modulus(stored.itemsize)
+        total = self.sums.get(stored.name, 0) + sum_of(array)
+        self.sums[stored.name] = total % modulus(stored.itemsize)
         return raw.data
 
     def check(self) -> None:
         """Raises CheckpointError unless the tensors that were written are those of the source."""
-        for name, got in self._sums.items():
+        for name, got in self.sums.items():
             tensor = self._checkpoint.tensors[name]
-            if got != tensor.sum:
+            if tensor.sum not in (None, got):
                 files = ", ".join(dict.fromkeys(shard.file for shard in tensor.shards))
                 raise CheckpointError(
                     f"{self._checkpoint.directory}: tensor {name!r} in {files}: changed, expected "
@@ -228,7 +232,8 @@ class _Files:
 @contextmanager
 def _verified(checkpoint: Checkpoint, verify: bool) -> Iterator[_Files]:
     """Gives what writes files of a checkpoint; raises at the end if its own have been changed."""
-    names = sorted(checkpoint.files) if verify else []
+    unsummed = any(tensor.sum is None for tensor in checkpoint.tensors.values())
+    names = sorted(checkpoint.files) if verify or unsummed else []
     pool = ThreadPoolExecutor(1, "onnxpar-verify")
     found = [pool.submit(checkpoint.verify_file, name) for name in names]
     try:

@@ -1,6 +1,9 @@
 """Checkpoints of other meshes: whatever the way, bytes equal those of the direct merge."""
 
+import hashlib
+import json
 import os
+import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -17,7 +20,8 @@ from onnxpar.cli import main
 from onnxpar.strategy import Strategy
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import reshard as module
-from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
+from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint, Progress
+from onnxpar_runtime.checkpoint.folder import resolve
 from onnxpar_runtime.checkpoint.reshard import export_weights, merge, pieces_of, reshard
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
@@ -132,6 +136,33 @@ def test_pieces_are_runs_of_memory_in_order(shape: list[int], size: int, limit: 
         assert piece.size * size <= max(limit, size)
         found += piece.ravel().tolist()
     assert found == list(range(prod(shape)))
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_schema_1_is_read(trained: Path, tmp_path: Path, summed: bool) -> None:
+    """It may have no sums: then bytes that changed are found by SHA-256, and sums are made."""
+    source = Checkpoint.load(resolve(trained / "ck"))
+    old = tmp_path / "old"
+    shutil.copytree(source.directory, old)
+    contents = json.loads((old / FILE_NAME).read_text())["contents"]
+    assert contents["schema"] == 2
+    contents["schema"] = 1
+    if not summed:
+        for tensor in contents["tensors"].values():
+            del tensor["sum"]
+    text = json.dumps(contents, ensure_ascii=False, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (old / FILE_NAME).write_text(json.dumps({"sha256": digest, "contents": contents}))
+    merge(old, tmp_path / "a")
+    merge(source.directory, tmp_path / "b")
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+    file = next(old.glob("*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=f"expected {'the sum' if summed else 'SHA-256'}"):
+        merge(old, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_changed_byte_of_the_source_is_found(trained: Path, tmp_path: Path) -> None:
