@@ -142,15 +142,16 @@ class World:
             )
         return Rank(self, r)
 
-    def abort(self, rank: int, message: str) -> None:
+    def abort(self, rank: int, message: str, code: int = 1) -> None:
         """Ends all communication of the world because `rank` cannot go on.
 
         Threads: every rank that waits in a collective, or calls one later, fails with the message.
-        MPI: prints `r<rank> | message` to stderr and ends all processes by MPI_Abort.
+        MPI: prints `r<rank> | message` to stderr and ends all processes by MPI_Abort, with the exit
+        code `code`.
         """
         if self.comm is not None:
             print(f"r{rank} | {message}", file=sys.stderr, flush=True)
-            self.comm.Abort(1)
+            self.comm.Abort(code)
         self._check(self._library.onnxpar_abort(self._handle, f"rank {rank}: {message}".encode()))
 
     def close(self) -> None:

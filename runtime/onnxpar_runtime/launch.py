@@ -125,7 +125,7 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
         log.exception("unexpected error")
         message, code = f"{type(error).__name__}: {error}", 1
     if rank.world.size > 1:
-        rank.world.abort(rank.index, message)
+        rank.world.abort(rank.index, message, code)
     else:
         report(message)
     return code

@@ -19,7 +19,7 @@ from launching import LIMIT, alive, children
 
 from onnxpar.cli import main
 from onnxpar_runtime.checkpoint.contents import Checkpoint
-from onnxpar_runtime.checkpoint.folder import resolve, whole_steps
+from onnxpar_runtime.checkpoint.folder import resolve, step_name, whole_steps
 from onnxpar_runtime.launch import mpirun_environment
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -247,6 +247,44 @@ def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int)
     # What ended first is either rank: the one that was killed, or the one that lost its peer.
     assert "a rank died or failed" in errors and "resuming from" in errors
     assert len(losses(log)) == 60
+
+
+SMALL_DISK = """
+mount -t tmpfs -o size={size}k none "$1" || exit 77
+"${{@:3}}"
+code=$?
+cp -a "$1/." "$2"
+exit $code
+"""
+
+
+def test_a_disk_that_is_full(work: Path) -> None:
+    """All ranks end with the reason; the checkpoints that were whole stay so."""
+    directory, disk, kept = linear.cut(work, 2, optimizer="adamw"), work / "disk", work / "kept"
+    disk.mkdir()
+    saving = ["--checkpoint", str(disk / "ck"), "--every", "1", "--keep", "100"]
+    command = [sys.executable, "-m", "onnxpar.cli", "launch", "--retries", "3", "--"]
+    command += training(work, directory, *saving)
+    inner = ["bash", "-c", SMALL_DISK.format(size=96), "-", str(disk), str(kept), *command]
+    done = subprocess.run(
+        ["unshare", "--mount", *inner],
+        env=mpirun_environment({k: v for k, v in os.environ.items() if "OMPI_" not in k}),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    if "unshare: " in done.stderr or done.returncode == 77:
+        pytest.skip("a disk of its own needs the right to mount")
+    assert done.returncode == 2, done.stderr
+    assert "cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr and "resuming" not in done.stderr
+    steps = whole_steps(kept / "ck")
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 1
+    for step in steps:
+        checkpoint = Checkpoint.load(kept / "ck" / step_name(step))
+        for name in checkpoint.files:
+            checkpoint.verify_file(name)
 
 
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
