@@ -8,13 +8,21 @@ Barrier. It runs after planning: a clone is divided as its original, so the arit
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import onnx_ir as ir
 
 from onnxpar.analysis.plan import NodePlan, Plan
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.reshard import cheapest_way
-from onnxpar.analysis.shapes import GRADIENT_OF, RECOMPUTED_FROM, NodeView, ShapeEnv
+from onnxpar.analysis.shapes import (
+    GRADIENT_OF,
+    RECOMPUTED_FROM,
+    VIRTUAL_STAGE,
+    NodeView,
+    ShapeEnv,
+)
+from onnxpar.analysis.stages import virtual_stage_of
 from onnxpar.ops.barrier import DEFS, barrier_node, barrier_rule
 from onnxpar.ops.registry import OpDef
 from onnxpar.ops.rule import ANY, OpRule
@@ -72,9 +80,10 @@ def recompute(planned: Planned, wanted: Recomputation) -> Planned:
 class _Recompute:
     old: Planned
     wanted: Recomputation
-    # What reads a value now: the clone of each value, and the Barrier of each (value, sharding).
+    # What reads a value now: the clone of each value, and the Barrier of each value, sharding and
+    # virtual stage.
     clones: dict[str, ir.Value] = field(default_factory=dict)
-    barriers: dict[tuple[str, Sharding], ir.Value] = field(default_factory=dict)
+    barriers: dict[tuple[str, Sharding, int], ir.Value] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,14 +145,21 @@ class _Recompute:
                 continue
             want = self._want(plan, index, value)
             maker = value.producer()
-            if maker is not None and self._again(maker) and not self._kept(value, want):
+            bar = (value.name or "", want, virtual_stage_of(node))
+            if self._again(maker, node) and not self._kept(value, want):
                 node.replace_input_with(index, self._clone_of(value, node))
-            elif (value.name or "", want) in self.barriers:
+            elif bar in self.barriers:
                 # The kept value itself then dies at its Barrier, which takes its memory.
-                node.replace_input_with(index, self.barriers[value.name or "", want])
+                node.replace_input_with(index, self.barriers[bar])
 
-    def _again(self, node: ir.Node) -> bool:
-        return node.name in self.wanted.nodes
+    def _again(self, maker: ir.Node | None, reader: ir.Node) -> TypeGuard[ir.Node]:
+        """Whether a reader gets what a node makes from the node's clone.
+
+        Another virtual stage has received the value, and keeps that: nothing is sent back.
+        """
+        if maker is None or maker.name not in self.wanted.nodes:
+            return False
+        return virtual_stage_of(maker) == virtual_stage_of(reader)
 
     def _want(self, plan: NodePlan, index: int, value: ir.Value) -> Sharding:
         want = plan.inputs[index] if index < len(plan.inputs) else None
@@ -195,7 +211,7 @@ class _Recompute:
     def _to_clone(self, node: ir.Node, index: int, value: ir.Value) -> ir.Node | None:
         """The node whose clone makes an operand of a clone; None where it is kept."""
         maker = value.producer()
-        if maker is None or not self._again(maker) or (value.name or "") not in self.made:
+        if not self._again(maker, node) or (value.name or "") not in self.made:
             return None
         want = self._want(self.plans[node.name or ""], index, value)
         return None if self._kept(value, want) else maker
@@ -249,15 +265,16 @@ class _Recompute:
         """Returns what a clone reads of a value that is kept, in the sharding that is kept."""
         name = value.name or ""
         want = self._barred(node, index, value)
-        if (name, want) not in self.barriers:
+        bar = (name, want, virtual_stage_of(before))
+        if bar not in self.barriers:
             kept = self._like(value, self._fresh(f"{name}.kept"))
             name_of_node = self._fresh(f"{name}/Barrier")
             barrier = barrier_node(name_of_node, value, self._reached(before), kept)
             self._place(barrier, before, {})
             rule = barrier_rule(NodeView(barrier, self.env, self.opset))
             self._adopt(barrier, NodePlan(rule, {}, (want, None), (want,)), rule, DEFS[0])
-            self.barriers[name, want] = kept
-        return self.barriers[name, want]
+            self.barriers[bar] = kept
+        return self.barriers[bar]
 
     def _reached(self, before: ir.Node) -> ir.Value:
         """A value that is there only when the backward pass has come to a node.
@@ -312,6 +329,8 @@ class _Recompute:
     def _place(self, node: ir.Node, before: ir.Node, metadata: Mapping[str, str]) -> None:
         """Puts a node before a backward node, of whose gradient it is a part from then on."""
         node.metadata_props.update(metadata)
+        if VIRTUAL_STAGE in before.metadata_props:
+            node.metadata_props[VIRTUAL_STAGE] = before.metadata_props[VIRTUAL_STAGE]
         node.metadata_props[GRADIENT_OF] = before.metadata_props[GRADIENT_OF]
         self.added[node.name or ""] = before.name or ""
         self.model.graph.insert_before(before, node)
