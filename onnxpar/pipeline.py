@@ -97,14 +97,14 @@ def divide(analysed: Analysed, seeds: Seeds, places: Places = ONE_PLACE) -> Part
 
 
 def cut_model(analysed: Analysed, staging: Staging) -> tuple[Analysed, Places]:
-    """Puts the nodes of a model into the parts of a pipeline, and says where they are.
+    """Puts the nodes of a model into virtual stages, and says where they are.
 
     Args:
         analysed: The model, which is changed.
         staging: The pipeline.
 
     Raises:
-        StrategyError: As `onnxpar.strategy.parts.decide_parts`.
+        StrategyError: As `onnxpar.strategy.virtual_stages.decide_virtual_stages`.
     """
     places = staging.put_forward(analysed.model, analysed.env)
     # Copies of nodes are new.

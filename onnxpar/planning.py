@@ -26,8 +26,8 @@ from onnxpar.program import Program
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.parts import assigned, between_stages
 from onnxpar.strategy.schema import SEARCH
+from onnxpar.strategy.virtual_stages import assigned, between_stages
 from onnxpar.strategy.write import pipeline_data, strategy_data
 from onnxpar.symbols import Symbol
 from onnxpar.training.prepare import TrainingSpec, prepare_training

@@ -1,9 +1,10 @@
-"""Compares the losses of two logs of `onnxpar train`; exits with 1 where they differ, 2 where one cannot be read.
+"""Compares the losses of two logs of `onnxpar train`.
 
     python tools/compare_logs.py GOT.jsonl WANT.jsonl [--rtol 1e-5] [--steps 50]
 
-The tolerance is relative to the wanted loss of the same step. Rounding grows with training, so a
-long run may be compared over its first steps only.
+Exits with 1 where they differ, with 2 where a log cannot be read. The tolerance is relative to the
+wanted loss of the same step. Rounding grows with training, so a long run may be compared over its
+first steps only.
 """
 
 import argparse
@@ -18,15 +19,15 @@ def read(path: Path) -> list[tuple[int, int, float]]:
     Raises:
         ValueError: The file cannot be read, or is no log.
     """
-    found, number = [], 1
+    found: list[tuple[int, int, float]] = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
             found.append((entry["epoch"], entry["step"], float(entry["loss"])))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path}:{number}: expected a line of `train --log`") from None
+        raise ValueError(f"{path}:{len(found) + 1}: expected a line of `train --log`") from None
     return found
 
 

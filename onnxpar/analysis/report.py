@@ -11,17 +11,16 @@ import onnx_ir as ir
 from onnxpar.analysis.conflicts import Conflict
 from onnxpar.analysis.plan import NodePlan, factor_sizes
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.report_stages import stage_data
+from onnxpar.analysis.report_stages import count_of_bytes, stage_data
 from onnxpar.analysis.reshard import OPERATORS
 from onnxpar.analysis.shapes import ShapeEnv, shapes
-from onnxpar.analysis.stages import part_of_node
+from onnxpar.analysis.stages import virtual_stage_of
 from onnxpar.mesh import Atoms, Mesh
 from onnxpar.ops.rule import format_rule
 from onnxpar.passes.builder import Collective
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.sharding import Sharding
 from onnxpar.symbols import Dim, dim_str
-from onnxpar.symbols.expr import fraction
 
 Json = dict[str, Any]
 
@@ -41,7 +40,7 @@ SMALL = 1024
 
 
 def directory_data(
-    programs: Sequence[PartitionedModel], parts: Sequence[PartitionedModel] = ()
+    programs: Sequence[PartitionedModel], split: Sequence[PartitionedModel] = ()
 ) -> Json:
     """Returns the manifest's "report": the data of the first program, and of the others by name.
 
@@ -50,21 +49,21 @@ def directory_data(
 
     Args:
         programs: All programs of a directory, the one that is shown first at the head.
-        parts: Of a pipeline, the programs that run in place of these.
+        split: Of a pipeline, the programs that run in place of these.
     """
     first, *others = programs
     return {
-        **inspect_data(first, parts),
+        **inspect_data(first, split),
         "program": first.program,
         "programs": {
             other.program: {key: data[key] for key in OF_A_PROGRAM}
             for other in others
-            for data in [inspect_data(other, parts)]
+            for data in [inspect_data(other, split)]
         },
     }
 
 
-def inspect_data(parted: PartitionedModel, parts: Sequence[PartitionedModel] = ()) -> Json:
+def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = ()) -> Json:
     """Returns how one program was divided.
 
     Sizes are integers, or text in the model's symbols. Shapes are global, in elements; a
@@ -82,7 +81,7 @@ def inspect_data(parted: PartitionedModel, parts: Sequence[PartitionedModel] = (
 
     Args:
         parted: The program of all ranks.
-        parts: Of a pipeline, the programs that run in its place.
+        split: Of a pipeline, the programs that run in its place.
     """
     texts = _Texts(parted.plan.mesh, shapes(parted.source, parted.builder.table))
     replicated = [
@@ -95,7 +94,7 @@ def inspect_data(parted: PartitionedModel, parts: Sequence[PartitionedModel] = (
         if found is not None:
             nodes.append(_node(node, found, parted.plan.resharded, texts, parted.stages))
     mesh = parted.plan.mesh
-    of_stages = stage_data(parted, parts)
+    of_stages = stage_data(parted, split)
     return {
         "mesh": {"axes": dict(mesh.axes), "atoms": list(mesh.atoms)},
         "devices": mesh.size * parted.stages,
@@ -162,7 +161,7 @@ class _Texts:
             "value": collective.value,
             "over": self.mesh.describe(atoms),
             "groups": self._groups[atoms],
-            "bytes": _bytes(collective.bytes),
+            "bytes": count_of_bytes(collective.bytes),
             "reason": collective.reason,
             "before": collective.before,
             "after": collective.after,
@@ -177,7 +176,7 @@ class _Texts:
             "from": conflict.held.describe(self.mesh),
             "to": conflict.wanted.describe(self.mesh),
             "steps": [OPERATORS[kind] for kind in conflict.steps if kind in OPERATORS],
-            "bytes": _bytes(conflict.bytes),
+            "bytes": count_of_bytes(conflict.bytes),
             "chosen": conflict.why,
             "cost": conflict.cost,
             "as_it_lies": conflict.other,
@@ -198,7 +197,7 @@ def _node(
     return {
         "name": node.name or "",
         "op_type": node.op_type,
-        "stage": part_of_node(node) % stages,
+        "stage": virtual_stage_of(node) % stages,
         "pinned": plan.pinned,
         "inputs": [
             texts.operand(value, sharding)
@@ -210,16 +209,6 @@ def _node(
 
 def _sizes(shape: Sequence[Dim]) -> list[int | str]:
     return [size if isinstance(size, int) else dim_str(size) for size in shape]
-
-
-def _bytes(count: Dim) -> int | str:
-    """A count of bytes, which is no integer where an odd number of bytes is halved."""
-    if isinstance(count, int):
-        return count
-    top, bottom = fraction(count)
-    if bottom == 1:
-        return dim_str(count)
-    return f"({dim_str(top)})/({dim_str(bottom)})"
 
 
 def _is_divided(node: Json) -> bool:
@@ -255,9 +244,9 @@ def _totals(
         "replicated": len(replicated),
         "collectives": len(collectives),
         "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
-        "bytes": _bytes(total),
+        "bytes": count_of_bytes(total),
         "conflicts": len(parted.conflicts),
-        "conflict_bytes": _bytes(disputed),
+        "conflict_bytes": count_of_bytes(disputed),
         "parameters": len(whole),
         "parameter_bytes": sum(whole.values()),
         "parameter_bytes_per_device": max(

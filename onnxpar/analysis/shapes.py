@@ -22,8 +22,8 @@ CONST_LIMIT = 65536
 GRADIENT_OF = "onnxpar.gradient_of"
 """Metadata key of a node that autodiff added: name of the node whose gradient it belongs to."""
 
-PART = "onnxpar.part"
-"""Metadata key of a node: number of the pipeline part that it belongs to."""
+VIRTUAL_STAGE = "onnxpar.virtual_stage"
+"""Metadata key of a node: number of the virtual stage that it belongs to."""
 
 RECOMPUTED_FROM = "onnxpar.recomputed_from"
 """Metadata key of a node that computes anew what another node has computed: that node's name."""

@@ -33,8 +33,8 @@ class Split:
         stages: Number of stages.
         micro_batches: Micro-batches of a step.
         schedule: In which order they run.
-        chunks: Parts of the model that each stage has.
-        assign: Parts of nodes that are fixed, by name.
+        chunks: Virtual stages of the model that each stage has.
+        assign: Virtual stages of nodes that are fixed, by name.
     """
 
     stages: int
@@ -44,8 +44,8 @@ class Split:
     assign: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def parts(self) -> int:
-        """Number of parts that the model is cut into."""
+    def virtual_stages(self) -> int:
+        """Number of virtual stages that the model is cut into."""
         return self.stages * self.chunks
 
     def kept(self, stage: int) -> int:
@@ -82,7 +82,7 @@ class StagedPrice:
         split: How the model is cut.
         stages: Each stage.
         seconds: Of a step of all micro-batches.
-        assign: The part of each node of the model that is cut, by name.
+        assign: The virtual stage of each node of the model that is cut, by name.
     """
 
     split: Split
@@ -133,7 +133,7 @@ def price_stages(
         split: How many stages, and what runs through them.
 
     Raises:
-        StrategyError: There are more parts than nodes.
+        StrategyError: There are more virtual stages than nodes.
     """
     return _Staging(priced, chain, cost, link, split).run()
 
@@ -157,30 +157,30 @@ class _Staging:
             root = self.roots[node.name]
             seconds[root] = seconds.get(root, 0.0) + node.seconds
         crossing = self._crossing()
-        found = cut_chain(self.chain, split.parts, split.assign, Costs(seconds, crossing))
-        assign = {node.name or "": part for node, part in found.items()}
-        # What is not cut is copied where it is read; here it counts in the first part. What the
+        found = cut_chain(self.chain, split.virtual_stages, split.assign, Costs(seconds, crossing))
+        assign = {node.name or "": virtual for node, virtual in found.items()}
+        # What is not cut is copied where it is read; here it counts in the first. What the
         # model does not have is the loss.
-        last, forward = split.parts - 1, self.priced.forward
-        self.part_of = {
+        last, forward = split.virtual_stages - 1, self.priced.forward
+        self.virtual_by_node = {
             name: assign.get(root, 0) if root in forward else last
             for name, root in self.roots.items()
         }
-        own = [0.0] * split.parts
+        own = [0.0] * split.virtual_stages
         for node in price.nodes:
-            own[self.part_of[node.name]] += node.seconds
+            own[self.virtual_by_node[node.name]] += node.seconds
         moving = self._moving(found, crossing)
         held = self._held()
         stages = []
         for stage in range(split.stages):
-            mine = range(stage, split.parts, split.stages)
+            mine = range(stage, split.virtual_stages, split.stages)
             stages.append(
                 StagePrice(
                     sum(own[p] + moving[p] for p in mine),
                     sum(moving[p] for p in mine),
                     held[stage],
                     held[stage] + sum(self._activations(p, split.kept(stage)) for p in mine),
-                    sum(1 for part in assign.values() if part % split.stages == stage),
+                    sum(1 for virtual in assign.values() if virtual % split.stages == stage),
                 )
             )
         return StagedPrice(split, tuple(stages), self._total(stages, held), assign)
@@ -213,23 +213,25 @@ class _Staging:
             found[value.name or ""] = ways * (self.link.latency + moved / self.link.bandwidth)
         return found
 
-    def _moving(self, part_of: Mapping[ir.Node, int], crossing: Mapping[str, float]) -> list[float]:
-        """Seconds in which each part receives and sends."""
-        found = [0.0] * self.split.parts
-        for node, part in part_of.items():
+    def _moving(
+        self, virtual_by_node: Mapping[ir.Node, int], crossing: Mapping[str, float]
+    ) -> list[float]:
+        """Seconds in which each virtual stage receives and sends."""
+        found = [0.0] * self.split.virtual_stages
+        for node, virtual in virtual_by_node.items():
             for value in self.chain.reads[node]:
                 maker = value.producer()
                 assert maker is not None
-                if part_of[maker] != part:
-                    found[part] += crossing[value.name or ""]
-                    found[part_of[maker]] += crossing[value.name or ""]
+                if virtual_by_node[maker] != virtual:
+                    found[virtual] += crossing[value.name or ""]
+                    found[virtual_by_node[maker]] += crossing[value.name or ""]
         return found
 
     def _held(self) -> list[int]:
         """Bytes that each stage holds all the time, of the parameters that it reads."""
         readers: dict[str, set[int]] = {}
         for node in self.priced.model.graph:
-            stage = self.part_of[node.name or ""] % self.split.stages
+            stage = self.virtual_by_node[node.name or ""] % self.split.stages
             for value in read_by(node):
                 readers.setdefault(value.name or "", set()).add(stage)
         found = [0] * self.split.stages
@@ -238,15 +240,15 @@ class _Staging:
                 found[stage] += size
         return found
 
-    def _activations(self, part: int, kept: int) -> int:
-        """Bytes of the values of a part at its peak, of so many micro-batches."""
+    def _activations(self, virtual: int, kept: int) -> int:
+        """Bytes of the values of a virtual stage at its peak, of so many micro-batches."""
         mine: list[Step] = []
         waiting: list[Step] = []
         for step in self.priced.steps:
             # What is brought into another layout is so for the node that follows.
             waiting.append(step)
-            if step.name in self.part_of:
-                if self.part_of[step.name] == part:
+            if step.name in self.virtual_by_node:
+                if self.virtual_by_node[step.name] == virtual:
                     mine += waiting
                 waiting = []
         forward = [s for s in mine if s.name not in self.backward]

@@ -1,13 +1,13 @@
 """Which pipeline stage each node of a model belongs to: as the user says, the rest cut by cost.
 
-The model is cut into *parts*, as many as there are stages (or stages times chunks, where a stage
-has several, in turn). No value goes from a part to an earlier one. Between the user's words the
+The model is cut into *virtual stages*, as many as there are stages (or stages times chunks, where a
+stage has several, in turn). No value goes to an earlier virtual stage. Between the user's words the
 nodes stand in one topological order, and the cuts are places of it (a chain partition by dynamic
-programming): first the least time that the longest part can take, what it receives and sends
-included; then, of all cuts that stay near it, those that send least.
+programming): first the least time that the longest can take, what it receives and sends included;
+ then, of all cuts that stay near it, those that send least.
 
-What depends on no weight (masks, positions) or on weights alone is not cut: each part that reads it
-computes it for itself, see `onnxpar.passes.stages`.
+What depends on no weight (masks, positions) or on weights alone is not cut: each virtual stage that
+reads it computes it for itself, see `onnxpar.passes.stages`.
 """
 
 import heapq
@@ -22,14 +22,14 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.analysis.graph import read_by
-from onnxpar.analysis.shapes import GRADIENT_OF, PART
+from onnxpar.analysis.shapes import GRADIENT_OF, VIRTUAL_STAGE
 from onnxpar.errors import StrategyError
 from onnxpar.ops.fallback import draws
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The nodes that are divided among the parts.
+    """The nodes that are divided among the virtual stages.
 
     Attributes:
         nodes: In an order in which they can run.
@@ -86,7 +86,7 @@ def floating(graph: ir.Graph) -> set[str]:
 
 
 BALANCE = 0.1
-"""How much longer than it must the longest part may take, for less traffic: costs are estimates."""
+"""How much longer than it must the longest may take, for less traffic: costs are estimates."""
 
 
 @dataclass(frozen=True)
@@ -103,59 +103,83 @@ class Costs:
 
 
 def cut_chain(
-    chain: Chain, parts: int, fixed: Mapping[str, int], costs: Costs
+    chain: Chain,
+    virtual_stages: int,
+    fixed: Mapping[str, int],
+    costs: Costs,
+    said: Mapping[str, str] | None = None,
 ) -> dict[ir.Node, int]:
-    """Returns the part of every node of a chain.
+    """Returns the virtual stage of every node of a chain.
 
     Args:
         chain: The nodes.
-        parts: How many parts there are; each gets a node at least.
-        fixed: Parts that the user chose, by node name.
+        virtual_stages: How many virtual stages there are; each gets a node at least.
+        fixed: Virtual stages that the user chose, by node name.
         costs: What the others are chosen by.
+        said: Where the user chose, by node name, for messages: `line 3`.
 
     Raises:
-        StrategyError: A value would go from a part to an earlier one, or there are fewer nodes than
-            parts.
+        StrategyError: A value would go to an earlier virtual stage, or there are fewer nodes than
+            virtual stages.
     """
-    low, high = _bounds(chain, parts, fixed)
+    told = _Told(fixed, said or {})
+    low, high = _bounds(chain, virtual_stages, told)
     nodes = _ordered(chain, low, high)
     count = len(nodes)
-    if count < parts:
+    if count < virtual_stages:
         raise StrategyError(
-            f"pipeline: expected at least one node for each of {parts} parts, the model has {count}"
+            f"pipeline: expected at least one node for each of {virtual_stages} virtual stages, "
+            f"the model has {count}"
         )
-    # A cut at position c puts the nodes before c into the earlier part.
-    first = np.zeros(parts + 1, np.intp)
-    last = np.full(parts + 1, count, np.intp)
-    for part in range(1, parts):
-        after = [i for i, n in enumerate(nodes) if high[n] < part]
-        until = [i for i, n in enumerate(nodes) if low[n] >= part]
-        first[part] = max(after[-1] + 1 if after else 0, part)
-        last[part] = min(until[0] if until else count, count - parts + part)
-        if first[part] > last[part]:
-            raise _between(nodes, part, low, high)
+    # A cut at position c puts the nodes before c into the earlier virtual stage.
+    first = np.zeros(virtual_stages + 1, np.intp)
+    last = np.full(virtual_stages + 1, count, np.intp)
+    for virtual in range(1, virtual_stages):
+        after = [i for i, n in enumerate(nodes) if high[n] < virtual]
+        until = [i for i, n in enumerate(nodes) if low[n] >= virtual]
+        first[virtual] = max(after[-1] + 1 if after else 0, virtual)
+        last[virtual] = min(until[0] if until else count, count - virtual_stages + virtual)
+        if first[virtual] > last[virtual]:
+            raise _between(nodes, virtual, low, high, told)
     spent = [costs.seconds.get(n.name or "", 0.0) for n in nodes]
-    cuts = _cheapest_cuts(spent, _crossing(chain, nodes, costs), parts, first, last)
+    cuts = _cheapest_cuts(spent, _crossing(chain, nodes, costs), virtual_stages, first, last)
     where = np.searchsorted(np.array(cuts[1:-1], np.intp), np.arange(count), side="right")
-    return {node: int(part) for node, part in zip(nodes, where, strict=True)}
+    return {node: int(virtual) for node, virtual in zip(nodes, where, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the user says of nodes, by name: their virtual stages, and where that is written."""
+
+    fixed: Mapping[str, int]
+    said: Mapping[str, str]
+
+    def node(self, node: ir.Node) -> str:
+        """Returns the node in messages, with the place of what is said of it."""
+        where = self.said.get(node.name or "")
+        return f"node {node.name!r}{f' ({where})' if where else ''}"
 
 
 def _between(
-    nodes: Sequence[ir.Node], part: int, low: Mapping[ir.Node, int], high: Mapping[ir.Node, int]
+    nodes: Sequence[ir.Node],
+    virtual: int,
+    low: Mapping[ir.Node, int],
+    high: Mapping[ir.Node, int],
+    told: _Told,
 ) -> StrategyError:
-    early = next((n.name for n in reversed(nodes) if high[n] < part), None)
-    late = next((n.name for n in nodes if low[n] >= part), None)
-    told = [f"{word} node {name!r}" for word, name in (("after", early), ("before", late)) if name]
+    early = next((n for n in reversed(nodes) if high[n] < virtual), None)
+    late = next((n for n in nodes if low[n] >= virtual), None)
+    ends = [f"{word} {told.node(n)}" for word, n in (("after", early), ("before", late)) if n]
     return StrategyError(
-        f"pipeline: 'assign' leaves no place for the cut before part {part}: it must come "
-        f"{' and '.join(told)}, with a node for every part"
+        f"pipeline: 'assign' leaves no place for the cut before virtual stage {virtual}: it must "
+        f"come {' and '.join(ends)}, with a node for every virtual stage"
     )
 
 
 def _bounds(
-    chain: Chain, parts: int, fixed: Mapping[str, int]
+    chain: Chain, virtual_stages: int, told: _Told
 ) -> tuple[dict[ir.Node, int], dict[ir.Node, int]]:
-    """The earliest and the latest part of each node, by the user's words on it and around it."""
+    """The earliest and latest virtual stage of each node, by the user's words on and around it."""
     low: dict[ir.Node, int] = {}
     cause: dict[ir.Node, ir.Node] = {}
     for node in chain.nodes:
@@ -163,20 +187,21 @@ def _bounds(
         for other in chain.before(node):
             if low[other] > low[node]:
                 low[node], cause[node] = low[other], cause.get(other, other)
-        wanted = fixed.get(node.name or "")
+        wanted = told.fixed.get(node.name or "")
         if wanted is None:
             continue
         if wanted < low[node]:
             other = cause[node]
             raise StrategyError(
-                f"pipeline: node {node.name!r} is assigned to part {wanted}, but what it reads "
-                f"comes from node {other.name!r} of part {low[node]}; values only go to later parts"
+                f"pipeline: {told.node(node)} is assigned to virtual stage {wanted}, but what it "
+                f"reads comes from {told.node(other)} of virtual stage {low[node]}; values only go "
+                "to later ones"
             )
         if wanted > low[node]:
             low[node], cause[node] = wanted, node
-    high = {node: parts - 1 for node in chain.nodes}
+    high = {node: virtual_stages - 1 for node in chain.nodes}
     for node in reversed(chain.nodes):
-        wanted = fixed.get(node.name or "")
+        wanted = told.fixed.get(node.name or "")
         if wanted is not None:
             high[node] = min(high[node], wanted)
         for other in chain.before(node):
@@ -210,7 +235,7 @@ def _ordered(
 def _cheapest_cuts(
     seconds: Sequence[float],
     move: NDArray[np.float64],
-    parts: int,
+    virtual_stages: int,
     first: NDArray[np.intp],
     last: NDArray[np.intp],
 ) -> list[int]:
@@ -219,13 +244,13 @@ def _cheapest_cuts(
     Args:
         seconds: Time of each node.
         move: Time of what a cut at each position lets pass, 0 at both ends.
-        parts: Number of parts.
+        virtual_stages: Number of virtual stages.
         first: The first position where each cut may be.
         last: The last one.
     """
     limit = inf
     for pick_traffic in (False, True):
-        cuts, worst = _cuts_within(seconds, move, parts, first, last, limit, pick_traffic)
+        cuts, worst = _cuts_within(seconds, move, virtual_stages, first, last, limit, pick_traffic)
         limit = worst * (1 + BALANCE)
     return cuts
 
@@ -233,7 +258,7 @@ def _cheapest_cuts(
 def _cuts_within(
     seconds: Sequence[float],
     move: NDArray[np.float64],
-    parts: int,
+    virtual_stages: int,
     first: NDArray[np.intp],
     last: NDArray[np.intp],
     limit: float,
@@ -244,17 +269,18 @@ def _cuts_within(
     spent = np.concatenate([[0.0], np.cumsum(seconds)])
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
-    choice = np.zeros((parts + 1, count + 1), np.intp)
+    choice = np.zeros((virtual_stages + 1, count + 1), np.intp)
 
     def time(begin: Any, end: int) -> Any:
-        """Of a part: its nodes, what it receives and what it sends."""
+        """Of a virtual stage: its nodes, what it receives and what it sends."""
         return spent[end] - spent[begin] + move[begin] + move[end]
 
-    for part in range(1, parts + 1):
+    for virtual in range(1, virtual_stages + 1):
         found = np.full(count + 1, np.inf)
-        for end in range(int(first[part]) if part < parts else count, int(last[part]) + 1):
-            begin = np.arange(int(first[part - 1]), min(int(last[part - 1]) + 1, end))
-            begin = begin if part > 1 else begin[:1]
+        lowest = int(first[virtual]) if virtual < virtual_stages else count
+        for end in range(lowest, int(last[virtual]) + 1):
+            begin = np.arange(int(first[virtual - 1]), min(int(last[virtual - 1]) + 1, end))
+            begin = begin if virtual > 1 else begin[:1]
             if not len(begin):
                 continue
             seen = time(begin, end)
@@ -263,11 +289,11 @@ def _cuts_within(
             else:
                 value = np.maximum(best[begin], seen)
             pick = int(np.argmin(value))
-            found[end], choice[part, end] = value[pick], begin[pick]
+            found[end], choice[virtual, end] = value[pick], begin[pick]
         best = found
     cuts = [count]
-    for part in range(parts, 0, -1):
-        cuts.append(int(choice[part, cuts[-1]]))
+    for virtual in range(virtual_stages, 0, -1):
+        cuts.append(int(choice[virtual, cuts[-1]]))
     cuts.reverse()
     return cuts, max(float(time(a, b)) for a, b in pairwise(cuts))
 
@@ -290,38 +316,64 @@ def _crossing(chain: Chain, nodes: Sequence[ir.Node], costs: Costs) -> NDArray[n
     return found
 
 
-def known_parts(chain: Chain, known: Mapping[str, int]) -> dict[ir.Node, int]:
-    """Returns the part of every node of a chain, as another program of the same model was cut.
+def known_virtual_stages(chain: Chain, known: Mapping[str, int]) -> dict[ir.Node, int]:
+    """Returns the virtual stage of every node, as another program of the same model was cut.
 
-    Nodes that it did not have go to the part of the latest that they read.
+    Nodes that it did not have go to the virtual stage of the latest that they read.
 
     Args:
         chain: The nodes.
-        known: Parts in the other program, by node name.
+        known: Virtual stages in the other program, by node name.
     """
-    part_of: dict[ir.Node, int] = {}
+    virtual_by_node: dict[ir.Node, int] = {}
     for node in chain.nodes:
-        least = max((part_of[other] for other in chain.before(node)), default=0)
-        part_of[node] = max(known.get(node.name or "", least), least)
-    return part_of
+        least = max((virtual_by_node[other] for other in chain.before(node)), default=0)
+        virtual_by_node[node] = max(known.get(node.name or "", least), least)
+    return virtual_by_node
 
 
-def part_of_node(node: ir.Node) -> int:
-    """Returns the part that a node belongs to; 0 where the model is not cut."""
-    return int(node.metadata_props.get(PART, "0"))
+def where_needed(
+    graph: ir.Graph, virtual_by_node: Mapping[ir.Node, int]
+) -> dict[ir.Node, tuple[int, ...]]:
+    """Returns the virtual stages that compute each node, ascending; the nodes in their order.
+
+    Args:
+        graph: The graph, in topological order.
+        virtual_by_node: The virtual stages of the nodes that are cut. Every other node is computed
+            by each that reads it, and by the first where none does or where it makes an output.
+    """
+    outputs = set(graph.outputs)
+    wanted: dict[ir.Value, set[int]] = {}
+    found = {}
+    for node in reversed(list(graph)):
+        if node in virtual_by_node:
+            mine = {virtual_by_node[node]}
+        else:
+            mine = set().union(*(wanted.get(value, ()) for value in node.outputs))
+            if not mine or any(value in outputs for value in node.outputs):
+                mine.add(0)
+        found[node] = tuple(sorted(mine))
+        for value in read_by(node):
+            wanted.setdefault(value, set()).update(mine)
+    return dict(reversed(found.items()))
+
+
+def virtual_stage_of(node: ir.Node) -> int:
+    """Returns the virtual stage that a node belongs to; 0 where the model is not cut."""
+    return int(node.metadata_props.get(VIRTUAL_STAGE, "0"))
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where each node and output of a program runs: places are programs of one part, in order.
+    """Where each node and output of a program runs: places are programs of virtual stages.
 
     Attributes:
-        part: The part of each place.
+        virtual_stage: That of each place.
         nodes: The place of each node, by name.
         outputs: The place of each graph output, by name.
     """
 
-    part: tuple[int, ...]
+    virtual_stage: tuple[int, ...]
     nodes: Mapping[str, int]
     outputs: Mapping[str, int]
 
@@ -338,48 +390,49 @@ def with_added(places: Places, added: Mapping[str, str]) -> Places:
     return replace(places, nodes={**places.nodes, **nodes})
 
 
-def forward_places(graph: ir.Graph, parts: int) -> Places:
-    """Returns the places of a program without a backward half: one for each part."""
-    nodes = {node.name or "": part_of_node(node) for node in graph}
-    return Places(tuple(range(parts)), nodes, _made(graph, nodes))
+def forward_places(graph: ir.Graph, virtual_stages: int) -> Places:
+    """Returns the places of a program without a backward half: one for each virtual stage."""
+    nodes = {node.name or "": virtual_stage_of(node) for node in graph}
+    return Places(tuple(range(virtual_stages)), nodes, _made(graph, nodes))
 
 
 def training_places(
     graph: ir.Graph,
-    parts: int,
+    virtual_stages: int,
     links: Mapping[str, str],
     gradients: Collection[str],
     variables: Collection[str],
     *,
     split: bool,
 ) -> Places:
-    """Returns the places of forward and backward: all forwards, then backward from the last part.
+    """Returns the places of forward and backward: all forwards, then backwards from the last.
 
     Args:
         graph: Forward, loss and backward.
-        parts: Number of parts.
+        virtual_stages: Number of virtual stages.
         links: Of each cotangent its primal.
         gradients: The outputs that are gradients of parameters.
         variables: Names of the parameters that are trained.
-        split: Whether a backward is two places: what earlier parts wait for, and, after it, the
+        split: Whether a backward is two places: what earlier ones wait for, and, after it, the
             rest, which are the gradients of weights (Qi et al., 2023, "Zero bubble pipeline
             parallelism").
     """
     per = 2 if split else 1
-    part = [*range(parts), *(p for p in reversed(range(parts)) for _ in range(per))]
+    forwards = range(virtual_stages)
+    virtual = [*forwards, *(v for v in reversed(forwards) for _ in range(per))]
     urgent = _urgent(graph, links, frozenset(variables)) if split else set()
     nodes = {}
     for node in graph:
-        stage = part_of_node(node)
+        stage = virtual_stage_of(node)
         if GRADIENT_OF not in node.metadata_props:
             nodes[node.name or ""] = stage
             continue
-        place = parts + per * (parts - 1 - stage)
+        place = virtual_stages + per * (virtual_stages - 1 - stage)
         nodes[node.name or ""] = place + (1 if split and node not in urgent else 0)
     outputs = _made(graph, nodes)
     for name in gradients:
-        outputs[name] = parts + per * (parts - part[outputs[name]]) - 1
-    return Places(tuple(part), nodes, outputs)
+        outputs[name] = virtual_stages + per * (virtual_stages - virtual[outputs[name]]) - 1
+    return Places(tuple(virtual), nodes, outputs)
 
 
 def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:

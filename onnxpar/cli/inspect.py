@@ -167,17 +167,29 @@ def _show_stages(report: Json, console: Console) -> None:
     """Prints what the stages of a pipeline have, and what goes between them."""
     if not report["stage_totals"]:
         return
-    stages = _table("stage", "ranks", "nodes", "parameters", "bytes of them on a device")
+    stages = _table(
+        "stage", "ranks", "nodes", "parameters", "bytes of them on a device", "collectives",
+        "bytes sent",
+    )  # fmt: skip
     for item in report["stage_totals"]:
         ranks = ",".join(map(str, item["ranks"]))
         size = f"{item['parameter_bytes_per_device']:,}"
-        _row(stages, str(item["stage"]), ranks, str(item["nodes"]), str(item["parameters"]), size)
+        counts = (str(item[key]) for key in ("nodes", "parameters"))
+        sent = (str(item[key]) for key in ("collectives", "bytes"))
+        _row(stages, str(item["stage"]), ranks, *counts, size, *sent)
     console.print(stages)
     moved = _table("value", "from stage", "to stage", "bytes of a rank for each micro-batch")
+    chunks = any(item["from_chunk"] or item["to_chunk"] for item in report["transfers"])
     for item in report["transfers"]:
         size = "unknown" if item["bytes"] is None else str(item["bytes"])
-        _row(moved, item["value"], str(item["from"]), str(item["to"]), size)
+        ends = (_stage_and_chunk(item, end, chunks) for end in ("from", "to"))
+        _row(moved, item["value"], *ends, size)
     console.print(moved)
+
+
+def _stage_and_chunk(item: Json, end: str, chunks: bool) -> str:
+    """One end of a transfer: its stage, and its chunk where stages have several."""
+    return f"{item[end]}, chunk {item[f'{end}_chunk']}" if chunks else str(item[end])
 
 
 def _show_nodes(found: Sequence[Json], console: Console) -> None:

@@ -223,18 +223,27 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
 def _stages(report: dict[str, Any]) -> list[str]:
     """Returns a line for each stage of a pipeline: what it has, and what it sends on."""
     lines = []
+    chunks = any(t["from_chunk"] or t["to_chunk"] for t in report["transfers"])
     for item in report["stage_totals"]:
         sent = [t for t in report["transfers"] if t["from"] == item["stage"]]
-        goes = [f"{t['value']} to {t['to']} ({_size(t['bytes'])})" for t in sent[:SHOWN]]
+        goes = [f"{t['value']} to {_where(t, chunks)} ({_size(t['bytes'])})" for t in sent[:SHOWN]]
         goes += [f"{len(sent) - SHOWN} more"] if len(sent) > SHOWN else []
         ranks, title = item["ranks"], f"stage {item['stage']}"
         lines.append(
             f"{title:<14}ranks {ranks[0]} to {ranks[-1]}: "
             f"{count(item['nodes'], 'node')}, {count(item['parameters'], 'parameter')} of "
-            f"{item['parameter_bytes_per_device']:,} bytes on each device; sends for each "
+            f"{item['parameter_bytes_per_device']:,} bytes on each device, "
+            f"{count(item['collectives'], 'collective')} of {item['bytes']} bytes; sends for each "
             f"micro-batch {', '.join(goes) or 'nothing'}"
         )
     return lines
+
+
+def _where(transfer: dict[str, Any], chunks: bool) -> str:
+    """Returns where something goes; with chunks, from which and to which."""
+    if not chunks:
+        return str(transfer["to"])
+    return f"{transfer['to']} (chunk {transfer['from_chunk']} to {transfer['to_chunk']})"
 
 
 def _size(sent: int | str | None) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.analysis.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, PART, NodeView
+from onnxpar.analysis.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, VIRTUAL_STAGE, NodeView
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.passes.global_graph import GlobalBuilder
 from onnxpar.symbols import Dim
@@ -88,15 +88,15 @@ BodyFn = Callable[[BodyNode], Sequence[ir.Value | None]]
 
 def origin(node: ir.Node) -> dict[str, str]:
     """Returns the metadata of the nodes that take the place of `node`."""
-    part = {k: v for k, v in node.metadata_props.items() if k == PART}
+    stage = {k: v for k, v in node.metadata_props.items() if k == VIRTUAL_STAGE}
     if EXPANDED_FROM in node.metadata_props:
         known = {k: node.metadata_props[k] for k in (EXPANDED_FROM, EXPANDED_OPERANDS)}
-        return known | part
+        return known | stage
     operands = {
         "in": [None if v is None else v.name for v in node.inputs],
         "out": [v.name for v in node.outputs],
     }
-    return {EXPANDED_FROM: node.name or "", EXPANDED_OPERANDS: json.dumps(operands)} | part
+    return {EXPANDED_FROM: node.name or "", EXPANDED_OPERANDS: json.dumps(operands)} | stage
 
 
 def has_schema_body(node: ir.Node, opset: int) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.analysis.shapes import PART, ShapeEnv
+from onnxpar.analysis.shapes import VIRTUAL_STAGE, ShapeEnv
 from onnxpar.ops.forms import work_dtype
 from onnxpar.ops.roles import is_statistic
 from onnxpar.passes.builder import GENERATED
@@ -96,7 +96,7 @@ def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefi
         node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
         node.resize_outputs(3)
         builder.scope = node.name or ""
-        builder.metadata = {k: v for k, v in node.metadata_props.items() if k == PART}
+        builder.metadata = {k: v for k, v in node.metadata_props.items() if k == VIRTUAL_STAGE}
         for index in _PLACES:
             statistic, batch = node.inputs[index], node.outputs[index - 2]
             assert statistic is not None

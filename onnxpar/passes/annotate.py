@@ -3,8 +3,8 @@
 The file's own nodes are annotated, each with the shardings of its operands as it takes them and of
 its results as they are afterwards; of a node in whose place its body stands, those of its operands
 and results that the body has. A result that waits for a reduction has no spec: the format has no
-word for it. A node of a pipeline has its part as `pipeline_stage`, and its tensors lie on the
-devices of its stage.
+word for it. A node of a pipeline has its virtual stage as `pipeline_stage`, and its tensors lie on
+the devices of its stage.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
-from onnxpar.analysis.stages import part_of_node
+from onnxpar.analysis.stages import virtual_stage_of
 from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
 from onnxpar.sharding import Sharding
@@ -53,7 +53,7 @@ def annotate_proto(
         rules: Its rules.
         env: Its shapes.
         symbols: Constraints on its symbols, kept in the metadata.
-        pipeline: How it is cut into stages, if it is; its nodes know their parts.
+        pipeline: How it is cut into stages, if it is; its nodes know their virtual stages.
 
     Raises:
         StrategyError: A node in whose place a body stands is cut in two by stages.
@@ -70,12 +70,12 @@ def annotate_proto(
     count = 0
     for node in proto.graph.node:
         tensors = writer.tensors(node)
-        part = None if pipeline is None else writer.part(node)
-        if tensors or part is not None:
+        virtual = None if pipeline is None else writer.virtual_stage(node)
+        if tensors or virtual is not None:
             count += 1
-            first = (part or 0) % stages * mesh.size
+            first = (virtual or 0) % stages * mesh.size
             specs = tuple(writer.spec(name, sharding, first) for name, sharding in tensors.items())
-            annotated = ir.NodeDeviceConfiguration(configuration, specs, part)
+            annotated = ir.NodeDeviceConfiguration(configuration, specs, virtual)
             node.device_configurations.append(
                 ir.serde.serialize_node_device_configuration(annotated)
             )
@@ -148,20 +148,21 @@ class _Writer:
         made = next((self.made_by[n] for n in outputs if n in self.made_by), None)
         return [] if made is None else [made]
 
-    def part(self, node: onnx.NodeProto) -> int | None:
-        """The part of a pipeline that a node of the file is of; None where it is no node any more.
+    def virtual_stage(self, node: onnx.NodeProto) -> int | None:
+        """The virtual stage of a node of the file; None where it is no node any more.
 
         Raises:
-            StrategyError: Its body is of several parts.
+            StrategyError: Its body is of several virtual stages.
         """
-        parts = sorted({part_of_node(one) for one in self.nodes(node)})
-        if len(parts) > 1:
+        virtual_stages = sorted({virtual_stage_of(one) for one in self.nodes(node)})
+        if len(virtual_stages) > 1:
             raise StrategyError(
                 f"node {node.name or '/'.join(node.output)!r} ({node.op_type}), in whose place its "
-                f"body stands: expected one pipeline stage for all of it, got {parts}; say so "
+                f"body stands: expected one pipeline stage for all of it, got "
+                f"{virtual_stages}; say so "
                 "under pipeline: assign"
             )
-        return parts[0] if parts else None
+        return virtual_stages[0] if virtual_stages else None
 
     def tensors(self, node: onnx.NodeProto) -> dict[str, Sharding]:
         """The sharding of each operand and result of a node of the file that has one to say."""

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.graph import read_by
-from onnxpar.analysis.shapes import GRADIENT_OF, PART, NodeView, ShapeEnv
-from onnxpar.analysis.stages import part_of_node
+from onnxpar.analysis.shapes import GRADIENT_OF, VIRTUAL_STAGE, NodeView, ShapeEnv
+from onnxpar.analysis.stages import virtual_stage_of
 from onnxpar.errors import ModelError, RuleError
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.registry import Missing, NotDifferentiable, OpDef
@@ -146,7 +146,7 @@ class _Autodiff:
         return found
 
     def _zero(self, name: str, value: ir.Value) -> ir.Value:
-        """The gradient by a variable that the loss has no derivative by, in its readers' part."""
+        """The gradient by what the loss has no derivative by, in its readers' virtual stage."""
         self.builder.scope = f"{name}/grad"
         reader = next(node for node in self.model.graph if value in read_by(node))
         self.builder.metadata = {GRADIENT_OF: reader.name or "", **part_entry(reader)}
@@ -289,7 +289,7 @@ class _Backward:
         groups: dict[int, list[ir.Value]] = {}
         for part in parts:
             maker = part.producer()
-            groups.setdefault(0 if maker is None else part_of_node(maker), []).append(part)
+            groups.setdefault(0 if maker is None else virtual_stage_of(maker), []).append(part)
         total: ir.Value | None = None
         for stage in sorted(groups, reverse=True):
             # In pairs, the first reader's part first: those of queries, keys and values, which may
@@ -367,7 +367,7 @@ class _Inner:
 
 
 def part_entry(node: ir.Node | None) -> dict[str, str]:
-    """Returns the metadata that puts a node into the part of another; none where that has none."""
-    if node is None or PART not in node.metadata_props:
+    """Returns the metadata that puts a node into the virtual stage of another, if it has one."""
+    if node is None or VIRTUAL_STAGE not in node.metadata_props:
         return {}
-    return {PART: node.metadata_props[PART]}
+    return {VIRTUAL_STAGE: node.metadata_props[VIRTUAL_STAGE]}

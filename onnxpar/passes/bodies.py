@@ -23,8 +23,8 @@ class _BodyPartition(_Partition):
     """The partitioner of a body, where zeros may stand for zeros that wait for a sum."""
 
     @property
-    def part(self) -> int:
-        """A body is all of one part."""
+    def virtual_stage(self) -> int:
+        """A body is all of one virtual stage."""
         return 0
 
     def _get(

@@ -197,15 +197,17 @@ class _Partition:
         self._define(name, sharding, local, zero=True)
 
     @property
-    def part(self) -> int:
-        """The pipeline part for which nodes are being written."""
-        return self.places.part[self.builder.place]
+    def virtual_stage(self) -> int:
+        """The virtual stage for which nodes are being written."""
+        return self.places.virtual_stage[self.builder.place]
 
     def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
         self.made.setdefault(name, sharding)
         # The first version is the one that is made; that of an input is everywhere.
-        part = self.part if name in self.versions else self.home.setdefault(name, self.part)
-        self.versions.setdefault(name, {})[part, sharding] = local
+        virtual = self.virtual_stage
+        if name not in self.versions:
+            virtual = self.home.setdefault(name, virtual)
+        self.versions.setdefault(name, {})[virtual, sharding] = local
         self.zero[name, sharding] = zero
         if sharding.partial or local.shape is None:
             return
@@ -220,14 +222,14 @@ class _Partition:
                 self.builder.bind(str(size), local, axis)
 
     def _versions(self, name: str) -> dict[Sharding, ir.Value]:
-        """The versions of a value that the part being written may read."""
+        """The versions of a value that the virtual stage being written may read."""
         # What it has made itself wins over what it would be sent.
-        seen = (self.home.get(name), self.part)
+        seen = (self.home.get(name), self.virtual_stage)
         return {
             sharding: local
-            for part in seen
+            for virtual in seen
             for (where, sharding), local in self.versions.get(name, {}).items()
-            if where == part
+            if where == virtual
         }
 
     def _is_gathered(self, value: ir.Value | None) -> bool:

@@ -105,7 +105,7 @@ class PartitionedModel:
         conflicts: What is sent since neighbours want a value in different layouts.
         stage: The pipeline stage whose ranks run it.
         stages: Number of stages; the ranks of stage s are those from `s * mesh.size` on.
-        part: The part of the model that it is of; a stage may have several.
+        virtual_stage: The virtual stage that it is of; a stage may have several.
         handed_in: What it reads of other programs of the same micro-batch.
         handed_out: What it makes for them.
     """
@@ -125,7 +125,7 @@ class PartitionedModel:
     conflicts: tuple[Conflict, ...] = ()
     stage: int = 0
     stages: int = 1
-    part: int = 0
+    virtual_stage: int = 0
     handed_in: tuple[Handed, ...] = ()
     handed_out: tuple[Handed, ...] = ()
 
@@ -143,7 +143,7 @@ class Pipeline:
     Attributes:
         whole: The programs as they were before they were split: what goes in and out of them.
         entry: The manifest's entry "pipeline".
-        assign: The part of each node that was cut, by name.
+        assign: The virtual stage of each node that was cut, by name.
     """
 
     whole: tuple[PartitionedModel, ...]

@@ -4,7 +4,8 @@ The program was partitioned as one, its nodes in the order of their places. Each
 program of its own, whose ranks are those of one stage. What a node reads that another place made is
 handed over: an output there, an input here, of the same name. What depends on no data of the
 micro-batch (sizes, random numbers, weights made ready) is not handed over but computed again; what
-is made of trained weights for another part is handed over nonetheless, as its cotangent comes back.
+is made of trained weights for another virtual stage is handed over nonetheless, as its cotangent
+comes back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ class _Split:
     def _bound(self) -> set[ir.Node]:
         """The nodes that run in their place only.
 
-        They depend on data of the micro-batch, or on a state and are read by another part.
+        They depend on data of the micro-batch, or on a state and are read by another virtual stage.
         """
         fed = self.parted.states.inputs
         data = {i.local for i in self.parted.inputs if i.name not in fed}
@@ -110,9 +111,9 @@ class _Split:
         return bound
 
     def _foreign(self) -> set[ir.Node]:
-        """The nodes of states alone that another part reads, where the states need not be.
+        """The nodes of states alone that another virtual stage reads, where the states need not be.
 
-        What a part computed again, it would have a cotangent of, which belongs to the first.
+        What another computed again, it would have a cotangent of, which belongs to the first.
         """
         of_states = {p.local for p in self.parted.parameters if p.fed}
         foreign = set()
@@ -128,7 +129,7 @@ class _Split:
 
     def _part(self, node: ir.Node) -> int:
         place: int = node.meta[PLACE]
-        return self.places.part[place]
+        return self.places.virtual_stage[place]
 
     def _hand(self, value: ir.Value, place: int) -> None:
         maker = value.producer()
@@ -223,7 +224,7 @@ class _Split:
             ),
             stage=program.stage,
             stages=self.stages,
-            part=self.places.part[place],
+            virtual_stage=self.places.virtual_stage[place],
             handed_in=received,
             handed_out=given,
         )

@@ -1,10 +1,10 @@
-"""Puts a global graph into pipeline parts: every node gets its part, before anything else is done.
+"""Puts a global graph into virtual stages: every node gets its own, before anything else is done.
 
 What is not cut (masks and positions, which depend on no weight; what is made of weights alone) is
-computed in each part that reads it, by a copy of its nodes, instead of being sent there. A weight
-that several stages read becomes one initializer for each, a *copy*, whose gradients the optimizer
-adds up over the stages once a step (Megatron-LM does so with the embedding that is the head, too;
-Narayanan et al., 2021).
+computed in each virtual stage that reads it, by a copy of its nodes, instead of being sent there. A
+weight that several stages read becomes one initializer for each, a *copy*, whose gradients the
+optimizer adds up over the stages once a step (Megatron-LM does so with the embedding that is the
+head, too; Narayanan et al., 2021).
 """
 
 from collections.abc import Collection, Mapping
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxpar.analysis.graph import read_by
-from onnxpar.analysis.shapes import PART
-from onnxpar.analysis.stages import Chain, Places, part_of_node
+from onnxpar.analysis.shapes import VIRTUAL_STAGE
+from onnxpar.analysis.stages import Places, virtual_stage_of
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,23 @@ class Copy:
 
 def put_stages(
     graph: ir.Graph,
-    chain: Chain,
-    part_of: Mapping[ir.Node, int],
+    computed_in: Mapping[ir.Node, tuple[int, ...]],
     weights: Collection[str],
     stages: int,
 ) -> dict[str, Copy]:
-    """Gives every node its part, in metadata; the graph is changed.
+    """Gives every node its virtual stage, in metadata; the graph is changed.
 
     Args:
         graph: The graph.
-        chain: The nodes that have a part.
-        part_of: Their parts.
+        computed_in: The virtual stages that compute each node, which get a copy each; the nodes
+            in topological order.
         weights: Names of the initializers of which each stage has its own.
-        stages: Number of stages; part p runs on stage `p % stages`.
+        stages: Number of stages; virtual stage v runs on stage `v % stages`.
 
     Returns:
         The copies made, by name.
     """
-    for node in chain.nodes:
-        node.metadata_props[PART] = str(part_of[node])
-    _spread(graph, frozenset(chain.nodes))
+    _spread(graph, computed_in)
     return _copies(graph, weights, stages)
 
 
@@ -62,40 +59,25 @@ def order_by_place(graph: ir.Graph, places: Places) -> None:
     graph.extend(nodes)
 
 
-def parts_by_name(graph: ir.Graph) -> dict[str, int]:
-    """Returns the part of each node by name."""
-    return {node.name or "": part_of_node(node) for node in graph}
+def virtual_stages_by_name(graph: ir.Graph) -> dict[str, int]:
+    """Returns the virtual stage of each node by name."""
+    return {node.name or "": virtual_stage_of(node) for node in graph}
 
 
-def _spread(graph: ir.Graph, chain: frozenset[ir.Node]) -> None:
-    """Puts a copy of every other node into each part that reads it."""
+def _spread(graph: ir.Graph, computed_in: Mapping[ir.Node, tuple[int, ...]]) -> None:
+    """Puts a copy of every node into each further virtual stage that computes it."""
     taken = {node.name for node in graph}
-    outputs = set(graph.outputs)
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in graph:
-        for value in read_by(node):
-            readers.setdefault(value, []).append(node)
-    for node in reversed(list(graph)):
-        if node in chain:
-            continue
-        users = [(reader, v) for v in node.outputs for reader in readers.get(v, ())]
-        parts = {part_of_node(reader) for reader, _ in users}
-        if any(v in outputs for v in node.outputs):
-            parts.add(0)
-        first, *others = sorted(parts) or [0]
-        node.metadata_props[PART] = str(first)
-        for part in others:
-            twin = _twin(node, f"{node.name}@{part}", taken)
-            twin.metadata_props[PART] = str(part)
+    versions: dict[int, dict[ir.Value, ir.Value]] = {}
+    for node, (first, *others) in computed_in.items():
+        node.metadata_props[VIRTUAL_STAGE] = str(first)
+        for virtual in others:
+            twin = _twin(node, f"{node.name}@{virtual}", taken)
+            twin.metadata_props[VIRTUAL_STAGE] = str(virtual)
             graph.insert_after(node, twin)
-            for value in read_by(twin):
-                readers.setdefault(value, []).append(twin)
-            for old, new in zip(node.outputs, twin.outputs, strict=True):
-                moved = [r for r in readers.get(old, ()) if part_of_node(r) == part]
-                for reader in moved:
-                    replace_reads(reader, {old: new})
-                    readers[old].remove(reader)
-                    readers.setdefault(new, []).append(reader)
+            replace_reads(twin, versions.get(virtual, {}))
+            made = versions.setdefault(virtual, {})
+            made.update(zip(node.outputs, twin.outputs, strict=True))
+        replace_reads(node, versions.get(first, {}))
 
 
 def _twin(node: ir.Node, name: str, taken: set[str | None]) -> ir.Node:
@@ -143,7 +125,7 @@ def _copies(graph: ir.Graph, weights: Collection[str], stages: int) -> dict[str,
         for value in read_by(node):
             name = value.name or ""
             if name in weights and graph.initializers.get(name) is value:
-                users = readers.setdefault(name, {}).setdefault(part_of_node(node) % stages, [])
+                users = readers.setdefault(name, {}).setdefault(virtual_stage_of(node) % stages, [])
                 users.append(node)
     found = {}
     for name, by_stage in readers.items():

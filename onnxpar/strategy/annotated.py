@@ -73,19 +73,19 @@ def annotated_seeds(annotation: Annotation, model: ir.Model, rules: Rules, env: 
     return _Reader(annotation, model, rules, env).run()
 
 
-def annotated_parts(annotation: Annotation, graph: ir.Graph) -> dict[str, int]:
-    """Returns the parts of a pipeline that an annotation says, by the names of the graph's nodes.
+def annotated_virtual_stages(annotation: Annotation, graph: ir.Graph) -> dict[str, int]:
+    """Returns the virtual stages that an annotation says, by the names of the graph's nodes.
 
-    The nodes of a body are of the part of the node in whose place it stands.
+    The nodes of a body are of the virtual stage of the node in whose place it stands.
     """
     said = {n: s.stage for s in annotation.nodes if s.stage is not None for n in s.outputs if n}
     found = {}
     for node in graph:
         replaced = node.metadata_props.get(EXPANDED_OPERANDS)
         made = json.loads(replaced)["out"] if replaced else [v.name for v in node.outputs]
-        part = next((said[name] for name in made if name in said), None)
-        if part is not None:
-            found[node.name or ""] = part
+        virtual = next((said[name] for name in made if name in said), None)
+        if virtual is not None:
+            found[node.name or ""] = virtual
     return found
 
 

@@ -4,7 +4,7 @@ The checker of ONNX looks at none of these fields. What is read here: `ModelProt
 and of each node `device_configurations` with a `sharding_spec` for some of its operands and
 results. A spec lists devices in the order of the shards; shards are counted row by row over the
 split axes of the tensor, in the tensor's order. An entry of the list is a device, or the key of a
-group of devices that all hold the shard. `pipeline_stage` is the part of the model that a node is
+group of devices that all hold the shard. `pipeline_stage` is the virtual stage that a node is
 of (see `onnxpar.analysis.stages`); the devices of a stage are neighbours, those of stage 0 first.
 
 What the fields have no place for stands in the model's metadata under `METADATA`, written by
@@ -61,7 +61,7 @@ class NodeSpec:
         inputs: Names of its operands.
         outputs: Names of its results.
         tensors: The tensors that are annotated, by name.
-        stage: Its part of a pipeline, where that is said.
+        stage: Its virtual stage of a pipeline, where that is said.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Schedule(BaseModel):
     Attributes:
         schedule: In which order micro-batches go through the stages.
         micro_batches: Micro-batches of a step.
-        chunks: Parts of the model that each stage has; part p is on stage `p % stages`.
+        chunks: Virtual stages that each stage has; number v is on stage `v % stages`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -194,12 +194,12 @@ def read_annotation(
     sizes = _configurations(source, known)
     chosen = _chosen(source, nodes, sizes, devices)
     mine = [(node, _configuration(source, node, chosen)) for node in nodes]
-    parts = _parts(source, mine)
+    virtual_stages = _virtual_stages(source, mine)
     extras = _extras(source, metadata.get(METADATA))
-    stages = _stages(source, parts, sizes[chosen], extras)
+    stages = _stages(source, virtual_stages, sizes[chosen], extras)
     size = sizes[chosen] // stages
-    specs = tuple(_node(source, node, entry, size, parts, stages) for node, entry in mine)
-    if parts == 1 and not any(spec.tensors for spec in specs):
+    specs = tuple(_node(source, node, entry, size, virtual_stages, stages) for node, entry in mine)
+    if virtual_stages == 1 and not any(spec.tensors for spec in specs):
         return None
     symbols = _checked(source, extras, size)
     return Annotation(source, size, specs, extras, symbols, stages)
@@ -327,8 +327,8 @@ _Entry = onnx.NodeDeviceConfigurationProto | None
 """What a node says for the configuration that is carried out."""
 
 
-def _parts(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
-    """How many parts the model is cut into: each has a node."""
+def _virtual_stages(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
+    """How many virtual stages the model is cut into: each has a node."""
     first: dict[int, _Node] = {}
     for node, entry in nodes:
         stage = _stage(entry)
@@ -350,20 +350,21 @@ def _parts(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
     return last + 1
 
 
-def _stages(source: str, parts: int, devices: int, extras: Extras) -> int:
-    """Number of pipeline stages: of several chunks each has as many parts."""
+def _stages(source: str, virtual_stages: int, devices: int, extras: Extras) -> int:
+    """Number of pipeline stages: of several chunks each has as many virtual stages."""
     chunks = 1 if extras.pipeline is None else extras.pipeline.chunks
-    if parts % chunks:
+    if virtual_stages % chunks:
         raise StrategyError(
-            f"{source}: metadata {METADATA!r}: expected chunks that divide the {parts} pipeline "
+            f"{source}: metadata {METADATA!r}: expected chunks that divide the "
+            f"{virtual_stages} pipeline "
             f"stages of the nodes, got {chunks}"
         )
-    if devices % (parts // chunks):
+    if devices % (virtual_stages // chunks):
         raise StrategyError(
             f"{source}: expected a number of pipeline stages that divides the {devices} devices of "
-            f"the configuration, got {parts // chunks}"
+            f"the configuration, got {virtual_stages // chunks}"
         )
-    return parts // chunks
+    return virtual_stages // chunks
 
 
 def _node(
@@ -371,13 +372,13 @@ def _node(
     node: _Node,
     entry: onnx.NodeDeviceConfigurationProto | None,
     devices: int,
-    parts: int,
+    virtual_stages: int,
     stages: int,
 ) -> NodeSpec:
     title, stage = _title(source, node), _stage(entry)
     tensors: dict[str, TensorSpec] = {}
     for spec in entry.sharding_spec if entry is not None else ():
-        if stage is None and parts > 1:
+        if stage is None and virtual_stages > 1:
             raise StrategyError(
                 f"{title}: expected its pipeline stage, as other nodes have one, got none"
             )

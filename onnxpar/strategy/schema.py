@@ -172,9 +172,9 @@ class PipelineEntry(_Section):
         micro_batches: Micro-batches of a step, unless the command says otherwise; by default
             as many as there are stages.
         schedule: The order of the micro-batches' forwards and backwards.
-        chunks: Parts of the model that each stage has, of the interleaved schedule: part c of stage
-            s is number `c * stages + s` of all.
-        assign: Patterns of nodes by the number of their part; the rest is cut by cost.
+        chunks: Virtual stages that each stage has, in the interleaved schedule: the c-th of stage s
+            is number `c * stages + s` of all.
+        assign: Patterns of nodes by the number of their virtual stage; the rest is cut by cost.
     """
 
     stages: Annotated[int, Field(ge=1)]
@@ -189,16 +189,17 @@ class PipelineEntry(_Section):
             raise expected("'chunks' of 1, or the schedule 'interleaved'", self.chunks)
         if self.schedule == "interleaved" and self.chunks < 2:
             raise expected("'chunks' of at least 2 for the schedule 'interleaved'", self.chunks)
-        for pattern, part in self.assign.items():
-            if part >= self.parts:
+        for pattern, virtual in self.assign.items():
+            if virtual >= self.virtual_stages:
                 raise expected(
-                    f"numbers from 0 to {self.parts - 1} under 'assign'", {pattern: part}
+                    f"numbers from 0 to {self.virtual_stages - 1} under 'assign'",
+                    {pattern: virtual},
                 )
         return self
 
     @property
-    def parts(self) -> int:
-        """Number of parts that the model is cut into, also called virtual stages."""
+    def virtual_stages(self) -> int:
+        """Number of virtual stages that the model is cut into: of each stage as many as chunks."""
         return self.stages * self.chunks
 
 

@@ -97,7 +97,8 @@ class Buffers:
         """Returns the optimizer's programs of all stages, and what is divided.
 
         These are the optimizer's program of each stage, `optimizer_model.<stage>`, and for each
-        part of the model the one that adds up what its backward makes, `accumulation_model.<part>`.
+        virtual stage the one that adds up what its backward makes,
+        `accumulation_model.<virtual stage>`.
 
         Args:
             kind: The optimizer.
@@ -121,19 +122,19 @@ class Buffers:
             updates.append(update)
             parted = self._divided(update, f"optimizer_model.{stage}")
             divided.append(replace(parted, stage=stage, stages=entry.stages))
-        made: dict[int, set[str]] = {part: set() for part in range(entry.parts)}
+        made: dict[int, set[str]] = {virtual: set() for virtual in range(entry.virtual_stages)}
         for pm in training:
-            made[pm.part].update(pm.states.outputs.values())
-        for part, states in made.items():
+            made[pm.virtual_stage].update(pm.states.outputs.values())
+        for virtual, states in made.items():
             infos = [
                 self._info(p)
                 for p in self.parameters.values()
                 if state_name(StateKind.GRADIENT, p.name) in states
             ]
             program = accumulation_model(infos, opset=opset, empty=True)
-            parted = self._divided(program, f"accumulation_model.{part}")
-            stage = part % entry.stages
-            divided.append(replace(parted, stage=stage, stages=entry.stages, part=part))
+            parted = self._divided(program, f"accumulation_model.{virtual}")
+            stage = virtual % entry.stages
+            divided.append(replace(parted, stage=stage, stages=entry.stages, virtual_stage=virtual))
         return updates, divided
 
     # -- how they lie ----------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Prepared:
 
 
 Stager = Callable[[ir.Model, ShapeEnv, Collection[str]], Mapping[str, Copy]]
-"""Puts a model's nodes into pipeline parts, given the names of its parameters; see `put_stages`."""
+"""Puts a model's nodes into virtual stages, given the names of its parameters; see `put_stages`."""
 
 
 def prepare_training(

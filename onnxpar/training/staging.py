@@ -15,9 +15,10 @@ from onnxpar.analysis.stages import (
     chain_of,
     floating,
     forward_places,
-    known_parts,
-    part_of_node,
+    known_virtual_stages,
     training_places,
+    virtual_stage_of,
+    where_needed,
 )
 from onnxpar.errors import ModelError
 from onnxpar.passes.partitioned import PartitionedModel, Pipeline
@@ -25,12 +26,12 @@ from onnxpar.passes.split import StageProgram, split
 from onnxpar.passes.stages import (
     Copy,
     order_by_place,
-    parts_by_name,
     put_stages,
+    virtual_stages_by_name,
 )
 from onnxpar.strategy import Strategy
-from onnxpar.strategy.parts import decide_parts
 from onnxpar.strategy.schema import PipelineEntry
+from onnxpar.strategy.virtual_stages import decide_virtual_stages
 from onnxpar.training.prepare import Prepared
 
 Json = dict[str, Any]
@@ -39,24 +40,24 @@ ZERO_BUBBLE = "zb-h1"
 
 @dataclass
 class Staging:
-    """The pipeline of one strategy: cuts a model into parts, and programs by them.
+    """The pipeline of one strategy: cuts a model into virtual stages, and programs by them.
 
     Attributes:
         strategy: The strategy.
         entry: What it says of the pipeline.
         copies: Of each initializer that a further stage has in place of another: which.
-        parts: The part of each node of the forward program, by name.
-        assign: The part of each node that was cut, by name.
+        virtual_stages: The virtual stage of each node of the forward program, by name.
+        assign: The virtual stage of each node that was cut, by name.
     """
 
     strategy: Strategy
     entry: PipelineEntry
     copies: Mapping[str, Copy] = field(default_factory=dict)
-    parts: Mapping[str, int] = field(default_factory=dict)
+    virtual_stages: Mapping[str, int] = field(default_factory=dict)
     assign: Mapping[str, int] = field(default_factory=dict)
 
     def put(self, model: ir.Model, env: ShapeEnv, trained: Collection[str]) -> Mapping[str, Copy]:
-        """Puts the nodes of a forward program into parts; the model is changed.
+        """Puts the nodes of a forward program into virtual stages; the model is changed.
 
         Args:
             model: The model.
@@ -64,28 +65,30 @@ class Staging:
             trained: Names of the parameters of which each stage has its own.
 
         Raises:
-            StrategyError: As `decide_parts`.
+            StrategyError: As `decide_virtual_stages`.
         """
         weights = {*trained, *floating(model.graph)}
-        chain, part_of = decide_parts(self.strategy, self.entry, model, env, weights)
-        self.copies = put_stages(model.graph, chain, part_of, trained, self.entry.stages)
-        self.parts = parts_by_name(model.graph)
-        self.assign = {node.name or "": part for node, part in part_of.items()}
+        virtual_by_node = decide_virtual_stages(self.strategy, self.entry, model, env, weights)
+        computed_in = where_needed(model.graph, virtual_by_node)
+        self.copies = put_stages(model.graph, computed_in, trained, self.entry.stages)
+        self.virtual_stages = virtual_stages_by_name(model.graph)
+        self.assign = {node.name or "": virtual for node, virtual in virtual_by_node.items()}
         return self.copies
 
     def put_forward(self, model: ir.Model, env: ShapeEnv) -> Places:
-        """Puts the nodes of a model that is not trained into parts, and in the order of these."""
+        """Puts the nodes of a model that is not trained into virtual stages, and in their order."""
         self.put(model, env, ())
         return self._forward_places(model.graph)
 
     def put_again(self, model: ir.Model) -> Places:
         """Puts the nodes of another program of the same model where they are in the first."""
         chain = chain_of(model.graph, floating(model.graph))
-        put_stages(model.graph, chain, known_parts(chain, self.parts), (), self.entry.stages)
+        computed_in = where_needed(model.graph, known_virtual_stages(chain, self.virtual_stages))
+        put_stages(model.graph, computed_in, (), self.entry.stages)
         return self._forward_places(model.graph)
 
     def _forward_places(self, graph: ir.Graph) -> Places:
-        places = forward_places(graph, self.entry.parts)
+        places = forward_places(graph, self.entry.virtual_stages)
         order_by_place(graph, places)
         return places
 
@@ -99,7 +102,7 @@ class Staging:
         self._check_statistics(graph, prepared.updated)
         places = training_places(
             graph,
-            self.entry.parts,
+            self.entry.virtual_stages,
             prepared.links,
             list(prepared.gradients.values()),
             list(prepared.gradients),
@@ -112,31 +115,31 @@ class Staging:
         """Raises ModelError where a running statistic is kept by several stages."""
         for name in updated.values():
             readers = {use.node for use in graph.initializers[name].uses()}
-            stages = sorted({part_of_node(n) % self.entry.stages for n in readers})
+            stages = sorted({virtual_stage_of(n) % self.entry.stages for n in readers})
             if len(stages) > 1:
                 raise ModelError(
                     f"running statistic {name!r}: expected the layers that share it in one "
                     f"pipeline stage, got stages {stages}; say so under pipeline: assign"
                 )
 
-    def split(self, whole: PartitionedModel, places: Places, name: str) -> "Stages":
+    def split(self, whole: PartitionedModel, places: Places, name: str) -> "SplitProgram":
         """Returns the programs of a whole one, which is used up but for its facts.
 
         Args:
             whole: The program, partitioned with these places.
             places: Its places.
-            name: What its forward programs are called: `<name>.<part>`.
+            name: What its forward programs are called: `<name>.<virtual stage>`.
         """
         programs = []
-        kinds: list[Json] = [{} for _ in range(self.entry.parts)]
-        for number, part in enumerate(places.part):
-            kind = "forward" if number < self.entry.parts else "backward"
-            kind = "weight" if kind in kinds[part] else kind
-            title = f"{name if kind == 'forward' else f'{kind}_model'}.{part}"
-            programs.append(StageProgram(title, part % self.entry.stages))
-            kinds[part][kind] = title
+        kinds: list[Json] = [{} for _ in range(self.entry.virtual_stages)]
+        for number, virtual in enumerate(places.virtual_stage):
+            kind = "forward" if number < self.entry.virtual_stages else "backward"
+            kind = "weight" if kind in kinds[virtual] else kind
+            title = f"{name if kind == 'forward' else f'{kind}_model'}.{virtual}"
+            programs.append(StageProgram(title, virtual % self.entry.stages))
+            kinds[virtual][kind] = title
             if kind == "backward":
-                kinds[part].setdefault("weight", None)
+                kinds[virtual].setdefault("weight", None)
         made = split(whole, places, programs, self.entry.stages, self.copies)
         # Its nodes have moved into the programs, where copies have the names of their originals.
         emptied = replace(
@@ -148,10 +151,10 @@ class Staging:
             ),
             stages=self.entry.stages,
         )
-        return Stages(emptied, made, tuple(kinds))
+        return SplitProgram(emptied, made, tuple(kinds))
 
     def pipeline(
-        self, split: Sequence["Stages"], updates: Sequence[PartitionedModel] = ()
+        self, split: Sequence["SplitProgram"], updates: Sequence[PartitionedModel] = ()
     ) -> Pipeline:
         """Returns what the manifest says of the pipeline.
 
@@ -173,13 +176,14 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class Stages:
+class SplitProgram:
     """The programs that a whole one was split into.
 
     Attributes:
         whole: The whole one, without its nodes.
         programs: The programs, in the order of their places.
-        entries: Of each part the names of its programs, by "forward", "backward" and "weight".
+        entries: Of each virtual stage the names of its programs, by "forward", "backward" and
+            "weight".
     """
 
     whole: PartitionedModel

@@ -150,6 +150,9 @@ def test_of_a_pipeline_stages_and_transfers_are_told(
     assert (second["parameters"], second["parameter_bytes_per_device"]) == (2, 560)
     assert (first["ranks"], second["ranks"]) == ([0, 1], [2, 3])
     assert first["nodes"] + second["nodes"] == len(report["nodes"])
+    # The loss and its gradient are divided by counts of all data ranks; the first stage has a sum.
+    assert first["collectives"] + second["collectives"] == report["totals"]["collectives"]
+    assert "bytes" in first and "bytes" in second
     there, back = report["transfers"]
     assert (there["from"], there["to"], back["from"], back["to"]) == (0, 1, 1, 0)
     # Half the batch, padded up, of 10 float32.

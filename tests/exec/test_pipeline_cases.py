@@ -86,6 +86,29 @@ def handed(manifest: Manifest, program: str) -> dict[str, str]:
     return {v.name: v.source for v in manifest.program(program).handed_in}
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_crosses_a_border_is_recomputed_on_its_own_stage_alone(
+    tmp_path: Path, schedule: str
+) -> None:
+    """The later stage keeps what it has received; what it was made of does not go there."""
+    model = model_of(f"""{SIGNATURE} {{
+        [n0] a = MatMul(x, w)  [n1] c = Tanh(a)  [n2] d = Add(c, b)  [n3] e = Tanh(c)
+        [n4] f = Mul(d, e)  [n5] y = MatMul(f, v) }}""")
+    pipeline = {"stages": 2, "assign": {"n[01]": 0, "n[2-5]": 1}, "schedule": schedule}
+    strategy = {"devices": 2, "recompute": ["n[1-4]"], "pipeline": pipeline}
+    manifest = check(tmp_path, model, Strategy.from_dict(strategy))
+    border = {
+        (source.rpartition(".")[2], name.rpartition(".")[2], value.name)
+        for name, program in manifest.programs.items()
+        for value in program.handed_in
+        for source in [value.source]
+        if source.rpartition(".")[2] != name.rpartition(".")[2] and "eval" not in name
+    }
+    assert {(a, b) for a, b, _ in border} == {("0", "1"), ("1", "0")}
+    assert [value for a, _, value in border if a == "0"] == ["c"]
+    assert len([value for a, _, value in border if a == "1"]) == 1
+
+
 def test_a_value_that_skips_stages(tmp_path: Path) -> None:
     """It goes straight to its readers, and each stage adds its cotangent to the next one's."""
     text = f"""{SIGNATURE} {{
@@ -249,22 +272,32 @@ def test_one_node_for_each_stage_and_no_weights(tmp_path: Path) -> None:
     shard(path, strategy_of({}, 3), tmp_path / "a")
     (case,) = execute.verify(tmp_path / "a", path, cases=["batch=3"])
     assert case.ok
-    with pytest.raises(OnnxparError, match=r"one node for each of 4 parts, .* 3$"):
+    with pytest.raises(OnnxparError, match=r"one node for each of 4 virtual stages, .* 3$"):
         shard(path, strategy_of({}, 4), tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_contradiction_is_told_by_file_and_lines(tmp_path: Path) -> None:
+    text = "devices: 2\npipeline:\n  stages: 2\n  assign:\n    n0: 1\n    n1: 0\n"
+    with pytest.raises(OnnxparError) as caught:
+        cut(tmp_path / "a", model_of(CHAIN), Strategy.from_text(text, source="s.yaml"))
+    assert str(caught.value) == (
+        "s.yaml:4: pipeline: node 'n1' (line 6) is assigned to virtual stage 0, but what it reads "
+        "comes from node 'n0' (line 5) of virtual stage 1; values only go to later ones"
+    )
 
 
 @pytest.mark.parametrize(
     ("assign", "told"),
     [
-        ({"n0": 1, "n1": 0}, "'n1' is assigned to part 0, but what it reads comes from node 'n0'"),
+        ({"n0": 1, "n1": 0}, "what it reads comes from node 'n0' of virtual stage 1; values only"),
         ({"nothing*": 0}, "nothing"),
         ({"n[0-2]": 0, "n[23]": 1}, "n2"),
-        ({"*": 0}, "leaves no place for the cut before part 1"),
-        ({"n3": 1, "onnxpar.loss*": 0}, "is assigned to part 0, but what it reads comes"),
+        ({"*": 0}, "leaves no place for the cut before virtual stage 1"),
+        ({"n3": 1, "onnxpar.loss*": 0}, "is assigned to virtual stage 0, but what it reads comes"),
         ({"n3": 1, "n3/grad*": 1}, "expected the name or a pattern of a node"),
     ],
-    ids=["backwards", "matches nothing", "two parts", "empty part", "loss", "backward nodes"],
+    ids=["backwards", "matches nothing", "two stages", "empty stage", "loss", "backward nodes"],
 )
 def test_assignments_that_cannot_be(tmp_path: Path, assign: dict[str, int], told: str) -> None:
     with pytest.raises(OnnxparError) as caught:

@@ -1,4 +1,4 @@
-"""Pipeline parts: which nodes are cut, where, and what is computed in several parts."""
+"""Virtual stages: which nodes are cut, where, and what is computed in several of them."""
 
 from itertools import combinations, pairwise
 
@@ -7,7 +7,15 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.stages import BALANCE, Chain, Costs, chain_of, cut_chain, part_of_node
+from onnxpar.analysis.stages import (
+    BALANCE,
+    Chain,
+    Costs,
+    chain_of,
+    cut_chain,
+    virtual_stage_of,
+    where_needed,
+)
 from onnxpar.errors import StrategyError
 from onnxpar.passes.stages import put_stages
 
@@ -39,9 +47,9 @@ def chain(edges: list[tuple[int, int]], count: int) -> Chain:
 @pytest.mark.parametrize("seed", range(60))
 def test_cuts_are_the_best_of_all(seed: int) -> None:
     """In a line every choice of cuts is tried: near the least bottleneck, the least traffic."""
-    parts = 2 + seed % 3
+    virtual_stages = 2 + seed % 3
     rng = np.random.default_rng(seed)
-    count = int(rng.integers(parts, 9))
+    count = int(rng.integers(virtual_stages, 9))
     edges = [(i, i + 1) for i in range(count - 1)]
     edges += [(a, b) for a, b in combinations(range(count), 2) if b > a + 1 and rng.random() < 0.2]
     line = chain(edges, count)
@@ -62,13 +70,13 @@ def test_cuts_are_the_best_of_all(seed: int) -> None:
         ]
         return max(times), sum(move(c) for c in cuts)
 
-    every = [judged(cuts) for cuts in combinations(range(1, count), parts - 1)]
+    every = [judged(cuts) for cuts in combinations(range(1, count), virtual_stages - 1)]
     least = min(worst for worst, _ in every)
     want = min(traffic for worst, traffic in every if worst <= least * (1 + BALANCE) + 1e-12)
-    found = cut_chain(line, parts, {}, Costs(seconds, crossing))
+    found = cut_chain(line, virtual_stages, {}, Costs(seconds, crossing))
     where = [found[node] for node in line.nodes]
-    assert where == sorted(where) and set(where) == set(range(parts))
-    worst, traffic = judged(tuple(where.index(p) for p in range(1, parts)))
+    assert where == sorted(where) and set(where) == set(range(virtual_stages))
+    worst, traffic = judged(tuple(where.index(p) for p in range(1, virtual_stages)))
     assert worst <= least * (1 + BALANCE) + 1e-12
     assert traffic == pytest.approx(want)
 
@@ -91,19 +99,19 @@ def test_nodes_beside_the_line_go_where_they_must() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "fixed", "message"),
+    ("count", "fixed", "message"),
     [
-        (2, {"n1": 1, "n3": 0}, "node 'n3' is assigned to part 0, but what it reads comes from "
-         "node 'n1' of part 1"),
-        (3, {"n0": 0, "n1": 2}, "leaves no place for the cut before part 2: it must come after "),
-        (2, {"n0": 1}, "before part 1: it must come before node 'n0', with a node for every part"),
-        (9, {}, "expected at least one node for each of 9 parts, the model has 4"),
+        (2, {"n1": 1, "n3": 0}, "node 'n3' is assigned to virtual stage 0, but what it reads comes "
+         "from node 'n1' of virtual stage 1"),
+        (3, {"n0": 0, "n1": 2}, "no place for the cut before virtual stage 2: it must come after "),
+        (2, {"n0": 1}, "before virtual stage 1: it must come before node 'n0', with a"),
+        (9, {}, "expected at least one node for each of 9 virtual stages, the model has 4"),
     ],
 )  # fmt: skip
-def test_contradictions_name_nodes(parts: int, fixed: dict[str, int], message: str) -> None:
+def test_contradictions_name_nodes(count: int, fixed: dict[str, int], message: str) -> None:
     line = chain([(i, i + 1) for i in range(3)], 4)
     with pytest.raises(StrategyError, match=message):
-        cut_chain(line, parts, fixed, Costs())
+        cut_chain(line, count, fixed, Costs())
 
 
 WEIGHTS = "<float[2, 2] w = {1, 2, 3, 4}, float[2, 2] v = {1, 2, 3, 4}>"
@@ -118,9 +126,9 @@ def test_masks_and_prepared_weights_are_not_cut() -> None:
     found = chain_of(made, {"w", "v"})
     assert [n.name for n in found.nodes] == ["a", "b", "c", "y"]
     by_name = {n.name: n for n in found.nodes}
-    part = {by_name[n]: p for n, p in (("a", 0), ("b", 0), ("c", 1), ("y", 1))}
-    copies = put_stages(made, found, part, {"w"}, 2)
-    stages = {n.name: part_of_node(n) for n in made}
+    virtual = {by_name[n]: p for n, p in (("a", 0), ("b", 0), ("c", 1), ("y", 1))}
+    copies = put_stages(made, where_needed(made, virtual), {"w"}, 2)
+    stages = {n.name: virtual_stage_of(n) for n in made}
     assert stages == {"m": 0, "m@1": 1, "t": 0, "t@1": 1, "a": 0, "b": 0, "c": 1, "y": 1}
     reads = {n.name: [v.name for v in n.inputs if v is not None] for n in made}
     assert reads["y"] == ["c", "m@1"] and reads["b"] == ["a", "m"]
@@ -130,12 +138,12 @@ def test_masks_and_prepared_weights_are_not_cut() -> None:
     assert {name: (c.original, c.stage) for name, c in copies.items()} == {"w@1": ("w", 1)}
 
 
-def test_parts_of_one_stage_share_a_weight() -> None:
+def test_virtual_stages_of_one_stage_share_a_weight() -> None:
     made = graph("a = MatMul(x, w) b = MatMul(a, v) y = MatMul(b, w)", WEIGHTS)
     found = chain_of(made, {"w", "v"})
-    part = dict(zip(found.nodes, (0, 1, 2), strict=True))
-    # Part 2 is on stage 0 again.
-    assert put_stages(made, found, part, {"w", "v"}, 2) == {}
+    virtual = dict(zip(found.nodes, (0, 1, 2), strict=True))
+    # Virtual stage 2 is on stage 0 again.
+    assert put_stages(made, where_needed(made, virtual), {"w", "v"}, 2) == {}
 
 
 def test_without_weights_all_nodes_are_cut() -> None:

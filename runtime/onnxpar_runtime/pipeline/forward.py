@@ -9,7 +9,7 @@ from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest, TensorSpec
 from onnxpar_runtime.pipeline.inbox import Inbox
-from onnxpar_runtime.pipeline.work import FORWARD, Micro, Stages
+from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
 
 Array = NDArray[Any]
 
@@ -40,7 +40,7 @@ class Forward:
             self._executors[name] = Executor(manifest, name, loader)
             return self._executors[name]
 
-        self._stages = Stages(manifest, program, loader.rank, load, self._inbox)
+        self._stages = VirtualStages(manifest, program, loader.rank, load, self._inbox)
         self.made: Mapping[TensorSpec, int] = self._stages.made
 
     def run(self, feeds: Feeds, counters: Mapping[str, int]) -> dict[str, Array]:

@@ -62,7 +62,7 @@ class _Held:
         self.readers = readers
 
 
-class Stages:
+class VirtualStages:
     """A rank's virtual stages of one program.
 
     Args:

@@ -13,7 +13,7 @@ from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest, TensorSpec
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.trace import Steps, Trace, median_bubble
-from onnxpar_runtime.pipeline.work import FORWARD, Micro, Stages
+from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
 from onnxpar_runtime.training.programs import (
     ACCUMULATION,
     CORRECT,
@@ -206,7 +206,7 @@ class Pipelined:
         self._trace: Trace | None = None
         self._stage = manifest.stage_of(rank.index)
         self._inbox = Inbox(rank)
-        self._stages: dict[str, Stages] = {}
+        self._stages: dict[str, VirtualStages] = {}
         self._gradients = _Gradients(manifest, programs)
 
     def load(self, program: str) -> None:
@@ -226,10 +226,10 @@ class Pipelined:
         parts = enumerate(self._pipeline.updates[program])
         return [part for i, part in parts if i % self._pipeline.stages == self._stage]
 
-    def _through(self, program: str) -> Stages:
+    def _through(self, program: str) -> VirtualStages:
         """Returns this stage's parts of a program that runs through the stages."""
         if program not in self._stages:
-            self._stages[program] = Stages(
+            self._stages[program] = VirtualStages(
                 self._manifest, program, self._rank, self._programs.load, self._inbox
             )
         return self._stages[program]

@@ -1,4 +1,4 @@
-"""From a strategy to the pipeline part of each node: the user's words, and cuts by cost."""
+"""From a strategy to the virtual stage of each node: the user's words, and cuts by cost."""
 
 from collections.abc import Collection, Sequence
 from math import prod
@@ -8,25 +8,25 @@ import onnx_ir as ir
 from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.analysis.stages import Chain, Costs, chain_of, cut_chain
+from onnxpar.analysis.stages import Costs, chain_of, cut_chain
 from onnxpar.errors import StrategyError
 from onnxpar.machine import Link, Machine
 from onnxpar.mesh import Mesh
 from onnxpar.ops.find import find_rules
-from onnxpar.strategy.annotated import annotated_parts
+from onnxpar.strategy.annotated import annotated_virtual_stages
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.names import match
 from onnxpar.strategy.schema import PipelineEntry, Strategy
 
 
-def decide_parts(
+def decide_virtual_stages(
     strategy: Strategy,
     entry: PipelineEntry,
     model: ir.Model,
     env: ShapeEnv,
     weights: Collection[str],
-) -> tuple[Chain, dict[ir.Node, int]]:
-    """Returns the nodes that are cut, and the part of each.
+) -> dict[ir.Node, int]:
+    """Returns the virtual stage of each node that is cut.
 
     Args:
         strategy: The strategy, which has a pipeline.
@@ -36,33 +36,50 @@ def decide_parts(
         weights: Names of the initializers that count as weights.
 
     Raises:
-        StrategyError: A pattern fits no node, parts contradict one another, or there are more parts
-            than nodes.
+        StrategyError: A pattern fits no node, entries contradict one another, or there are more
+            virtual stages than nodes.
     """
     chain = chain_of(model.graph, weights)
     fixed = assigned(strategy, model)
     free = any((node.name or "") not in fixed for node in chain.nodes)
     costs = _costs(strategy, model, env, chain.nodes) if free else Costs()
     try:
-        return chain, cut_chain(chain, entry.parts, fixed, costs)
+        return cut_chain(chain, entry.virtual_stages, fixed, costs, _lines(strategy, model))
     except StrategyError as error:
-        raise StrategyError(f"{strategy.source}: {error}") from None
+        where = strategy.source
+        if strategy.pipeline is not None and strategy.document.lines:
+            where = strategy.where("pipeline", "assign")
+        raise StrategyError(f"{where}: {error}") from None
 
 
 def assigned(strategy: Strategy, model: ir.Model) -> dict[str, int]:
-    """Returns the parts that the user, or the model's annotation, says, by the nodes' names.
+    """Returns the virtual stages that the user, or the annotation, says, by the nodes' names.
 
     Raises:
         StrategyError: A pattern fits no node.
     """
     if strategy.annotation is not None:
-        return annotated_parts(strategy.annotation, model.graph)
+        return annotated_virtual_stages(strategy.annotation, model.graph)
+    return {name: virtual for name, (_, virtual) in _matched(strategy, model).items()}
+
+
+def _matched(strategy: Strategy, model: ir.Model) -> dict[str, tuple[str, int]]:
+    """Of each node that the user assigned, by name: the pattern, and the virtual stage."""
     if strategy.pipeline is None:
         return {}
     said = strategy.pipeline.assign
     where = {key: strategy.where("pipeline", "assign", key) for key in said}
-    wanted = match(said, [node.name or "" for node in model.graph], "node", where)
-    return {name: part for name, (_, part) in wanted.items()}
+    return match(said, [node.name or "" for node in model.graph], "node", where)
+
+
+def _lines(strategy: Strategy, model: ir.Model) -> dict[str, str]:
+    """Where the user assigned nodes, by name: `line 3` of a strategy file."""
+    lines = strategy.document.lines
+    places = {
+        name: lines.get(("pipeline", "assign", pattern))
+        for name, (pattern, _) in _matched(strategy, model).items()
+    }
+    return {name: f"line {line}" for name, line in places.items() if line is not None}
 
 
 def _costs(strategy: Strategy, model: ir.Model, env: ShapeEnv, nodes: Sequence[ir.Node]) -> Costs:
