@@ -102,6 +102,15 @@ def command(
     print_every: Annotated[
         int, typer.Option(metavar="K", min=0, help="Print each K-th step of an epoch; 0: none.")
     ] = 1,
+    log_every: Annotated[
+        int,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="Read and check the loss of each K-th step only, and print and log no other: a "
+            "GPU is not waited for in between.",
+        ),
+    ] = 1,
     check_replicas: Annotated[
         int | None,
         typer.Option(
@@ -154,6 +163,7 @@ def command(
         resume=resume,
         log=log,
         print_every=print_every,
+        log_every=log_every,
         check_replicas=check_replicas,
         trace=trace,
         device=device,

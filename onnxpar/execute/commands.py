@@ -90,6 +90,7 @@ def train(
     resume: Path | None = None,
     log: Path | None = None,
     print_every: int = 1,
+    log_every: int = 1,
     check_replicas: int | None = None,
     trace: Path | None = None,
     device: str = "auto",
@@ -127,6 +128,7 @@ def train(
         resume: Checkpoint, or folder of checkpoints, to continue from.
         log: File of JSON lines.
         print_every: Print every so many steps of an epoch; 0 prints none.
+        log_every: Of every so many steps the loss is read, checked, printed and logged.
         check_replicas: Compare replicas of states every so many steps; None: never.
         trace: File for when the stages of a pipeline computed.
         device: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
@@ -165,6 +167,7 @@ def train(
         resume=resume,
         log=log,
         print_every=print_every,
+        log_every=log_every,
         check_replicas=check_replicas,
         trace=trace,
     )

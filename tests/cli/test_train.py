@@ -51,6 +51,24 @@ def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert printed.err == ""
 
 
+def test_the_loss_is_read_every_few_steps(
+    sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    arguments = [*RUN, "--steps", "17", "--seed", "7", "--log-every", "4", "--log", str(log)]
+    folder = ["--checkpoint", str(tmp_path / "ck"), "--every", "3"]
+    assert main(["train", str(sgd), *arguments, *folder]) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    losses, _ = linear.trained(0.5, 100, 2, 7)
+    # Of every fourth step, and of the last one, which is the second of the second epoch.
+    at = [(1, 4), (1, 8), (1, 12), (2, 1), (2, 2)]
+    assert [(line["epoch"], line["step"]) for line in lines] == at
+    assert capfd.readouterr().out.count("loss is") == 5
+    # As where every step is read: each depends on all before it.
+    wanted = [losses[4 * n - 1] for n in (1, 2, 3, 4)] + [losses[16]]
+    np.testing.assert_allclose([line["loss"] for line in lines], wanted, rtol=2e-6)
+
+
 def test_evaluates_as_numpy_does(
     sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +206,7 @@ def test_more_devices_than_ranks_says_what_to_type(
 def test_an_interrupt_is_told_once_and_has_its_own_code(
     sgd: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("onnxpar_runtime.training.trainer.Trainer.train_step", interrupted)

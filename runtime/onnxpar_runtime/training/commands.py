@@ -97,6 +97,7 @@ class TrainingRun:
         log: File of JSON lines, or None. Of a run that is resumed it keeps the lines of the steps
             that are done.
         print_every: Print every so many steps of an epoch; 0 prints none.
+        log_every: Of every so many steps the loss is read, checked, and told of.
         loss_scale: As `Trainer`. `train_with` leaves that of its trainer.
         check_replicas: Compare replicas of states every so many steps; None: never.
         trace: File for when the stages of a pipeline computed, in the format of Chrome's trace
@@ -120,6 +121,7 @@ class TrainingRun:
     resume: str | Path | None = None
     log: str | Path | None = None
     print_every: int = 1
+    log_every: int = 1
     loss_scale: str | None = None
     check_replicas: int | None = None
     trace: str | Path | None = None
@@ -358,6 +360,7 @@ def _train(
             evaluation=prepared.evaluation,
             start=start,
             after_step=_checked(trainer, wanted.check_replicas, after_step),
+            log_every=wanted.log_every,
         )
         log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
         if wanted.trace is not None:

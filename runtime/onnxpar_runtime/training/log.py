@@ -127,8 +127,12 @@ class Reporter:
             self._out.write(text + "\n")
             self._out.flush()
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepRecord, steps: int = 1) -> None:
         """Tells of a step.
+
+        Args:
+            record: The step.
+            steps: How many were made since the last one that was told of.
 
         Raises:
             InputError: The log file cannot be written.
@@ -140,7 +144,7 @@ class Reporter:
         if self._progress is not None:
             state = f"loss {record.loss:.4g}  lr {record.lr:.3g}  {record.samples_per_s:.4g}/s"
             self._progress.update(
-                self._task, advance=1, description=f"epoch {record.epoch}", state=state
+                self._task, advance=steps, description=f"epoch {record.epoch}", state=state
             )
         if self._file is not None:
             try:

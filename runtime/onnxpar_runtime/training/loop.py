@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, Protocol
 
 from onnxpar_runtime.agree import agree
@@ -53,8 +54,13 @@ class Trains(Protocol):
     def prepare(self, batch: Batch) -> Any:
         """Returns a micro-batch cut for this rank. Is called ahead of time, from another thread."""
 
-    def train_step(self, micro_batches: Sequence[Any], hyper: Mapping[str, float]) -> StepOutcome:
-        """Runs all micro-batches and the optimizer. Every rank must call it."""
+    def train_step(
+        self, micro_batches: Sequence[Any], hyper: Mapping[str, float], *, read: bool
+    ) -> StepOutcome:
+        """Runs all micro-batches and the optimizer. Every rank must call it.
+
+        Unless `read`, a GPU is not waited for, and the outcome has no numbers.
+        """
 
     def evaluate(self, batch: Batch) -> Mapping[str, Any]:
         """Returns `loss`, `count` and perhaps `correct` of a batch. Every rank must call it."""
@@ -67,7 +73,7 @@ class Fitted:
     Attributes:
         epochs: Epochs that were begun.
         steps: Steps of all of them, with those before the run was resumed.
-        loss: Loss of the last step.
+        loss: Loss of the last step that was read.
     """
 
     epochs: int
@@ -139,6 +145,7 @@ def fit(
     evaluation: EvaluationData | None = None,
     start: Progress = _BEGINNING,
     after_step: Callable[[Progress], None] | None = None,
+    log_every: int = 1,
 ) -> Fitted:
     """Trains. Every rank of the world must call it, with the same arguments.
 
@@ -153,6 +160,7 @@ def fit(
         evaluation: What to evaluate on after each epoch, and after the last step.
         start: How far the run has come already.
         after_step: Is called after each step, with how far the run has come then.
+        log_every: Of every so many steps the loss is read, checked and told of; and of the last.
 
     Raises:
         InputError: The data ends before the first step, or not on all ranks in the same step.
@@ -166,34 +174,41 @@ def fit(
     loss = float("nan") if start.loss is None else start.loss
     together = isinstance(data.source, Stream)
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
-        begin = time.perf_counter()
+        begin, samples, told = time.perf_counter(), 0, done
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
             if evaluation is not None and epoch != last and last:
                 _tell_evaluation(trainer, evaluation, reporter, last)
-                begin = time.perf_counter()
+                begin, samples = time.perf_counter(), 0
             done, last = done + 1, epoch
             rate = schedule.at(done)
             try:
                 # A step that changed nothing is none to the averages of the optimizer.
-                outcome = trainer.train_step(step.micro_batches, hyper.at(done - skipped, rate))
+                read = done % log_every == 0 or done == limit
+                scalars = hyper.at(done - skipped, rate)
+                outcome = trainer.train_step(step.micro_batches, scalars, read=read)
             except TrainingError as error:
-                told = TrainingError(f"epoch {epoch}, {error}")
-                told.agreed = error.agreed
-                raise told from None
-            loss = float(outcome.loss)
+                failed = TrainingError(f"epoch {epoch}, {error}")
+                failed.agreed = error.agreed
+                raise failed from None
+            samples += step.samples
             skipped += outcome.skipped
             if outcome.skipped:
                 reporter.tell(
                     f"epoch: {epoch} step: {number}: gradients overflowed; nothing was changed, "
                     "and the loss scale is halved"
                 )
-            end = time.perf_counter()
-            speed = step.samples / (end - begin)
-            begin = end
-            reporter.step(StepRecord(epoch, number, loss, rate, speed, float(outcome.grad_norm)))
+            if read:
+                loss, end = float(outcome.loss), time.perf_counter()
+                record = StepRecord(
+                    epoch, number, loss, rate, samples / (end - begin), float(outcome.grad_norm)
+                )
+                reporter.step(record, done - told)
+                begin, samples, told = end, 0, done
             if after_step is not None:
-                after_step(Progress(done, epoch, number, data.seed, loss, rate))
+                # JSON has no number for a loss that nobody has read yet.
+                known = None if isnan(loss) else loss
+                after_step(Progress(done, epoch, number, data.seed, known, rate))
     if evaluation is not None:
         _tell_evaluation(trainer, evaluation, reporter, last)
     return Fitted(last, done, loss)

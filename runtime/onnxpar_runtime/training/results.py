@@ -13,8 +13,8 @@ class StepResult:
     """What a step returns, equal on all ranks.
 
     Attributes:
-        loss: Mean loss of all that the step's micro-batches hold.
-        grad_norm: 2-norm of all gradients together, before clipping.
+        loss: Mean loss of all that the step's micro-batches hold; not a number if nobody asked.
+        grad_norm: 2-norm of all gradients together, before clipping; likewise.
         skipped: Whether nothing was changed, since gradients were not finite: the loss scale was
             too large.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,7 +75,12 @@ class Runner(Protocol):
         """Loads a program, if it was not."""
 
     def forward_backward(
-        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool
+        self,
+        micro_batches: Sequence[Micro],
+        counters: Counters,
+        *,
+        accumulate: bool,
+        read: bool = True,
     ) -> float:
         """Runs micro-batches and leaves their gradients with the states.
 
@@ -82,13 +88,18 @@ class Runner(Protocol):
             micro_batches: At least one.
             counters: What random numbers are keyed by, but for the number of the micro-batch.
             accumulate: Add to the gradients that are there, instead of replacing them.
+            read: Whether the losses are wanted; otherwise a GPU is not waited for.
 
         Returns:
-            The sum of the weighted losses, on all ranks.
+            The sum of the weighted losses, on all ranks; not a number unless `read`.
         """
 
-    def update(self, counters: Counters, hyper: Mapping[str, float]) -> float:
-        """Updates the parameters; returns the 2-norm of all gradients together."""
+    def update(self, counters: Counters, hyper: Mapping[str, float], *, read: bool = True) -> float:
+        """Updates the parameters.
+
+        Returns:
+            The 2-norm of all gradients together; not a number unless `read`.
+        """
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """Runs the evaluation."""
@@ -151,7 +162,12 @@ class OneStage:
         self._programs.load(program)
 
     def forward_backward(
-        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool
+        self,
+        micro_batches: Sequence[Micro],
+        counters: Counters,
+        *,
+        accumulate: bool,
+        read: bool = True,
     ) -> float:
         """As `Runner`."""
         program = self._programs.load(TRAINING)
@@ -159,16 +175,16 @@ class OneStage:
         for index, micro in enumerate(micro_batches):
             redirect = self._programs.micro_gradients() if index or accumulate else None
             now = {**counters, "micro_batch": micro.number}
-            outputs = program.run(micro.feeds, now, micro.numbers, redirect)
+            outputs = program.run(micro.feeds, now, micro.numbers, redirect, read=read)
             if redirect is not None:
-                self._programs.load(ACCUMULATION).run(_NOTHING, now)
-            loss += float(outputs[LOSS].item())
+                self._programs.load(ACCUMULATION).run(_NOTHING, now, read=False)
+            loss += float(outputs[LOSS].item()) if read else nan
         return loss
 
-    def update(self, counters: Counters, hyper: Mapping[str, float]) -> float:
+    def update(self, counters: Counters, hyper: Mapping[str, float], *, read: bool = True) -> float:
         """As `Runner`."""
-        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, counters, hyper)
-        return float(outputs[GRAD_NORM].item())
+        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, counters, hyper, read=read)
+        return float(outputs[GRAD_NORM].item()) if read else nan
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
@@ -240,13 +256,20 @@ class Pipelined:
         return self._through(EVALUATION).made
 
     def forward_backward(
-        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool
+        self,
+        micro_batches: Sequence[Micro],
+        counters: Counters,
+        *,
+        accumulate: bool,
+        read: bool = True,
     ) -> float:
         """As `Runner`."""
         self._gradients.begin(accumulate)
         found = self._through(TRAINING).run(
             self._pipeline.schedule, micro_batches, counters, self._gradients, self._trace
         )
+        if not read:
+            return nan
         loss = sum(float(outputs[LOSS].item()) for outputs in found if LOSS in outputs)
         return self._told(TRAINING, {LOSS: loss})[LOSS]
 
@@ -264,11 +287,11 @@ class Pipelined:
         found = self._rank.all_reduce(np.array(own, np.float64))
         return {name: float(number) for name, number in zip(numbers, found, strict=True)}
 
-    def update(self, counters: Counters, hyper: Mapping[str, float]) -> float:
+    def update(self, counters: Counters, hyper: Mapping[str, float], *, read: bool = True) -> float:
         """As `Runner`."""
         (name,) = self._updates(OPTIMIZER)
-        outputs = self._programs.load(name).run(_NOTHING, counters, hyper)
-        return float(outputs[GRAD_NORM].item())
+        outputs = self._programs.load(name).run(_NOTHING, counters, hyper, read=read)
+        return float(outputs[GRAD_NORM].item()) if read else nan
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
@@ -341,4 +364,4 @@ class _Gradients:
         pipeline = self._manifest.pipeline
         assert pipeline is not None
         name = pipeline.updates[ACCUMULATION][virtual_stage]
-        self._programs.load(name).run(_NOTHING, {})
+        self._programs.load(name).run(_NOTHING, {}, read=False)

@@ -185,7 +185,11 @@ class Trainer:
         return replace(prepared, feeds=opened.runner.stage(prepared.feeds))
 
     def train_step(
-        self, micro_batches: Sequence[Batch | Prepared], hyper: Mapping[str, float]
+        self,
+        micro_batches: Sequence[Batch | Prepared],
+        hyper: Mapping[str, float],
+        *,
+        read: bool = True,
     ) -> StepResult:
         """Runs all micro-batches and then the optimizer. Every rank must call it.
 
@@ -196,6 +200,8 @@ class Trainer:
             micro_batches: Global arrays of the inputs, or a tuple of dicts (see `Batch`); or what
                 `prepare` returned. The same on all ranks.
             hyper: The scalars that the optimizer's program reads, by name; others do no harm.
+            read: Read and check loss and norm. Otherwise a GPU is not waited for, and both are not
+                a number in what is returned; the same on all ranks.
 
         Raises:
             InputError: An input is missing, unknown, of the wrong dtype or shape; a hyperparameter
@@ -217,9 +223,9 @@ class Trainer:
             for number, p in enumerate(prepared)
             if p.count
         ]
-        loss = self._forward_backward(runs, accumulate=False)
+        loss = self._forward_backward(runs, accumulate=False, read=read)
         skipped = self.loss_scale.skipped
-        norm = self._optimize(hyper)
+        norm = self._optimize(hyper, read=read)
         return StepResult(loss, norm, self.loss_scale.skipped > skipped)
 
     def forward_backward(
@@ -274,16 +280,23 @@ class Trainer:
     def _micro(self, prepared: Prepared, weight: float, number: int) -> Micro:
         return Micro(prepared.feeds, {LOSS_WEIGHT: weight * self.loss_scale.scale}, number)
 
-    def _forward_backward(self, runs: Sequence[Micro], *, accumulate: bool) -> float:
-        loss = self._opened.runner.forward_backward(runs, self.counters, accumulate=accumulate)
+    def _forward_backward(
+        self, runs: Sequence[Micro], *, accumulate: bool, read: bool = True
+    ) -> float:
+        loss = self._opened.runner.forward_backward(
+            runs, self.counters, accumulate=accumulate, read=read
+        )
         loss /= self.loss_scale.scale
-        self._check(loss)
+        if read:
+            self._check(loss)
         return loss
 
-    def _optimize(self, hyper: Mapping[str, float]) -> float:
+    def _optimize(self, hyper: Mapping[str, float], *, read: bool = True) -> float:
         numbers = {**hyper, INVERSE_SCALE: 1 / self.loss_scale.scale}
-        norm = self._opened.runner.update(self.counters, numbers)
-        if self.training.compute is not None:
+        # A dynamic loss scale follows the gradients of every step.
+        read = read or self.loss_scale.dynamic
+        norm = self._opened.runner.update(self.counters, numbers, read=read)
+        if self.training.compute is not None and read:
             self.loss_scale.after(isfinite(norm), self.steps + 1)
         self.counters["step"] += 1
         self.counters["micro_batch"] = 0

@@ -60,12 +60,12 @@ def interrupted(
     assert wanted.checkpoints is not None
     step, saving = Trainer.train_step, wanted.checkpoints
 
-    def stops(self: Trainer, *args: Any) -> Any:
+    def stops(self: Trainer, *args: Any, **more: Any) -> Any:
         if self.steps == after:
             while whole_steps(saving.folder)[-1:] != [after - after % saving.every]:
                 time.sleep(0.01)
             raise Stop
-        return step(self, *args)
+        return step(self, *args, **more)
 
     with monkeypatch.context() as patch, pytest.raises(OnnxparRuntimeError, match="Stop"):
         patch.setattr(Trainer, "train_step", stops)

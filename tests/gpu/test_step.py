@@ -1,0 +1,85 @@
+"""What a training step tells a GPU, read from the log of the stand-in CUDA libraries."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+
+import linear
+import pytest
+
+STEPS, ROWS = 12, 100
+BATCH_BYTES = ROWS * linear.PIXELS * 4
+STATE_BYTES = linear.PIXELS * linear.CLASSES * 4
+LEGACY = "(nil)"
+
+
+class Log:
+    """The calls of one training and of the probe before it.
+
+    Attributes:
+        lines: The calls.
+        copies: Of each direction, size, stream and way how many there were.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.lines = [line.split("\t") for line in text.splitlines()]
+        copies = [line for line in self.lines if line[0] == "memcpy"]
+        self.copies = Counter((line[1], int(line[2]), line[3], line[4]) for line in copies)
+
+    def streams(self, way: str, size: int) -> dict[str, int]:
+        """On which streams what of a size was copied how often, without waiting."""
+        return {
+            stream: count
+            for (direction, bytes_, stream, waits), count in self.copies.items()
+            if (direction, bytes_, waits) == (way, size, "async")
+        }
+
+
+@pytest.fixture(scope="module")
+def log(standin_cuda: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Log:
+    folder = tmp_path_factory.mktemp("step")
+    out = linear.cut(folder, 1)
+    arguments = ["--data", "digits", "--batch-size", str(ROWS), "--steps", str(STEPS), "--lr", "1"]
+    saving = [
+        "--device",
+        "cuda",
+        "--log-every",
+        "4",
+        "--checkpoint",
+        str(folder / "ck"),
+        "--every",
+        "5",
+    ]
+    told = folder / "log"
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxpar.cli", "train", str(out), *arguments, *saving],
+        env={**standin_cuda, "STANDIN_GUARD": "1", "STANDIN_LOG": str(told)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss is") == STEPS // 4
+    return Log(told.read_text())
+
+
+def test_a_batch_goes_to_the_gpu_once_and_ahead(log: Log) -> None:
+    inward, computing = log.streams("HtoD", BATCH_BYTES), log.streams("same", BATCH_BYTES)
+    assert list(inward.values()) == [STEPS] == list(computing.values())
+    # From pinned memory on a stream of its own, and from there to where the session reads it.
+    assert set(inward).isdisjoint(computing) and LEGACY not in (*inward, *computing)
+    assert ("HtoD", BATCH_BYTES, LEGACY, "waits") not in log.copies
+
+
+def test_the_loss_comes_back_only_where_it_is_told(log: Log) -> None:
+    # Loss and norm of the steps 4, 8 and 12.
+    assert log.copies["DtoH", 4, LEGACY, "waits"] == 2 * STEPS // 4
+
+
+def test_a_checkpoint_is_copied_beside_the_next_step(log: Log) -> None:
+    (computing,) = log.streams("same", BATCH_BYTES)
+    outward = {s: n for s, n in log.streams("DtoH", STATE_BYTES).items() if s != computing}
+    # After the steps 5, 10 and 12.
+    assert list(outward.values()) == [3]
+    assert LEGACY not in outward
