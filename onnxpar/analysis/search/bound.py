@@ -17,6 +17,8 @@ Table = NDArray[np.float64]
 Scoped = tuple[tuple[int, ...], Table]
 
 _SWEEPS, _STALLED = 200, 5
+_EAGER = 10
+"""First sweeps after each of which a choice is made: bounds of most networks meet one there."""
 _MARGIN = 1e-9
 
 
@@ -59,7 +61,7 @@ def bounded(units: Sequence[Table], terms: Sequence[Scoped]) -> Bounded:
         for v in range(len(units)) if forward else reversed(range(len(units))):
             _share(v, own, tables, around[v])
         now = sum(float(u.min()) for u in own) + sum(float(t.min()) for t in tables)
-        if sweep % 10 == 0 or sweep == _SWEEPS - 1:
+        if sweep < _EAGER or sweep % 10 == 0 or sweep == _SWEEPS - 1:
             choice = _descend(_decode(own, scoped, tables, around), plain, scoped, around)
             cost = _cost(choice, plain, scoped)
             best = min(best, (cost, choice)) if best is not None else (cost, choice)

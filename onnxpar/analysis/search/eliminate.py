@@ -171,21 +171,24 @@ class _Graph:
 
     def eliminate(self, most: int) -> None:
         """Eliminates variables, those first that join few, up to tables of `most` entries."""
-        price = {v: self.fill(v) for v in sorted(self.left)}
+        # One that is too large now may become smaller with its neighbours; until then nobody asks
+        # for the pairs that it would join, of which a value that every layer reads has many.
+        easy = (v for v in sorted(self.left) if self.size(v) <= most)
+        price = {v: self.fill(v) for v in easy}
         queue = [(*price[v], v) for v in price]
         heapq.heapify(queue)
         while queue:
             *priced, v = heapq.heappop(queue)
-            if v not in self.left or price[v] != tuple(priced):
-                continue
-            # One that is too large now may become smaller with its neighbours.
-            if self.size(v) > most:
+            if v not in self.left or price.get(v) != tuple(priced):
                 continue
             scope = self.remove(v)
             # Those further away have fewer pairs to join at most; their old price will do.
             for n in scope:
+                if self.size(n) > most:
+                    price.pop(n, None)
+                    continue
                 now = self.fill(n)
-                if now != price[n] or now[1] <= most:
+                if price.get(n) != now:
                     price[n] = now
                     heapq.heappush(queue, (*now, n))
 

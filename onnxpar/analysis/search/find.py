@@ -13,6 +13,7 @@ from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.exact import best, least
 from onnxpar.analysis.search.flow import Flow, Item, flow
+from onnxpar.analysis.search.fold import fold, runs
 from onnxpar.analysis.search.options import Option, options
 from onnxpar.analysis.search.problem import Problem, Weights, build
 from onnxpar.analysis.search.recursive import recurse
@@ -239,15 +240,23 @@ class _Search:
     def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution]:
         """Halves with less and less memory left to later halvings, until all fits at the end."""
         done = 0
+        repeated = runs(self.flow.items)
 
         def decide(problem: Problem, later: int) -> Solution:
             nonlocal done
             done += 1
             self.told("halving", (done - 1) % max(len(axes), 1) + 1, len(axes))
+            limit = self.spec.limit if later == 1 else share * later * self.spec.limit
+            if repeated and not self.spec.weights.memory_first:
+                folded = fold(problem, repeated)
+                found = best(folded.problem, gap=self.spec.gap, seconds=self.spec.seconds)
+                # Under a limit that binds it may be better to divide only some of alike layers.
+                if found.memory <= limit:
+                    return replace(found, choice=folded.unfold(found.choice))
             if later == 1:
-                return self._best(problem, self.spec.limit)
+                return self._best(problem, limit)
             try:
-                return self._best(problem, share * later * self.spec.limit)
+                return self._best(problem, limit)
             except ShardingError:
                 return least(problem)
 

@@ -7,8 +7,9 @@ that readers who want the same pay once. A value that readers want in more than 
 priced as if each of the others were brought there by itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +109,7 @@ class _Usage:
 
 
 Wanted = tuple[tuple[_Usage, ...], NDArray[np.intp]]
+T = TypeVar("T", bound=Hashable)
 
 
 def build(
@@ -147,6 +149,12 @@ class _Builder:
     ] = field(default_factory=dict)
     _made_as: dict[tuple[int, int], tuple[Sharding, ...]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    # Equal shardings and usages are one object, so that their identity is a key.
+    _known: dict[Hashable, Hashable] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, int, bool], float] = field(default_factory=dict)
+    _versions: dict[tuple[tuple[int, int], ...], tuple[_Usage | None, ...]] = field(
+        default_factory=dict
+    )
 
     def run(self) -> Problem:
         for item, found in zip(self.flow.items, self.options, strict=True):
@@ -210,12 +218,21 @@ class _Builder:
             for c in parts
             for a in c.atoms
         }
-        return _Usage(self.cost.fixed(target), tuple(sorted(pending)))
+        fixed = self._one(self.cost.fixed(target))
+        return self._one(_Usage(fixed, tuple(sorted(pending))))
+
+    def _one(self, thing: T) -> T:
+        """The first of all that are equal."""
+        return cast(T, self._known.setdefault(thing, thing))
 
     def _move(self, source: Sharding, usage: _Usage, value: Value) -> float:
         """Seconds to bring a value to a reader, and its cotangent back."""
-        seconds = self.cost.reshard(source, usage.target, value.itemsize)
-        return self.weights.communication * seconds + self._back(source, usage, value)
+        key = (id(source), id(usage), value.itemsize, value.trained)
+        if key not in self._moves:
+            seconds = self.cost.reshard(source, usage.target, value.itemsize)
+            back = self._back(source, usage, value)
+            self._moves[key] = self.weights.communication * seconds + back
+        return self._moves[key]
 
     def _back(self, source: Sharding, usage: _Usage, value: Value) -> float:
         if not value.trained:
@@ -246,13 +263,8 @@ class _Builder:
                 variable.memory + memory[index],
             )
             return
-        layouts: dict[Sharding, Sharding] = {}
-        for use in value.uses:
-            for option in self.options[use.item]:
-                wanted_here = option.plan.inputs[use.operand]
-                if wanted_here is not None:
-                    whole = wanted_here.with_partial(())
-                    layouts.setdefault(self.cost.fixed(whole), whole)
+        uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
+        layouts = self._layouts(value, uses)
         if not layouts:
             return
         lying = [_Usage(layout, ()) for layout in layouts]
@@ -260,10 +272,25 @@ class _Builder:
         self.variables.append(Variable(value.name, "source", seconds, memory))
         here = len(self.variables) - 1
         self.sources[value.name] = here, tuple(layouts.values())
-        for use in value.uses:
-            usages, index = self._usages(use)
-            table = np.array([[self._move(s, u, value) for u in usages] for s in layouts])
-            self.terms.append(Term((here, use.item), table[:, index]))
+        same = tuple(map(id, layouts))
+        for use, (found, operand) in zip(value.uses, uses, strict=True):
+            key = ("source", same, found, operand, value.itemsize, value.trained)
+            if key not in self._tables:
+                usages, index = self._usages(use)
+                table = np.array([[self._move(s, u, value) for u in usages] for s in layouts])
+                self._tables[key] = table[:, index]
+            self.terms.append(Term((here, use.item), self._tables[key]))
+
+    def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> dict[Sharding, Sharding]:
+        """How readers want a value, by the sizes that it has."""
+        layouts: dict[Sharding, Sharding] = {}
+        for use in dict(zip(uses, value.uses, strict=True)).values():
+            for option in self.options[use.item]:
+                wanted_here = option.plan.inputs[use.operand]
+                if wanted_here is not None:
+                    whole = wanted_here.with_partial(())
+                    layouts.setdefault(self._one(self.cost.fixed(whole)), whole)
+        return layouts
 
     def _read_once(
         self, value: Value, use: Use
@@ -279,7 +306,7 @@ class _Builder:
 
     def _pinned(self, value: Value, pin: Sharding) -> None:
         """A parameter or input that the user laid out: readers fetch what they want."""
-        here = self.cost.fixed(pin)
+        here = self._one(self.cost.fixed(pin))
         for use in value.uses:
             usages, index = self._usages(use)
             seconds = np.array([self._move(here, usage, value) for usage in usages])
@@ -329,7 +356,8 @@ class _Builder:
         options = self.options[producer]
         key = (id(options), output)
         if key not in self._made_as:
-            self._made_as[key] = tuple(self.cost.fixed(o.plan.outputs[output]) for o in options)
+            made = (self.cost.fixed(o.plan.outputs[output]) for o in options)
+            self._made_as[key] = tuple(map(self._one, made))
         return self._made_as[key]
 
     def _leave(self, value: Value, producer: int, made: Sequence[Sharding]) -> None:
@@ -357,39 +385,45 @@ class _Builder:
     def _shared(self, value: Value, producer: int, output: int) -> None:
         """One version of a value is kept for its readers; the others fetch their own."""
         options, made = self.options[producer], self._outputs(producer, output)
-        readers: dict[_Usage, int] = {}
-        for use in dict.fromkeys(value.uses):
-            for usage in self._usages(use)[0]:
-                readers[usage] = readers.get(usage, 0) + 1
-        # To keep what one reader wants would spare nobody anything.
-        kept: tuple[_Usage | None, ...] = (None, *(u for u, n in readers.items() if n > 1))
+        kept = self._kept(value)
         self.variables.append(
             Variable(value.name, "version", np.zeros(len(kept)), np.zeros(len(kept)))
         )
         here = len(self.variables) - 1
+        of = (id(options), output, tuple(map(id, kept)), value.itemsize, value.trained)
         for use in dict.fromkeys(value.uses):
-            usages, index = self._usages(use)
-            key = ("shared", id(options), output, kept, use.operand, id(self.options[use.item]))
+            key = ("shared", of, id(self.options[use.item]), use.operand)
             if key not in self._tables:
-                sources = list(dict.fromkeys(made))
+                usages, index = self._usages(use)
+                sources = list({id(s): s for s in made}.values())
+                place = {id(s): i for i, s in enumerate(sources)}
                 small = np.array(
                     [[[self._fetch(s, k, u, value) for u in usages] for k in kept] for s in sources]
                 )
-                rows = np.array([sources.index(s) for s in made], np.intp)
+                rows = np.array([place[id(s)] for s in made], np.intp)
                 self._tables[key] = small[rows][:, :, index]
             self.terms.append(Term((producer, here, use.item), self._tables[key]))
-        fetched = ("kept", id(options), output, kept, value.trained)
+        fetched = ("kept", of)
         if fetched not in self._tables:
-            rows_by = {
-                s: [0.0 if k is None else self._move(s, k, value) for k in kept]
-                for s in dict.fromkeys(made)
-            }
-            self._tables[fetched] = np.array([rows_by[s] for s in made])
+            self._tables[fetched] = np.array(
+                [[0.0 if k is None else self._move(s, k, value) for k in kept] for s in made]
+            )
         self.terms.append(Term((producer, here), self._tables[fetched]))
 
+    def _kept(self, value: Value) -> tuple[_Usage | None, ...]:
+        """What may be kept: nothing, or what several readers want; what one wants spares nobody."""
+        uses = tuple([(id(self.options[u.item]), u.operand) for u in dict.fromkeys(value.uses)])
+        if uses not in self._versions:
+            readers: dict[int, tuple[_Usage, int]] = {}
+            for use in dict.fromkeys(value.uses):
+                for usage in self._usages(use)[0]:
+                    readers[id(usage)] = usage, readers.get(id(usage), (usage, 0))[1] + 1
+            self._versions[uses] = (None, *(u for u, n in readers.values() if n > 1))
+        return self._versions[uses]
+
     def _fetch(self, source: Sharding, kept: _Usage | None, usage: _Usage, value: Value) -> float:
-        if usage == kept:
+        if usage is kept:
             return 0.0
-        if kept is not None and usage.target == kept.target:
+        if kept is not None and usage.target is kept.target:
             return self._back(source, usage, value)
         return self._move(source, usage, value)

@@ -41,11 +41,14 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
     own = [(number(v.cost), number(v.memory) if memory else 0) for v in problem.variables]
     left = [number(k) for k in kept]
     known: dict[tuple[object, ...], NDArray[np.intp]] = {}
+    # One is judged again where an option of a neighbour is gone: nothing else changes the verdict.
+    stale = set(range(len(kept)))
     for _ in range(_ROUNDS):
-        changed = False
-        for v, variable in enumerate(problem.variables):
+        for v in sorted(stale):
+            stale.discard(v)
             if len(kept[v]) < 2:
                 continue
+            variable = problem.variables[v]
             key = (
                 own[v],
                 left[v],
@@ -60,11 +63,9 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
                     [(tables[t], axis, scope) for t, axis, scope in around[v]],
                 )
             if len(known[key]) < len(kept[v]):
-                changed = True
                 kept[v] = known[key]
                 left[v] = number(kept[v])
-        if not changed:
-            break
+                stale.update(n for _, _, scope in around[v] for n in scope if n != v)
     return tuple(kept)
 
 

@@ -1,0 +1,118 @@
+"""Repeated layers as one: a smaller problem whose choices cost what they cost in the whole one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformer
+from _exporter import save
+
+import onnxpar.analysis.search.find as find_module
+from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.search.find import SearchSpec, find
+from onnxpar.analysis.search.flow import Flow, Item, flow
+from onnxpar.analysis.search.fold import Run, fold, runs
+from onnxpar.analysis.search.options import options
+from onnxpar.analysis.search.problem import Problem, build
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.machine import PRESETS
+from onnxpar.mesh import Mesh
+from onnxpar.passes.load import load
+from onnxpar.pipeline import Analysed, analyse
+
+SIZES = {"batch": 8, "seq": 64}
+
+
+def gpt(folder: Path, layers: int) -> Analysed:
+    """A transformer of so many layers."""
+    path = folder / f"gpt-{layers}.onnx"
+    config = transformer.Config(layers=layers, d_model=128, heads=4, vocab=256, max_positions=64)
+    save(transformer.build(config), path)
+    return analyse(load(path), {})
+
+
+def problem(program: Analysed) -> tuple[Flow, Problem]:
+    """How nodes may be divided on two axes of two devices."""
+    mesh = Mesh.of({"x": 2, "y": 2})
+    cost = CostModel(PRESETS["h100"], mesh, program.env.table, SIZES)
+    seen = flow(program.model, program.env, program.rules)
+    axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
+    known = {item.kind: options(item, axes, cost) for item in seen.items}
+    return seen, build(seen, [known[item.kind] for item in seen.items], cost)
+
+
+def test_a_choice_of_the_smaller_problem_costs_what_it_costs_in_the_whole_one(
+    tmp_path: Path,
+) -> None:
+    seen, whole = problem(gpt(tmp_path, 7))
+    repeated = runs(seen.items)
+    assert [run.count for run in repeated] == [7]
+    folded = fold(whole, repeated)
+    rng = np.random.default_rng(0)
+    possible = 0
+    for _ in range(50):
+        # Whatever is impossible is impossible in both.
+        spread = rng.integers(1, 3)
+        choice = [int(rng.integers(min(len(v.cost), spread))) for v in folded.problem.variables]
+        unfolded = folded.unfold(choice)
+        seconds = folded.problem.seconds(choice)
+        possible += seconds < np.inf
+        assert whole.seconds(unfolded) == pytest.approx(seconds, rel=1e-12)
+        assert whole.memory(unfolded) == pytest.approx(folded.problem.memory(choice), rel=1e-12)
+    assert possible > 0
+
+
+def test_depth_adds_nothing_to_decide(tmp_path: Path) -> None:
+    sizes = []
+    for layers in (6, 12):
+        seen, whole = problem(gpt(tmp_path, layers))
+        folded = fold(whole, runs(seen.items))
+        sizes.append(len(folded.problem.variables))
+        assert len(folded.problem.variables) < len(whole.variables)
+    assert sizes[0] == sizes[1]
+
+
+def test_few_layers_are_decided_one_by_one(tmp_path: Path) -> None:
+    seen, _ = problem(gpt(tmp_path, 4))
+    assert runs(seen.items) == ()
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h100"])
+def test_layers_that_choose_alike_cost_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    program = gpt(tmp_path, 6)
+
+    def cost(algorithm: str) -> float:
+        spec = SearchSpec(PRESETS[machine], algorithm, sizes=SIZES)
+        start = Seeds(Mesh.of({"x": 8}))
+        model, env, rules = program.model, program.env, program.rules
+        return find(
+            model, env, rules, start, spec, named=False, free_inputs=True
+        ).chosen.seconds  # fmt: skip
+
+    folded = cost("recursive")
+
+    def none(items: Sequence[Item]) -> tuple[Run, ...]:
+        return ()
+
+    monkeypatch.setattr(find_module, "runs", none)
+    assert folded == pytest.approx(cost("recursive"), rel=1e-9)
+
+
+def test_a_limit_that_binds_divides_only_some_layers(tmp_path: Path) -> None:
+    program = gpt(tmp_path, 6)
+    start = Seeds(Mesh.of({"x": 2}))
+    model, env, rules = program.model, program.env, program.rules
+
+    def search(memory: int | None) -> tuple[float, float]:
+        spec = SearchSpec(PRESETS["h100"], "recursive", memory=memory, sizes=SIZES, gap=0.2)
+        chosen = find(model, env, rules, start, spec, named=False, free_inputs=True).chosen
+        return chosen.seconds, chosen.memory
+
+    seconds, memory = search(None)
+    # All layers split, or none, would be half or all of it.
+    slower, held = search(int(0.75 * memory))
+    assert 0.6 * memory < held <= 0.75 * memory
+    assert slower >= seconds
