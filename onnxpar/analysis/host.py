@@ -13,6 +13,9 @@ import onnx_ir as ir
 
 from onnxpar.ops.host_operands import gives_to_host, host_operands
 
+LAYER, HOST = "layer_ann", "onnxpar.host"
+"""Metadata of a node that computes on the host also where others compute on a device. The key is
+onnxruntime's, whose session option `session.layer_assignment_settings` says what the word means."""
 SMALL = 100
 """Elements of a value that is worth computing on the host at most."""
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import onnx_ir as ir
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onnxpar.analysis.device import device_data
 from onnxpar.analysis.report import OF_A_PROGRAM, model_data
 from onnxpar.artifacts.directory import MANIFEST, read_manifest
 from onnxpar.cli.options import AsJson
@@ -45,9 +47,18 @@ def command(
             help="Show the nodes of this program. Default: model, or training_model.",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda",
+            help="Show which nodes onnxruntime would compute on the CPU beside this device.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a model was divided, or what of a model can be."""
+    if device not in (None, "cuda"):
+        raise ArtifactError(f"--device: expected cuda, got {device!r}")
     if not target.exists():
         raise ArtifactError(f"{target}: no such directory or model")
     if target.is_dir():
@@ -57,11 +68,16 @@ def command(
     else:
         analysed = analyse(load(target), {})
         data = model_data(analysed.model, analysed.env, analysed.rules)
+    if device is not None:
+        programs = graphs_of(target) if target.is_dir() else {target.name: analysed.model}
+        data["device"] = device_data(programs)
     if as_json:
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    if target.is_dir():
+    if device is not None:
+        show_device(data["device"], console)
+    elif target.is_dir():
         show_divided(data, console)
     else:
         show_model(data, console)
@@ -104,6 +120,28 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     if "training" in manifest:
         data["training"] = manifest["training"]
     return data
+
+
+def graphs_of(directory: Path) -> dict[str, ir.Model]:
+    """Returns one rank's graph of each program, and of each stage's, by the name of its file.
+
+    Raises:
+        ArtifactError: A graph cannot be read, or there is none.
+    """
+    found: dict[str, ir.Model] = {}
+    seen = set()
+    for path in sorted(directory.glob("rank*.onnx")):
+        program = path.name.partition(".")[2]
+        if program in seen:
+            continue
+        seen.add(program)
+        try:
+            found[path.name] = ir.load(path)
+        except Exception as error:
+            raise ArtifactError(f"{path}: not an ONNX graph: {error}") from None
+    if not found:
+        raise ArtifactError(f"{directory}: expected graphs of ranks (rank*.onnx), got none")
+    return found
 
 
 def _of_rank(report: Json, rank: int | None) -> list[Json]:
@@ -262,6 +300,25 @@ def show_model(data: Json, console: Console) -> None:
         "A strategy has one list for each operand, one entry a dim: a number of pieces or a mesh "
         "axis. Dims of one factor are cut alike; a reduced factor (sum) leaves a pending sum."
     )
+
+
+def show_device(data: Json, console: Console) -> None:
+    """Prints which nodes are computed on the CPU beside a device."""
+    fallbacks = _table("graph", "node", "operator", "types", "why it is computed on the CPU")
+    for name, program in data["programs"].items():
+        for item in program["fallbacks"]:
+            operator = ":".join(filter(None, (item["domain"], item["op_type"])))
+            types = ", ".join(t or "-" for t in item["types"])
+            _row(fallbacks, name, item["name"], operator, types, item["reason"])
+    if fallbacks.rows:
+        console.print(fallbacks)
+    for name, program in data["programs"].items():
+        text = (
+            f"{name}: of {count(program['nodes'], 'node')} {len(program['fallbacks'])} would fall "
+            f"back to the CPU; {len(program['sizes'])} compute sizes there on purpose"
+        )
+        console.print(escape(text))
+    console.print(f"kernels: CUDA provider of onnxruntime {data['onnxruntime']}")
 
 
 def _table(*columns: str) -> Table:

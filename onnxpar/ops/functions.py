@@ -174,10 +174,11 @@ RELU_GRAD = Function(
     "ReluGrad",
     _GRADIENT,
     ("dx",),
+    # y, a result of Relu, is never negative; CUDA has no Greater for bfloat16.
     """
     number = Constant<value = float {0.0}>()
     zero = CastLike(number, dy)
-    positive = Greater(y, zero)
+    positive = Cast<to = 9>(y)
     dx = Where(positive, dy, zero)
     """,
 )

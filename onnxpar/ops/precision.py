@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
+from onnxpar.ops.cuda import has_kernel_in
+
 HALF: Mapping[str, frozenset[str]] = {
     **{op: frozenset({"T"}) for op in ("Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul")},
     "Attention": frozenset({"T1", "T2"}),
@@ -29,12 +31,18 @@ FOLLOWING = frozenset({
 """Operators of the default domain that take the type of what they are given."""
 
 
-def half_operands(node: ir.Node, opset: int) -> tuple[frozenset[int], frozenset[int], bool] | None:
+def half_operands(
+    node: ir.Node, opset: int, dtype: ir.DataType
+) -> tuple[frozenset[int], frozenset[int], bool] | None:
     """Returns which operands and results of a node may have 16 bits, and whether they must.
+
+    Where ONNX or onnxruntime's CUDA provider does not have the operator in this type, it keeps
+    float32: a node that falls back to the CPU would cost more than the 16 bits save.
 
     Args:
         node: A node.
         opset: Version of the default domain.
+        dtype: float16 or bfloat16.
 
     Returns:
         Indices of inputs, indices of outputs, and True where the operator is one of `HALF`, False
@@ -44,6 +52,8 @@ def half_operands(node: ir.Node, opset: int) -> tuple[frozenset[int], frozenset[
         return None
     must = node.op_type in HALF
     if not must and node.op_type not in FOLLOWING:
+        return None
+    if not has_kernel_in(node.op_type, opset, dtype):
         return None
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     kinds = HALF[node.op_type] if must else _first_tensor_type(schema)

@@ -87,14 +87,13 @@ def spread(
         total = (shape[2 + d] - 1) * dim.stride + dim.extent
         if isinstance(begin, int):
             rest = constant(total - begin - out[2 + d], node.view.table)
-            begins.append(begin)
-            ends.append(max(rest or 0, 0))
-            extra.append(max(-(rest or 0), 0))
-            if rest is None:
-                # It depends on the size how much is left over after the last step: at most a step.
-                extra[-1] = dim.stride - 1
-                made[2 + d] = total - begin + extra[-1]
-                slices.append((2 + d, 0, out[2 + d]))
+            pad, more, start = _even(begin, rest, dim.stride)
+            begins.append(pad)
+            ends.append(pad)
+            extra.append(more)
+            if start is not None:
+                made[2 + d] = total - 2 * pad + more
+                slices.append((2 + d, start, out[2 + d]))
         else:
             begins.append(0)
             ends.append(0)
@@ -118,6 +117,29 @@ def spread(
         y = kept(node, y, made, axis, begin, size)
         made[axis] = size
     return y
+
+
+def _even(before: int, after: int | None, stride: int) -> tuple[int, int, int | None]:
+    """Says how to cut both ends of a result with equal padding, which is all that cuDNN knows.
+
+    Args:
+        before: Elements to cut before the first that is wanted.
+        after: Elements to cut after the last; negative where there are too few, None where that
+            depends on a size, and is less than a step too few.
+        stride: Elements of a step; output padding must be less.
+
+    Returns:
+        The padding, the output padding (which gives back what the padding cuts at the end), and
+        where the wanted part begins in what is left; None where nothing else is left.
+    """
+    if after is None:
+        return 0, stride - 1, before
+    if 0 <= before - after < stride:
+        return before, before - after, None
+    if before < after:
+        return before, 0, 0
+    pad = max(after, 0)
+    return pad, pad - after, before - pad
 
 
 def kept(

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.analysis.graph import read_by
-from onnxpar.analysis.host import host_nodes, is_small
+from onnxpar.analysis.host import HOST, LAYER, host_nodes, is_small
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS
@@ -27,9 +27,6 @@ DOMAIN_VERSION = 1
 _SHAPE_SIZE = 64
 _SCALES = 8
 """Numbers of a Resize's scales at most, one a dim."""
-LAYER, HOST = "layer_ann", "onnxpar.host"
-"""Metadata of a node that computes on the host also where others compute on a device. The key is
-onnxruntime's, whose session option `session.layer_assignment_settings` says what the word means."""
 MIN_IR_VERSION = 11
 """The first version with multi-device fields."""
 MAX_IR_VERSION = 13

@@ -147,7 +147,7 @@ class _Precision:
     def run(self) -> int:
         count = 0
         for node in list(self.graph):
-            found = half_operands(node, self.opset)
+            found = half_operands(node, self.opset, self.dtype)
             if found is not None and self._takes(node, *found):
                 inputs, outputs, _ = found
                 for index in sorted(inputs):

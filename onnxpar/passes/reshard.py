@@ -20,8 +20,8 @@ from onnxpar.passes.builder import INT64, GraphBuilder
 from onnxpar.sharding import Component, Sharding, local_size
 from onnxpar.symbols import Dim, as_dim, ceil_div
 
-# onnxruntime 1.31 has no CPU kernel of Pad for these.
-NO_PAD_KERNEL = (ir.DataType.BFLOAT16, ir.DataType.INT16, ir.DataType.UINT16)
+# For these onnxruntime 1.31 has a kernel of Pad on the CPU and on CUDA.
+PADDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL)
 # Pad takes computed sizes since opset 11, Slice since 10.
 MIN_OPSET = 11
 
@@ -147,7 +147,7 @@ class _Emitter:
         build = self._with_bounds()
         missing = build.op("Sub", build.size(size), build.size(shape[axis]), dtype=INT64, shape=[1])
         before, shape = shape, [*shape[:axis], size, *shape[axis + 1 :]]
-        if x.dtype in NO_PAD_KERNEL:
+        if x.dtype not in PADDED:
             parts = [build.shape(before[:axis]), missing, build.shape(before[axis + 1 :])]
             gap = build.op("Concat", *parts, dtype=INT64, shape=[len(shape)], axis=0)
             zeros = build.op("ConstantOfShape", gap, dtype=ir.DataType.FLOAT)

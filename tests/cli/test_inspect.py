@@ -136,3 +136,47 @@ def test_directories_that_are_none(
         (tmp_path / "manifest.json").write_text(content)
     assert main(["inspect", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+FALLS = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[n, 4] x) => (float[n, 4] y, float[m] u, float[o, p] z) {
+  [shape] s = Shape(x)
+  [twice] t = Mul(s, s)
+  [grow] z = Expand(x, t)
+  [distinct] u = Unique(x)
+  [y] y = Relu(x)
+}
+"""
+
+
+def test_what_a_model_leaves_to_the_cpu(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(onnx.parser.parse_model(FALLS), "falls.onnx")
+    capsys.readouterr()
+    assert main(["inspect", "falls.onnx", "--device", "cuda", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["device"]
+    assert found["device"] == "cuda"
+    (program,) = found["programs"].values()
+    assert [(f["name"], f["op_type"], f["types"]) for f in program["fallbacks"]] == [
+        ("distinct", "Unique", ["float"])
+    ]
+    assert program["sizes"] == [{"name": "twice", "op_type": "Mul"}]
+    assert main(["inspect", "falls.onnx", "--device", "cuda"]) == 0
+    text = capsys.readouterr().out
+    assert "distinct  Unique    float  the provider has no kernel for it" in text
+    assert "falls.onnx: of 5 nodes 1 would fall back to the CPU; 1 compute sizes there" in text
+
+
+def test_what_graphs_of_ranks_leave_to_the_cpu(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["inspect", "out", "--device", "cuda", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["device"]["programs"]
+    assert list(found) == ["rank0000.model.onnx"]
+    assert found["rank0000.model.onnx"]["fallbacks"] == []
+
+
+def test_a_device_that_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "out", "--device", "tpu"]) == 2
+    assert "--device: expected cuda, got 'tpu'" in capsys.readouterr().err

@@ -26,21 +26,24 @@ class Library:
     """One library: its soname, what its functions begin with, what is written out by hand."""
 
     soname: str
-    prefix: str
+    prefix: str = ""
     sources: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
 
 RUNTIME = "libcudart.so.13"
 LIBRARIES = (
-    Library(RUNTIME, "", ("cudart.cc",)),
-    Library("libcublas.so.13", "", ("cublas.cc",)),
-    Library("libcublasLt.so.13", "", ("cublaslt.cc",)),
+    Library(RUNTIME, sources=("cudart.cc",)),
+    Library("libcublas.so.13", sources=("cublas.cc",)),
+    Library("libcublasLt.so.13", sources=("cublaslt.cc",)),
     Library("libcurand.so.10", "curand"),
     Library("libcuda.so.1", "cu", ("driver.cc",), needs=(RUNTIME,)),
     # Opened at run time; their functions are strings in the provider.
     Library("libcudnn.so.9", "cudnn", ("cudnn.cc",)),
     Library("libcufft.so.12", "cufft", ("cufft.cc",)),
+    # For the list of kernels alone, see tensorrt.cc.
+    Library("libnvinfer.so.10", sources=("tensorrt.cc",)),
+    Library("libnvonnxparser.so.10"),
 )
 
 
@@ -72,21 +75,20 @@ def _named(library: Path, prefixes: Sequence[str]) -> Mapping[str, Sequence[str]
     return {prefix: [n for n in names if n.startswith(prefix)] for prefix in prefixes}
 
 
-def _compile(library: Library, names: Sequence[str], versioned: bool, folder: Path) -> None:
+def _compile(library: Library, names: Sequence[str], folder: Path) -> None:
     stem = library.soname.partition(".")[0]
     stubs = folder / f"{stem}.c"
     stubs.write_text(
         "".join(f"__attribute__((weak)) int {name}(void) {{ return 0; }}\n" for name in names)
     )
     script = folder / f"{stem}.map"
-    script.write_text(f"{library.soname if versioned else 'STANDIN'} {{ global: *; }};\n")
+    script.write_text(f"{library.soname} {{ global: *; }};\n")
     sources = [str(HERE / source) for source in library.sources]
     objects = [f"{stubs}.o"]
     subprocess.run(["gcc", "-c", "-fPIC", "-O0", str(stubs), "-o", objects[0]], check=True)
     command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror"]
-    link = [f"-Wl,-soname,{library.soname}", "-o", str(folder / library.soname)]
-    if versioned:
-        link.append(f"-Wl,--version-script={script}")
+    link = [f"-Wl,-soname,{library.soname},--version-script={script}"]
+    link += ["-o", str(folder / library.soname)]
     needs = [str(folder / need) for need in library.needs]
     subprocess.run([*command, *sources, *objects, *needs, *link], check=True)
 
@@ -103,7 +105,7 @@ def build(folder: Path) -> None:
             else []
         )
         names = sorted({*linked, *unversioned, *run_time.get(library.prefix, ())})
-        _compile(library, names, bool(linked), folder)
+        _compile(library, names, folder)
 
 
 def environment(folder: Path) -> Mapping[str, str]:
