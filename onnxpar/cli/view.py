@@ -17,7 +17,7 @@ def command(
     rank: Annotated[int, typer.Option(min=0, help="Whose graph.")] = 0,
     program: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which program. Default: model, or training_model."),
+        typer.Option(metavar="NAME", help="Which program. Default: the first that the rank runs."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
@@ -40,7 +40,8 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
 
     Args:
         directory: The artifact directory.
-        program: Which program; None for the first, which computes the model.
+        program: Which program; None for the first that the rank runs. Of one that runs through the
+            stages of a pipeline, the first program of the rank's stage.
         rank: Whose graph.
 
     Raises:
@@ -49,14 +50,23 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
     manifest = read_manifest(directory)
     try:
         programs = {name: list(entry["files"]) for name, entry in manifest["programs"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+        staged = manifest.get("pipeline", {}).get("programs", {})
+        replaced = {n: [x for e in split for x in e.values()] for n, split in staged.items()}
+        count = int(manifest["devices"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ArtifactError(f"{directory / MANIFEST}: not readable: {error!r}") from None
-    program = next(iter(programs), "model") if program is None else program
-    if program not in programs:
-        raise ArtifactError(f"{directory}: no program {program!r}, it has {sorted(programs)}")
-    files = programs[program]
-    if rank >= len(files):
-        raise ArtifactError(f"{directory}: expected a rank from 0 to {len(files) - 1}, got {rank}")
-    if files[rank] is None or not (directory / files[rank]).is_file():
+    known = sorted({*programs, *replaced})
+    if program is not None and program not in known:
+        raise ArtifactError(f"{directory}: no program {program!r}, it has {known}")
+    if rank >= count:
+        raise ArtifactError(f"{directory}: expected a rank from 0 to {count - 1}, got {rank}")
+    wanted = list(programs) if program is None else [program, *replaced.get(program, ())]
+    mine = {n: f[rank] for n, f in programs.items() if len(f) > rank and f[rank] is not None}
+    found = next((directory / str(mine[name]) for name in wanted if name in mine), None)
+    if found is None and mine:
+        raise ArtifactError(
+            f"{directory}: rank {rank} does not run {program!r}, it runs {sorted(mine)}"
+        )
+    if found is None or not found.is_file():
         raise ArtifactError(f"{directory}: the graph of rank {rank} was not written")
-    return directory / str(files[rank])
+    return found

@@ -12,6 +12,8 @@ import pytest
 from onnx import numpy_helper, parser
 
 from onnxpar.cli import main
+from onnxpar.cli.view import graph_file
+from onnxpar.errors import ArtifactError
 
 # The matrix `w` is read twice, `held` is frozen, and the loss does not depend on `unread`.
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
@@ -160,3 +162,46 @@ def test_of_a_pipeline_stages_and_transfers_are_told(
     assert report["programs"]["eval_model"]["transfers"] == [there]
     assert main(["inspect", str(out)]) == 0
     assert "bytes of a rank for each micro-batch" in capsys.readouterr().out
+
+
+def test_with_chunks_transfers_are_told_by_chunk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, strategy, out = tmp_path / "m.onnx", tmp_path / "s.yaml", tmp_path / "out"
+    ir.save(mlp.build(image=5, hidden=(10, 7)), path)
+    strategy.write_text(
+        "devices: 2\npipeline: {stages: 2, chunks: 2, schedule: interleaved, assign: "
+        "{'/fc1/*': 0, '/relu1/*': 1, '/fc2/*': 2, '/relu2/*': 3}}\n"
+    )
+    options = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(out)]
+    assert main(["shard", str(path), "--strategy", str(strategy), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "to 1 (chunk 0 to 0)" in printed and "to 0 (chunk 0 to 1)" in printed
+    assert main(["inspect", str(out), "--json"]) == 0
+    transfers = json.loads(capsys.readouterr().out)["transfers"]
+    ways = [(t["from"], t["from_chunk"], t["to"], t["to_chunk"]) for t in transfers]
+    there = [(0, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 1)]
+    assert sorted(ways) == sorted([*there, *((c, d, a, b) for a, b, c, d in there)])
+    assert main(["inspect", str(out)]) == 0
+    assert "1, chunk 0" in capsys.readouterr().out
+
+
+def test_each_rank_of_a_pipeline_has_graphs_to_view(tmp_path: Path) -> None:
+    path, out = tmp_path / "m.onnx", tmp_path / "out"
+    ir.save(mlp.build(image=5, hidden=(10, 7)), path)
+    options = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(out)]
+    assert main(["shard", str(path), "--strategy", "pp=2,dp=2", *options]) == 0
+    for rank, stage in enumerate((0, 0, 1, 1)):
+        for program, shown in (
+            (None, "forward_model"),
+            ("training_model", "forward_model"),
+            ("optimizer_model", "optimizer_model"),
+            (f"backward_model.{stage}", "backward_model"),
+        ):
+            name = graph_file(out, program, rank).name
+            assert name == f"rank{rank:04}.{shown}.{stage}.onnx"
+    with pytest.raises(ArtifactError, match="rank 3 does not run 'forward_model"):
+        graph_file(out, "forward_model.0", 3)
+    with pytest.raises(ArtifactError, match="from 0 to 3, got 4"):
+        graph_file(out, None, 4)
+    assert main(["inspect", str(out), "--rank", "3"]) == 0
