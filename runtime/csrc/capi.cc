@@ -7,10 +7,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "device_rank.h"
 #include "memory.h"
 #include "mpi_entry.h"
+#include "nccl.h"
+#include "nccl_abi.h"
 #include "ops.h"
 #include "ort_io.h"
+#include "staged.h"
 #include "world.h"
 
 using namespace onnxpar;
@@ -81,6 +85,32 @@ World* onnxpar_mpi(const char* library, const void* communicator, int debug, dou
     world = add_rank(made.release(), std::unique_ptr<Transport>(transport));
   });
   return world;
+}
+
+int onnxpar_nccl_version(const char* library) {
+  int version = 0;
+  guarded([&] { version = nccl::library(library).version; });
+  return version;
+}
+
+int onnxpar_open_device(const World* world, int rank, int device, const char* library,
+                        double timeout_s) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    auto made = std::make_unique<DeviceRank>(device);
+    made->transport =
+        library == nullptr
+            ? make_staged_transport(context.transport(), made->device)
+            : make_nccl_transport(context.transport(), made->device, library, {true, timeout_s});
+    context.open_device(std::move(made));
+  });
+}
+
+int onnxpar_check_device(const World* world, int rank) {
+  return guarded([&] {
+    DeviceRank* device = world->rank(rank).device();
+    if (device != nullptr) device->transport->check_alive();
+  });
 }
 
 int onnxpar_size(const World* world) { return world->size; }

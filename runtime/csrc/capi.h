@@ -19,6 +19,14 @@ ONNXPAR_EXPORT onnxpar::World* onnxpar_threads(int size, int debug, double timeo
 // MPI_Comm; every rank of it must call. Null on failure.
 ONNXPAR_EXPORT onnxpar::World* onnxpar_mpi(const char* library, const void* communicator,
                                            int debug, double timeout_s);
+// The version of NCCL in this file, as 10000 major + 100 minor + patch; 0 on failure.
+ONNXPAR_EXPORT int onnxpar_nccl_version(const char* library);
+// Gives the rank a GPU. Collectives of tensors there go through NCCL, of this file, or with a null
+// `library` through the host. Sessions registered from here on have kernels for the CUDA provider.
+ONNXPAR_EXPORT int onnxpar_open_device(const onnxpar::World* world, int rank, int device,
+                                       const char* library, double timeout_s);
+// Fails where all was aborted, also what ran on a GPU and could not tell.
+ONNXPAR_EXPORT int onnxpar_check_device(const onnxpar::World* world, int rank);
 ONNXPAR_EXPORT int onnxpar_size(const onnxpar::World* world);
 ONNXPAR_EXPORT int onnxpar_abort(const onnxpar::World* world, const char* message);
 ONNXPAR_EXPORT int onnxpar_close(const onnxpar::World* world);

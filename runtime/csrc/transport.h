@@ -108,6 +108,8 @@ class Transport {
   // may be made long before anyone waits for it, and who does minds the time.
   virtual void recv(const Call&, int peer, int tag, void* out, size_t bytes, Lane lane, Stream) = 0;
 
+  // Throws where all was aborted. Of use where a call returns before it is carried out.
+  virtual void check_alive() const {}
   // Ends all communication: ranks that wait, and later calls, fail with this message.
   virtual void abort(const std::string& message) = 0;
   // Makes calls that wait fail, where the transport can. Comes before close(); other threads may

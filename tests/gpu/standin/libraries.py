@@ -37,13 +37,15 @@ LIBRARIES = (
     Library("libcublas.so.13", sources=("cublas.cc",)),
     Library("libcublasLt.so.13", sources=("cublaslt.cc",)),
     Library("libcurand.so.10", "curand"),
-    Library("libcuda.so.1", "cu", ("driver.cc",), needs=(RUNTIME,)),
+    Library("libcuda.so.1", "cu", ("driver.cc", "driver_work.cc"), needs=(RUNTIME,)),
     # Opened at run time; their functions are strings in the provider.
     Library("libcudnn.so.9", "cudnn", ("cudnn.cc",)),
     Library("libcufft.so.12", "cufft", ("cufft.cc",)),
     # For the list of kernels alone, see tensorrt.cc.
     Library("libnvinfer.so.10", sources=("tensorrt.cc",)),
     Library("libnvonnxparser.so.10"),
+    # Opened by the operator library.
+    Library("libnccl.so.2", sources=("nccl.cc",), needs=(RUNTIME,)),
 )
 
 

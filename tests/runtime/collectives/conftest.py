@@ -10,11 +10,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from teams import UNDER_MPI, Team
+from teams import ON_DEVICE, UNDER_MPI, Team, open_devices
 
 from onnxpar_runtime.collectives import World
 
-SIZES = [int(os.environ["OMPI_COMM_WORLD_SIZE"])] if UNDER_MPI else [1, 2, 4]
+# The GPU is none: libraries of tests/gpu/standin stand in for CUDA's.
+STANDIN = os.environ.get("ONNXPAR_TEST_STANDIN") == "1"
+SIZES = [int(n) for n in os.environ.get("ONNXPAR_TEST_SIZES", "1 2 4").split()]
+if UNDER_MPI:
+    SIZES = [int(os.environ["OMPI_COMM_WORLD_SIZE"])]
 
 if UNDER_MPI:
     # Each rank is a pytest of its own, and all at once would clear the same old temporary folders.
@@ -30,7 +34,7 @@ def mpi_world() -> Iterator[World | None]:
         yield None
         return
     with World.mpi() as world:
-        yield world
+        yield open_devices(world)
 
 
 @pytest.fixture(params=SIZES)
@@ -40,15 +44,20 @@ def team(request: pytest.FixtureRequest, mpi_world: World | None) -> Iterator[Te
         yield Team(mpi_world)
         return
     with World.threads(request.param) as world:
-        yield Team(world)
+        yield Team(open_devices(world))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out, under mpirun, what is about ranks in one process."""
+    """Leaves out what is about ranks in one process, or needs kernels that there are not."""
+    without = {}
     if UNDER_MPI:
-        for item in items:
-            if item.get_closest_marker("threads_only"):
-                item.add_marker(pytest.mark.skip(reason="about ranks in one process"))
+        without["threads_only"] = "about ranks in one process"
+    if STANDIN:
+        without["provider_kernels"] = "the provider's kernels compute nothing without a GPU"
+    for item in items:
+        for marker, reason in without.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(hookwrapper=True)

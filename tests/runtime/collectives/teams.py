@@ -1,7 +1,9 @@
 """Runs one function on every rank of this process, whatever the transport.
 
 Under mpirun (ONNXPAR_TEST_TRANSPORT=mpi) this process is one rank and the suite runs at that size;
-otherwise all ranks are threads. A test is written once: it says what each rank does and expects.
+otherwise all ranks are threads. With ONNXPAR_TEST_DEVICE (nccl or staged) sessions are on the CUDA
+provider, and tensors of collectives on a GPU. A test is written once: it says what each rank does and
+expects.
 """
 
 import os
@@ -21,6 +23,8 @@ from onnxpar_runtime.tensors import to_host, to_ort
 T = TypeVar("T")
 Array = NDArray[Any]
 UNDER_MPI = os.environ.get("ONNXPAR_TEST_TRANSPORT") == "mpi"
+ON_DEVICE = os.environ.get("ONNXPAR_TEST_DEVICE", "")
+PROVIDER = "CUDAExecutionProvider" if ON_DEVICE else "CPUExecutionProvider"
 HEADER = '<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]>\n'
 LIMIT_S = 60
 """Seconds after which ranks that do not end make the test fail."""
@@ -75,6 +79,14 @@ class Team:
         return results, [errors.get(r) for r in self.world.local_ranks]
 
 
+def open_devices(world: World) -> World:
+    """Gives every rank of this process the GPU that the suite runs on, if it does."""
+    if ON_DEVICE:
+        for r in world.local_ranks:
+            world.rank(r).open_device(0, ON_DEVICE)
+    return world
+
+
 def session(
     rank: Rank, text: str, options: onnxruntime.SessionOptions | None = None
 ) -> onnxruntime.InferenceSession:
@@ -85,9 +97,9 @@ def session(
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     rank.register(options)
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    made = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
+    assert made.get_providers()[0] == PROVIDER
+    return made
 
 
 def feed(sess: onnxruntime.InferenceSession, inputs: Mapping[str, Array]) -> list[Array]:

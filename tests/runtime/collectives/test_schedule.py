@@ -45,6 +45,7 @@ def test_barrier_passes_its_first_input_through(team: Team) -> None:
     team.run(act)
 
 
+@pytest.mark.provider_kernels
 def test_a_clone_behind_a_barrier_is_not_merged(team: Team, tmp_path: Path) -> None:
     """onnxruntime merges equal nodes; recomputed ones must survive it."""
     text = """g (float[n] x) => (float[n] y) {
@@ -83,6 +84,7 @@ def test_start_and_wait_equal_the_collective(team: Team, op: str) -> None:
     team.run(act)
 
 
+@pytest.mark.provider_kernels
 def test_background_and_foreground_do_not_meet(team: Team) -> None:
     """Several collectives in flight, waited for out of order, others of their group between."""
     everyone = list(range(team.size))
@@ -178,6 +180,7 @@ def test_what_works_in_place(op: str, in_place: bool) -> None:
     assert "-3.0" in result.stdout if in_place else "memory" in result.stderr
 
 
+@pytest.mark.provider_kernels
 def test_an_input_that_is_read_later_is_not_overwritten(team: Team) -> None:
     text = """g (float[n] x) => (float[n] y, float[n] z) {
         a = Neg (x)
@@ -209,6 +212,7 @@ def test_shapes_are_inferred_and_kept_symbolic(team: Team) -> None:
     team.run(act)
 
 
+@pytest.mark.provider_kernels
 def test_a_rank_that_inference_does_not_know(team: Team) -> None:
     """The input of the collective comes out of a Reshape whose target is only known at run time."""
     text = """g (float[n] x, int64[r] s) => (float[a, b] y) {
@@ -224,6 +228,7 @@ def test_a_rank_that_inference_does_not_know(team: Team) -> None:
     team.run(act)
 
 
+@pytest.mark.provider_kernels
 def test_a_collective_in_a_branch(team: Team) -> None:
     text = """g (bool c, float[n] x) => (float[n] y) {
         y = If (c) <

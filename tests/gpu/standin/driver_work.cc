@@ -1,0 +1,144 @@
+// The part of the CUDA driver's interface that does something: contexts, memory, streams and events
+// as the runtime's stand-in has them, and kernels, which the stand-in of NVRTC has made for the host.
+#include <dlfcn.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "device.h"
+
+extern "C" {
+
+int cudaGetDevice(int* device);
+int cudaSetDevice(int device);
+int cudaMalloc(void** address, size_t size);
+int cudaFree(void* address);
+int cudaHostAlloc(void** address, size_t size, unsigned flags);
+int cudaFreeHost(void* address);
+int cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, void* stream);
+int cudaMemset(void* at, int value, size_t size);
+int cudaStreamCreate(void** stream);
+int cudaStreamDestroy(void* stream);
+int cudaStreamSynchronize(void* stream);
+int cudaStreamIsCapturing(void* stream, int* status);
+int cudaEventCreate(void** event);
+int cudaEventDestroy(void* event);
+int cudaEventSynchronize(void* event);
+}
+
+namespace {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201;
+constexpr int kNotFound = 500;
+constexpr int kAnyWay = 4;  // cudaMemcpyDefault
+
+struct Dim3 {
+  unsigned x, y, z;
+};
+using Launch = void (*)(Dim3 grid, Dim3 block, void** arguments);
+
+struct Function {
+  std::string name;
+  Launch launch;
+};
+
+// A context is the address of a device's place here.
+char contexts[64];
+
+struct Copy2D {  // CUDA_MEMCPY2D
+  size_t source_x, source_y;
+  unsigned source_type;
+  const void* source_host;
+  const void* source;
+  void* source_array;
+  size_t source_pitch;
+  size_t target_x, target_y;
+  unsigned target_type;
+  void* target_host;
+  void* target;
+  void* target_array;
+  size_t target_pitch;
+  size_t width, height;
+};
+
+}  // namespace
+
+extern "C" {
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = contexts + device;
+  return kSuccess;
+}
+int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
+int cuCtxSetCurrent(void* context) {
+  const long device = static_cast<char*>(context) - contexts;
+  if (device < 0 || device >= static_cast<long>(sizeof(contexts))) return kInvalidContext;
+  return cudaSetDevice(static_cast<int>(device));
+}
+int cuCtxGetCurrent(void** context) {
+  int device = 0;
+  cudaGetDevice(&device);
+  *context = contexts + device;
+  return kSuccess;
+}
+int cuCtxGetDevice(int* device) { return cudaGetDevice(device); }
+
+int cuMemAlloc_v2(void** address, size_t size) {
+  return size == 0 ? kInvalidValue : cudaMalloc(address, size);
+}
+int cuMemFree_v2(void* address) { return cudaFree(address); }
+int cuMemHostAlloc(void** address, size_t size, unsigned flags) {
+  return cudaHostAlloc(address, size, flags);
+}
+int cuMemFreeHost(void* address) { return cudaFreeHost(address); }
+int cuMemcpyAsync(void* to, const void* from, size_t size, void* stream) {
+  return cudaMemcpyAsync(to, from, size, kAnyWay, stream);
+}
+int cuMemcpy2DAsync_v2(const Copy2D* copy, void*) {
+  StandinAccess access;
+  for (size_t row = 0; row < copy->height; ++row) {
+    memcpy(static_cast<char*>(copy->target) + row * copy->target_pitch,
+           static_cast<const char*>(copy->source) + row * copy->source_pitch, copy->width);
+  }
+  return kSuccess;
+}
+int cuMemsetD8Async(void* at, unsigned char value, size_t size, void*) {
+  return cudaMemset(at, value, size);
+}
+
+int cuStreamCreate(void** stream, unsigned) { return cudaStreamCreate(stream); }
+int cuStreamDestroy_v2(void* stream) { return cudaStreamDestroy(stream); }
+int cuStreamSynchronize(void* stream) { return cudaStreamSynchronize(stream); }
+int cuStreamWaitEvent(void*, void*, unsigned) { return kSuccess; }
+int cuStreamIsCapturing(void* stream, int* status) { return cudaStreamIsCapturing(stream, status); }
+int cuEventCreate(void** event, unsigned) { return cudaEventCreate(event); }
+int cuEventDestroy_v2(void* event) { return cudaEventDestroy(event); }
+int cuEventRecord(void*, void*) { return kSuccess; }
+int cuEventQuery(void*) { return kSuccess; }
+int cuEventSynchronize(void* event) { return cudaEventSynchronize(event); }
+
+int cuModuleLoadData(void** module, const void* image) {
+  *module = dlopen(static_cast<const char*>(image), RTLD_NOW | RTLD_LOCAL);
+  return *module == nullptr ? kInvalidImage : kSuccess;
+}
+int cuModuleUnload(void*) { return kSuccess; }
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  void* entry = dlsym(module, (std::string("standin_launch_") + name).c_str());
+  if (entry == nullptr) return kNotFound;
+  *function = new Function{name, reinterpret_cast<Launch>(entry)};
+  return kSuccess;
+}
+int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void* stream,
+                   void** arguments, void**) {
+  static std::mutex one_at_a_time;
+  const Function& kernel = *static_cast<Function*>(function);
+  standin_log("launch", "%s\t%p", kernel.name.c_str(), stream);
+  std::lock_guard<std::mutex> lock(one_at_a_time);
+  StandinAccess access;
+  kernel.launch({grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments);
+  return kSuccess;
+}
+}

@@ -1,0 +1,496 @@
+// NCCL without GPUs: ranks are threads or processes, data moves through a file in memory that the
+// ranks of a communicator share, named by its id. A call is carried out at once, so one that waits for
+// other ranks on a GPU waits here in the call.
+//
+// As strict as NCCL, and stricter: ranks of a communicator that call different collectives, of other
+// sizes, types or roots, are an error; so are communicators after their end, a send without its receive
+// in the group, and device memory that is none.
+//
+// Environment: STANDIN_NCCL_VERSION (23203), STANDIN_NCCL_FAIL=NAME:N (the N-th call of ncclNAME in
+// this process fails), STANDIN_NCCL_ASYNC=N (from the N-th call on, communicators report a remote
+// error), STANDIN_LOG (a line "nccl" a call, see `note`).
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "device.h"
+
+extern "C" int cudaGetDevice(int* device);
+
+namespace {
+
+constexpr int kSuccess = 0, kSystemError = 2, kInternalError = 3, kInvalidArgument = 4,
+              kInvalidUsage = 5, kRemoteError = 6;
+constexpr int kMostRanks = 8;
+constexpr size_t kSlot = size_t{1} << 16;
+
+struct UniqueId {
+  char data[128];
+};
+
+struct Config {  // as of 2.27, the least that is served
+  size_t size;
+  unsigned magic, version;
+  int blocking, rest[5];
+};
+
+struct Step {  // what a rank is about to do
+  char what[96];
+  size_t bytes;
+};
+struct Box {  // one direction between two ranks
+  std::atomic<uint64_t> written, read;  // pieces
+  size_t whole;
+  unsigned char data[kSlot];
+};
+struct Shared {
+  std::atomic<int> here;
+  std::atomic<uint64_t> arrived;  // of all barriers so far
+  Step steps[kMostRanks];
+  unsigned char slots[kMostRanks][kSlot];
+  Box boxes[kMostRanks][kMostRanks];
+};
+
+struct Comm {
+  Shared* shared = nullptr;
+  int rank = 0, size = 0, device = 0;
+  uint64_t barriers = 0;
+  std::atomic<bool> aborted{false}, ended{false};
+  std::string id;
+};
+
+thread_local std::string last_error;
+thread_local int depth = 0;
+struct Message {
+  Comm* comm;
+  bool sends;
+  unsigned char* data;
+  size_t bytes;
+  int peer;
+};
+thread_local std::vector<Message> grouped;
+
+int error(int code, const std::string& text) {
+  last_error = text;
+  return code;
+}
+
+const char* setting(const char* name) {
+  const char* text = getenv(name);
+  return text != nullptr ? text : "";
+}
+
+std::atomic<long> calls{0};
+
+// Counts a call, logs it, and fails it where the environment says so.
+int note(const char* name, const Comm* comm, size_t count, const std::string& more = "") {
+  static std::mutex mutex;
+  static std::map<std::string, long> counts;
+  standin_log("nccl", "%s\t%s\t%d/%d\t%zu\t%s", name, comm ? comm->id.c_str() : "",
+              comm ? comm->rank : 0, comm ? comm->size : 0, count, more.c_str());
+  std::lock_guard<std::mutex> lock(mutex);
+  ++calls;
+  if (std::string(name) + ":" + std::to_string(++counts[name]) == setting("STANDIN_NCCL_FAIL")) {
+    return error(kSystemError, std::string(name) + " was told to fail");
+  }
+  return kSuccess;
+}
+
+void nap() {
+  timespec const pause{0, 20000};
+  nanosleep(&pause, nullptr);
+}
+
+template <class Ready>
+bool until(Comm& comm, Ready ready) {
+  for (int look = 0; !ready(); ++look) {
+    if (comm.aborted) return false;
+    if (look > 200) nap();
+  }
+  return true;
+}
+
+bool barrier(Comm& comm) {
+  uint64_t const wanted = ++comm.barriers * static_cast<uint64_t>(comm.size);
+  ++comm.shared->arrived;
+  return until(comm, [&] { return comm.shared->arrived >= wanted; });
+}
+
+size_t size_of(int type) {
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+  return type >= 0 && type < 10 ? sizes[type] : 0;
+}
+
+float from_half(uint16_t h) {
+  uint32_t const sign = static_cast<uint32_t>(h & 0x8000) << 16;
+  int const exponent = (h >> 10) & 31;
+  uint32_t const mantissa = h & 1023;
+  float value = 0;
+  if (exponent == 31) {
+    uint32_t const bits = sign | 0x7f800000 | mantissa << 13;
+    memcpy(&value, &bits, 4);
+    return value;
+  }
+  value = exponent == 0 ? static_cast<float>(mantissa) / 16777216.0f
+                        : static_cast<float>(mantissa | 1024) / 1024.0f *
+                              static_cast<float>(exponent >= 15 ? 1 << (exponent - 15) : 1) /
+                              static_cast<float>(exponent < 15 ? 1 << (15 - exponent) : 1);
+  return sign ? -value : value;
+}
+uint16_t to_half(float value) {
+  uint16_t const sign = std::signbit(value) ? 0x8000 : 0;
+  float const size = std::fabs(value);
+  if (std::isnan(value)) return 0x7e00;
+  if (size >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);
+  if (size < 1.0f / 16384) {
+    return static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(size * 16777216.0f)));
+  }
+  int exponent = 0;
+  float const mantissa = std::frexp(size, &exponent);
+  // 2048 carries into the exponent by itself.
+  int const bits = static_cast<int>(std::nearbyint(mantissa * 2048)) - 1024;
+  return static_cast<uint16_t>(sign | (((exponent + 14) << 10) + bits));
+}
+float from_brain(uint16_t b) {
+  uint32_t const bits = static_cast<uint32_t>(b) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+uint16_t to_brain(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class T>
+T combine(T a, T b, int operation) {
+  switch (operation) {
+    case 0: return static_cast<T>(a + b);
+    case 1: return static_cast<T>(a * b);
+    case 2: return a > b ? a : b;
+    default: return a < b ? a : b;
+  }
+}
+
+template <class T>
+void reduce(unsigned char* into, const unsigned char* from, size_t bytes, int operation) {
+  for (size_t i = 0; i < bytes / sizeof(T); ++i) {
+    T a, b;
+    memcpy(&a, into + i * sizeof(T), sizeof(T));
+    memcpy(&b, from + i * sizeof(T), sizeof(T));
+    a = combine(a, b, operation);
+    memcpy(into + i * sizeof(T), &a, sizeof(T));
+  }
+}
+void reduce(unsigned char* into, const unsigned char* from, size_t bytes, int type, int operation) {
+  switch (type) {
+    case 0: return reduce<int8_t>(into, from, bytes, operation);
+    case 1: return reduce<uint8_t>(into, from, bytes, operation);
+    // Sums and products that wrap are defined for unsigned numbers alone.
+    case 2:
+      return operation < 2 ? reduce<uint32_t>(into, from, bytes, operation)
+                           : reduce<int32_t>(into, from, bytes, operation);
+    case 3: return reduce<uint32_t>(into, from, bytes, operation);
+    case 4:
+      return operation < 2 ? reduce<uint64_t>(into, from, bytes, operation)
+                           : reduce<int64_t>(into, from, bytes, operation);
+    case 5: return reduce<uint64_t>(into, from, bytes, operation);
+    case 7: return reduce<float>(into, from, bytes, operation);
+    case 8: return reduce<double>(into, from, bytes, operation);
+    default: break;
+  }
+  for (size_t i = 0; i < bytes / 2; ++i) {
+    uint16_t a, b;
+    memcpy(&a, into + 2 * i, 2);
+    memcpy(&b, from + 2 * i, 2);
+    a = type == 6 ? to_half(combine(from_half(a), from_half(b), operation))
+                  : to_brain(combine(from_brain(a), from_brain(b), operation));
+    memcpy(into + 2 * i, &a, 2);
+  }
+}
+int usable(Comm* comm) {
+  if (comm == nullptr) return error(kInvalidArgument, "comm is null");
+  if (comm->ended) return error(kInvalidUsage, "a communicator is used after its end");
+  int device = 0;
+  cudaGetDevice(&device);
+  if (device != comm->device) {
+    return error(kInvalidUsage, "device " + std::to_string(device) + " is current, not " +
+                                    std::to_string(comm->device));
+  }
+  return kSuccess;
+}
+
+int on_device(const void* memory) {
+  if (standin_is_device(memory)) return kSuccess;
+  return error(kInvalidArgument, "memory is not the device's");
+}
+
+// A collective: ranks compare what they call; then every rank's `bytes` bytes travel in pieces, and
+// take(rank, offset, data, n) sees them in the order of ranks.
+template <class Take>
+int meet(Comm* comm, const std::string& what, const void* in, size_t bytes, Take take) {
+  if (depth != 0) return error(kInvalidUsage, "collectives are not grouped by anyone here");
+  Shared& s = *comm->shared;
+  const auto interrupted = [] { return error(kInternalError, "the communicator was aborted"); };
+  Step& own = s.steps[comm->rank];
+  snprintf(own.what, sizeof own.what, "%s", what.c_str());
+  own.bytes = bytes;
+  if (!barrier(*comm)) return interrupted();
+  for (int r = 0; r < comm->size; ++r) {
+    if (what == s.steps[r].what && bytes == s.steps[r].bytes) continue;
+    return error(kInvalidUsage, what + " of " + std::to_string(bytes) + " bytes meets " +
+                                    s.steps[r].what + " of " + std::to_string(s.steps[r].bytes));
+  }
+  StandinAccess access;
+  std::vector<unsigned char> copy(static_cast<const unsigned char*>(in),
+                                  static_cast<const unsigned char*>(in) + bytes);
+  for (size_t begin = 0; begin < bytes; begin += kSlot) {
+    size_t const n = bytes - begin < kSlot ? bytes - begin : kSlot;
+    memcpy(s.slots[comm->rank], copy.data() + begin, n);
+    if (!barrier(*comm)) return interrupted();
+    for (int r = 0; r < comm->size; ++r) take(r, begin, s.slots[r], n);
+    if (!barrier(*comm)) return interrupted();
+  }
+  return barrier(*comm) ? kSuccess : interrupted();
+}
+
+// All messages of a group, side by side.
+int exchange(std::vector<Message> messages) {
+  StandinAccess access;
+  struct Under {
+    Message message;
+    size_t at = 0;
+    bool over = false;
+  };
+  std::vector<Under> all;
+  for (const Message& m : messages) all.push_back({m});
+  size_t left = all.size();
+  for (int look = 0; left != 0; ++look) {
+    std::set<std::pair<Comm*, int>> busy;  // messages of one direction follow one another
+    for (Under& u : all) {
+      if (u.over) continue;
+      Comm& comm = *u.message.comm;
+      if (comm.aborted) return error(kInternalError, "the communicator was aborted");
+      if (!busy.insert({&comm, u.message.sends ? u.message.peer : ~u.message.peer}).second) continue;
+      Box& box = u.message.sends ? comm.shared->boxes[comm.rank][u.message.peer]
+                                 : comm.shared->boxes[u.message.peer][comm.rank];
+      size_t const n = u.message.bytes - u.at < kSlot ? u.message.bytes - u.at : kSlot;
+      if (u.message.sends ? box.written != box.read : box.written == box.read) continue;
+      if (u.message.sends) {
+        box.whole = u.message.bytes;
+        memcpy(box.data, u.message.data + u.at, n);
+        ++box.written;
+      } else {
+        if (box.whole != u.message.bytes) {
+          return error(kInvalidUsage, "a receive of " + std::to_string(u.message.bytes) +
+                                          " bytes meets a send of " + std::to_string(box.whole));
+        }
+        memcpy(u.message.data + u.at, box.data, n);
+        ++box.read;
+      }
+      u.at += n;
+      u.over = u.at == u.message.bytes;
+      if (u.over) --left;
+      look = 0;
+    }
+    if (look > 200) nap();
+  }
+  // A send is over when it was received.
+  for (Under& u : all) {
+    if (!u.message.sends) continue;
+    Comm& comm = *u.message.comm;
+    Box& box = comm.shared->boxes[comm.rank][u.message.peer];
+    if (!until(comm, [&] { return box.read == box.written; })) {
+      return error(kInternalError, "the communicator was aborted");
+    }
+  }
+  return kSuccess;
+}
+
+int point(Comm* comm, bool sends, const void* data, size_t count, int type, int peer) {
+  if (int const result = usable(comm)) return result;
+  if (int const result = note(sends ? "Send" : "Recv", comm, count, std::to_string(peer))) {
+    return result;
+  }
+  if (int const result = on_device(data)) return result;
+  if (peer < 0 || peer >= comm->size) return error(kInvalidArgument, "no such peer");
+  if (size_of(type) == 0) return error(kInvalidArgument, "no such type");
+  grouped.push_back({comm, sends, static_cast<unsigned char*>(const_cast<void*>(data)),
+                     count * size_of(type), peer});
+  if (depth != 0) return kSuccess;
+  std::vector<Message> messages;
+  messages.swap(grouped);
+  if (peer == comm->rank) return error(kInvalidUsage, "a message to oneself outside of a group");
+  return exchange(messages);
+}
+
+int checked(Comm* comm, const char* name, const void* in, const void* out, size_t count, int type,
+            const std::string& more) {
+  if (int const result = usable(comm)) return result;
+  if (int const result = note(name, comm, count, more)) return result;
+  if (size_of(type) == 0) return error(kInvalidArgument, "no such type");
+  if (int const result = on_device(in)) return result;
+  return on_device(out);
+}
+
+}  // namespace
+
+extern "C" {
+
+int ncclGetVersion(int* version) {
+  const char* text = setting("STANDIN_NCCL_VERSION");
+  *version = *text != 0 ? atoi(text) : 23203;
+  return kSuccess;
+}
+
+const char* ncclGetErrorString(int result) {
+  static const char* const texts[] = {"no error",         "unhandled cuda error", "system error",
+                                      "internal error",   "invalid argument",     "invalid usage",
+                                      "remote process exited or there was a network error",
+                                      "in progress"};
+  return result >= 0 && result < 8 ? texts[result] : "unknown";
+}
+const char* ncclGetLastError(Comm*) { return last_error.c_str(); }
+
+int ncclGetUniqueId(UniqueId* id) {
+  if (int const result = note("GetUniqueId", nullptr, 0)) return result;
+  static std::atomic<int> number{0};
+  memset(id, 0, sizeof *id);
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  snprintf(id->data, sizeof id->data, "/standin-nccl-%d-%d-%ld", getpid(), ++number,
+           static_cast<long>(now.tv_nsec));
+  return kSuccess;
+}
+
+int ncclCommInitRankConfig(Comm** made, int size, UniqueId id, int rank, Config* config) {
+  if (config == nullptr || config->magic != 0xcafebeef || config->size < 72 ||
+      config->version < 22700 || config->blocking != 1) {
+    return error(kInvalidArgument, "config");
+  }
+  if (size < 1 || size > kMostRanks || rank < 0 || rank >= size || id.data[0] != '/') {
+    return error(kInvalidArgument, "size, rank or id");
+  }
+  Comm* comm = new Comm;
+  comm->rank = rank;
+  comm->size = size;
+  comm->id = id.data;
+  cudaGetDevice(&comm->device);
+  if (int const result = note("CommInitRankConfig", comm, 0)) return result;
+  int const file = shm_open(id.data, O_CREAT | O_RDWR, 0600);
+  if (file < 0 || ftruncate(file, sizeof(Shared)) != 0) return error(kSystemError, "shared memory");
+  void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return error(kSystemError, "shared memory");
+  comm->shared = static_cast<Shared*>(memory);
+  ++comm->shared->here;
+  until(*comm, [&] { return comm->shared->here == comm->size; });
+  if (rank == 0) shm_unlink(id.data);
+  *made = comm;
+  return kSuccess;
+}
+
+// Memory is kept: calls of other threads may still look at it.
+int ncclCommDestroy(Comm* comm) {
+  if (int const result = usable(comm)) return result;
+  comm->ended = true;
+  return note("CommDestroy", comm, 0);
+}
+int ncclCommAbort(Comm* comm) {
+  if (comm->ended.exchange(true)) return error(kInvalidUsage, "a communicator ends twice");
+  comm->aborted = true;
+  return note("CommAbort", comm, 0);
+}
+int ncclCommGetAsyncError(Comm* comm, int* result) {
+  if (comm->ended) return error(kInvalidUsage, "a communicator is asked after its end");
+  const char* text = setting("STANDIN_NCCL_ASYNC");
+  *result = *text != 0 && calls >= atoi(text) ? kRemoteError : kSuccess;
+  return kSuccess;
+}
+
+int ncclGroupStart(void) {
+  ++depth;
+  return note("GroupStart", nullptr, 0);
+}
+int ncclGroupEnd(void) {
+  if (depth == 0) return error(kInvalidUsage, "no group");
+  if (--depth != 0) return kSuccess;
+  std::vector<Message> messages;
+  messages.swap(grouped);
+  if (int const result = note("GroupEnd", nullptr, messages.size())) return result;
+  return exchange(messages);
+}
+int ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, void*) {
+  return point(comm, true, data, count, type, peer);
+}
+int ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void*) {
+  return point(comm, false, data, count, type, peer);
+}
+
+int ncclAllReduce(const void* in, void* out, size_t count, int type, int operation, Comm* comm,
+                  void*) {
+  std::string const what = "AllReduce " + std::to_string(type) + " " + std::to_string(operation);
+  if (int const result = checked(comm, "AllReduce", in, out, count, type, what)) return result;
+  return meet(comm, what, in, count * size_of(type),
+              [&](int r, size_t begin, const unsigned char* data, size_t n) {
+                unsigned char* to = static_cast<unsigned char*>(out) + begin;
+                if (r == 0) {
+                  memcpy(to, data, n);
+                } else {
+                  reduce(to, data, n, type, operation);
+                }
+              });
+}
+int ncclReduceScatter(const void* in, void* out, size_t count, int type, int operation, Comm* comm,
+                      void*) {
+  std::string const what =
+      "ReduceScatter " + std::to_string(type) + " " + std::to_string(operation);
+  if (int const result = checked(comm, "ReduceScatter", in, out, count, type, what)) return result;
+  size_t const block = count * size_of(type);
+  size_t const first = block * static_cast<size_t>(comm->rank);
+  std::vector<unsigned char> result(block * static_cast<size_t>(comm->size));
+  int const met = meet(comm, what, in, result.size(),
+                       [&](int r, size_t begin, const unsigned char* data, size_t n) {
+                         if (r == 0) {
+                           memcpy(result.data() + begin, data, n);
+                         } else {
+                           reduce(result.data() + begin, data, n, type, operation);
+                         }
+                       });
+  StandinAccess access;
+  if (met == kSuccess) memcpy(out, result.data() + first, block);
+  return met;
+}
+int ncclAllGather(const void* in, void* out, size_t count, int type, Comm* comm, void*) {
+  std::string const what = "AllGather " + std::to_string(type);
+  if (int const result = checked(comm, "AllGather", in, out, count, type, what)) return result;
+  size_t const block = count * size_of(type);
+  return meet(comm, what, in, block, [&](int r, size_t begin, const unsigned char* data, size_t n) {
+    memcpy(static_cast<unsigned char*>(out) + static_cast<size_t>(r) * block + begin, data, n);
+  });
+}
+int ncclBroadcast(const void* in, void* out, size_t count, int type, int root, Comm* comm, void*) {
+  std::string const what = "Broadcast " + std::to_string(type) + " " + std::to_string(root);
+  if (int const result = checked(comm, "Broadcast", in, out, count, type, what)) return result;
+  if (root < 0 || root >= comm->size) return error(kInvalidArgument, "no such root");
+  return meet(comm, what, in, count * size_of(type),
+              [&](int r, size_t begin, const unsigned char* data, size_t n) {
+                if (r == root) memcpy(static_cast<unsigned char*>(out) + begin, data, n);
+              });
+}
+}
