@@ -228,8 +228,8 @@ class Rank:
     def check_device(self) -> None:
         """Returns if what was enqueued on the rank's GPU is whole, as far as is known.
 
-        Calls on a GPU return before they are carried out. Where ranks were aborted what ran there has
-        ended all the same, and left what it left: so this comes before results are used.
+        Calls on a GPU return before they are carried out. Where ranks were aborted what ran there
+        has ended all the same, and left what it left: so this comes before results are used.
 
         Raises:
             RankError: All ranks were aborted.

@@ -218,9 +218,10 @@ with world(2) as w:
 
 REDUCE = """
 import time
+TEXT = "g (float[n] x) => (float[n] y) { [here] y, t = onnxpar.AllReduce (x) }"
 with world(2) as w:
     def act(rank):
-        made = session(rank, "g (float[n] x) => (float[n] y) { [here] y, t = onnxpar.AllReduce (x) }")
+        made = session(rank, TEXT)
         for step in range(3):
             feed(made, {"x": np.ones(3, np.float32)})
             if rank.index == 1 and step == 1:

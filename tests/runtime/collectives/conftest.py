@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from teams import ON_DEVICE, UNDER_MPI, Team, open_devices
+from teams import UNDER_MPI, Team, open_devices
 
 from onnxpar_runtime.collectives import World
 

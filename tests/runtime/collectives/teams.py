@@ -2,8 +2,8 @@
 
 Under mpirun (ONNXPAR_TEST_TRANSPORT=mpi) this process is one rank and the suite runs at that size;
 otherwise all ranks are threads. With ONNXPAR_TEST_DEVICE (nccl or staged) sessions are on the CUDA
-provider, and tensors of collectives on a GPU. A test is written once: it says what each rank does and
-expects.
+provider, and tensors of collectives on a GPU. A test is written once: it says what each rank does
+and expects.
 """
 
 import os
