@@ -24,7 +24,8 @@ def host_nodes(nodes: Sequence[ir.Node], given: Collection[ir.Value]) -> frozens
     """Returns the nodes that are to compute on the host.
 
     A node is one where all that it reads is on the host, all that it gives is small, and some
-    kernel reads that in host memory, directly or through other such nodes. Bodies of control flow
+    kernel reads that, or what an equal node gives, in host memory, directly or through other such
+    nodes. Bodies of control flow
     are read, and decide nothing of their own nodes.
 
     Args:
@@ -41,11 +42,29 @@ def host_nodes(nodes: Sequence[ir.Node], given: Collection[ir.Value]) -> frozens
             able.append(node)
     wanted = _wanted(nodes)
     found = set()
-    for node in reversed(able):
-        if any(value in wanted for value in node.outputs):
-            found.add(node)
-            wanted.update(value for value in node.inputs if value is not None)
+    for alike in reversed(_alike(able)):
+        if any(value in wanted for node in alike for value in node.outputs):
+            found.update(alike)
+            wanted.update(v for node in alike for v in node.inputs if v is not None)
     return frozenset(found)
+
+
+def _alike(nodes: Iterable[ir.Node]) -> list[list[ir.Node]]:
+    """Groups nodes that compute the same from the same, the groups in topological order.
+
+    onnxruntime merges them before it places them, and keeps the mark of whichever stays.
+    """
+    groups: dict[object, list[ir.Node]] = {}
+    same: dict[ir.Value, tuple[object, int]] = {}
+    for node in nodes:
+        operands = tuple(v if v is None else same.get(v, v) for v in node.inputs)
+        attributes = tuple(sorted((a.name, str(a.value)) for a in node.attributes.values()))
+        key = (node.op_type, operands, attributes, len(node.outputs))
+        groups.setdefault(key, []).append(node)
+        first = groups[key][0]
+        for index, value in enumerate(node.outputs):
+            same[value] = (first, index)
+    return list(groups.values())
 
 
 def is_small(value: ir.Value) -> bool:

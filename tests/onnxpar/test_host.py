@@ -47,6 +47,13 @@ def marked(inputs: str, outputs: str, body: str, given: str = "s") -> set[str]:
             "[h] h = Add(k, s) [c] c = Concat<axis = 0>(h, two) [y] y = Reshape(x, c)",
             set(),
         ),
+        # Two that are equal, from operands that are equal, of which one is needed.
+        (
+            "float[a, 6] x, int64[1] s",
+            "[h] h = Mul(s, two) [k] k = Mul(s, two) [i] i = Add(h, s) [j] j = Add(k, s)"
+            " [l] l = Add(k, two) [y] y = Reshape(x, i) [z] z = Cast<to = 1>(j)",
+            {"h", "k", "i", "j"},
+        ),
         # What another library makes is where that library puts it.
         (
             "float[a, 6] x, int64[1] s",

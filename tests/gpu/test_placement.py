@@ -1,0 +1,61 @@
+"""Where the CUDA provider puts the nodes of emitted graphs: all on the device but sizes."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlp
+import onnx
+import onnx_ir as ir
+import pytest
+import transformer
+from training_cases import cut
+
+PLACEMENT = Path(__file__).parent / "standin" / "placement.py"
+HOST = ("layer_ann", "onnxpar.host")
+
+
+def small(name: str) -> ir.Model:
+    if name == "mlp":
+        return mlp.build(image=4, hidden=(12, 8))
+    return transformer.build(layers=2, d_model=16, heads=2, vocab=20, max_positions=8)
+
+
+def marked(path: Path) -> tuple[set[str], set[str]]:
+    """Names of the nodes of a graph that are marked for the host, and of their results."""
+    nodes = [
+        node
+        for node in onnx.load(path, load_external_data=False).graph.node
+        if any((p.key, p.value) == HOST for p in node.metadata_props)
+    ]
+    return {node.name for node in nodes}, {name for node in nodes for name in node.output}
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+def test_nothing_falls_back_and_nothing_is_copied_to_the_host(
+    name: str, compute: str | None, standin_cuda: Mapping[str, str], tmp_path: Path
+) -> None:
+    out = cut(tmp_path / "a", small(name), "dp", devices=1, optimizer="adamw", compute=compute)
+    paths = sorted(out.glob("rank0000.*.onnx"))
+    done = subprocess.run(
+        [sys.executable, str(PLACEMENT), *map(str, paths)],
+        env=dict(standin_cuda),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == len(paths) > 2
+    for path in paths:
+        nodes, values = marked(path)
+        placed = found[str(path)]
+        assert placed["cuda"]
+        assert {node for _, node in placed["cpu"]} <= nodes, path.name
+        for operator, value, *_ in placed["copies"]:
+            # What both need: sizes, and the numbers that they are computed from.
+            assert operator == "MemcpyFromHost", (path.name, value)
+            assert value in values or value.startswith("onnxpar.symbol."), (path.name, value)
