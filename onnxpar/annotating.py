@@ -13,18 +13,15 @@ import onnx
 from google.protobuf.message import EncodeError
 
 from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.stages import ONE_PLACE, Places
 from onnxpar.errors import ModelError
 from onnxpar.passes.annotate import annotate_proto
 from onnxpar.passes.load import in_memory, read
 from onnxpar.passes.validity import blamed_on_model
-from onnxpar.pipeline import Analysed, analyse, cut_model
+from onnxpar.pipeline import analyse, plan_in_stages
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.annotation import bodies_of
-from onnxpar.strategy.decide import decide
+from onnxpar.strategy.decide import settled
 from onnxpar.symbols import Symbol
-from onnxpar.training.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,8 @@ def annotate(
         strategy = strategy_for(strategy, devices, proto, f"model {str(path)!r}")
         constraints = {**strategy.symbols, **(symbols or {})}
         analysed = analyse(in_memory(proto, path), constraints)
-        placed, places, plan = _plan(analysed, strategy)
+        strategy = settled(strategy, analysed.program, constraints)
+        placed, places, plan = plan_in_stages(analysed, strategy)
         count = annotate_proto(
             proto, placed.model, plan, placed.rules, placed.env, constraints, strategy.pipeline
         )
@@ -86,7 +84,7 @@ def annotate(
             # Its nodes have been put into parts.
             analysed = analyse(in_memory(proto, path), constraints)
         written = strategy_for(None, None, proto, f"model {str(out)!r}")
-        _, where, again = _plan(analysed, written)
+        _, where, again = plan_in_stages(analysed, written)
     try:
         data = proto.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
@@ -103,15 +101,6 @@ def annotate(
     moved = sorted(n for n, part in places.nodes.items() if where.nodes.get(n) != part)
     differing += tuple(name for name in moved if name not in differing)
     return Annotated(out, strategy.world, len(proto.graph.node), count, differing)
-
-
-def _plan(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Places, Plan]:
-    """A model, cut into the parts of a pipeline if there is one, and its plan."""
-    places = ONE_PLACE
-    if strategy.pipeline is not None:
-        analysed, places = cut_model(analysed, Staging(strategy, strategy.pipeline))
-    seeds = decide(strategy, analysed.program)
-    return analysed, places, propagate(analysed.model, analysed.env, analysed.rules, seeds)
 
 
 def _differing(first: Plan, second: Plan) -> tuple[str, ...]:

@@ -402,7 +402,7 @@ class Sharded:
         seeds = left_as_given(seeds, analysed.rules, gates.outputs, sliced=any(given.sliced))
         entry = strategy.search
         peak = analysed.program.peak(load_machine(entry.machine), entry.sizes)
-        found = search(strategy, analysed.model, analysed.rules, analysed.env, seeds, peak=peak)
+        found = search(strategy, analysed.program, seeds, peak=peak)
         divided = divide(analysed, found.seeds)
         report = directory_data((divided,))
         write(

@@ -26,8 +26,8 @@ from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel, Pipeline
 from onnxpar.passes.validity import blamed_on_model
 from onnxpar.program import Program
-from onnxpar.strategy import Strategy, resolved, strategy_for
-from onnxpar.strategy.decide import decide
+from onnxpar.strategy import Strategy, resolve, resolved, strategy_for
+from onnxpar.strategy.decide import settled
 from onnxpar.strategy.write import plan_data, write_strategy
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining, divide_training
@@ -77,7 +77,7 @@ def analyse(model: ir.Model, symbols: Mapping[str, Symbol]) -> Analysed:
 
 
 def _seeds(analysed: Analysed, strategy: Strategy) -> Seeds:
-    return decide(strategy, analysed.program)
+    return resolve(strategy, analysed.model, analysed.rules, analysed.env)
 
 
 def divide(analysed: Analysed, seeds: Seeds, places: Places = ONE_PLACE) -> PartitionedModel:
@@ -112,6 +112,26 @@ def cut_model(analysed: Analysed, staging: Staging) -> tuple[Analysed, Places]:
     return Analysed(analysed.model, env, *find_rules(analysed.model, env)), places
 
 
+def plan_in_stages(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Places, Plan]:
+    """Returns a model, cut into the parts of a pipeline if there is one, and its plan.
+
+    Args:
+        analysed: The model; one that is cut is changed.
+        strategy: The strategy, settled.
+
+    Raises:
+        OnnxparError: The strategy does not fit the model.
+    """
+    places, stages = ONE_PLACE, {}
+    if strategy.pipeline is not None:
+        analysed, places = cut_model(analysed, Staging(strategy, strategy.pipeline))
+        parts = {name: places.part[place] for name, place in places.nodes.items()}
+        stages = {name: part % strategy.stages for name, part in parts.items()}
+    seeds = _seeds(analysed, strategy)
+    chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    return analysed, places, replace(chosen, stages=stages)
+
+
 @dataclass(frozen=True)
 class Divided:
     """A model, divided.
@@ -119,11 +139,13 @@ class Divided:
     Attributes:
         whole: The program; without nodes where a pipeline's programs have them.
         programs: What is written: the program, or those of a pipeline.
+        strategy: The strategy, without what was left to a search.
         pipeline: How they make up a pipeline, where the strategy has one.
     """
 
     whole: PartitionedModel
     programs: tuple[PartitionedModel, ...]
+    strategy: Strategy
     pipeline: Pipeline | None = None
 
 
@@ -151,16 +173,17 @@ def divide_model(
     if dumper:
         dumper.model("normalised", analysed.model)
     lap("analyse")
+    strategy = settled(strategy, analysed.program, symbols)
     if strategy.pipeline is None:
         whole = divide(analysed, _seeds(analysed, strategy))
         lap("divide")
-        return Divided(whole, (whole,))
+        return Divided(whole, (whole,), strategy)
     staging = Staging(strategy, strategy.pipeline)
     analysed, places = cut_model(analysed, staging)
     whole = divide(analysed, _seeds(analysed, strategy), places)
     stages = staging.split(whole, places, "model")
     lap("divide")
-    return Divided(stages.whole, stages.programs, staging.pipeline([stages]))
+    return Divided(stages.whole, stages.programs, strategy, staging.pipeline([stages]))
 
 
 def plan(
@@ -171,6 +194,8 @@ def plan(
     symbols: Mapping[str, Symbol] | None = None,
 ) -> Plan:
     """Returns the sharding of every operand of every node, without writing anything.
+
+    Of a pipeline it says the stage of each node, too, and its mesh is that of one stage.
 
     Args:
         model: The model, or its path. A model given is used up.
@@ -186,9 +211,11 @@ def plan(
     if not isinstance(model, ir.Model):
         model = load(model)
     strategy = strategy_for(strategy, devices, model, f"model {source}")
-    analysed = analyse(model, {**strategy.symbols, **(symbols or {})})
-    seeds = _seeds(analysed, strategy)
-    return propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    constraints = {**strategy.symbols, **(symbols or {})}
+    analysed = analyse(model, constraints)
+    strategy = settled(strategy, analysed.program, constraints)
+    _, _, found = plan_in_stages(analysed, strategy)
+    return found
 
 
 @dataclass(frozen=True)
@@ -291,6 +318,7 @@ def _shard(
     if training is None:
         forward = divide_model(loaded, strategy, constraints, dumper=dumper, lap=clock.lap)
         programs, pipeline, first = forward.programs, forward.pipeline, forward.whole
+        strategy = forward.strategy
     else:
         originals = frozenset(loaded.graph.initializers)
         # Those of bodies become the model's, and may have to take another name.
@@ -300,7 +328,7 @@ def _shard(
         if dumper:
             dumper.model("normalised", normal)
         divided = divide_training(normal, originals, strategy, constraints, training)
-        programs, pipeline = divided.programs, divided.pipeline
+        programs, pipeline, strategy = divided.programs, divided.pipeline, divided.strategy
         first = pipeline.whole[0] if pipeline is not None else programs[0]
         clock.lap("divide")
     if dumper:

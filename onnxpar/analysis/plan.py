@@ -52,6 +52,8 @@ class Plan:
         parameters: Sharding of each initializer.
         outputs: Sharding in which each graph output leaves; never partial.
         resharded: Sharding that the user asked an output of a node to have after it was made.
+        stages: Pipeline stage of each node, by name, where there are several: all have the same
+            mesh.
     """
 
     mesh: Mesh
@@ -60,6 +62,7 @@ class Plan:
     parameters: Mapping[str, Sharding]
     outputs: Mapping[str, Sharding]
     resharded: Mapping[str, Sharding] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)
 
 
 def varying(inputs: Mapping[str, Sharding], table: SymbolTable) -> dict[str, frozenset[int]]:

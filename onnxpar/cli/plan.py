@@ -31,11 +31,12 @@ from onnxpar.errors import ModelError, StrategyError
 from onnxpar.machine import parse_bytes
 from onnxpar.passes.load import read
 from onnxpar.passes.validity import blamed_on_model
-from onnxpar.planning import Planned, Way, plan_strategy, presets, searching
+from onnxpar.planning import Planned, plan_strategy, searching
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.load import AUTO
 from onnxpar.strategy.problems import in_words, problem
 from onnxpar.strategy.schema import SearchEntry
+from onnxpar.strategy.ways import FOUND, Way
 from onnxpar.strategy.write import write_strategy
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
@@ -234,7 +235,7 @@ def _head(planned: Planned, entry: SearchEntry) -> str:
     stages = f" in each of {count} stages" if count > 1 else ""
     runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
     by = f"Found by {entry.algorithm}"
-    if best.name in presets(planned.devices):
+    if not best.name.startswith(FOUND):
         by = f"The preset {best.name}, which {entry.algorithm} does not better,"
     return (
         f"{by} for {planned.plan.mesh.size} devices{stages} "

@@ -1,70 +1,237 @@
-"""From a strategy to the seeds of propagation: what the user fixed, and what a search adds."""
+"""From a strategy to what is divided by it: what the user fixed, and what a search adds.
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+Whoever carries a strategy out goes through `settled`; `onnxpar plan` shows the same `Decision`, and
+writes what it says. So a strategy that searches is the same by a file and without one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.search.find import Found, SearchSpec, Told, find
+from onnxpar.analysis.plan import Plan
+from onnxpar.analysis.search.find import Candidate, Found, SearchSpec, Told, find
 from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.errors import ShardingError
+from onnxpar.analysis.staged import Split
+from onnxpar.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.program import Program
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.parts import assigned
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
+from onnxpar.strategy.ways import Pricing, Way
+from onnxpar.strategy.write import pipeline_data, strategy_data
+from onnxpar.symbols import Symbol
+
+MICRO_BATCHES = 8
+"""Micro-batches of a step where stages are compared and nobody says how many."""
 
 _TRIES = 4
 """Searches with a limit, after the first without one."""
 _UNLIMITED = 1 << 62
 
 
-def decide(strategy: Strategy, program: Program) -> Seeds:
-    """Returns what propagation starts from: of a strategy that searches, the plans found.
+@dataclass(frozen=True)
+class Decision:
+    """What a strategy that searches comes to.
 
-    A limit on memory holds as in `onnxpar plan`, but in a pipeline, whose program has copies of
-    nodes for its stages: there it holds for the search's own count.
+    Attributes:
+        found: The search's result, or the preset that it did not better.
+        plan: The plan of the whole program that follows from it.
+        ways: That plan, then those found for other numbers of stages, then the presets if they were
+            rivals: if nothing is fixed that they would not keep.
+        limit: Bytes that a device may hold.
+        data: The content of a strategy file that says the plan.
+        free: Whether presets were rivals.
+    """
+
+    found: Found
+    plan: Plan
+    ways: tuple[Way, ...]
+    limit: int
+    data: dict[str, Any]
+    free: bool
+
+
+def settled(strategy: Strategy, program: Program, symbols: Mapping[str, Symbol]) -> Strategy:
+    """Returns a strategy that searches for nothing: of one that searches, what was decided.
 
     Args:
         strategy: The strategy.
-        program: What is divided.
+        program: What is divided, not cut into stages.
+        symbols: Constraints on symbols, the strategy's included.
 
     Raises:
         StrategyError: An entry does not fit the model.
         ShardingError: Nothing fits into the memory of a device.
         MachineError: There is no such machine, or its file is malformed.
     """
-    p, entry = program, strategy.search
-    seeds = resolve(strategy, p.model, p.rules, p.env)
     if strategy.rest != SEARCH:
-        return seeds
-    whole = strategy.pipeline is None
-    peak = p.peak(load_machine(entry.machine), entry.sizes) if whole else None
-    return search(strategy, p.model, p.rules, p.env, seeds, list(p.gradients), peak=peak).seeds
+        return strategy
+    data = decide(replace(strategy, symbols=symbols), program).data
+    return replace(
+        Strategy.from_dict(data, source=strategy.source),
+        search=strategy.search,
+        recompute=strategy.recompute,
+    )
+
+
+def decide(
+    strategy: Strategy,
+    program: Program,
+    *,
+    stages: Sequence[int] | None = None,
+    micro_batches: int | None = None,
+    told: Told = lambda stage, number, count: None,
+) -> Decision:
+    """Searches for what a strategy leaves open, and compares what is found with the presets.
+
+    A preset is taken where it is better by the objective and nothing is fixed that it would not
+    keep; also where no plan that the search finds fits into the memory.
+
+    Args:
+        strategy: The strategy, whose `rest` is "search".
+        program: What is divided, not cut into stages.
+        stages: Numbers of pipeline stages to try, all of which divide the devices; by default the
+            strategy's.
+        micro_batches: Micro-batches of a step of training; by default what the strategy says, or 1
+            without stages, else `MICRO_BATCHES`. A forward program runs once, whatever is said.
+        told: Called with the name of each stage as it begins, and that it is number n of m
+            candidates; 0 of 0 where there are none to count.
+
+    Raises:
+        OnnxparError: As `settled`.
+    """
+    entry = strategy.search
+    machine = load_machine(entry.machine)
+    limit = machine.memory if entry.memory is None else entry.memory
+    counts = _counts(strategy, stages)
+    trains = bool(program.gradients)
+    runs = _micro_batches(strategy, counts, micro_batches) if trains else 1
+    tried: list[tuple[Way, Found, Plan]] = []
+    refused: list[Way] = []
+    pricings = [
+        Pricing(program, machine, entry.sizes, _split(strategy, program.forward, count, runs))
+        for count in counts
+    ]
+    for count, pricing in zip(counts, pricings, strict=True):
+        told("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
+        one = replace(strategy, devices=strategy.world // count, pipeline=None)
+        try:
+            seeds = resolve(one, program.model, program.rules, program.env)
+            found = search(one, program, seeds, told, runs, pricing.peak)
+            plan, way = pricing(found.seeds)
+        except OnnxparError as error:
+            if len(counts) == 1 and not isinstance(error, ShardingError):
+                raise
+            refused.append(pricing.refused(str(error)))
+            continue
+        tried.append((way, found, plan))
+    free = _is_free(strategy)
+    plain: list[tuple[str, Way, Plan, Pricing]] = []
+    shown: list[Way] = []
+    for pricing in pricings if free else ():
+        # A stage of one device has nothing to divide: what is found is the only plan.
+        if pricing.split.stages == 1 or pricing.split.stages < strategy.world:
+            for name, way, seen in pricing.presets(strategy, told):
+                shown.append(way)
+                plain += [(name, way, seen, pricing)] if seen is not None else []
+
+    def rank(way: Way) -> tuple[float, ...]:
+        return way.rank(entry.level, limit)
+
+    tried.sort(key=lambda item: rank(item[0]))
+    for name, rival, seen, pricing in sorted(plain, key=lambda item: rank(item[1])):
+        if not rival.fits(limit) or (tried and rank(tried[0][0]) <= rank(rival)):
+            break
+        # What is written down is what each node has; what follows from that may be another plan.
+        seeds = program.pinned(seen)
+        plan = program.plan(seeds)
+        way = pricing.way(name, plan)
+        if way.fits(limit) and not (tried and rank(tried[0][0]) <= rank(way)):
+            chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
+            meshes = tried[0][1].candidates if tried else ()
+            tried.insert(0, (way, Found(seeds, chosen, meshes), plan))
+            shown = [other for other in shown if other is not rival]
+            break
+    if not tried:
+        raise ShardingError(_nothing_fits(refused, shown))
+    best, found, plan = tried[0]
+    staged: dict[str, Any] | None = None
+    if best.staged is not None:
+        wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
+        staged = pipeline_data(best.staged, runs if trains else micro_batches or wanted)
+    data = strategy_data(
+        found.seeds, program.rules, strategy.symbols, strategy.optimizer_parallel, staged
+    )
+    if strategy.recompute:
+        data["recompute"] = strategy.recompute.entry
+    ways = (*(way for way, _, _ in tried), *refused, *shown)
+    return Decision(found, plan, ways, limit, data, free)
+
+
+def _nothing_fits(refused: Sequence[Way], rivals: Sequence[Way]) -> str:
+    """The message where there is no plan: why not, and what the presets would need."""
+    told = [way.reason for way in refused]
+    if len(refused) > 1:
+        told = [f"{way.name}: {way.reason}" for way in refused]
+    least = min((w for w in rivals if w.price is not None), key=lambda w: w.peak, default=None)
+    if least is not None:
+        told.append(f"of the presets {least.name} needs least, {least.peak} bytes")
+    return "; ".join(told)
+
+
+def _is_free(strategy: Strategy) -> bool:
+    """Whether nothing is fixed that a preset would not keep."""
+    fixed = strategy.annotation or strategy.axes or strategy.nodes or strategy.parameters
+    return not fixed and strategy.dataset == SEARCH
+
+
+def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
+    counts = list(dict.fromkeys(stages or [strategy.stages]))
+    for count in counts:
+        if count < 1 or strategy.world % count:
+            raise StrategyError(
+                f"stages: expected numbers that divide the {strategy.world} devices, got {count}"
+            )
+        if count != strategy.stages and (strategy.axes or strategy.pipeline is not None):
+            raise StrategyError(
+                f"stages: {strategy.source} is for {strategy.stages} stages, got {count}"
+            )
+    return counts
+
+
+def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None) -> int:
+    if given is not None:
+        return given
+    if strategy.pipeline is not None:
+        return strategy.pipeline.micro_batches or strategy.pipeline.stages
+    return 1 if list(counts) == [1] else MICRO_BATCHES
+
+
+def _split(strategy: Strategy, model: ir.Model, stages: int, micro_batches: int) -> Split:
+    entry = strategy.pipeline
+    if entry is None:
+        return Split(stages, micro_batches)
+    return Split(stages, micro_batches, entry.schedule, entry.chunks, assigned(strategy, model))
 
 
 def search(
     strategy: Strategy,
-    model: ir.Model,
-    rules: Rules,
-    env: ShapeEnv,
+    program: Program,
     seeds: Seeds,
-    trained: Collection[str] = (),
     told: Told | None = None,
-    micro_batches: int | None = None,
+    micro_batches: int = 1,
     peak: Callable[[Seeds], int] | None = None,
 ) -> Found:
-    """Searches for what a strategy leaves open; as `decide` otherwise.
+    """Searches for what a strategy leaves open; presets are no part of it.
 
     `told` is as in `find`. Of a plan that was written down, what the user spoke of is kept and what
-    followed is open. A step has as many micro-batches as the strategy says, if no number is given.
-    The limit on memory holds for `peak`, the bytes of a device at the peak of the plan that follows
-    from seeds; by default for the search's own count, a sum over nodes that knows no lifetimes.
+    followed is open. The limit on memory holds for `peak`, the bytes of a device at the peak of the
+    plan that follows from seeds; by default for the search's own count, a sum over nodes that knows
+    no lifetimes.
     """
-    if micro_batches is None:
-        pipeline = strategy.pipeline
-        micro_batches = 1 if pipeline is None else pipeline.micro_batches or pipeline.stages
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
     spec = SearchSpec(
@@ -79,14 +246,14 @@ def search(
 
     def run(spec: SearchSpec) -> Found:
         return find(
-            model,
-            env,
-            rules,
+            program.model,
+            program.env,
+            program.rules,
             seeds,
             spec,
             named=bool(strategy.axes),
             free_inputs=strategy.dataset == SEARCH,
-            trained=trained,
+            trained=list(program.gradients),
             told=told,
         )
 

@@ -31,6 +31,7 @@ def strategy_data(
     rules: Rules,
     symbols: Mapping[str, Symbol],
     parallel: OptimizerParallel = NOT_PARALLEL,
+    staged: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns the content of a strategy file from which the same plan follows.
 
@@ -39,9 +40,10 @@ def strategy_data(
         rules: The rules of the nodes.
         symbols: Constraints on symbols, kept.
         parallel: What replicas of a parameter share in training, kept.
+        staged: The section `pipeline`, where there are stages with this mesh.
     """
     mesh = seeds.mesh
-    data = _head(mesh, symbols)
+    data = _head(mesh, symbols, 1 if staged is None else staged["stages"])
     data["dataset"] = {name: _layout(s, mesh) for name, s in seeds.inputs.items()}
     if seeds.parameters:
         data["parameters"] = {name: _layout(s, mesh) for name, s in seeds.parameters.items()}
@@ -49,7 +51,8 @@ def strategy_data(
     data["nodes"] = {name: _seed(seed, rules, mesh) for name, seed in seeds.nodes.items()}
     data["rest"] = seeds.rest
     data["given"] = [name for name, seed in seeds.nodes.items() if seed.pinned]
-    return {**data, **_parallel(parallel)}
+    data |= _parallel(parallel)
+    return data if staged is None else {**data, "pipeline": dict(staged)}
 
 
 def plan_data(
@@ -67,7 +70,7 @@ def plan_data(
         symbols: Constraints on symbols, those of the strategy included.
     """
     mesh, graph = plan.mesh, model.graph
-    data = _head(mesh, symbols)
+    data = _head(mesh, symbols, strategy.stages)
     data["dataset"] = {
         name: _layout(s, mesh) for name, s in plan.inputs.items() if _has_rank(graph, name, s)
     }
@@ -123,13 +126,14 @@ def _has_rank(graph: ir.Graph, name: str, sharding: Sharding) -> bool:
     return value.shape is not None and len(value.shape) == sharding.rank
 
 
-def _head(mesh: Mesh, symbols: Mapping[str, Symbol]) -> dict[str, Any]:
+def _head(mesh: Mesh, symbols: Mapping[str, Symbol], stages: int) -> dict[str, Any]:
+    """The mesh of each stage, and symbols; devices without names are counted in all stages."""
     data: dict[str, Any] = {}
     if mesh.axes:
         data["mesh"] = dict(mesh.axes)
         usual = Mesh.of(dict(mesh.axes))
     else:
-        data["devices"] = mesh.size
+        data["devices"] = mesh.size * stages
         usual = Mesh.refine(mesh.size)
     if mesh.atoms != usual.atoms:
         data["atoms"] = list(mesh.atoms)

@@ -31,9 +31,10 @@ from onnxpar.passes.partitioned import PartitionedModel, Pipeline, States
 from onnxpar.passes.recompute import Planned
 from onnxpar.program_memory import program_memory, total_bytes
 from onnxpar.sharding import Sharding
-from onnxpar.strategy import Strategy
-from onnxpar.strategy.decide import decide
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.strategy.decide import settled
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.schema import SEARCH
 from onnxpar.symbols import Symbol, dim_str
 from onnxpar.training.buffers import Buffers
 from onnxpar.training.loss import LossInfo, append_loss, append_metrics
@@ -59,6 +60,7 @@ class DividedTraining:
         source: The program that the plan is of, without recomputation.
         kept: Bytes of the buffers of each kind on a device, padding included; of a pipeline, on a
             device of the stage that has most.
+        strategy: The strategy, without what was left to a search.
         pipeline: How the programs make up a pipeline, where the strategy has one.
     """
 
@@ -69,6 +71,7 @@ class DividedTraining:
     shards: Shards
     source: ir.Model
     kept: Mapping[StateKind, int]
+    strategy: Strategy
     pipeline: Pipeline | None = None
 
 
@@ -92,17 +95,27 @@ def divide_training(
         OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
             between them has no gradient.
     """
+    parallel = strategy.optimizer_parallel
     if strategy.pipeline is not None and strategy.recompute.memory is not None:
         raise StrategyError(
             f"{strategy.recompute.where}: a limit of memory is not for a pipeline, whose stages "
             "keep several micro-batches; name layers or nodes"
         )
-    staging = Staging(strategy, strategy.pipeline) if strategy.pipeline is not None else None
-    stager = staging.put if staging is not None else None
-    prepared = prepare_training(model, originals, symbols, spec, stager)
+    staging: Staging | None = None
+    if strategy.pipeline is None:
+        prepared = prepare_training(model, originals, symbols, spec)
+        strategy = settled(strategy, prepared.program(spec, parallel), symbols)
+    else:
+        if strategy.rest == SEARCH:
+            # What is searched is the program before it is cut; the plan says where.
+            whole = prepare_training(model.clone(), originals, symbols, spec)
+            strategy = settled(strategy, whole.program(spec, parallel), symbols)
+        assert strategy.pipeline is not None
+        staging = Staging(strategy, strategy.pipeline)
+        prepared = prepare_training(model, originals, symbols, spec, staging.put)
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
-    shards = _planned(prepared, strategy, trained, spec)
+    shards = _planned(prepared, strategy, trained)
     held = prepared.model.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
     buffers = Buffers(shards, trained, statistics)
@@ -141,6 +154,7 @@ def divide_training(
         shards,
         prepared.model,
         buffers.kept(updates),
+        strategy,
         pipeline,
     )
 
@@ -148,12 +162,10 @@ def divide_training(
 # -- one micro-batch -----------------------------------------------------------------------------
 
 
-def _planned(
-    prepared: Prepared, strategy: Strategy, trained: Sequence[ParameterInfo], spec: TrainingSpec
-) -> Shards:
+def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[ParameterInfo]) -> Shards:
     """The plan of forward, loss and backward of one micro-batch, and of what is kept between."""
     p = prepared
-    seeds = decide(strategy, p.program(spec, strategy.optimizer_parallel))
+    seeds = resolve(strategy, p.model, p.rules, p.env)
     plan = plan_copies(p, seeds)
     _check_statistics(plan, p.updated)
     itemsizes = {info.name: int(info.dtype.itemsize) for info in trained}

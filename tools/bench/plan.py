@@ -44,11 +44,12 @@ from onnxpar.analysis.seeds import Seeds
 from onnxpar.errors import OnnxparError
 from onnxpar.mesh import Mesh
 from onnxpar.pipeline import shard
-from onnxpar.planning import presets, read_program, searching
+from onnxpar.planning import read_program, searching
 from onnxpar.program import Program
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import search
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.ways import presets
 from onnxpar.strategy.write import strategy_data
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
@@ -119,8 +120,7 @@ def found(case: Case, program: Program) -> Entry:
     entry = strategy.search.model_copy(update={"machine": case.machine, "sizes": case.sizes})
     strategy = replace(strategy, search=entry)
     seeds = resolve(strategy, program.model, program.rules, program.env)
-    trained = list(program.gradients)
-    seeds = search(strategy, program.model, program.rules, program.env, seeds, trained).seeds
+    seeds = search(strategy, program, seeds).seeds
     return Entry("found", strategy_data(seeds, program.rules, {}), case.price(program, seeds))
 
 

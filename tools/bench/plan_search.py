@@ -106,9 +106,8 @@ def strategy(algorithm: str, devices: int, machine: str) -> Strategy:
 def timed(program: Program, wanted: Strategy) -> Timed:
     """Searches."""
     seeds = resolve(wanted, program.model, program.rules, program.env)
-    trained = list(program.gradients)
     began = process_time()
-    found = search(wanted, program.model, program.rules, program.env, seeds, trained)
+    found = search(wanted, program, seeds)
     return Timed(found, process_time() - began)
 
 
