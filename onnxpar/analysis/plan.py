@@ -186,7 +186,12 @@ def shardings(
             )
         used += atoms
     if len(set(used)) != len(used):
-        raise ShardingError(f"node {view.name!r}: a mesh axis splits two of its dims")
+        twice = {a for a in used if used.count(a) > 1}
+        names = [n for n, parts in factors.items() if twice & set(_atoms(parts))]
+        raise ShardingError(
+            f"node {view.name!r}: expected mesh axes that split one of its dims each, got "
+            f"{mesh.describe(tuple(sorted(twice)))} for {' and '.join(names)}"
+        )
     table = view.table
     carried = carried or {}
     inputs: list[Sharding | None] = []

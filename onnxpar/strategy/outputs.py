@@ -67,16 +67,21 @@ def factors_from_outputs(
 ) -> dict[str, DimSharding]:
     """Returns the splits of the factors of a node of which only the outputs' layout is given.
 
-    Outputs are made in that layout; factors that no output has are whole.
+    Outputs are made in that layout, earlier ones first: one that wants a factor, or the devices
+    that split another, in its own way is brought into its layout afterwards. Factors that no output
+    has are whole.
     """
     sizes = factor_sizes(site.rule, site.view)
     factors: dict[str, DimSharding] = {}
+    taken: set[int] = set()
     for operand, sharding in zip(site.rule.outputs, shardings, strict=False):
         if sharding is not None:
             found = project(operand, sharding, sizes, mesh, site.view.table, site.rule.scaled)
             for name, dim in found.items():
-                if name in site.rule.splittable:
-                    factors.setdefault(name, dim)
+                atoms = {a for c in dim for a in c.atoms}
+                if name in site.rule.splittable and name not in factors and not atoms & taken:
+                    factors[name] = dim
+                    taken |= atoms
     return factors
 
 
