@@ -21,7 +21,7 @@ from onnxpar.strategy import Strategy
 from onnxpar.strategy.decide import decide
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import SEARCH
-from onnxpar.strategy.ways import Pricing, Way
+from onnxpar.strategy.ways import Objective, Pricing, Way
 from onnxpar.symbols import Symbol
 from onnxpar.training.prepare import TrainingSpec, prepare_training
 
@@ -36,7 +36,7 @@ class Planned:
         ways: That plan, then those found for other numbers of stages, then the presets.
         data: The content of a strategy file that says the plan.
         machine: The machine that it is for.
-        limit: Bytes that a device may hold.
+        objective: What made it the best.
         model: The program that is planned.
         rules: Its rules.
     """
@@ -46,7 +46,7 @@ class Planned:
     ways: tuple[Way, ...]
     data: dict[str, Any]
     machine: Machine
-    limit: int
+    objective: Objective
     model: ir.Model
     rules: Rules
 
@@ -100,7 +100,7 @@ def plan_strategy(
         ways,
         decision.data,
         machine,
-        decision.limit,
+        decision.objective,
         program.model,
         program.rules,
     )

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import NodePrice, Price
-from onnxpar.analysis.search.find import Told
+from onnxpar.analysis.search.find import GAP, Candidate, Told
 from onnxpar.cli.options import AsJson, Devices, OptimizerParallel
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.errors import ModelError, StrategyError
@@ -46,6 +46,8 @@ WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
 AIMS = ("little communication for the computing done", "memory", "speed")
 """What each level seeks."""
+EXACT = 1e-4
+"""A gap that is shown as none."""
 _DIGITS = re.compile(r"\d+")
 
 
@@ -140,7 +142,7 @@ def command(
         # Names would be cut to fit 80 columns.
         console.width = WIDE
     training_options = f" --train --loss {loss} --optimizer {optimizer}" if loss else ""
-    _print(planned, entry.level, console)
+    _print(planned, console)
     console.print(f"written       {out}", markup=False)
     console.print(
         f"next          onnxpar shard {model} --strategy {out}{training_options} -o DIR",
@@ -250,7 +252,7 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
         "devices": planned.devices,
         "algorithm": entry.algorithm,
         "sizes": dict(entry.sizes),
-        "memory_limit": planned.limit,
+        "memory_limit": planned.objective.limit,
         "ways": [
             {
                 "name": way.name,
@@ -270,6 +272,7 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
                 "axes": dict(c.axes),
                 "seconds": None if c.reason else c.seconds,
                 "bound": c.bound,
+                "gap": c.gap if c.bound else None,
                 "memory": c.memory,
                 "elapsed": c.elapsed,
                 "reason": c.reason,
@@ -280,8 +283,8 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
     }
 
 
-def _print(planned: Planned, level: int, console: Console) -> None:
-    best = planned.ways[0].price
+def _print(planned: Planned, console: Console) -> None:
+    best, limit = planned.ways[0].price, planned.objective.limit
     assert best is not None
     columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
     layers = Table(*columns, title=None)
@@ -313,10 +316,10 @@ def _print(planned: Planned, level: int, console: Console) -> None:
             _seconds(way.price.computing),
             _seconds(way.price.communicating),
             _bytes(way.peak),
-            f"more than {_bytes(planned.limit)}" if way.peak > planned.limit else "",
+            "" if way.fits(limit) else f"more than {_bytes(limit)}",
         )
     console.print(ways)
-    console.print(escape(_why(planned, level)))
+    console.print(escape(_why(planned)))
 
 
 def _print_stages(way: Way, console: Console) -> None:
@@ -334,19 +337,15 @@ def _print_stages(way: Way, console: Console) -> None:
     console.print(stages)
 
 
-def _why(planned: Planned, level: int) -> str:
-    best = planned.ways[0]
+def _why(planned: Planned) -> str:
+    best, objective = planned.ways[0], planned.objective
     assert best.price is not None
-    fitting = [w for w in planned.ways[1:] if w.price is not None and w.peak <= planned.limit]
-    chosen = planned.found.chosen
-    proof = ""
-    if chosen.bound:
-        gap = max(0.0, 1 - chosen.bound / chosen.seconds) if chosen.seconds else 0.0
-        axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
-        proof = f"; on the mesh {axes} none is more than {100 * gap:.1f} % better"
+    fitting = [w for w in planned.ways[1:] if w.fits(objective.limit)]
+    proof = _proof(planned.found.chosen)
     if not fitting:
-        return f"No other way fits into {_bytes(planned.limit)}; the plan found does{proof}."
-    rival = min(fitting, key=lambda w: w.rank(level, planned.limit))
+        rest = f"no other way fits into {_bytes(objective.limit)}"
+        return f"{best.name} is taken; {rest if planned.ways[1:] else 'there is no other'}{proof}."
+    rival = min(fitting, key=objective.rank)
     assert rival.price is not None
     ratio = rival.seconds / best.seconds if best.seconds else 1.0
     less = rival.price.communicating - best.price.communicating
@@ -355,17 +354,30 @@ def _why(planned: Planned, level: int) -> str:
         if best.staged
         else f", {_seconds(abs(less))} {'more' if less >= 0 else 'less'} of it communication"
     )
-    if level == 1:
+    if objective.level == 1:
         more += f", and {rival.peak / max(best.peak, 1):.2f} times the memory"
-    if rival.rank(level, planned.limit) < best.rank(level, planned.limit):
+    if objective.rank(rival) < objective.rank(best):
         return (
-            f"{best.name} is best for {AIMS[level]} of what keeps all that is fixed; {rival.name}, "
-            f"which does not, takes {ratio:.2f} times as long{more}{proof}."
+            f"{best.name} is best for {AIMS[objective.level]} of what keeps all that is fixed; "
+            f"{rival.name}, which does not, takes {ratio:.2f} times as long{more}{proof}."
         )
     return (
-        f"{best.name} is best for {AIMS[level]}; the next best is {rival.name}: it takes "
+        f"{best.name} is best for {AIMS[objective.level]}; the next best is {rival.name}: it takes "
         f"{ratio:.2f} times as long{more}{proof}."
     )
+
+
+def _proof(chosen: Candidate) -> str:
+    """What an exact search proved on the mesh that won: by the sum that it takes the least of."""
+    if not chosen.bound:
+        return ""
+    axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
+    gap = f"{100 * chosen.gap:.2f} %"
+    if chosen.gap > GAP:
+        return f"; the search of the mesh {axes} stopped early: another may be {gap} better"
+    if chosen.gap < EXACT:
+        return f"; no other on the mesh {axes} is better, which is proved"
+    return f"; no other on the mesh {axes} is more than {gap} better, which is proved"
 
 
 def _layers(best: Price, plan: Plan) -> list[tuple[str, str, list[NodePrice]]]:

@@ -20,7 +20,7 @@ from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.parts import assigned
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
-from onnxpar.strategy.ways import Pricing, Way
+from onnxpar.strategy.ways import SLOWDOWN, Objective, Pricing, Way
 from onnxpar.strategy.write import pipeline_data, strategy_data
 from onnxpar.symbols import Symbol
 
@@ -30,6 +30,8 @@ MICRO_BATCHES = 8
 _TRIES = 4
 """Searches with a limit, after the first without one."""
 _UNLIMITED = 1 << 62
+_FASTEST = 2
+"""The level that seeks speed."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Decision:
         plan: The plan of the whole program that follows from it.
         ways: That plan, then those found for other numbers of stages, then the presets if they were
             rivals: if nothing is fixed that they would not keep.
-        limit: Bytes that a device may hold.
+        objective: What made it the best.
         data: The content of a strategy file that says the plan.
         free: Whether presets were rivals.
     """
@@ -49,7 +51,7 @@ class Decision:
     found: Found
     plan: Plan
     ways: tuple[Way, ...]
-    limit: int
+    objective: Objective
     data: dict[str, Any]
     free: bool
 
@@ -137,10 +139,8 @@ def decide(
             for name, way, seen in pricing.presets(strategy, told):
                 shown.append(way)
                 plain += [(name, way, seen, pricing)] if seen is not None else []
-
-    def rank(way: Way) -> tuple[float, ...]:
-        return way.rank(entry.level, limit)
-
+    objective = Objective.among((*(way for way, _, _ in tried), *shown), entry.level, limit)
+    rank = objective.rank
     tried.sort(key=lambda item: rank(item[0]))
     for name, rival, seen, pricing in sorted(plain, key=lambda item: rank(item[1])):
         if not rival.fits(limit) or (tried and rank(tried[0][0]) <= rank(rival)):
@@ -168,7 +168,7 @@ def decide(
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
     ways = (*(way for way, _, _ in tried), *refused, *shown)
-    return Decision(found, plan, ways, limit, data, free)
+    return Decision(found, plan, ways, objective, data, free)
 
 
 def _nothing_fits(refused: Sequence[Way], rivals: Sequence[Way]) -> str:
@@ -257,7 +257,8 @@ def search(
             told=told,
         )
 
-    return run(spec) if peak is None else _within(spec, run, peak)
+    found = run(spec) if peak is None else _within(spec, run, peak)
+    return _in_time(spec, run, found, peak) if spec.weights.memory_first else found
 
 
 def _within(
@@ -303,3 +304,41 @@ def _within(
             )
         fits = smallest
     return fits
+
+
+def _in_time(
+    spec: SearchSpec,
+    run: Callable[[SearchSpec], Found],
+    found: Found,
+    peak: Callable[[Seeds], int] | None,
+) -> Found:
+    """Returns the plan of least memory that takes at most `SLOWDOWN` times as long as the fastest.
+
+    The last bytes are dear: beyond that, the fastest plans under limits between the two are tried.
+    The limit on memory comes first: where nothing that fits is as fast, `found` stays.
+    """
+    fast = replace(spec, level=_FASTEST)
+    fastest = run(replace(fast, memory=_UNLIMITED))
+    slowest = SLOWDOWN * fastest.chosen.seconds
+    if found.chosen.seconds <= slowest:
+        return found
+
+    def fits(tried: Found) -> bool:
+        held = tried.chosen.memory if peak is None else peak(tried.seeds)
+        return held <= spec.limit
+
+    low, high = found.chosen.memory, fastest.chosen.memory
+    best = fastest if fits(fastest) else found
+    for _ in range(_TRIES):
+        limit = (low + high) / 2
+        try:
+            tried = run(replace(fast, memory=int(limit)))
+        except ShardingError:
+            low = limit
+            continue
+        if tried.chosen.seconds > slowest:
+            low = limit
+        else:
+            high = min(limit, tried.chosen.memory)
+            best = tried if fits(tried) else best
+    return best

@@ -1,6 +1,6 @@
 """The ways to divide a program that are compared: plans that follow from seeds, and presets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -21,6 +21,8 @@ from onnxpar.strategy.schema import PIPELINE_AXIS, Strategy
 
 FOUND = "found"
 """Name of what a search finds."""
+SLOWDOWN = 2.0
+"""How many times longer than the fastest plan one may take to save memory, at level 1."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,36 @@ class Way:
         """Whether it can be, in so many bytes of a device."""
         return self.price is not None and self.peak <= limit
 
-    def rank(self, level: int, limit: int) -> tuple[float, ...]:
-        """Returns what ways are ordered by, the best first: those that fit, by the objective.
 
-        Args:
-            level: The objective, as of a search.
-            limit: Bytes that a device may hold.
-        """
-        if self.price is None:
+@dataclass(frozen=True)
+class Objective:
+    """What makes one way better than another.
+
+    Attributes:
+        level: The objective, as of a search.
+        limit: Bytes that a device may hold.
+        slowest: Seconds beyond which saving memory is not worth it.
+    """
+
+    level: int
+    limit: int
+    slowest: float = inf
+
+    @staticmethod
+    def among(ways: Iterable[Way], level: int, limit: int) -> "Objective":
+        """Returns the objective by which these ways are compared."""
+        fastest = min((way.seconds for way in ways if way.fits(limit)), default=inf)
+        return Objective(level, limit, SLOWDOWN * fastest)
+
+    def rank(self, way: Way) -> tuple[float, ...]:
+        """Returns what ways are ordered by, the best first: those that fit, by the level."""
+        if way.price is None:
             return (1.0, inf)
-        weights, over = LEVELS[level], float(not self.fits(limit))
+        weights, over = LEVELS[self.level], float(not way.fits(self.limit))
         if weights.memory_first:
-            return (over, self.peak, self.seconds)
-        share = self.price.communicating / self.price.seconds if self.price.seconds else 0.0
-        return (over, self.seconds * (1 + (weights.communication - 1) * share))
+            return (over, float(way.seconds > self.slowest), way.peak, way.seconds)
+        share = way.price.communicating / way.price.seconds if way.price.seconds else 0.0
+        return (over, way.seconds * (1 + (weights.communication - 1) * share))
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """One decision: `shard` of a strategy that searches is `shard` of the file that `plan` writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ import two_layer
 import yaml
 from _exporter import save
 
+from onnxpar.analysis.search.find import SearchSpec, find
 from onnxpar.cli import main
+from onnxpar.errors import ShardingError
 from onnxpar.pipeline import plan
+from onnxpar.planning import read_program, searching
+from onnxpar.strategy import Strategy, load_strategy, resolve
+from onnxpar.strategy.decide import decide, search
+from onnxpar.strategy.machine_file import load_machine
 
 GPT = transformer.Config(layers=1, d_model=64, heads=4, vocab=256, max_positions=64)
 MODELS = {
@@ -109,3 +116,70 @@ def test_plan_says_the_stages(tmp_path: Path) -> None:
     assert found.mesh.size == 2
     assert found.stages["/wte/Gather"] == 0 and found.stages["/lm_head/MatMul"] == 1
     assert not plan(tmp_path / "m.onnx", "tp=2").stages
+
+
+SLOW = """\
+name: slow
+flops: {float32: 6.0e+10}
+bandwidth: 1.2e+10
+memory: 8GiB
+overhead: 3.0e-6
+links: [{bandwidth: 1.0e+8, latency: 1.0e-4}]
+"""
+
+
+def test_memory_is_saved_for_twice_the_time_at_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Links so slow that the least memory takes longer than that."""
+    path, machine = tmp_path / "m.onnx", tmp_path / "slow.yaml"
+    save(transformer.build(GPT), path)
+    machine.write_text(SLOW)
+    program = read_program(path, {})
+    wanted = searching(load_strategy("auto", 4))
+    entry = wanted.search.model_copy(update={"machine": str(machine), "level": 1})
+    wanted = replace(wanted, search=entry)
+    seeds = resolve(wanted, program.model, program.rules, program.env)
+    spec = SearchSpec(load_machine(str(machine)), level=1)
+    model, env, rules = program.model, program.env, program.rules
+    least = find(model, env, rules, seeds, spec, named=False, free_inputs=True)
+    fastest = find(model, env, rules, seeds, replace(spec, level=2), named=False, free_inputs=True)
+    assert least.chosen.seconds > 2 * fastest.chosen.seconds
+    found = search(wanted, program, seeds)
+    assert found.chosen.seconds <= 2 * fastest.chosen.seconds
+    assert least.chosen.memory <= found.chosen.memory < fastest.chosen.memory
+    # Where only the least fits, it is taken.
+    tight = replace(wanted, search=entry.model_copy(update={"memory": int(least.chosen.memory)}))
+    assert search(tight, program, seeds).chosen.memory == least.chosen.memory
+    # A preset is no way around it.
+    best = decide(wanted, program)
+    assert best.ways[0].seconds <= 2 * min(way.seconds for way in best.ways)
+
+
+def test_a_preset_is_taken_where_nothing_found_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.onnx"
+    save(transformer.build(GPT), path)
+    program = read_program(path, {})
+    wanted = searching(load_strategy("auto", 4))
+    free = decide(wanted, program)
+    least = min((w for w in free.ways if w.name != "found"), key=lambda w: w.peak)
+
+    def nothing(*_: object, **__: object) -> None:
+        raise ShardingError("no strategy fits: the least memory of a device that was found is 9")
+
+    monkeypatch.setattr("onnxpar.strategy.decide.find", nothing)
+
+    def limited(memory: int) -> Strategy:
+        return replace(wanted, search=wanted.search.model_copy(update={"memory": memory}))
+
+    taken = decide(limited(least.peak), program)
+    assert taken.ways[0].name == least.name and taken.ways[0].peak <= least.peak
+    assert taken.ways[1].name == "found" and "no strategy fits" in taken.ways[1].reason
+    with pytest.raises(ShardingError, match=r"is 9; of the presets .* needs least, [0-9]+ bytes"):
+        decide(limited(least.peak // 2), program)
+    # What is fixed no preset would keep.
+    fixed = replace(limited(least.peak), dataset="data_parallel")
+    with pytest.raises(ShardingError, match=r"is 9$"):
+        decide(fixed, program)

@@ -33,6 +33,8 @@ LEVELS = {
 """What each level of the objective weighs; see `SearchSpec`."""
 
 
+GAP = 0.01
+"""The exact search stops where no plan is better by more than this share."""
 Told = Callable[[str, int, int], None]
 """Is told what is tried, and that it is number n of m."""
 
@@ -62,7 +64,7 @@ class SearchSpec:
     level: int = 2
     memory: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
-    gap: float = 0.01
+    gap: float = GAP
     seconds: float = 60.0
     parallel: OptimizerParallel = NOT_PARALLEL
     micro_batches: int = 1
@@ -97,6 +99,11 @@ class Candidate:
     bound: float
     elapsed: float
     reason: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How much less another plan on this mesh may cost, as a share, where there is a bound."""
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
