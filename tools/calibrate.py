@@ -218,6 +218,13 @@ def main() -> int:
     parser.add_argument("--memory", help="of one rank, as 8GiB")
     parser.add_argument("--name", default="measured")
     arguments = parser.parse_args()
+    # What would fail after the measurement is told before it.
+    if not arguments.out.parent.is_dir():
+        parser.error(f"--out: expected a file in a folder that exists, got {arguments.out}")
+    try:
+        given = parse_bytes(arguments.memory) if arguments.memory else None
+    except ValueError as error:
+        parser.error(f"--memory: {error}")
     rank = init()
     size = rank.world.size
     blocks = sorted(arguments.block)
@@ -225,7 +232,7 @@ def main() -> int:
         parser.error(f"--block: expected different divisors of {size} ranks, got {blocks}")
 
     def body() -> int:
-        memory = parse_bytes(arguments.memory) if arguments.memory else host_memory(rank)
+        memory = host_memory(rank) if given is None else given
         measurements = len(TYPES) + 3 + 4 * (len(blocks) + (size > 1))
         threads = arguments.threads or threads_per_rank(size, len(rank.world.local_ranks))
         bench = Bench(rank, threads, arguments.seconds / measurements)

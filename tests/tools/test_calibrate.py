@@ -32,9 +32,18 @@ def test_what_it_writes_is_read(ranks: int, blocks: tuple[int, ...], tmp_path: P
         assert 0 < link.latency < 1
 
 
-def test_blocks_that_do_not_divide_the_ranks_are_refused(tmp_path: Path) -> None:
-    command = [sys.executable, TOOL, "-o", str(tmp_path / "m.yaml"), "--block", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "--block: expected different divisors of 1 ranks" in done.stderr
-    assert not (tmp_path / "m.yaml").exists()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--block", "2"], "--block: expected different divisors of 1 ranks"),
+        (["--memory", "much"], "--memory: expected a size such as 80GiB, got 'much'"),
+        (["--out", "none/m.yaml"], "--out: expected a file in a folder that exists"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    command = [sys.executable, TOOL, "-o", "m.yaml", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr
+    assert not list(tmp_path.iterdir())
