@@ -113,7 +113,7 @@ def cut_model(analysed: Analysed, staging: Staging) -> tuple[Analysed, Places]:
 
 
 def plan_in_stages(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Places, Plan]:
-    """Returns a model, cut into the parts of a pipeline if there is one, and its plan.
+    """Returns a model, cut into virtual stages if there is a pipeline, and its plan.
 
     Args:
         analysed: The model; one that is cut is changed.
@@ -125,8 +125,10 @@ def plan_in_stages(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Pl
     places, stages = ONE_PLACE, {}
     if strategy.pipeline is not None:
         analysed, places = cut_model(analysed, Staging(strategy, strategy.pipeline))
-        parts = {name: places.part[place] for name, place in places.nodes.items()}
-        stages = {name: part % strategy.stages for name, part in parts.items()}
+        stages = {
+            name: places.virtual_stage[place] % strategy.stages
+            for name, place in places.nodes.items()
+        }
     seeds = _seeds(analysed, strategy)
     chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
     return analysed, places, replace(chosen, stages=stages)

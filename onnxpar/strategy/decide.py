@@ -17,9 +17,9 @@ from onnxpar.analysis.staged import Split
 from onnxpar.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.program import Program
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.parts import assigned
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
+from onnxpar.strategy.virtual_stages import assigned
 from onnxpar.strategy.ways import SLOWDOWN, Objective, Pricing, Way
 from onnxpar.strategy.write import pipeline_data, strategy_data
 from onnxpar.symbols import Symbol
@@ -32,6 +32,8 @@ _TRIES = 4
 _UNLIMITED = 1 << 62
 _FASTEST = 2
 """The level that seeks speed."""
+_COARSE = 0.2
+"""The gap at which a search for a trade of time for memory stops."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,8 @@ def _in_time(
     The last bytes are dear: beyond that, the fastest plans under limits between the two are tried.
     The limit on memory comes first: where nothing that fits is as fast, `found` stays.
     """
-    fast = replace(spec, level=_FASTEST)
+    # What is sought lies anywhere between two plans: to prove how good each is would be in vain.
+    fast = replace(spec, level=_FASTEST, gap=_COARSE, seconds=1.0)
     fastest = run(replace(fast, memory=_UNLIMITED))
     slowest = SLOWDOWN * fastest.chosen.seconds
     if found.chosen.seconds <= slowest:

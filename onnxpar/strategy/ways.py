@@ -15,9 +15,9 @@ from onnxpar.errors import OnnxparError
 from onnxpar.machine import Machine
 from onnxpar.program import Program
 from onnxpar.strategy.load import load_strategy
-from onnxpar.strategy.parts import between_stages
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import PIPELINE_AXIS, Strategy
+from onnxpar.strategy.virtual_stages import between_stages
 
 FOUND = "found"
 """Name of what a search finds."""
@@ -126,7 +126,7 @@ class Pricing:
 
         Raises:
             ShardingError: The seeds do not fit the program.
-            StrategyError: There are more parts than nodes.
+            StrategyError: There are more virtual stages than nodes.
         """
         for known, plan, way in self._known:
             if known is seeds:
@@ -140,7 +140,7 @@ class Pricing:
         """Returns a plan of one stage's mesh as a way, priced in stages where there are several.
 
         Raises:
-            StrategyError: There are more parts than nodes.
+            StrategyError: There are more virtual stages than nodes.
         """
         found, steps = self.program.priced(plan, self.machine, self.sizes)
         title, split = self._title(name), self.split
