@@ -33,15 +33,35 @@ def marked(path: Path) -> tuple[set[str], set[str]]:
     return {node.name for node in nodes}, {name for node in nodes for name in node.output}
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
-@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "compute", "devices", "strategy"),
+    [
+        ("mlp", None, 1, "dp"),
+        ("mlp", "bfloat16", 4, "dp=2,tp=2"),
+        ("transformer", None, 4, "dp=2,tp=2"),
+        ("transformer", "float16", 1, "dp"),
+        ("transformer", "bfloat16", 4, "dp=2,tp=2"),
+    ],
+)
 def test_nothing_falls_back_and_nothing_is_copied_to_the_host(
-    name: str, compute: str | None, standin_cuda: Mapping[str, str], tmp_path: Path
+    name: str,
+    compute: str | None,
+    devices: int,
+    strategy: str,
+    standin_cuda: Mapping[str, str],
+    tmp_path: Path,
 ) -> None:
-    out = cut(tmp_path / "a", small(name), "dp", devices=1, optimizer="adamw", compute=compute)
+    out = cut(
+        tmp_path / "a",
+        small(name),
+        strategy,
+        devices=devices,
+        optimizer="adamw",
+        compute=compute,
+    )
     paths = sorted(out.glob("rank0000.*.onnx"))
     done = subprocess.run(
-        [sys.executable, str(PLACEMENT), *map(str, paths)],
+        [sys.executable, str(PLACEMENT), "--ranks", str(devices), *map(str, paths)],
         env=dict(standin_cuda),
         capture_output=True,
         text=True,

@@ -5,7 +5,7 @@
 For each model: `{"cuda": [[operator, node], …], "cpu": [...], "copies": [[operator, value, operator
 that makes it, readers as operator:operand], …]}`, of the graph after onnxruntime's own
 optimisations, bodies included. Needs a GPU or the stand-ins. With `--ranks`, operators of the
-domain `onnxpar` are registered for rank 0 of so many.
+domain `onnxpar` are registered for rank 0 of so many, which has a GPU.
 """
 
 import argparse
@@ -112,6 +112,8 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+")
     arguments = parser.parse_args()
     rank = World.threads(arguments.ranks).rank(0) if arguments.ranks else None
+    if rank is not None:
+        rank.open_device(0, "staged")
     found = {str(m): placement(m, rank) for m in arguments.models}
     json.dump(found, sys.stdout)
 
