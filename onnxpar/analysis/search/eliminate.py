@@ -24,6 +24,8 @@ MAX_ENTRIES = 1 << 25
 """Entries of the largest table that an elimination may make (256 MiB)."""
 EASY_ENTRIES = 1 << 18
 """Tables up to so many entries are made before options are excluded by bounds."""
+FEW_OPTIONS = 8
+"""Where no variable has more, looking for dead options takes longer than eliminating them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ def solve(problem: Problem, weight: float = 0.0) -> Least:
         problem: The problem.
         weight: Seconds that a byte of memory is worth.
     """
-    kept = alive(problem, memory=weight > 0)
+    everything = [np.arange(len(v.cost)) for v in problem.variables]
+    few = all(len(options) <= FEW_OPTIONS for options in everything)
+    kept = everything if few else alive(problem, memory=weight > 0)
     units = [
         (v.cost + weight * v.memory if weight else v.cost)[k]
         for v, k in zip(problem.variables, kept, strict=True)
