@@ -49,10 +49,15 @@ class Split:
         return self.stages * self.chunks
 
     def kept(self, stage: int) -> int:
-        """Returns how many micro-batches' activations a stage keeps at most, in each chunk."""
-        if self.schedule == "gpipe":
-            return self.micro_batches
-        return min(self.stages - stage, self.micro_batches)
+        """Returns how many activations a stage keeps at most, each of one virtual stage's forward.
+
+        After the papers that each schedule is of; `docs/design/0016-pipeline.md` has the table.
+        """
+        runs, after = self.micro_batches, self.stages - stage
+        if self.schedule == "interleaved":
+            largest = -(-runs // max(1, runs // self.stages))
+            return min(runs * self.chunks, (self.chunks - 1) * largest + 2 * (after - 1) + 1)
+        return min({"gpipe": runs, "1f1b": after, "zb-h1": self.stages}[self.schedule], runs)
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ class _Staging:
                     sum(own[p] + moving[p] for p in mine),
                     sum(moving[p] for p in mine),
                     held[stage],
-                    held[stage] + sum(self._activations(p, split.kept(stage)) for p in mine),
+                    held[stage] + self._activations(mine, split.kept(stage)),
                     sum(1 for virtual in assign.values() if virtual % split.stages == stage),
                 )
             )
@@ -240,8 +245,19 @@ class _Staging:
                 found[stage] += size
         return found
 
-    def _activations(self, virtual: int, kept: int) -> int:
-        """Bytes of the values of a virtual stage at its peak, of so many micro-batches."""
+    def _activations(self, mine: Sequence[int], kept: int) -> int:
+        """Bytes of the values of virtual stages of one stage at their peak.
+
+        Args:
+            mine: The virtual stages, of which one runs at a time.
+            kept: How many activations are kept, of all of them alike.
+        """
+        weighed = [self._weighed(virtual) for virtual in mine]
+        stashes = sum(stash for _, stash in weighed)
+        return max(peak - stash for peak, stash in weighed) + kept * stashes // len(weighed)
+
+    def _weighed(self, virtual: int) -> tuple[int, int]:
+        """Bytes of a virtual stage at its peak of one micro-batch, and those kept for backward."""
         mine: list[Step] = []
         waiting: list[Step] = []
         for step in self.priced.steps:
@@ -255,7 +271,7 @@ class _Staging:
         made = {m.name: m.bytes for s in forward for m in s.makes if not m.view_of}
         wanted = {name for s in mine if s.name in self.backward for name in s.reads}
         stash = sum(size for name, size in made.items() if name in wanted)
-        return live_peak(mine).bytes + (kept - 1) * stash
+        return live_peak(mine).bytes, stash
 
 
 def _origin(node: ir.Node) -> str:

@@ -6,6 +6,7 @@ all cases.
 
 import os
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from onnx import parser
 from training_cases import CROSS_ENTROPY, cut, hyper
 
 from onnxpar import execute
+from onnxpar.analysis.staged import Split
 from onnxpar.errors import OnnxparError
 from onnxpar.pipeline import shard
 from onnxpar.strategy import Strategy
@@ -28,6 +30,7 @@ from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.pipeline import activation_peaks, make
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
 
 Array = NDArray[Any]
@@ -318,3 +321,12 @@ def test_the_loss_alone_is_a_stage(tmp_path: Path) -> None:
         got, expected = ranks.evaluate(batch), whole.evaluate(batch)
     assert got["correct"] == expected["correct"] and 0 < (expected["correct"] or 0) < 20
     np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_the_planner_counts_what_schedules_keep(schedule: str) -> None:
+    for stages, count, chunks in product(range(1, 6), range(1, 11), (2, 3)):
+        chunks = chunks if schedule == "interleaved" else 1
+        split = Split(stages, count, schedule, chunks)
+        found = tuple(split.kept(stage) for stage in range(stages))
+        assert found == activation_peaks(make(schedule, stages, count, chunks)), split
