@@ -52,12 +52,14 @@ def program_memory(
         buffers[o.name]: tensors.bytes(o.local) for o in program.outputs if o.name in buffers
     }
     steps = tuple(_steps(program.builder.nodes, tensors))
+    # What other programs read of it is there until it ends.
+    leaving = Step("", tuple(h.local.name or "" for h in program.handed_out), (), 0)
     return ProgramMemory(
         weights=sum(tensors.bytes(p.local) for p in program.parameters if not p.fed),
         states=states,
         inputs=sum(tensors.bytes(i.local) for i in program.inputs if i.name not in fed),
         outputs=sum(tensors.bytes(o.local) for o in program.outputs if o.name not in buffers),
-        values=live_peak(steps, outputs),
+        values=live_peak((*steps, leaving), outputs),
         unknown=tuple(tensors.unknown),
     )
 
@@ -75,6 +77,14 @@ def total_bytes(programs: Iterable[ProgramMemory]) -> int:
     bound = sum(p.inputs + p.outputs for p in known)
     weights = max((p.weights for p in known), default=0)
     return weights + sum(states.values()) + bound + max((p.values.bytes for p in known), default=0)
+
+
+def handed_bytes(
+    program: PartitionedModel, sizes: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
+    """Returns the bytes of each value that a program takes from others, in their order."""
+    tensors = _Tensors(program.builder.table, dict(sizes or {}))
+    return tuple(tensors.bytes(handed.local) for handed in program.handed_in)
 
 
 class _Tensors:

@@ -8,7 +8,7 @@ micro-batches so, and is reduced once a step at the beginning of the optimizer's
 parallel changes how buffers lie, and nothing else (`onnxpar.analysis.optimizer_parallel`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from onnxpar.training.loss import LossInfo, append_loss, append_metrics
 from onnxpar.training.optimizer import ParameterInfo, StateKind, state_name
 from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
 from onnxpar.training.recompute import Measure, recomputed
+from onnxpar.training.stage_memory import fullest_stage
 from onnxpar.training.staging import Staging, plan_copies
 from onnxpar.training.trainable import Selection
 
@@ -96,11 +97,6 @@ def divide_training(
             between them has no gradient.
     """
     parallel = strategy.optimizer_parallel
-    if strategy.pipeline is not None and strategy.recompute.memory is not None:
-        raise StrategyError(
-            f"{strategy.recompute.where}: a limit of memory is not for a pipeline, whose stages "
-            "keep several micro-batches; name layers or nodes"
-        )
     staging: Staging | None = None
     if strategy.pipeline is None:
         prepared = prepare_training(model, originals, symbols, spec)
@@ -123,7 +119,21 @@ def divide_training(
     rest: Sequence[PartitionedModel] = ()
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, prepared.opset, scaled=scaled)
-    program = _micro_batch(prepared, shards, places, strategy, rest)
+    sizes = _sizes(strategy)
+
+    def device_bytes(made: PartitionedModel, where: Places) -> int:
+        """What a device holds that trains with a program of one micro-batch."""
+        if staging is None:
+            return total_bytes([program_memory(other, sizes) for other in (made, *rest[:1])])
+        entry = staging.entry
+        split = staging.split(made, where, "forward_model").programs
+        placed = buffers.placed(split)
+        _, others = placed.stage_updates(
+            spec.optimizer, prepared.opset, split, entry, scaled=scaled
+        )
+        return fullest_stage(split, others, staging.cut, sizes)
+
+    program = _micro_batch(prepared, shards, places, strategy, device_bytes)
     evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
     pipeline: Pipeline | None = None
     if staging is None:
@@ -178,7 +188,7 @@ def _micro_batch(
     shards: Shards,
     places: Places,
     strategy: Strategy,
-    others: Sequence[PartitionedModel],
+    held: Callable[[PartitionedModel, Places], int],
 ) -> PartitionedModel:
     """Forward, loss and backward of one micro-batch, divided.
 
@@ -187,7 +197,7 @@ def _micro_batch(
         shards: Its plan, and how its buffers lie.
         places: Where nodes run in a pipeline.
         strategy: What it came from.
-        others: The programs that a device holds besides.
+        held: Returns the bytes that a device holds which trains with such a program.
     """
     p = prepared
     # A copy's gradient goes to the buffer of what it stands for, on another stage.
@@ -209,19 +219,23 @@ def _micro_batch(
             places=with_added(places, run.added),
         )
 
-    sizes = {**strategy.search.sizes, **dict(strategy.recompute.sizes)}
+    sizes = _sizes(strategy)
     unknown = sorted(set(sizes) - set(p.env.table))
     if strategy.recompute and unknown:
         raise StrategyError(f"{strategy.recompute.where}: 'sizes': no symbol {unknown[0]!r}")
     machine = load_machine(strategy.search.machine)
     cost = CostModel(machine, shards.plan.mesh, p.env.table, sizes)
-    fixed = [program_memory(other, sizes) for other in others[:1]]
 
-    def held(run: Planned) -> int:
-        return total_bytes([program_memory(divided(run), sizes), *fixed])
+    def weighed(run: Planned) -> int:
+        return held(divided(run), with_added(places, run.added))
 
     whole = Planned(p.model, p.env, p.rules, p.ops, laid.plan)
-    return divided(recomputed(whole, strategy.recompute, Measure(cost, held)))
+    return divided(recomputed(whole, strategy.recompute, Measure(cost, weighed)))
+
+
+def _sizes(strategy: Strategy) -> dict[str, int]:
+    """Sizes of symbols at which memory is predicted."""
+    return {**strategy.search.sizes, **dict(strategy.recompute.sizes)}
 
 
 def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.propagate import propagate
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.analysis.staged import Split
 from onnxpar.analysis.stages import (
     Places,
     chain_of,
@@ -55,6 +56,13 @@ class Staging:
     copies: Mapping[str, Copy] = field(default_factory=dict)
     virtual_stages: Mapping[str, int] = field(default_factory=dict)
     assign: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def cut(self) -> Split:
+        """Stages, micro-batches and schedule, as the planner knows them."""
+        entry = self.entry
+        count = entry.micro_batches or entry.stages
+        return Split(entry.stages, count, entry.schedule, entry.chunks)
 
     def put(self, model: ir.Model, env: ShapeEnv, trained: Collection[str]) -> Mapping[str, Copy]:
         """Puts the nodes of a forward program into virtual stages; the model is changed.

@@ -111,12 +111,12 @@ def test_communication_is_kept_or_repeated(tmp_path: Path) -> None:
     assert counts["recompute"] == counts[None] + GPT["layers"]
 
 
-def peak(directory: Path, batch: Mapping[str, Array]) -> tuple[int, float]:
+def peak(directory: Path, *batches: Mapping[str, Array]) -> tuple[int, float]:
     def make(manifest: Any, rank: Any) -> Trainer:
         return Trainer(directory, rank=rank, device="cpu", manifest=manifest, measured=True)
 
     with Ranks(directory, make) as ranks:
-        results = ranks.each(lambda r: ranks.members[r].train_step([batch], hyper("sgd", 1)))
+        results = ranks.each(lambda r: ranks.members[r].train_step(batches, hyper("sgd", 1)))
         return max(member.peak_bytes() for member in ranks.members), results[0].loss
 
 
@@ -161,6 +161,27 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
     with pytest.raises(StrategyError, match="'sizes': no symbol 'bath'"):
         wanted = {"memory": "200KiB", "sizes": {"bath": 1}}
         cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
+
+
+def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
+    """All forwards come first, so that a stage keeps the activations of four micro-batches."""
+    size = {"layers": 4, "d_model": 16, "vocab": 20, "max_positions": 32, "dropout": 0.0}
+    pipeline = {"stages": 2, "micro_batches": 4, "schedule": "gpipe"}
+    peaks, losses = [], []
+    for number, memory in enumerate(("1GiB", "1400KiB")):
+        wanted = {"memory": memory, "sizes": SIZES}
+        data = {"devices": 2, "pipeline": pipeline, "recompute": wanted}
+        out = cut(tmp_path / str(number), gpt(**size), Strategy.from_dict(data))
+        rng = np.random.default_rng(0)
+        held, loss = peak(out, *(batch_of(out, rng, **SIZES) for _ in range(4)))
+        peaks.append(held)
+        losses.append(loss)
+    assert losses[0] == losses[1]
+    assert peaks[0] > 1450 * 1024
+    assert 0.85 * 1400 * 1024 < peaks[1] < 1.05 * 1400 * 1024
+    with pytest.raises(StrategyError, match="expected to train within 102,400 bytes on a device"):
+        data["recompute"] = {"memory": "100KiB", "sizes": SIZES}
+        cut(tmp_path / "x", gpt(**size), Strategy.from_dict(data))
 
 
 def test_the_peak_of_twelve_layers_falls_as_predicted(tmp_path: Path) -> None:
