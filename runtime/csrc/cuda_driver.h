@@ -58,6 +58,7 @@ static_assert(sizeof(Copy2D) == 128);
   X(primary_retain, "cuDevicePrimaryCtxRetain", Context*, int)                                  \
   X(context_set, "cuCtxSetCurrent", Context)                                                    \
   X(context_get, "cuCtxGetCurrent", Context*)                                                   \
+  X(context_device, "cuCtxGetDevice", int*)                                                     \
   X(stream_create, "cuStreamCreate", Stream*, unsigned)                                         \
   X(stream_destroy, "cuStreamDestroy_v2", Stream)                                               \
   X(stream_synchronize, "cuStreamSynchronize", Stream)                                          \

@@ -2,18 +2,23 @@
 
 #include <deque>
 
+#include "cuda_compiler.h"
+#include "cuda_driver.h"
 #include "kernels_io.h"
 
 namespace onnxpar {
 namespace {
 
+// One operator on one provider.
 struct TrainingOp : ort::CustomOp {
   const KernelSpec* spec;
+  bool on_device;
 };
 
 const KernelSpec& spec(const ort::CustomOp* op) {
   return *static_cast<const TrainingOp*>(op)->spec;
 }
+bool on_device(const ort::CustomOp* op) { return static_cast<const TrainingOp*>(op)->on_device; }
 
 struct TrainingKernel {
   std::string where;
@@ -30,7 +35,12 @@ ort::Status* create_kernel(const ort::CustomOp* op, const void*, const ort::Kern
   std::string where = spec(op).name;
   try {
     where += " '" + attributes.node() + "'";
-    *kernel = new TrainingKernel{where, spec(op).make(attributes, attributes.outputs())};
+    const auto make = on_device(op) ? spec(op).make_on_device : spec(op).make;
+    if (on_device(op)) {  // what is missing is told before anything runs
+      cuda::driver();
+      cuda::load_compiler();
+    }
+    *kernel = new TrainingKernel{where, make(attributes, attributes.outputs())};
     return nullptr;
   } catch (const std::exception& e) {
     return failure(ort::kInvalidArgument, where + ": " + e.what());
@@ -90,12 +100,15 @@ void release_pairs(int* inputs, int* outputs) {
   delete[] outputs;
 }
 
-TrainingOp make_op(const KernelSpec& of) {
+TrainingOp make_op(const KernelSpec& of, bool device) {
   TrainingOp op{};
+  op.on_device = device;
   op.version = ort::kVersion;
   op.spec = &of;
   op.name = [](const ort::CustomOp* o) { return spec(o).name; };
-  op.execution_provider = [](const ort::CustomOp*) -> const char* { return nullptr; };
+  op.execution_provider = [](const ort::CustomOp* o) -> const char* {
+    return on_device(o) ? ort::kCudaProvider : nullptr;
+  };
   // onnxruntime asks beyond the last for what a variadic input stands for.
   op.input_type = [](const ort::CustomOp* o, size_t i) {
     const std::vector<int>& inputs = spec(o).inputs;
@@ -136,7 +149,10 @@ std::deque<TrainingOp>& all_ops() {
     auto* made = new std::deque<TrainingOp>();
     for (const auto* specs : {&pointwise_kernels(), &row_kernels(), &loss_kernels(),
                               &gather_kernels(), &update_kernels()}) {
-      for (const KernelSpec& one : *specs) made->push_back(make_op(one));
+      for (const KernelSpec& one : *specs) {
+        made->push_back(make_op(one, false));
+        made->push_back(make_op(one, true));
+      }
     }
     return made;
   }();
@@ -145,12 +161,7 @@ std::deque<TrainingOp>& all_ops() {
 
 }  // namespace
 
-ort::Status* add_kernels(ort::CustomOpDomain* domain, RankContext* rank) {
-  try {
-    if (rank != nullptr && rank->device() != nullptr) return nullptr;
-  } catch (const std::exception& e) {
-    return failure(ort::kFail, e.what());
-  }
+ort::Status* add_kernels(ort::CustomOpDomain* domain) {
   for (TrainingOp& op : all_ops()) {
     if (ort::Status* status = api().domain_add(domain, &op)) return status;
   }

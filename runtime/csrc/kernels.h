@@ -1,9 +1,9 @@
-// Fused kernels for training on the CPU, as operators of the domain `onnxpar`, version 1.
+// Fused kernels for training, as operators of the domain `onnxpar`, version 1, for onnxruntime's CPU
+// and CUDA providers.
 //
 // Graphs carry each of these operators together with a model-local function of the same name that
 // says the same in standard operators. onnxruntime takes the kernel where one is registered and
-// expands the function where none is, so these are registered for ranks whose tensors are on the
-// host and left out for those on a device.
+// expands the function where none is, as on other providers.
 //
 // T is float32, float64, float16 or bfloat16, the last two computed in float32; in a node all T are
 // the same. The ports take any type, since one that is not registered would not go to the function
@@ -46,11 +46,10 @@
 #pragma once
 
 #include "ort_abi.h"
-#include "world.h"
 
 namespace onnxpar {
 
-// Adds the operators to the domain, unless the rank has a device.
-ort::Status* add_kernels(ort::CustomOpDomain* domain, RankContext* rank);
+// Adds the operators to the domain.
+ort::Status* add_kernels(ort::CustomOpDomain* domain);
 
 }  // namespace onnxpar

@@ -2,7 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels_io.h"
+#include "cuda_kernels.h"
+#include "kernels_checks.h"
 
 namespace onnxpar {
 namespace {
@@ -45,29 +46,17 @@ Sorted sorted(const std::vector<int64_t>& indices, size_t rows, size_t block) {
 Compute gather_grad(const Attributes& attributes, size_t) {
   const int64_t axis = attributes.integer("axis").value_or(0);
   return [=](const Io& io) {
-    const Tensor dy = io.input(0);
-    const Tensor indices = io.input(1);
-    const Tensor data = io.input(2);
-    expect_type(dy, "dy", data.type);
-    const size_t at = axis_of(data.shape, axis);
-    Shape expected = data.shape;
-    expected.erase(expected.begin() + static_cast<std::ptrdiff_t>(at));
-    expected.insert(expected.begin() + static_cast<std::ptrdiff_t>(at), indices.shape.begin(),
-                    indices.shape.end());
-    if (dy.shape != expected) {
-      throw std::invalid_argument("dy has shape " + to_text(dy.shape) + ", expected " +
-                                  to_text(expected) + " for data of shape " + to_text(data.shape) +
-                                  " and indices of shape " + to_text(indices.shape));
-    }
-    const size_t outer = product(data.shape, 0, at);
-    const size_t rows = static_cast<size_t>(data.shape[at]);
-    const size_t inner = product(data.shape, at + 1, data.shape.size());
-    const size_t count = indices.count();
+    const Gather inputs = gather_inputs(io, axis);
+    const size_t outer = inputs.outer;
+    const size_t rows = inputs.rows;
+    const size_t inner = inputs.inner;
+    const size_t count = inputs.count;
+    const Tensor& data = inputs.data;
     const size_t block = std::max<size_t>(1, kPiece / std::max<size_t>(inner, 1));
-    const Sorted order = sorted(indices.integers(), rows, block);
+    const Sorted order = sorted(inputs.indices.integers(), rows, block);
     with_real(data, "data", [&](auto zero) {
       using T = decltype(zero);
-      const Reader<T> from(dy, "dy");
+      const Reader<T> from(inputs.dy, "dy");
       Writer<T> out(io, 0, data.shape, data.type);
       const auto add = simd().of<T>().add;
       const size_t blocks = order.begin.size() - 1;
@@ -91,7 +80,15 @@ Compute gather_grad(const Attributes& attributes, size_t) {
 
 const std::vector<KernelSpec>& gather_kernels() {
   static const std::vector<KernelSpec> all = {
-      {"GatherGrad", {kAny, kInt64, kAny}, 0, false, {{2}}, false, never_in_place, gather_grad},
+      {"GatherGrad",
+       {kAny, kInt64, kAny},
+       0,
+       false,
+       {{2}},
+       false,
+       never_in_place,
+       gather_grad,
+       cuda::gather_grad},
   };
   return all;
 }

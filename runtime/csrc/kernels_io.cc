@@ -35,11 +35,15 @@ void convert(T* to, const Tensor& from, const char* name) {
 template void convert(float*, const Tensor&, const char*);
 template void convert(double*, const Tensor&, const char*);
 
-double scalar(const Tensor& tensor, const char* name) {
+void expect_one(const Tensor& tensor, const char* name) {
   if (tensor.count() != 1) {
     throw std::invalid_argument(std::string(name) + " has shape " + to_text(tensor.shape) +
                                 ", expected one element");
   }
+}
+
+double scalar(const Tensor& tensor, const char* name) {
+  expect_one(tensor, name);
   double value = 0;
   convert(&value, tensor, name);
   return value;

@@ -41,6 +41,8 @@ struct KernelSpec {
   // Pairs of input and output that may share memory.
   size_t (*in_place)(int** inputs, int** outputs);
   Compute (*make)(const Attributes& attributes, size_t outputs);
+  // The same for tensors on a GPU.
+  Compute (*make_on_device)(const Attributes& attributes, size_t outputs);
 };
 
 const std::vector<KernelSpec>& pointwise_kernels();
@@ -123,6 +125,8 @@ class Writer {
   std::vector<T> copy_;
 };
 
+// Throws std::invalid_argument where the tensor has not one element.
+void expect_one(const Tensor& tensor, const char* name);
 // The value of a tensor with one element. Throws std::invalid_argument where it has not one.
 double scalar(const Tensor& tensor, const char* name);
 

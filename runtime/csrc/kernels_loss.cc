@@ -3,20 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels_io.h"
+#include "cuda_kernels.h"
+#include "kernels_checks.h"
 
 namespace onnxpar {
 namespace {
-
-enum class LossReduction { kMean, kSum, kNone };
-
-LossReduction loss_reduction(const Attributes& attributes) {
-  const std::string name = attributes.text("reduction").value_or("mean");
-  if (name == "mean") return LossReduction::kMean;
-  if (name == "sum") return LossReduction::kSum;
-  if (name == "none") return LossReduction::kNone;
-  throw std::invalid_argument("reduction is '" + name + "', expected mean, sum or none");
-}
 
 constexpr int64_t kIgnored = -1;
 
@@ -29,30 +20,10 @@ struct Labels {
   double total = 0;            // weight
 };
 
-// `weights` is null where there are none.
-Labels read_labels(const Tensor& scores, const char* name, const Tensor& labels,
-                   const Tensor* weights, std::optional<int64_t> ignore_index) {
-  if (scores.shape.size() < 2) {
-    throw std::invalid_argument(std::string(name) + " has shape " + to_text(scores.shape) +
-                                ", expected [N, C, ...]");
-  }
-  Shape expected = scores.shape;
-  expected.erase(expected.begin() + 1);
-  if (labels.shape != expected) {
-    throw std::invalid_argument("labels has shape " + to_text(labels.shape) + ", expected " +
-                                to_text(expected) + " for " + name + " of shape " +
-                                to_text(scores.shape));
-  }
-  Labels read{static_cast<size_t>(scores.shape[1]),
-              product(scores.shape, 2, scores.shape.size()),
-              labels.integers(),
-              {}};
+Labels read_labels(const Labelled& of, std::optional<int64_t> ignore_index) {
+  Labels read{of.classes, of.inner, of.labels.integers(), {}};
   std::vector<double> of_class(read.classes, 1);
-  if (weights != nullptr) {
-    expect_type(*weights, "weights", scores.type);
-    expect_count(*weights, "weights", read.classes, "one for each class");
-    convert(of_class.data(), *weights, "weights");
-  }
+  if (of.weights) convert(of_class.data(), *of.weights, "weights");
   read.weight.resize(read.which.size());
   for (size_t i = 0; i < read.which.size(); ++i) {
     int64_t& which = read.which[i];
@@ -60,7 +31,7 @@ Labels read_labels(const Tensor& scores, const char* name, const Tensor& labels,
       which = kIgnored;
       continue;
     }
-    if (which < 0 || which >= scores.shape[1]) {
+    if (which < 0 || which >= static_cast<int64_t>(read.classes)) {
       throw std::invalid_argument("label " + std::to_string(i) + " is " + std::to_string(which) +
                                   ", expected one of " + std::to_string(read.classes) +
                                   " classes");
@@ -137,12 +108,9 @@ Compute loss(const Attributes& attributes, size_t outputs) {
   const LossReduction reduction = loss_reduction(attributes);
   const std::optional<int64_t> ignore_index = attributes.integer("ignore_index");
   return [=](const Io& io) {
-    const Tensor scores = io.input(0);
-    const Tensor targets = io.input(1);
-    const bool weighted = io.inputs() > 2;
-    const Tensor weights = weighted ? io.input(2) : Tensor{};
-    const Labels labels =
-        read_labels(scores, "scores", targets, weighted ? &weights : nullptr, ignore_index);
+    const Labelled inputs = loss_inputs(io);
+    const Tensor& scores = inputs.scores;
+    const Labels labels = read_labels(inputs, ignore_index);
     with_real(scores, "scores", [&](auto zero) {
       using T = decltype(zero);
       const Reader<T> x(scores, "scores");
@@ -156,7 +124,7 @@ Compute loss(const Attributes& attributes, size_t outputs) {
         }
       }
       const bool each = reduction == LossReduction::kNone;
-      Writer<T> out(io, 0, each ? targets.shape : Shape{}, scores.type);
+      Writer<T> out(io, 0, each ? inputs.labels.shape : Shape{}, scores.type);
       double sum = 0;
       for (size_t i = 0; i < labels.which.size(); ++i) {
         double value = 0;
@@ -196,21 +164,13 @@ Compute loss_grad(const Attributes& attributes, size_t) {
   const LossReduction reduction = loss_reduction(attributes);
   const std::optional<int64_t> ignore_index = attributes.integer("ignore_index");
   return [=](const Io& io) {
-    const Tensor dloss = io.input(0);
-    const Tensor log_prob = io.input(1);
-    const Tensor targets = io.input(2);
-    const bool weighted = io.inputs() > 3;
-    const Tensor weights = weighted ? io.input(3) : Tensor{};
-    const Labels labels =
-        read_labels(log_prob, "log_prob", targets, weighted ? &weights : nullptr, ignore_index);
-    if (reduction == LossReduction::kNone && dloss.shape != targets.shape) {
-      throw std::invalid_argument("dloss has shape " + to_text(dloss.shape) + ", expected " +
-                                  to_text(targets.shape) + " as labels");
-    }
+    const LossGrad inputs = loss_grad_inputs(io, reduction);
+    const Tensor& log_prob = inputs.of.scores;
+    const Labels labels = read_labels(inputs.of, ignore_index);
     with_real(log_prob, "log_prob", [&](auto zero) {
       using T = decltype(zero);
       const Reader<T> y(log_prob, "log_prob");
-      const std::vector<T> factors = label_factors<T>(labels, dloss, reduction);
+      const std::vector<T> factors = label_factors<T>(labels, inputs.dloss, reduction);
       Writer<T> dx(io, 0, log_prob.shape, log_prob.type);
       if (log_prob.count() == 0) return;
       const auto& loops = simd().of<T>();
@@ -250,7 +210,8 @@ const std::vector<KernelSpec>& loss_kernels() {
        {{0, Like::Shape::kLoss}, {0}},
        true,
        never_in_place,
-       loss},
+       loss,
+       cuda::loss},
       {"SoftmaxCrossEntropyLossGrad",
        {kAny, kAny, kInt64, kAny},
        1,
@@ -258,7 +219,8 @@ const std::vector<KernelSpec>& loss_kernels() {
        {{1}},
        false,
        never_in_place,
-       loss_grad},
+       loss_grad,
+       cuda::loss_grad},
   };
   return all;
 }

@@ -1,5 +1,6 @@
 // Gradients of activations, and the sum of squares.
-#include "kernels_io.h"
+#include "cuda_kernels.h"
+#include "kernels_checks.h"
 
 namespace onnxpar {
 namespace {
@@ -8,13 +9,12 @@ namespace {
 template <class Select>
 Compute pointwise(const char* other, Select select) {
   return [=](const Io& io) {
-    const Tensor dy = io.input(0);
-    const Tensor y = io.input(1);
-    expect_like(y, other, dy, "dy");
+    const Pointwise inputs = pointwise_inputs(io, other);
+    const Tensor& dy = inputs.dy;
     with_real(dy, "dy", [&](auto zero) {
       using T = decltype(zero);
       const Reader<T> from(dy, "dy");
-      const Reader<T> at(y, other);
+      const Reader<T> at(inputs.y, other);
       Writer<T> dx(io, 0, dy.shape, dy.type);
       const auto loop = select(simd().of<T>());
       pieces(io, dy.count(), kPiece, [&](size_t begin, size_t n) {
@@ -38,14 +38,10 @@ Compute sigmoid_grad(const Attributes&, size_t) {
 }
 
 Compute gelu_grad(const Attributes& attributes, size_t) {
-  const std::string approximate = attributes.text("approximate").value_or("none");
-  if (approximate == "none") {
-    return pointwise("x", [](const auto& loops) { return loops.gelu_grad; });
-  }
-  if (approximate == "tanh") {
+  if (gelu_is_tanh(attributes)) {
     return pointwise("x", [](const auto& loops) { return loops.gelu_tanh_grad; });
   }
-  throw std::invalid_argument("approximate is '" + approximate + "', expected none or tanh");
+  return pointwise("x", [](const auto& loops) { return loops.gelu_grad; });
 }
 
 double square_sum_of(const Io& io, const Tensor& x) {
@@ -84,10 +80,18 @@ Compute square_sum(const Attributes&, size_t) {
 
 const std::vector<KernelSpec>& pointwise_kernels() {
   static const std::vector<KernelSpec> all = {
-      {"ReluGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, relu_grad},
-      {"TanhGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, tanh_grad},
-      {"SigmoidGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, sigmoid_grad},
-      {"GeluGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, gelu_grad},
+      {"ReluGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, relu_grad, cuda::relu_grad},
+      {"TanhGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, tanh_grad, cuda::tanh_grad},
+      {"SigmoidGrad",
+       {kAny, kAny},
+       0,
+       false,
+       {{0}},
+       false,
+       in_place<0>,
+       sigmoid_grad,
+       cuda::sigmoid_grad},
+      {"GeluGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, gelu_grad, cuda::gelu_grad},
       {"SquareSum",
        {kAny},
        0,
@@ -95,7 +99,8 @@ const std::vector<KernelSpec>& pointwise_kernels() {
        {{0, Like::Shape::kScalar, true}},
        false,
        never_in_place,
-       square_sum},
+       square_sum,
+       cuda::square_sum},
   };
   return all;
 }

@@ -1,7 +1,8 @@
 // Gradients of what normalises rows: softmax, its logarithm and layer normalisation.
 #include <algorithm>
 
-#include "kernels_io.h"
+#include "cuda_kernels.h"
+#include "kernels_checks.h"
 
 namespace onnxpar {
 namespace {
@@ -9,18 +10,15 @@ namespace {
 template <class SelectRow, class SelectColumns>
 Compute softmax(int64_t axis, SelectRow select_row, SelectColumns select_columns) {
   return [=](const Io& io) {
-    const Tensor dy = io.input(0);
-    const Tensor y = io.input(1);
-    expect_like(y, "y", dy, "dy");
-    const size_t at = axis_of(dy.shape, axis);
-    const size_t outer = product(dy.shape, 0, at);
-    const size_t n = static_cast<size_t>(dy.shape[at]);
-    const size_t inner = product(dy.shape, at + 1, dy.shape.size());
-    with_real(dy, "dy", [&](auto zero) {
+    const Softmax inputs = softmax_inputs(io, axis);
+    const size_t outer = inputs.outer;
+    const size_t n = inputs.n;
+    const size_t inner = inputs.inner;
+    with_real(inputs.dy, "dy", [&](auto zero) {
       using T = decltype(zero);
-      const Reader<T> from(dy, "dy");
-      const Reader<T> result(y, "y");
-      Writer<T> dx(io, 0, dy.shape, dy.type);
+      const Reader<T> from(inputs.dy, "dy");
+      const Reader<T> result(inputs.y, "y");
+      Writer<T> dx(io, 0, inputs.dy.shape, inputs.dy.type);
       if (n * inner == 0) return;
       if (inner == 1) {
         const auto loop = select_row(simd().of<T>());
@@ -61,27 +59,17 @@ Compute log_softmax_grad(const Attributes& attributes, size_t) {
 Compute layer_norm_grad(const Attributes& attributes, size_t outputs) {
   const int64_t axis = attributes.integer("axis").value_or(-1);
   return [=](const Io& io) {
-    const Tensor dy = io.input(0);
-    const Tensor x = io.input(1);
-    const Tensor scale = io.input(2);
-    const Tensor mean = io.input(3);
-    const Tensor inv_std = io.input(4);
-    expect_like(dy, "dy", x, "x");
-    expect_type(scale, "scale", x.type);
-    const size_t at = axis_of(x.shape, axis);
-    const size_t rows = product(x.shape, 0, at);
-    const size_t n = product(x.shape, at, x.shape.size());
-    expect_count(scale, "scale", n, "one for each in a row");
-    expect_count(mean, "mean", rows, "one for each row");
-    expect_count(inv_std, "inv_std", rows, "one for each row");
-    with_real(x, "x", [&](auto zero) {
+    const LayerNorm inputs = layer_norm_inputs(io, axis);
+    const size_t rows = inputs.rows;
+    const size_t n = inputs.n;
+    with_real(inputs.x, "x", [&](auto zero) {
       using T = decltype(zero);
-      const Reader<T> from(dy, "dy");
-      const Reader<T> at_x(x, "x");
-      const Reader<T> factor(scale, "scale");
-      const Reader<T> means(mean, "mean");
-      const Reader<T> inverse(inv_std, "inv_std");
-      Writer<T> dx(io, 0, x.shape, x.type);
+      const Reader<T> from(inputs.dy, "dy");
+      const Reader<T> at_x(inputs.x, "x");
+      const Reader<T> factor(inputs.scale, "scale");
+      const Reader<T> means(inputs.mean, "mean");
+      const Reader<T> inverse(inputs.inv_std, "inv_std");
+      Writer<T> dx(io, 0, inputs.x.shape, inputs.x.type);
       // Each block of rows sums for itself, and the blocks are added in order.
       constexpr size_t kBlocks = 64;
       const size_t block =
@@ -101,7 +89,7 @@ Compute layer_norm_grad(const Attributes& attributes, size_t outputs) {
       dx.finish();
       for (size_t i = 1; i < blocks; ++i) loops.add(sums.data(), sums.data() + i * 2 * n, 2 * n);
       for (size_t output = 1; output < outputs; ++output) {
-        Writer<T> out(io, output, scale.shape, scale.type);
+        Writer<T> out(io, output, inputs.scale.shape, inputs.scale.type);
         if (out.data() == nullptr) continue;
         std::copy_n(sums.data() + (output - 1) * n, n, out.data());
         out.finish();
@@ -114,8 +102,24 @@ Compute layer_norm_grad(const Attributes& attributes, size_t outputs) {
 
 const std::vector<KernelSpec>& row_kernels() {
   static const std::vector<KernelSpec> all = {
-      {"SoftmaxGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, softmax_grad},
-      {"LogSoftmaxGrad", {kAny, kAny}, 0, false, {{0}}, false, in_place<0>, log_softmax_grad},
+      {"SoftmaxGrad",
+       {kAny, kAny},
+       0,
+       false,
+       {{0}},
+       false,
+       in_place<0>,
+       softmax_grad,
+       cuda::softmax_grad},
+      {"LogSoftmaxGrad",
+       {kAny, kAny},
+       0,
+       false,
+       {{0}},
+       false,
+       in_place<0>,
+       log_softmax_grad,
+       cuda::log_softmax_grad},
       {"LayerNormalizationGrad",
        {kAny, kAny, kAny, kAny, kAny},
        0,
@@ -123,7 +127,8 @@ const std::vector<KernelSpec>& row_kernels() {
        {{1}, {2}, {2}},
        true,
        in_place<0>,
-       layer_norm_grad},
+       layer_norm_grad,
+       cuda::layer_norm_grad},
   };
   return all;
 }

@@ -1,5 +1,6 @@
 // Steps of optimizers: a parameter and its moments in one pass over memory.
-#include "kernels_io.h"
+#include "cuda_kernels.h"
+#include "kernels_checks.h"
 
 namespace onnxpar {
 namespace {
@@ -30,22 +31,17 @@ StepScalars<T> rounded(const Wide& s) {
 
 Wide neutral() { return {1, 0, 0, 1, 0, 0, 0, 0, 1, 0}; }
 
-const char* const kNames[] = {"p", "g", "m", "v"};
-
 // Runs loop(outputs, inputs, scalars, n) over all elements of p; the tensors are p, g and the
 // moments, of which all but g are written.
 template <size_t kTensors, class Select>
 void step(const Io& io, const Wide& wide, Select select) {
-  const Tensor p = io.input(0);
+  const std::vector<Tensor> tensors = step_inputs(io, kTensors);
+  const Tensor& p = tensors[0];
   with_real(p, "p", [&](auto zero) {
     using T = decltype(zero);
     std::vector<Reader<T>> from;
     from.reserve(kTensors);
-    for (size_t i = 0; i < kTensors; ++i) {
-      const Tensor tensor = io.input(i);
-      expect_like(tensor, kNames[i], p, "p");
-      from.emplace_back(tensor, kNames[i]);
-    }
+    for (const Tensor& tensor : tensors) from.emplace_back(tensor, "p");
     std::vector<Writer<T>> to;
     to.reserve(kTensors - 1);
     for (size_t i = 0; i + 1 < kTensors; ++i) to.emplace_back(io, i, p.shape, p.type);
@@ -128,10 +124,34 @@ const std::vector<KernelSpec>& update_kernels() {
     return types;
   };
   static const std::vector<KernelSpec> all = {
-      {"SgdStep", inputs(2, 3), 1, false, {{0}}, false, in_place<0>, sgd_step},
-      {"MomentumStep", inputs(3, 6), 1, false, {{0}, {2}}, false, in_place<0, 2>, momentum_step},
-      {"AdamStep", inputs(4, 9), 1, false, {{0}, {2}, {3}}, false, in_place<0, 2, 3>, adam_step},
-      {"AdamWStep", inputs(4, 9), 1, false, {{0}, {2}, {3}}, false, in_place<0, 2, 3>, adamw_step},
+      {"SgdStep", inputs(2, 3), 1, false, {{0}}, false, in_place<0>, sgd_step, cuda::sgd_step},
+      {"MomentumStep",
+       inputs(3, 6),
+       1,
+       false,
+       {{0}, {2}},
+       false,
+       in_place<0, 2>,
+       momentum_step,
+       cuda::momentum_step},
+      {"AdamStep",
+       inputs(4, 9),
+       1,
+       false,
+       {{0}, {2}, {3}},
+       false,
+       in_place<0, 2, 3>,
+       adam_step,
+       cuda::adam_step},
+      {"AdamWStep",
+       inputs(4, 9),
+       1,
+       false,
+       {{0}, {2}, {3}},
+       false,
+       in_place<0, 2, 3>,
+       adamw_step,
+       cuda::adamw_step},
   };
   return all;
 }

@@ -25,7 +25,7 @@ struct Signature {
   std::vector<Port> inputs;
   std::vector<Port> outputs;
   bool inplace;    // output 0 may take the memory of input 0
-  bool on_device;  // has a kernel for tensors on a GPU
+  bool alone;      // its kernel on a GPU needs nothing that a rank has there
 };
 
 const std::vector<Signature>& signatures() {
@@ -34,18 +34,18 @@ const std::vector<Signature>& signatures() {
   const Port token{kToken, ort::kOptional};
   const Port many{kAny, ort::kVariadic};
   static const std::vector<Signature> all = {
-      {Op::kAllReduce, {x, token}, {x, token}, true, true},
-      {Op::kAllGather, {x, token}, {x, token}, false, true},
-      {Op::kReduceScatter, {x, token}, {x, token}, false, true},
-      {Op::kAllToAll, {x, token}, {x, token}, false, true},
-      {Op::kBroadcast, {x, token}, {x, token}, true, true},
-      {Op::kPermute, {x, token}, {x, token}, false, true},
-      {Op::kSend, {x, token}, {{kToken}}, false, true},
-      {Op::kRecv, {integers, token}, {x, token}, false, true},
+      {Op::kAllReduce, {x, token}, {x, token}, true, false},
+      {Op::kAllGather, {x, token}, {x, token}, false, false},
+      {Op::kReduceScatter, {x, token}, {x, token}, false, false},
+      {Op::kAllToAll, {x, token}, {x, token}, false, false},
+      {Op::kBroadcast, {x, token}, {x, token}, true, false},
+      {Op::kPermute, {x, token}, {x, token}, false, false},
+      {Op::kSend, {x, token}, {{kToken}}, false, false},
+      {Op::kRecv, {integers, token}, {x, token}, false, false},
       {Op::kBarrier, {x, many}, {x}, true, true},
-      {Op::kStart, {x, token}, {integers, token}, false, true},
-      {Op::kWait, {integers, x}, {x}, false, true},
-      {Op::kPhilox, {integers, integers, integers, integers}, {{kFloat}}, false, false},
+      {Op::kStart, {x, token}, {integers, token}, false, false},
+      {Op::kWait, {integers, x}, {x}, false, false},
+      {Op::kPhilox, {integers, integers, integers, integers}, {{kFloat}}, false, true},
   };
   return all;
 }
@@ -224,7 +224,7 @@ ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
   const bool has_device = rank != nullptr && rank->device() != nullptr;
   for (const Signature& signature : signatures()) {
     for (bool on_device : {false, true}) {
-      if (on_device && !(has_device && signature.on_device)) continue;
+      if (on_device && !has_device && !signature.alone) continue;
       CustomOp& op = kept_ops().emplace_back(make_op(signature, rank, on_device));
       op.may_inplace = signature.inplace ? inplace_first : inplace_none;
       op.release_may_inplace = release_pairs;
@@ -233,7 +233,7 @@ ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
       if (ort::Status* status = api().domain_add(domain, &op)) return status;
     }
   }
-  if (ort::Status* status = add_kernels(domain, rank)) return status;
+  if (ort::Status* status = add_kernels(domain)) return status;
   return api().add_domain(options, domain);
 }
 

@@ -2,6 +2,8 @@
 // hands the kernel; nothing waits for the device.
 #include <stdexcept>
 
+#include "cuda_compiler.h"
+#include "cuda_philox.h"
 #include "device_rank.h"
 #include "op_kernel.h"
 
@@ -173,16 +175,26 @@ class RecvKernel : public DeviceKernel {
   const DType type_;
 };
 
-class BarrierKernel : public DeviceKernel {
+class BarrierKernel : public Kernel {
  public:
-  using DeviceKernel::DeviceKernel;
-
- protected:
-  void compute(const Io& io, Stream stream) override {
+  using Kernel::Kernel;
+  void compute(const Io& io) override {
     const Tensor x = io.input(0);
     void* out = io.output(0, x.shape);
-    if (out != nullptr && out != x.data) cuda::copy(out, x.data, x.bytes(), stream);
+    if (out != nullptr && out != x.data) cuda::copy(out, x.data, x.bytes(), io.stream());
   }
+};
+
+class PhiloxKernel : public Kernel {
+ public:
+  PhiloxKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
+      : Kernel(rank, where), distribution_(philox_distribution(attributes)) {
+    cuda::load_compiler();
+  }
+  void compute(const Io& io) override { cuda::philox(io, distribution_); }
+
+ private:
+  const Distribution distribution_;
 };
 
 }  // namespace
@@ -197,7 +209,7 @@ std::unique_ptr<Kernel> make_device_kernel(Op op, RankContext& rank,
     case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
     case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
     case Op::kWait: return std::make_unique<WaitKernel>(rank, collective());
-    case Op::kPhilox: throw std::logic_error(where + " has no kernel for a GPU");
+    case Op::kPhilox: return std::make_unique<PhiloxKernel>(rank, where, attributes);
     default: return std::make_unique<CollectiveKernel>(rank, collective(), Lane::kMain);
   }
 }

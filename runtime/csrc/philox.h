@@ -1,17 +1,22 @@
 // Counter-based random numbers: every element is a function of a key and its global index.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
+#include "device/philox.cuh"
+
 namespace onnxpar {
 
-// Philox4x32 with 10 rounds: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel Random
-// Numbers: As Easy as 1, 2, 3", SC 2011.
-std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key);
-
 enum class Distribution { kUniform, kNormal };
+
+// The key's own numbers, of which every element's are made. See philox_fill.
+philox::Words philox_state(const std::vector<int64_t>& key);
+
+// Checks what philox_fill is given and returns the number of elements. Throws
+// std::invalid_argument.
+uint64_t philox_count(const std::vector<int64_t>& key, const std::vector<int64_t>& shape,
+                      const std::vector<int64_t>& global, const std::vector<int64_t>& start);
 
 // Fills `out`, of shape `shape`, with the block of a global array of shape `global` that begins at
 // `start`; all three have as many dims. `key` is (seed, step, micro_batch, node), of which the last
@@ -24,7 +29,7 @@ enum class Distribution { kUniform, kNormal };
 //
 // Uniform: the upper 24 bits of the word times 2^-24, in [0, 1). Normal: elements e and e + 1, with
 // e even, are the cosine and sine branch of Box and Muller's transform of their two words, computed
-// in double. A block may reach past the global array (padding); what lies there has no meaning.
+// in double by operations that are the same on every device. A block may reach past the global array (padding); what lies there has no meaning.
 // Throws std::invalid_argument.
 void philox_fill(float* out, const std::vector<int64_t>& key, const std::vector<int64_t>& shape,
                  const std::vector<int64_t>& global, const std::vector<int64_t>& start,

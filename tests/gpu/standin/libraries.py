@@ -44,8 +44,9 @@ LIBRARIES = (
     # For the list of kernels alone, see tensorrt.cc.
     Library("libnvinfer.so.10", sources=("tensorrt.cc",)),
     Library("libnvonnxparser.so.10"),
-    # Opened by the operator library.
+    # Opened by the operator library: NCCL, and what compiles its own kernels.
     Library("libnccl.so.2", sources=("nccl.cc",), needs=(RUNTIME,)),
+    Library("libnvrtc.so.13", sources=("nvrtc.cc",)),
 )
 
 
@@ -89,6 +90,7 @@ def _compile(library: Library, names: Sequence[str], folder: Path) -> None:
     objects = [f"{stubs}.o"]
     subprocess.run(["gcc", "-c", "-fPIC", "-O0", str(stubs), "-o", objects[0]], check=True)
     command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror"]
+    command.append(f'-DSTANDIN_HERE="{HERE}"')
     link = [f"-Wl,-soname,{library.soname},--version-script={script}"]
     link += ["-o", str(folder / library.soname)]
     needs = [str(folder / need) for need in library.needs]

@@ -1,0 +1,81 @@
+// Gradients of activations.
+#include "common.cuh"
+
+namespace {
+
+// f(dy, y) -> dx. All three may be the same memory.
+template <class F>
+__device__ void pointwise(Element* dx, const Element* dy, const Element* y, Index n, const F& f) {
+  const bool wide = aligned(dx) && aligned(dy) && aligned(y);
+  for_elements(n, wide, thread_index(), thread_count(), [&](Index i, auto lanes) {
+    constexpr int kWidth = decltype(lanes)::kCount;
+    Real d[kWidth], v[kWidth];
+    load(d, dy + i);
+    load(v, y + i);
+    for (int k = 0; k < kWidth; ++k) d[k] = f(d[k], v[k]);
+    store(dx + i, d);
+  });
+}
+
+struct ReluGrad {
+  __device__ Real operator()(Real d, Real y) const { return y > Real(0) ? d : Real(0); }
+};
+
+struct TanhGrad {
+  __device__ Real operator()(Real d, Real y) const { return d * (Real(1) - y * y); }
+};
+
+struct SigmoidGrad {
+  __device__ Real operator()(Real d, Real y) const { return d * (y * (Real(1) - y)); }
+};
+
+// d/dx x Phi(x) = Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
+struct GeluGrad {
+  __device__ Real operator()(Real d, Real x) const {
+    constexpr Real kInverseRoot2 = Real(0.70710678118654752440);
+    constexpr Real kInverseRoot2Pi = Real(0.39894228040143267794);
+    const Real below = Real(0.5) * complement_of_erf(-x * kInverseRoot2);
+    // Beyond 40 the density is 0 in either type, and x^2 might be infinite.
+    const Real w = x > Real(40) ? Real(40) : (x < Real(-40) ? Real(-40) : x);
+    return d * (below + w * exponential(Real(-0.5) * w * w) * kInverseRoot2Pi);
+  }
+};
+
+// Of 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). With p = 1 / (1 + exp(-2u)) and
+// q = 1 - p, both computed without cancellation: 1 + tanh(u) = 2p and 1 - tanh(u)^2 = 4pq.
+struct GeluTanhGrad {
+  __device__ Real operator()(Real d, Real x) const {
+    constexpr Real kRoot = Real(0.79788456080286535588);
+    constexpr Real kCubic = Real(0.044715);
+    // Beyond 8 (float32) or 20 the derivative is 0 or 1, and exp(2u) is still finite.
+    constexpr Real kMost = sizeof(Real) == 4 ? Real(8) : Real(20);
+    const Real w = x > kMost ? kMost : (x < -kMost ? -kMost : x);
+    const Real square = w * w;
+    const Real u = kRoot * w * (Real(1) + kCubic * square);
+    const Real power = exponential(Real(2) * u);
+    const Real q = Real(1) / (Real(1) + power);
+    const Real p = power * q;
+    const Real slope = kRoot * (Real(1) + Real(3) * kCubic * square);
+    return d * (p * (Real(1) + Real(2) * w * q * slope));
+  }
+};
+
+}  // namespace
+
+extern "C" __global__ void relu_grad(Element* dx, const Element* dy, const Element* y, Index n) {
+  pointwise(dx, dy, y, n, ReluGrad());
+}
+extern "C" __global__ void tanh_grad(Element* dx, const Element* dy, const Element* y, Index n) {
+  pointwise(dx, dy, y, n, TanhGrad());
+}
+extern "C" __global__ void sigmoid_grad(Element* dx, const Element* dy, const Element* y,
+                                        Index n) {
+  pointwise(dx, dy, y, n, SigmoidGrad());
+}
+extern "C" __global__ void gelu_grad(Element* dx, const Element* dy, const Element* y, Index n) {
+  pointwise(dx, dy, y, n, GeluGrad());
+}
+extern "C" __global__ void gelu_tanh_grad(Element* dx, const Element* dy, const Element* y,
+                                          Index n) {
+  pointwise(dx, dy, y, n, GeluTanhGrad());
+}

@@ -1,0 +1,121 @@
+// Steps of optimizers: a parameter and its moments in one pass over memory.
+#include "common.cuh"
+
+// Each points to a number on the device; null where the operator has not got it. So a step needs no
+// word from the host, and may be captured and replayed.
+struct Scalars {
+  const double* scale;
+  const double* learning;
+  const double* weight_decay;  // 0 where null
+  const double* decay;         // 1 where null
+  const double* keep1;
+  const double* take1;
+  const double* keep2;
+  const double* take2;
+  const double* correction2;
+  const double* eps;
+  const double* dampening;
+  const double* first;
+};
+
+namespace {
+
+__device__ Real read(const double* scalar, double otherwise) {
+  return static_cast<Real>(scalar == nullptr ? otherwise : *scalar);
+}
+
+// An operator's tensors: p, then its moments. Those of `to` may be those of `from`.
+struct Sgd {
+  static constexpr int kStates = 1;
+  Real scale, learning, weight_decay;
+  __device__ explicit Sgd(const Scalars& s)
+      : scale(read(s.scale, 1)),
+        learning(read(s.learning, 0)),
+        weight_decay(read(s.weight_decay, 0)) {}
+  __device__ void operator()(Real* state, Real g) const {
+    state[0] = state[0] - learning * (scale * g + weight_decay * state[0]);
+  }
+};
+
+struct Momentum {
+  static constexpr int kStates = 2;
+  Real scale, learning, weight_decay, keep, take;
+  __device__ explicit Momentum(const Scalars& s)
+      : scale(read(s.scale, 1)),
+        learning(read(s.learning, 0)),
+        weight_decay(read(s.weight_decay, 0)) {
+    const bool first = *s.first != 0;
+    keep = first ? Real(0) : read(s.keep1, 0);
+    take = first ? Real(1) : static_cast<Real>(1 - *s.dampening);
+  }
+  __device__ void operator()(Real* state, Real g) const {
+    const Real gradient = scale * g + weight_decay * state[0];
+    const Real moment = keep * state[1] + take * gradient;
+    state[1] = moment;
+    state[0] = state[0] - learning * moment;
+  }
+};
+
+struct Adam {
+  static constexpr int kStates = 3;
+  Real scale, learning, weight_decay, decay, keep1, take1, keep2, take2, correction2, eps;
+  __device__ explicit Adam(const Scalars& s)
+      : scale(read(s.scale, 1)),
+        learning(read(s.learning, 0)),
+        weight_decay(read(s.weight_decay, 0)),
+        decay(read(s.decay, 1)),
+        keep1(read(s.keep1, 0)),
+        take1(read(s.take1, 0)),
+        keep2(read(s.keep2, 0)),
+        take2(read(s.take2, 0)),
+        correction2(read(s.correction2, 1)),
+        eps(read(s.eps, 0)) {}
+  __device__ void operator()(Real* state, Real g) const {
+    const Real gradient = scale * g + weight_decay * state[0];
+    const Real first = keep1 * state[1] + take1 * gradient;
+    const Real second = keep2 * state[2] + take2 * (gradient * gradient);
+    state[1] = first;
+    state[2] = second;
+    state[0] = decay * state[0] - learning * (first / (root(second) / correction2 + eps));
+  }
+};
+
+template <class Rule>
+__device__ void step(Element* const (&to)[3], const Element* const (&from)[3], const Element* g,
+                     Index n, const Scalars& scalars) {
+  const Rule rule(scalars);
+  bool wide = aligned(g);
+  for (int s = 0; s < Rule::kStates; ++s) wide = wide && aligned(to[s]) && aligned(from[s]);
+  for_elements(n, wide, thread_index(), thread_count(), [&](Index i, auto lanes) {
+    constexpr int kWidth = decltype(lanes)::kCount;
+    Real gradient[kWidth], state[Rule::kStates][kWidth];
+    load(gradient, g + i);
+    for (int s = 0; s < Rule::kStates; ++s) load(state[s], from[s] + i);
+    for (int k = 0; k < kWidth; ++k) {
+      Real one[Rule::kStates];
+      for (int s = 0; s < Rule::kStates; ++s) one[s] = state[s][k];
+      rule(one, gradient[k]);
+      for (int s = 0; s < Rule::kStates; ++s) state[s][k] = one[s];
+    }
+    for (int s = 0; s < Rule::kStates; ++s) store(to[s] + i, state[s]);
+  });
+}
+
+}  // namespace
+
+extern "C" __global__ void sgd_step(Element* p_out, const Element* p, const Element* g, Index n,
+                                    Scalars scalars) {
+  step<Sgd>({p_out, nullptr, nullptr}, {p, nullptr, nullptr}, g, n, scalars);
+}
+
+extern "C" __global__ void momentum_step(Element* p_out, Element* m_out, const Element* p,
+                                         const Element* g, const Element* m, Index n,
+                                         Scalars scalars) {
+  step<Momentum>({p_out, m_out, nullptr}, {p, m, nullptr}, g, n, scalars);
+}
+
+extern "C" __global__ void adam_step(Element* p_out, Element* m_out, Element* v_out,
+                                     const Element* p, const Element* g, const Element* m,
+                                     const Element* v, Index n, Scalars scalars) {
+  step<Adam>({p_out, m_out, v_out}, {p, m, v}, g, n, scalars);
+}

@@ -1,0 +1,102 @@
+"""Runs single nodes of the domain `onnxpar` on the CPU provider and on CUDA, for tests.
+
+A process of its own, since the CUDA libraries that a process has once looked for are not looked for
+again. It reads pickled dicts, arguments of `answer`, from its standard input and writes a
+pickled pair for each: the outputs on the CPU, and those of each run on CUDA, or an error's text.
+"""
+
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "kernels"))
+
+from one_node import Attribute, model_of
+
+from onnxpar_runtime.collectives import Rank, World
+
+Array = np.ndarray
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+def _value(array: Array) -> onnxruntime.OrtValue:
+    flat = np.ascontiguousarray(array).reshape(array.shape)  # which makes a dim where there is none
+    if array.dtype == ml_dtypes.bfloat16:
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            flat.view(np.uint16), onnx.TensorProto.BFLOAT16
+        )
+    return onnxruntime.OrtValue.ortvalue_from_numpy(flat)
+
+
+def _array(value: onnxruntime.OrtValue) -> Array:
+    """Returns an output; one of bfloat16, which numpy lacks, as float32."""
+    if value.element_type() != onnx.TensorProto.BFLOAT16:
+        return np.asarray(value.numpy())
+    kind = onnx.TensorProto
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["x"], ["y"], to=kind.FLOAT)],
+        "g",
+        [helper.make_tensor_value_info("x", kind.BFLOAT16, None)],
+        [helper.make_tensor_value_info("y", kind.FLOAT, None)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=[CPU])
+    return np.asarray(session.run_with_ort_values(["y"], {"x": value})[0].numpy())
+
+
+def _run(
+    rank: Rank, provider: str, model: onnx.ModelProto, feeds: Mapping[str, Array], runs: int
+) -> list[list[Array]]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if provider == CUDA:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    rank.register(options)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
+    names = [output.name for output in session.get_outputs()]
+    values = {name: _value(array) for name, array in feeds.items()}
+    made = [session.run_with_ort_values(names, values) for _ in range(runs)]
+    return [[_array(value) for value in run] for run in made]
+
+
+def answer(
+    rank: Rank,
+    op: str,
+    inputs: Sequence[Array | None],
+    attributes: Mapping[str, Attribute],
+    outputs: Sequence[bool],
+    runs: int,
+) -> tuple[list[list[Array]] | str, list[list[Array]] | str]:
+    """Runs the node once on the CPU, and `runs` times on CUDA."""
+    model = model_of(op, inputs, outputs, attributes)
+    feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
+    found: list[list[list[Array]] | str] = []
+    for provider, times in ((CPU, 1), (CUDA, runs)):
+        try:
+            found.append(_run(rank, provider, model, feeds, times))
+        except Exception as error:
+            found.append(str(error))
+    return found[0], found[1]
+
+
+def main() -> None:
+    """Answers until the input ends."""
+    with World.threads(1) as world:
+        while True:
+            try:
+                asked = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            pickle.dump(answer(world.rank(0), **asked), sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,427 @@
+"""The kernels for GPUs against those for the CPU.
+
+Every case runs in a process of its own: on the stand-ins, where the kernels' sources are compiled
+for the host and their threads are emulated, and, where there is a GPU, on that.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+FULL = os.environ.get("ONNXPAR_FULL") == "1"
+Array = np.ndarray
+TYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float64": np.dtype(np.float64),
+}
+# Half a unit in the last place of numbers of the type, and of what is computed in.
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12, "float64": 2.0**-53}
+REAL = {"float32": 2.0**-24, "bfloat16": 2.0**-24, "float16": 2.0**-24, "float64": 2.0**-53}
+every_type = pytest.mark.parametrize("kind", TYPES if FULL else list(TYPES)[:2])
+Both = Callable[..., tuple[list[Array], list[Array]]]
+
+
+class Process:
+    """The worker, and what it is asked."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("node_worker.py"))],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def ask(
+        self,
+        op: str,
+        inputs: Sequence[Array | None],
+        attributes: Mapping[str, Any],
+        outputs: Sequence[bool],
+        runs: int = 2,
+    ) -> tuple[Any, Any]:
+        """Returns what it answers, or fails where it died."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        asked = {"op": op, "inputs": inputs, "attributes": attributes}
+        pickle.dump({**asked, "outputs": outputs, "runs": runs}, self.process.stdin)
+        self.process.stdin.flush()
+        try:
+            cpu, cuda = pickle.load(self.process.stdout)
+        except EOFError:
+            pytest.fail(f"the worker ended with {self.process.wait(10)} in {op}")
+        return cpu, cuda
+
+    def close(self) -> None:
+        """Lets it end."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def worker(standin_cuda: Mapping[str, str]) -> Iterator[Process]:
+    process = Process(standin_cuda)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def both(worker: Process) -> Both:
+    """Runs a node and returns its outputs on the CPU and on the device.
+
+    Two runs on the device must agree to the bit.
+    """
+
+    def run(
+        op: str, *inputs: Array | None, outputs: Sequence[bool] = (True,), **attributes: Any
+    ) -> tuple[list[Array], list[Array]]:
+        cpu, cuda = worker.ask(op, inputs, attributes, outputs)
+        assert not isinstance(cpu, str), cpu
+        assert not isinstance(cuda, str), cuda
+        for first, second in zip(*cuda, strict=True):
+            np.testing.assert_array_equal(first, second)
+        for want, got in zip(cpu[0], cuda[0], strict=True):
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        return cpu[0], cuda[0]
+
+    return run
+
+
+def normal(seed: int, shape: tuple[int, ...], kind: str, scale: float = 1) -> Array:
+    drawn = np.random.default_rng(seed).standard_normal(shape) * scale
+    return np.asarray(drawn).astype(TYPES[kind])
+
+
+def close(got: Array, want: Array, kind: str, error: Array | float) -> None:
+    """Checks that two results differ by at most `error` and one rounding to the type each."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    narrow = kind in ("float16", "bfloat16")
+    # 2^-24 is the least float16, at which rounding stops being relative.
+    rounding = (2 * UNIT[kind] * 2 * np.abs(want) + 2.0**-24) if narrow else 0
+    assert np.all(np.abs(got - want) <= error + rounding)
+
+
+# One element, less than a pack, packs with a rest, and more than one block.
+SHAPES = [(), (0,), (1,), (3, 5), (257,), (3, 1025)]
+POINTWISE: list[tuple[str, dict[str, str]]] = [
+    ("ReluGrad", {}),
+    ("TanhGrad", {}),
+    ("SigmoidGrad", {}),
+    ("GeluGrad", {}),
+    ("GeluGrad", {"approximate": "tanh"}),
+]
+
+
+@every_type
+@pytest.mark.parametrize(("op", "attributes"), POINTWISE, ids=str)
+def test_pointwise(both: Both, op: str, attributes: dict[str, str], kind: str) -> None:
+    for shape in SHAPES:
+        dy, y = normal(1, shape, kind), normal(2, shape, kind, 3)
+        (want,), (got,) = both(op, dy, y, **attributes)
+        if op == "ReluGrad":
+            np.testing.assert_array_equal(got, want)
+        # Each promises an error below 1e-6 (float32) or of 10 roundings of at most 1.13.
+        error = 2 * (10 * 1.13 * REAL[kind] if kind == "float64" else 1e-6)
+        slope = np.abs(dy.astype(np.float64)) * (9 + np.abs(y.astype(np.float64)) ** 2)
+        close(got, want, kind, error * (slope if op in ("TanhGrad", "SigmoidGrad") else abs(dy)))
+
+
+@pytest.mark.parametrize("op", ["GeluGrad", "GeluGrad tanh"])
+def test_gelu_far_out(both: Both, op: str) -> None:
+    x = np.array([-1e30, -1e4, -30, -9, -0.0, 9, 30, 1e4, 1e30, np.nan], np.float32)
+    name, *rest = op.split()
+    (want,), (got,) = both(name, np.ones_like(x), x, approximate=rest[0] if rest else "none")
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+@every_type
+def test_square_sum(both: Both, kind: str) -> None:
+    # More tensors than one launch takes, one of several pieces, none of the same alignment.
+    shapes = [(i % 7,) for i in range(66)] + [(3, 16384 + 5), (), (0,), (33,)]
+    (want,), (got,) = both("SquareSum", *(normal(i, s, kind) for i, s in enumerate(shapes)))
+    # Float64 sums: of 50,000 terms in another order each, and one rounding to float32.
+    bound = 2 * 2.0**-24 if got.dtype == np.float32 else 2 * 16384 * 2.0**-53
+    assert got == pytest.approx(want, rel=bound, abs=0)
+
+
+SOFTMAX = [
+    ((4, 7), -1),
+    ((1, 1), 1),
+    ((0, 3), -1),
+    ((9, 64), -1),
+    ((3, 2056), -1),
+    ((3, 1500), -1),
+    ((2, 5, 301), 1),
+    ((6, 33), 0),
+    ((2, 3, 4, 1), 2),
+]
+
+
+@every_type
+@pytest.mark.parametrize("logarithm", [False, True])
+def test_softmax(both: Both, kind: str, logarithm: bool) -> None:
+    for shape, axis in SOFTMAX:
+        dy = normal(3, shape, kind)
+        x = normal(4, shape, "float64", 3)
+        if x.size:
+            x = x - x.max(axis=axis, keepdims=True)
+            x = x - np.log(np.exp(x).sum(axis=axis, keepdims=True))
+        y = (x if logarithm else np.exp(x)).astype(TYPES[kind])
+        op = "LogSoftmaxGrad" if logarithm else "SoftmaxGrad"
+        (want,), (got,) = both(op, dy, y, axis=axis)
+        d, v = dy.astype(np.float64), y.astype(np.float64)
+        n = shape[axis]
+        # As for the CPU: a sum in at least four partial ones, exp, and a few roundings; twice.
+        if logarithm:
+            scale = np.exp(v) * np.abs(d).sum(axis=axis, keepdims=True)
+        else:
+            scale = v * np.abs(d * v).sum(axis=axis, keepdims=True)
+        bound = (n / 4 + 40) * scale + 4 * np.abs(d) * (1 if logarithm else v)
+        close(got, want, kind, 2 * REAL[kind] * bound + 1e-45)
+
+
+LAYER = [((6, 7), -1), ((2, 3, 4), 1), ((130, 136), -1), ((2, 1500), 1), ((5, 4), 0), ((0, 3), -1)]
+
+
+@every_type
+@pytest.mark.parametrize("wide_statistics", [False, True])
+def test_layer_norm(both: Both, kind: str, wide_statistics: bool) -> None:
+    for shape, axis in LAYER:
+        at = axis % len(shape)
+        x, dy = normal(5, shape, kind), normal(6, shape, kind)
+        scale = normal(7, shape[at:], kind)
+        axes = tuple(range(at, len(shape)))
+        wide = x.astype(np.float64)
+        given = np.dtype(np.float32) if wide_statistics else TYPES[kind]
+        mean = wide.mean(axis=axes, keepdims=True).astype(given)
+        inverse = (1 / np.sqrt(wide.var(axis=axes, keepdims=True) + 1e-5)).astype(given)
+        op = "LayerNormalizationGrad"
+        wants, gots = both(op, dy, x, scale, mean, inverse, outputs=[True] * 3, axis=axis)
+        n, m = int(np.prod(shape[at:])), int(np.prod(shape[:at]))
+        # Independent roundings grow with the root of the count, taken 4 times as large, twice.
+        for want, got, count in zip(wants, gots, (n, m, m), strict=True):
+            size = max(1.0, np.abs(want.astype(np.float64)).max(initial=0))
+            close(got, want, kind, 2 * REAL[kind] * 4 * (np.sqrt(count) + 8) * size)
+
+
+def test_layer_norm_outputs_left_out(both: Both) -> None:
+    x, dy, scale = (normal(i, s, "float32") for i, s in enumerate([(5, 6), (5, 6), (6,)]))
+    given = (dy, x, scale, x.mean(1), 1 / x.std(1))
+    for outputs in ([True], [True, True], [True, False, True]):
+        wants, gots = both("LayerNormalizationGrad", *given, outputs=outputs)
+        for want, got in zip(wants, gots, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-24 * 100)
+
+
+LOSS = [(6, 5), (4, 2056), (3, 1501), (3, 4, 7), (2, 3, 2, 5), (40, 8)]
+
+
+def labels_of(shape: tuple[int, ...], ignore: int | None) -> Array:
+    rng = np.random.default_rng(8)
+    labels = rng.integers(0, shape[1], (shape[0], *shape[2:]))
+    if ignore is not None:
+        labels[rng.random(labels.shape) < 0.3] = ignore
+        labels.flat[0] = 1  # one counts
+    return labels
+
+
+@every_type
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("weighted", "ignore"), [(False, None), (True, -100), (False, 2)])
+def test_loss(both: Both, reduction: str, weighted: bool, ignore: int | None, kind: str) -> None:
+    attributes = {"reduction": reduction} | ({} if ignore is None else {"ignore_index": ignore})
+    for shape in LOSS if FULL or not weighted else LOSS[:4]:
+        scores = normal(9, shape, kind, 2)
+        labels = labels_of(shape, ignore)
+        weights = [np.abs(normal(10, shape[1:2], kind))] if weighted else []
+        (loss, log_prob), (got, got_log_prob) = both(
+            "SoftmaxCrossEntropyLoss", scores, labels, *weights, outputs=[True, True], **attributes
+        )
+        # Logarithms below 32 of sums of probabilities in blocks; see the CPU kernel's test.
+        error = 2 * REAL[kind] * (32 + shape[1] ** 0.5)
+        close(got_log_prob, log_prob, kind, error)
+        count = labels.size if reduction == "sum" else 1
+        most = max([1.0, *(float(w.max()) for w in weights)])
+        close(got, loss, kind, error * count * most)
+        places = labels.shape if reduction == "none" else ()
+        dloss = normal(11, places, kind)
+        (dx,), (got,) = both(
+            "SoftmaxCrossEntropyLossGrad", dloss, log_prob.astype(TYPES[kind]), labels, *weights,
+            **attributes,
+        )  # fmt: skip
+        factor = most * np.abs(dloss.astype(np.float64)).max(initial=1)
+        close(got, dx, kind, 2 * REAL[kind] * 40 * factor)
+
+
+def test_loss_of_impossible_classes(both: Both) -> None:
+    y = np.array([[0.0, -np.inf, -200.0]], np.float32)
+    (_,), (dx,) = both("SoftmaxCrossEntropyLossGrad", np.ones((), np.float32), y, np.array([0]))
+    np.testing.assert_array_equal(dx, [[0, 0, 0]])
+    scores = np.array([[1e4, -np.inf, -1e4], [-1e30, -1e30, -1e30]], np.float32)
+    (want,), (got,) = both("SoftmaxCrossEntropyLoss", scores, np.array([2, 2]), reduction="none")
+    np.testing.assert_allclose(got, want, rtol=2.0**-22, atol=0)
+
+
+def test_loss_where_nothing_counts(both: Both) -> None:
+    y = np.full((2, 3), np.log(1 / 3), np.float32)
+    labels = np.full(2, -1)
+    one = np.ones((), np.float32)
+    (_,), (dx,) = both("SoftmaxCrossEntropyLossGrad", one, y, labels, ignore_index=-1)
+    np.testing.assert_array_equal(dx, np.zeros((2, 3)))
+    (_,), (loss,) = both("SoftmaxCrossEntropyLoss", y, labels, ignore_index=-1)
+    assert np.isnan(loss)
+
+
+GATHERS = [
+    ((5, 3), (4,), 0),
+    ((1000, 65), (7, 50), 0),
+    ((2, 70000, 3), (11,), 1),
+    ((3, 4, 5), (2, 2), -1),
+    ((6,), (), 0),
+    ((0, 3), (0,), 0),
+    ((4, 0), (2,), 0),
+    ((4, 2), (0,), 0),
+    ((3, 40), (2500,), 0),
+]
+
+
+@every_type
+def test_gather(both: Both, kind: str) -> None:
+    for shape, places, axis in GATHERS:
+        rng = np.random.default_rng(12)
+        rows = shape[axis]
+        few = rng.integers(-rows, max(rows, 1), 5)
+        drawn = rng.choice(few, places) if rows else np.zeros(places)
+        indices = np.asarray(drawn, np.int64)
+        at = axis % len(shape)
+        # Multiples of 1/8 below 4 add up exactly; so do sums of signs in 16 bits.
+        size = (*shape[:at], *places, *shape[at + 1 :])
+        dy = (rng.integers(-31, 32, size) / 8).astype(TYPES[kind])
+        (want,), (got,) = both(
+            "GatherGrad", dy, indices, np.full(shape, np.nan, TYPES[kind]), axis=axis
+        )
+        np.testing.assert_array_equal(got, want)
+
+
+def test_gather_adds_in_the_order_of_places(both: Both) -> None:
+    # Within a run of 32 sorted places the sum is the CPU's, in every bit.
+    indices = np.random.default_rng(13).permutation(np.repeat(np.arange(7), 4))
+    dy = normal(14, (28, 5), "float32")
+    (want,), (got,) = both("GatherGrad", dy, indices, np.zeros((9, 5), np.float32))
+    np.testing.assert_array_equal(got, want)
+
+
+LR, BETA1, BETA2, EPS, DECAY, SCALE = 0.02, 0.9, 0.99, 1e-6, 0.1, 0.7
+ADAM = [LR / (1 - BETA1**3), BETA1, 1 - BETA1, BETA2, 1 - BETA2, EPS, float(np.sqrt(1 - BETA2**3))]
+# Operator, number of states, scalars after `scale`, what stands for decay.
+STEPS: list[tuple[str, int, list[float], float]] = [
+    ("SgdStep", 1, [LR], DECAY),
+    ("MomentumStep", 2, [LR, 0.8, 0.3, 0.0], DECAY),
+    ("MomentumStep", 2, [LR, 0.8, 0.3, 1.0], DECAY),
+    ("AdamStep", 3, ADAM, DECAY),
+    ("AdamWStep", 3, ADAM, 1 - LR * DECAY),
+]
+
+
+@every_type
+@pytest.mark.parametrize(("op", "states", "numbers", "decay"), STEPS, ids=str)
+def test_step(
+    both: Both, op: str, states: int, numbers: list[float], decay: float, kind: str
+) -> None:
+    for shape in SHAPES:
+        for given in ([], [decay]):
+            state = [normal(15 + i, shape, kind) for i in range(states)]
+            if states == 3:
+                state[2] = np.abs(state[2])
+            gradient = normal(20, shape, kind)
+            scalars = [np.asarray(x, np.float64) for x in (SCALE, *numbers, *given)]
+            wants, gots = both(
+                op, state[0], gradient, *state[1:], *scalars, outputs=[True] * states
+            )
+            # At most 8 roundings of numbers below 8; the quotient of Adam's step by a root of
+            # eps alone is below (1 - beta1) / eps, times lr.
+            for want, got in zip(wants, gots, strict=True):
+                size = np.maximum(8, 4 * np.abs(want.astype(np.float64)))
+                close(got, want, kind, 8 * REAL[kind] * size)
+
+
+KEY = [2**40 + 7, 5, 3, 2**32 - 1]
+# Shape of the block, of the whole, and where the block begins.
+BLOCKS = [
+    ([], [], []),
+    ([0, 4], [3, 4], [0, 0]),
+    ([1], [9], [6]),
+    ([1000], [1000], [0]),
+    ([1001], [3000], [1999]),
+    ([3, 4, 5], [3, 4, 5], [0, 0, 0]),
+    ([3, 1, 5], [9, 4, 5], [6, 3, 0]),
+    ([2, 2, 3, 5], [4, 6, 3, 11], [2, 4, 0, 6]),
+    ([4, 3, 4], [4, 5, 4], [0, 3, 0]),  # reaches beyond
+]
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+def test_random_numbers_are_equal_to_the_bit(both: Both, distribution: str) -> None:
+    for block in BLOCKS:
+        numbers = [np.asarray(x, np.int64) for x in (KEY, *block)]
+        (want,), (got,) = both("Philox", *numbers, distribution=distribution)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "message"),
+    [
+        (
+            "SoftmaxCrossEntropyLoss",
+            (np.zeros((2, 3), np.float32), np.array([1, 7])),
+            "label 1 is 7",
+        ),
+        (
+            "SoftmaxCrossEntropyLossGrad",
+            (np.ones((), np.float32), np.zeros((2, 3), np.float32), np.array([-1, 0])),
+            "label 0 is -1",
+        ),
+        (
+            "GatherGrad",
+            (np.ones((2, 3), np.float32), np.array([1, -6]), np.zeros((5, 3), np.float32)),
+            "index 1 is -6",
+        ),
+    ],
+)  # fmt: skip
+def test_values_out_of_range(
+    worker: Process, op: str, inputs: tuple[Array, ...], message: str
+) -> None:
+    cpu, _ = worker.ask(op, inputs, {}, [True], runs=0)
+    assert message in cpu
+    # Nobody waits for the device: the first run goes through, the next one tells.
+    _, ((first,),) = worker.ask(op, inputs, {}, [True], runs=1)
+    assert not np.isfinite(first).all() if op == "SoftmaxCrossEntropyLoss" else True
+    _, cuda = worker.ask(op, inputs, {}, [True], runs=2)
+    assert f"{op} 'node': {message}" in cuda
+    assert "found by the run before" in cuda
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "message"),
+    [
+        ("ReluGrad", [(2, 3), (1, 3)], "y has shape [1, 3], expected [2, 3] as dy"),
+        ("SgdStep", [(2, 3), (3,), (), ()], "g has shape [3], expected [2, 3] as p"),
+    ],
+)
+def test_shapes_are_checked_as_on_the_cpu(
+    worker: Process, op: str, inputs: list[tuple[int, ...]], message: str
+) -> None:
+    arrays = [np.zeros(s, np.float32 if s else np.float64) for s in inputs]
+    cpu, cuda = worker.ask(op, arrays, {}, [True])
+    assert message in cpu and message in cuda
