@@ -163,6 +163,7 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
         cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
 
 
+@pytest.mark.timeout(400)  # by bisection over programs
 def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
     """All forwards come first, so that a stage keeps the activations of four micro-batches."""
     size = {"layers": 4, "d_model": 16, "vocab": 20, "max_positions": 32, "dropout": 0.0}
