@@ -397,3 +397,14 @@ def _told(placement: Placement, speaks: bool) -> Placement:
     if speaks and placement.notice:
         log.warning("device: %s", placement.notice)
     return placement
+
+
+def main() -> int:
+    """Prints what the machine has; returns 0 where CUDA can be used, else 3."""
+    facts = machine()
+    print("\n".join(describe(facts)))
+    return 3 if obstacle(facts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

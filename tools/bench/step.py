@@ -43,7 +43,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from step_cases import BATCHES, MODELS, OPTIMIZERS, QUICK, Job, Side
+from step_cases import BATCHES, LARGE, MODELS, OPTIMIZERS, QUICK, Job, Side
 
 from onnxpar.pipeline import shard
 from onnxpar.training.loss import parse_loss
@@ -197,6 +197,9 @@ def start(side: Side, job: Job, folder: Path) -> Iterator[Running]:
         way=side.way,
         ranks=side.ranks,
         threads=side.threads,
+        device=side.device,
+        compute=side.compute,
+        transport=side.transport,
     )
     command = [sys.executable, str(HERE / f"step_{side.system}.py"), job.text]
     environment = mpirun_environment()
@@ -226,7 +229,7 @@ class Cuts:
     def __init__(self, folder: Path, quick: bool) -> None:
         """Writes nothing yet."""
         self.folder = folder
-        self._models = QUICK if quick else MODELS
+        self._models = QUICK if quick else MODELS | LARGE
 
     def files(self, side: Side, model: str, optimizer: str) -> Path:
         """What a side reads: the ONNX file, or the directory that onnxpar cut."""
@@ -235,9 +238,10 @@ class Cuts:
             self._models[model].export(path)
         if side.system == "torch":
             return path
-        out = self.folder / f"{model}-{optimizer}-{side.way}"
+        out = self.folder / f"{model}-{optimizer}-{side.way}{side.ranks}{side.compute}"
         if not out.exists():
             spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(optimizer))
+            spec = replace(spec, compute=side.compute or None)
             axis = "dp" if side.way == "one" else side.way
             shard(path, f"{axis}={side.ranks}", out, training=spec)
         return out
@@ -255,6 +259,7 @@ class Row:
         processor: Seconds of processor time of one step, all ranks together, by round.
         ratios: To PyTorch's single process, by round.
         difference: Largest difference of a loss from that of PyTorch's single process.
+        least: The smallest of the latter's losses.
     """
 
     model: str
@@ -264,6 +269,7 @@ class Row:
     processor: tuple[float, ...]
     ratios: tuple[float, ...]
     difference: float
+    least: float
 
     @property
     def ratio(self) -> float:
@@ -332,6 +338,7 @@ def measure(sides: Sequence[Side], job: Job, cuts: Cuts, rounds: int, turn: floa
                 processor=tuple(t.processor / count for t in taken),
                 ratios=tuple(a.seconds / b.seconds for a, b in zip(taken, turns[0], strict=True)),
                 difference=max(abs(a - b) for a, b in pairs),
+                least=min(abs(loss) for loss in first[0].losses),
             )
         )
     return rows

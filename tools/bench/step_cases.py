@@ -89,7 +89,10 @@ def mlp(hidden: int, batch: int) -> Model:
 
 
 MODELS = {"mlp": mlp(512, 128), "gpt": gpt(4, 512, 8, 128, 8, 8192)}
-QUICK = {"mlp": mlp(64, 16), "gpt": gpt(2, 64, 4, 16, 4, 256)}
+LARGE = {"gpt1024": gpt(12, 1024, 16, 1024, 8, 50304)}
+"""For GPUs."""
+_TINY = gpt(2, 64, 4, 16, 4, 256)
+QUICK = {"mlp": mlp(64, 16), "gpt": _TINY, "gpt1024": _TINY}
 """Of the same form and so small that the whole bench takes a minute; says nothing about speed."""
 OPTIMIZERS = ("sgd", "adamw")
 WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}
@@ -102,20 +105,28 @@ class Side:
 
     Attributes:
         system: `onnxpar` or `torch`.
-        way: `one`, `dp` (data parallel) or `tp` (tensor parallel).
+        way: `one`, `dp` (data parallel) or `tp` (tensor parallel); of PyTorch also `compile`, one
+            device with torch.compile.
         ranks: Number of processes.
         threads: Threads of each.
+        device: `cpu` or `cuda`.
+        compute: `bfloat16` to compute in it, with parameters in float32; else nothing.
+        transport: Of onnxpar's ranks.
     """
 
     system: str
     way: str
     ranks: int
     threads: int
+    device: str = "cpu"
+    compute: str = ""
+    transport: str = "auto"
 
     @property
     def label(self) -> str:
         """What the table calls it."""
-        return f"{self.system} {self.way}{self.ranks if self.ranks > 1 else ''}"
+        transport = "" if self.transport == "auto" else f" {self.transport}"
+        return f"{self.system} {self.way}{self.ranks if self.ranks > 1 else ''}{transport}"
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,9 @@ class Job:
         way: As `Side.way`.
         ranks: As `Side.ranks`.
         threads: As `Side.threads`.
+        device: As `Side.device`.
+        compute: As `Side.compute`.
+        transport: As `Side.transport`.
     """
 
     model: str
@@ -147,6 +161,9 @@ class Job:
     way: str = "one"
     ranks: int = 1
     threads: int = 1
+    device: str = "cpu"
+    compute: str = ""
+    transport: str = "auto"
 
     @staticmethod
     def read(text: str) -> "Job":
@@ -162,7 +179,7 @@ class Job:
     @property
     def case(self) -> Model:
         """The model."""
-        return (QUICK if self.quick else MODELS)[self.model]
+        return (QUICK if self.quick else MODELS | LARGE)[self.model]
 
     @property
     def rate(self) -> float:

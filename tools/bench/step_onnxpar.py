@@ -14,7 +14,8 @@ from onnxpar_runtime.training.trainer import Trainer
 def main(text: str) -> int:
     """Serves a job; returns the exit code."""
     job = Job.read(text)
-    rank = init("mpi" if job.ranks > 1 else "threads")
+    transport = job.transport if job.ranks > 1 else "threads"
+    rank = init(transport, job.device)
 
     def body() -> int:
         options = {"intra_op_num_threads": str(job.threads), **parse_pairs(job.options)}
@@ -23,7 +24,7 @@ def main(text: str) -> int:
             options |= {"enable_profiling": "1", "profile_file_prefix": str(prefix)}
         settings = Settings(weight_decay=WEIGHT_DECAY[job.optimizer])
         hyper = hyperparameters(job.optimizer, settings)
-        with Trainer(job.files, rank=rank, device="cpu", ort_options=options) as trainer:
+        with Trainer(job.files, rank=rank, ort_options=options) as trainer:
 
             def step(number: int, batch: Batch) -> float:
                 return trainer.train_step([batch], hyper.at(number, job.rate)).loss

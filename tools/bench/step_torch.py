@@ -111,7 +111,7 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [batch, seq, vocab] of tokens [batch, seq]."""
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
         return self.lm_head(self.ln_f(self.blocks(x)))
 
 
@@ -142,11 +142,14 @@ def tensor_parallel(net: nn.Module, ranks: int) -> nn.Module:
 
 def build(job: Job, rank: int) -> nn.Module:
     """The network as the job's way has it, among its ranks."""
-    net = network(job)
+    net = network(job).to(job.device)
+    if job.way == "compile":
+        return torch.compile(net)
     if job.ranks == 1:
         return net
     store = f"file://{Path(job.scratch) / 'gloo'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.ranks)
+    backend = "gloo" if job.device == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=job.ranks)
     return DistributedDataParallel(net) if job.way == "dp" else tensor_parallel(net, job.ranks)
 
 
@@ -169,15 +172,21 @@ def main(text: str, rank: int) -> None:
     """Serves a job."""
     job = Job.read(text)
     torch.set_num_threads(job.threads)
+    if job.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     net = build(job, rank)
     update = optimizer(job, net)
+    # Parameters stay in float32; what autocast computes in 16 bits, onnxpar does too.
+    low = nullcontext() if not job.compute else torch.autocast(job.device, torch.bfloat16)
 
     def step(number: int, batch: Batch) -> float:
-        arrays = [torch.from_numpy(batch[name]) for name in (job.case.input, "labels")]
+        names = (job.case.input, "labels")
+        arrays = [torch.from_numpy(batch[name]).to(job.device) for name in names]
         if job.way == "dp" and job.ranks > 1:
             arrays = [array.tensor_split(job.ranks)[rank] for array in arrays]
         update.zero_grad()
-        logits = net(arrays[0])
+        with low:
+            logits = net(arrays[0]).float()
         # Under tensor parallel a rank has its own columns of the GPT's logits.
         with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
             loss = functional.cross_entropy(logits.flatten(0, -2), arrays[1].flatten())

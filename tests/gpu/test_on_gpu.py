@@ -1,0 +1,173 @@
+"""What only a GPU can show; skipped, with the reason, where there is none (`tools/test-gpu`).
+
+The comparisons themselves are tried without one, by the CPU in the GPU's place.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxpar_runtime.devices import machine, obstacle
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
+ROOT = Path(__file__).parents[2]
+STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 256
+# Rounding grows with training; what PyTorch's own CPU and GPU differ by in as many steps is alike.
+TOLERANCE = 1e-4
+CUTS = [("dp", 1), ("dp", 2), ("tp", 2), ("dp", 4), ("tp", 4)]
+EXPORTS = {
+    "mlp": ["mlp.py", "--hidden", "64", "64"],
+    "transformer": [
+        *["transformer.py", "--layers", "2", "--d-model", "64", "--heads", "4"],
+        *["--vocab", str(VOCAB), "--max-positions", str(SEQ)],
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def gpu() -> None:
+    """A machine whose GPU can be used."""
+    if why := obstacle(machine()):
+        pytest.skip(f"no GPU: {why}")
+
+
+def call(*command: str, ranks: int = 1) -> None:
+    """Runs a program of this Python, on so many ranks."""
+    start: list[str] = []
+    if ranks > 1:
+        start = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    environment = mpirun_environment()
+    # Where there are fewer GPUs than ranks.
+    environment.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    done = subprocess.run(
+        [*start, sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models, and data for them."""
+    made = tmp_path_factory.mktemp("gpu")
+    rng = np.random.default_rng(0)
+    count = STEPS * BATCH
+    images = rng.standard_normal((count, 1, 28, 28), dtype=np.float32)
+    np.savez(made / "mlp.npz", x=images, labels=rng.integers(0, 10, count))
+    tokens = [rng.integers(0, VOCAB, (count, SEQ)) for _ in range(2)]
+    np.savez(made / "transformer.npz", input_ids=tokens[0], labels=tokens[1])
+    for model, (script, *options) in EXPORTS.items():
+        call(str(ROOT / "models" / script), "-o", str(made / f"{model}.onnx"), *options)
+    return made
+
+
+def cut(folder: Path, model: str, axis: str, ranks: int) -> Path:
+    """Returns the model cut for training; it is cut once."""
+    out = folder / f"{model}-{axis}{ranks}"
+    if not out.exists():
+        where = [str(folder / f"{model}.onnx"), "--strategy", f"{axis}={ranks}", "-o", str(out)]
+        kind = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
+        call("-m", "onnxpar.cli", "shard", *where, *kind)
+    return out
+
+
+def train(folder: Path, model: str, axis: str, ranks: int, device: str, *more: str) -> list[float]:
+    """Returns the losses of 20 steps."""
+    log = folder / f"{model}-{axis}{ranks}-{device}.jsonl"
+    data = ["--data", f"npz:{folder / model}.npz", "--batch-size", str(BATCH), "--lr", "1e-3"]
+    options = ["--steps", str(STEPS), "--device", device, "--log", str(log), *more]
+    out = str(cut(folder, model, axis, ranks))
+    call("-m", "onnxpar.cli", "train", out, *data, *options, ranks=ranks)
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+
+def check_losses(folder: Path, model: str, axis: str, ranks: int, device: str) -> None:
+    """Compares the losses of ranks on a device with those of one rank on the CPU."""
+    expected = train(folder, model, "dp", 1, "cpu")
+    assert len(expected) == STEPS and expected[-1] != expected[0]
+    np.testing.assert_allclose(
+        train(folder, model, axis, ranks, device), expected, rtol=TOLERANCE, atol=0
+    )
+
+
+def floats_on_cpu(profiles: Sequence[Path]) -> tuple[set[str], set[str], int]:
+    """Returns from onnxruntime's profiles which operators copied between devices, and which made
+    floats on the CPU; and how many nodes ran on the GPU."""
+    copied, fell, computed = set(), set(), 0
+    for profile in profiles:
+        for event in json.loads(profile.read_text(encoding="utf-8")):
+            if event.get("cat") != "Node" or not event["name"].endswith("_kernel_time"):
+                continue
+            operator, args = event["args"]["op_name"], event["args"]
+            if operator.startswith("Memcpy"):
+                copied.add(event["name"])
+            elif args["provider"] == "CUDAExecutionProvider":
+                computed += 1
+            elif any("float" in kind for out in args["output_type_shape"] for kind in out):
+                fell.add(f"{operator} {event['name']}")
+    return copied, fell, computed
+
+
+def profiled(folder: Path, model: str, device: str, into: Path) -> list[Path]:
+    """Returns the profiles of a training's programs."""
+    prefix = ["--ort", "enable_profiling=1", "--ort", f"profile_file_prefix={into / 'profile'}"]
+    train(folder, model, "dp", 1, device, *prefix)
+    return sorted(into.glob("profile*"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("axis", "ranks"), CUTS)
+@pytest.mark.parametrize("model", EXPORTS)
+def test_losses_are_those_of_the_cpu(folder: Path, model: str, axis: str, ranks: int) -> None:
+    check_losses(folder, model, axis, ranks, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("model", EXPORTS)
+def test_nothing_falls_back_and_nothing_is_copied(folder: Path, model: str, tmp_path: Path) -> None:
+    copied, fell, computed = floats_on_cpu(profiled(folder, model, "cuda", tmp_path))
+    assert computed
+    assert copied == set()
+    assert fell == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_tf32_changes_products_and_only_where_it_is_asked_for(folder: Path) -> None:
+    exact = train(folder, "transformer", "dp", 1, "cuda")
+    again = train(folder, "transformer", "dp", 1, "cuda")
+    assert exact == again  # the same in every run
+    fast = train(folder, "transformer", "dp", 1, "cuda", "--ort", "cuda.use_tf32=1")
+    np.testing.assert_allclose(fast, exact, rtol=1e-2)  # ten bits of mantissa
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("model", EXPORTS)
+def test_captured_steps_are_equal(folder: Path, model: str) -> None:
+    expected = train(folder, model, "dp", 1, "cuda")
+    captured = train(folder, model, "dp", 1, "cuda", "--ort", "cuda.enable_cuda_graph=1")
+    np.testing.assert_allclose(captured, expected, rtol=1e-6)
+
+
+def test_the_comparison_works(folder: Path) -> None:
+    check_losses(folder, "mlp", "dp", 2, "cpu")
+
+
+def test_the_profile_is_understood(folder: Path, tmp_path: Path) -> None:
+    profiles = profiled(folder, "mlp", "cpu", tmp_path)
+    copied, fell, computed = floats_on_cpu(profiles)
+    assert len(profiles) == 2  # training and optimizer
+    assert not copied and not computed
+    assert any(name.startswith("Gemm ") for name in fell)

@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""What onnxpar does on GPUs: parity with the CPU, a step beside PyTorch's, collectives, GEMM share.
+
+    tools/bench/gpu.py                         # everything, on the GPUs that are here
+    tools/bench/gpu.py --quick                 # tiny models: does every part run?
+    tools/bench/gpu.py --device cpu --quick    # without a GPU: the parts that have a CPU side
+
+`tools/test-gpu` calls it after the tests. Its parts, each with a table (`--only` chooses):
+
+- parity: losses of 20 steps on 1, 2 and 4 ranks of the device beside those of one CPU rank; they
+  must agree to 1e-4, relative.
+- steps: a training step beside PyTorch's on the same GPU, eager (goal 1.0) and compiled (goal 1.1),
+  by turns in one run as tools/bench/step.py does; the GPT of 12 layers, d 1024, in bfloat16 and in
+  float32; data and tensor parallel over several ranks, one for each GPU, or all on one where there
+  is only one, by NCCL and staged through the host. The last column is the share of a step that its
+  matrix products would take at the rate of one large product.
+- collectives: AllReduce in a session beside ncclAllReduce itself (tools/bench/gpu_collectives.py).
+
+Exit code: 0; 1 where parity does not hold, or with --check a goal is missed; 3 where there is no
+GPU, and nothing ran.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from step import Cuts, Row, SideError, measure
+from step_cases import BATCHES, Job, Side
+
+from onnxpar_runtime.devices import describe, machine, obstacle
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
+HERE = Path(__file__).resolve().parent
+PARTS = ("parity", "steps", "collectives")
+NOTHING_RAN = 3
+PARITY = 1e-4  # of the loss; rounding grows with training
+EAGER_GOAL, COMPILED_GOAL = 1.0, 1.1
+SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
+RANKS = (2, 4)
+
+
+def parity(device: str, cuts: Cuts, quick: bool, tell: Callable[[str], None]) -> list[str]:
+    """Compares losses of 20 steps with those of one rank on the CPU; returns what does not hold."""
+    base = Side("onnxpar", "one", 1, 2)
+    sides = [base, replace(base, device=device)]
+    for ranks in RANKS:
+        sides += [Side("onnxpar", way, ranks, 1, device) for way in ("dp", "tp")]
+    tell(f"parity: losses of {BATCHES} steps beside one CPU rank, at most {PARITY:g} apart")
+    tell(f"{'model':8s} {'side':24s} {'difference':>12s}")
+    wrong = []
+    for model in ("mlp", "gpt"):
+        job = Job(model=model, optimizer="adamw", quick=quick)
+        for side in sides[1:]:
+            # By pairs: not all that a side needs fits beside all others on one GPU.
+            found = measure([base, side], job, cuts, 1, 0.0)[1]
+            name = f"{side.label} {device}"
+            tell(f"{model:8s} {name:24s} {found.difference:12.1e}")
+            if not found.difference <= PARITY * found.least:
+                wrong.append(f"parity: {model} {name}: losses differ by {found.difference:.2g}")
+    return wrong
+
+
+def products(model: str, quick: bool) -> float:
+    """Floating-point operations of a step's matrix products: three times those of the forward."""
+    case = Job(model=model, optimizer="adamw", quick=quick).case
+    if not case.tokens:
+        widths = [28 * 28, *map(int, case.options[1:]), case.classes]
+        return 6.0 * case.shape[0] * sum(a * b for a, b in pairwise(widths))
+    options = dict(zip(case.options[::2], case.options[1::2], strict=True))
+    width, layers, vocab = (int(options[f"--{k}"]) for k in ("d-model", "layers", "vocab"))
+    batch, seq = case.shape
+    # Of a token and layer: 12 d^2 weights, and the products of attention with seq keys and values.
+    return 6.0 * batch * seq * (layers * (12 * width**2 + 2 * seq * width) + vocab * width)
+
+
+def gemm_rate(device: str, compute: str, quick: bool) -> float:
+    """Operations a second of a large matrix product, in a process of its own."""
+    size = 512 if quick else 8192
+    command = [sys.executable, str(HERE / "gpu_gemm.py"), device, compute or "float32", str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode:
+        raise SideError(f"gpu_gemm.py failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout)
+
+
+def cases(device: str, gpus: int) -> list[tuple[str, str, list[Side]]]:
+    """Returns model, compute type and sides of each table; the first side is the reference."""
+
+    def one(system: str, way: str, compute: str) -> Side:
+        return Side(system, way, 1, 2, device, compute)
+
+    found = []
+    # The CPU has no kernels of bfloat16: only a GPU computes in it.
+    computes = ("bfloat16", "") if device == "cuda" else ("",)
+    for model in ("mlp", "gpt", "gpt1024"):
+        for compute in computes if model == "gpt1024" else ("",):
+            ways = [("torch", "one"), ("torch", "compile"), ("onnxpar", "one")]
+            if device == "cpu":
+                del ways[1]  # compiling for the CPU takes minutes, and says nothing here
+            sides = [one(system, way, compute) for system, way in ways]
+            for ranks in RANKS[:1] if gpus < 4 else RANKS:
+                for way in ("dp", "tp"):
+                    for transport in ("nccl", "mpi") if device == "cuda" else ("mpi",):
+                        wide = Side("onnxpar", way, ranks, 1, device, compute, transport)
+                        sides.append(wide)
+            found.append((model, compute, sides))
+    return found
+
+
+def steps(
+    device: str, gpus: int, cuts: Cuts, quick: bool, rounds: int, tell: Callable[[str], None]
+) -> list[str]:
+    """Times steps; returns which goals do not hold."""
+    if device == "cuda" and gpus == 1:
+        tell("one GPU: several ranks share it, so their steps take longer than one rank's")
+    missed = []
+    rates = {c: gemm_rate(device, c, quick) for _, c, _ in cases(device, gpus)}
+    for compute, rate in rates.items():
+        tell(f"GEMM {compute or 'float32'}: {rate / 1e12:.2f} TFLOP/s")
+    tell(
+        f"{'model':8s} {'compute':9s} {'side':18s} {'ms/step':>9s} {'of eager':>9s} "
+        f"{'loss diff.':>10s} {'GEMM share':>10s}"
+    )
+    for model, compute, sides in cases(device, gpus):
+        job = Job(model=model, optimizer="adamw", quick=quick)
+        base = sides[0]
+        compiled = None
+        for side in sides[1:]:
+            try:
+                rows = measure([base, side], job, cuts, rounds, 0.05 if quick else 1.0)
+            except SideError as error:
+                # A side that cannot run here is told of, and the others are measured.
+                tell(
+                    f"{model:8s} {compute or 'float32':9s} {side.label:18s} failed: {_last(error)}"
+                )
+                if side.system == "onnxpar":
+                    missed.append(f"steps: {model} {compute or 'float32'} {side.label} failed")
+                continue
+            ideal = products(model, quick) / rates[compute] / side.ranks
+            for row in rows[:1] if side is sides[1] else []:
+                tell(_line(row, compute, ideal))
+            row = rows[1]
+            tell(_line(row, compute, ideal))
+            if side.way == "compile":
+                compiled = row.ratio
+            if side.system == "onnxpar" and side.ranks == 1:
+                goals = [("eager", EAGER_GOAL)]
+                ratios = [row.ratio]
+                if compiled is not None:
+                    goals.append(("compiled", COMPILED_GOAL))
+                    ratios.append(row.ratio / compiled)
+                for (name, goal), ratio in zip(goals, ratios, strict=True):
+                    if ratio > goal:
+                        missed.append(
+                            f"steps: {model} {compute or 'float32'}: {ratio:.3f} times PyTorch "
+                            f"{name}, at most {goal:.1f} is wanted"
+                        )
+    return missed
+
+
+def _line(row: Row, compute: str, ideal: float) -> str:
+    seconds = statistics.median(row.seconds)
+    return (
+        f"{row.model:8s} {compute or 'float32':9s} {row.side.label:18s} {seconds * 1e3:9.2f} "
+        f"{row.ratio:9.3f} {row.difference:10.1e} {ideal / seconds:10.1%}"
+    )
+
+
+def _last(error: SideError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:160] if lines else "nothing was said"
+
+
+def collectives(gpus: int, quick: bool, tell: Callable[[str], None]) -> list[str]:
+    """Times AllReduce in sessions beside NCCL's own; returns what does not hold."""
+    ranks = max(2, min(gpus, 8))
+    command = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    command += [sys.executable, str(HERE / "gpu_collectives.py"), *(["--quick"] if quick else [])]
+    done = subprocess.run(
+        command, env=mpirun_environment(), capture_output=True, text=True, check=False, timeout=600
+    )
+    tell(done.stdout.rstrip())
+    if done.returncode:
+        return [f"collectives: failed: {done.stderr.strip().splitlines()[-1:]}"]
+    return []
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
+    parser.add_argument("--quick", action="store_true", help="tiny models, two rounds")
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures what is asked for."""
+    options = parse(arguments)
+    facts = machine()
+    print("\n".join(describe(facts)), flush=True)
+    if options.device == "cuda" and (why := obstacle(facts)):
+        print(f"nothing ran on a GPU: {why}")
+        return NOTHING_RAN
+    if options.device == "cpu":
+        print("nothing here runs on a GPU: --device cpu only tries the parts that have a CPU side")
+    gpus = len(facts.gpus) if options.device == "cuda" else 0
+    # Ranks of one communicator on one GPU, which NCCL refuses otherwise.
+    os.environ.setdefault(SHARED, "1")
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    wrong: list[str] = []
+    missed: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="onnxpar-gpu-") as name:
+        cuts = Cuts(Path(name), options.quick)
+        if "parity" in options.only:
+            wrong += parity(options.device, cuts, options.quick, tell)
+        if "steps" in options.only:
+            rounds = 2 if options.quick else options.rounds
+            missed += steps(options.device, gpus, cuts, options.quick, rounds, tell)
+    if "collectives" in options.only and gpus:
+        missed += collectives(gpus, options.quick, tell)
+    elif "collectives" in options.only:
+        tell("collectives: none without a GPU")
+    for line in (*wrong, *missed):
+        tell(f"missed: {line}")
+    return 1 if wrong or (options.check and missed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
