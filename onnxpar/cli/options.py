@@ -12,7 +12,7 @@ TrainingArtifacts = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:NUMBER, a GPU.")
 ]
-Transport = Annotated[str, typer.Option(metavar="TRANSPORT", help="auto, mpi or threads.")]
+Transport = Annotated[str, typer.Option(metavar="TRANSPORT", help="auto, mpi, nccl or threads.")]
 LogDir = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Write rank0000.log, rank0001.log, … to this folder."),

@@ -132,7 +132,7 @@ def train(
         check_replicas: Compare replicas of states every so many steps; None: never.
         trace: File for when the stages of a pipeline computed.
         device: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
-        transport: `auto`, `mpi` or `threads`.
+        transport: `auto`, `mpi`, `nccl` or `threads`.
         log_dir: Folder for a log file of each rank, or None.
         ort: `key=value` options of onnxruntime.
         custom_ops: Further custom-op libraries.
@@ -234,7 +234,7 @@ def evaluate(
         metric: `accuracy` to insist on it, or None for what there is.
         as_json: Print JSON.
         device: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
-        transport: `auto`, `mpi` or `threads`.
+        transport: `auto`, `mpi`, `nccl` or `threads`.
         log_dir: Folder for a log file of each rank, or None.
         ort: `key=value` options of onnxruntime.
         custom_ops: Further custom-op libraries.

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.devices import Placement
+from onnxpar_runtime.devices import Device, Placement
 from onnxpar_runtime.errors import LaunchError, RankError
 from onnxpar_runtime.library import (
     custom_op_library,
@@ -76,6 +76,7 @@ class World:
         comm: For MPI the mpi4py communicator it was made from, else None.
         timeout_s: How long one call waits for other ranks before all ranks end, in seconds; 0 for
             ever.
+        placements: Where ranks of this process compute, as far as that is decided.
     """
 
     def __init__(self, handle: int, size: int, local_ranks: range, comm: Any = None) -> None:
@@ -86,6 +87,7 @@ class World:
         self.local_ranks = local_ranks
         self.comm = comm
         self.timeout_s = _timeout()
+        self.placements: dict[int, Placement] = {}
         self._closed = False
 
     @staticmethod
@@ -190,14 +192,30 @@ class Rank:
     Attributes:
         index: Its number.
         world: The world.
-        placement: Where it computes, once that is decided for all ranks together.
     """
 
     def __init__(self, world: World, index: int) -> None:
         """Use `World.rank`."""
         self.index = index
         self.world = world
-        self.placement: Placement | None = None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where it computes, once that is decided: by `place`."""
+        return self.world.placements.get(self.index)
+
+    def place(self, placement: Placement) -> None:
+        """Decides where the rank computes, before its sessions are made.
+
+        Args:
+            placement: Where. A GPU stays the rank's until the world is closed.
+
+        Raises:
+            LaunchError: As `open_device`.
+        """
+        if placement.device is Device.CUDA:
+            self.open_device(placement.index, placement.transport)
+        self.world.placements[self.index] = placement
 
     def open_device(self, device: int, transport: str) -> None:
         """Gives the rank a GPU, once, before sessions on it are made.

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
@@ -25,7 +25,9 @@ from onnxpar_runtime.errors import LaunchError
 
 log = logging.getLogger(__name__)
 CUDA = "CUDAExecutionProvider"
+NCCL, STAGED = "nccl", "staged"
 DRIVER = "libcuda.so.1"
+SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 EXTRA = "pip install 'onnxpar[cuda]'"
 PROBE = ("-m", "onnxpar_runtime.probe")
 PROBE_SECONDS = 180.0
@@ -81,6 +83,8 @@ class Placement:
         device: The kind of device.
         index: Number of the GPU; 0 on the CPU.
         shared: Whether further ranks compute on the same GPU.
+        transport: How its tensors travel to other ranks' GPUs: `nccl`, or `staged` through the
+            host; of no meaning on the CPU.
         notice: What people should know of the choice; empty where there is nothing.
         facts: What the machine has; None where nobody looked.
     """
@@ -88,6 +92,7 @@ class Placement:
     device: Device
     index: int = 0
     shared: bool = False
+    transport: str = STAGED
     notice: str = ""
     facts: Facts | None = None
 
@@ -182,7 +187,7 @@ def choose(wanted: str, facts: Facts | None, place: int, ranks: int) -> Placemen
         shared = len(range(index, ranks, count)) > 1
     if ranks > 1 and (shared or ranks > len(facts.gpus)):
         notices.append(f"{ranks} ranks share {whom}")
-    return Placement(Device.CUDA, index, shared, "; ".join(notices), facts)
+    return Placement(Device.CUDA, index, shared, notice="; ".join(notices), facts=facts)
 
 
 def alike(placements: Sequence[Placement], own: Placement) -> Placement:
@@ -199,6 +204,41 @@ def alike(placements: Sequence[Placement], own: Placement) -> Placement:
     why = "" if facts is None else obstacle(facts)
     notice = f"rank {without[0]} cannot use CUDA: {why}; the CPU computes on all ranks"
     return Placement(Device.CPU, notice=notice, facts=own.facts)
+
+
+def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Placement:
+    """Returns a rank's placement with the way of its tensors to other ranks, the same on all.
+
+    Args:
+        wanted: `nccl`; `mpi` or `threads`, through the host; or `auto`, which is NCCL where it can
+            be used.
+        placements: Of all ranks of the world, on one kind of device.
+        own: The rank's.
+
+    Raises:
+        LaunchError: `nccl` where it cannot be used; says why.
+    """
+    why = ""
+    for number, placement in enumerate(placements):
+        facts = placement.facts
+        if placement.device is Device.CPU:
+            why = "the ranks compute on the CPU"
+        elif facts is not None and not facts.nccl:
+            why = facts.nccl_error
+        elif placement.shared and os.environ.get(SHARES) != "1":
+            why = (
+                f"rank {number} shares its GPU with another, which NCCL allows with {SHARES}=1 only"
+            )
+        if why:
+            break
+    if wanted == NCCL and why:
+        raise LaunchError(f"transport nccl: {why}")
+    if wanted == NCCL or (wanted == "auto" and not why and len(placements) > 1):
+        return replace(own, transport=NCCL)
+    if wanted == "auto" and own.device is Device.CUDA and why:
+        told = f"NCCL is not used, and tensors travel through the host: {why}"
+        return replace(own, notice="; ".join(filter(None, (own.notice, told))))
+    return own
 
 
 def describe(facts: Facts) -> list[str]:
@@ -332,16 +372,19 @@ def placed(rank: Any, wanted: str) -> Placement:
     check_wanted(wanted)
     if wanted == "cpu":
         return ON_CPU
-    if wanted == "auto" and rank.placement is not None:
-        found: Placement = rank.placement
-        return found
+    known: Placement | None = rank.placement
+    if known is not None and (wanted == "auto" or known.device is Device.CUDA):
+        index = check_wanted(wanted)
+        if index is not None and index != known.index:
+            raise LaunchError(f"device {wanted}: the rank computes on GPU {known.index} already")
+        return known
     place, ranks = (os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{n}", "") for n in ("RANK", "SIZE"))
     if rank.world.comm is None or not place.isdecimal() or not ranks.isdecimal():
         return choose(wanted, machine(), rank.index, rank.world.size)
     return choose(wanted, machine(), int(place), int(ranks))
 
 
-def gather(rank: Any, wanted: str) -> Placement:
+def gather(rank: Any, wanted: str, transport: str = "auto") -> Placement:
     """Returns where a rank computes, having looked where that is needed. All ranks must call it.
 
     Machines are looked at once, by one rank, which tells the others that see the same GPUs.
@@ -349,16 +392,18 @@ def gather(rank: Any, wanted: str) -> Placement:
     Args:
         rank: The `onnxpar_runtime.collectives.Rank`.
         wanted: As `choose`.
+        transport: As `route`.
 
     Raises:
-        LaunchError: As `choose`, on all ranks.
+        LaunchError: As `choose` and `route`, on all ranks.
     """
     check_wanted(wanted)
     world = rank.world
     if wanted == "cpu":
-        return ON_CPU
+        return route(transport, [ON_CPU], ON_CPU)
     if world.comm is None:
-        return _told(choose(wanted, machine(), rank.index, world.size), rank.index == 0)
+        alone = choose(wanted, machine(), rank.index, world.size)
+        return _told(route(transport, [alone], alone), rank.index == 0)
     from mpi4py import MPI  # it is loaded: the world was made with it
 
     local = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -380,8 +425,14 @@ def gather(rank: Any, wanted: str) -> Placement:
         error = LaunchError(f"rank {number}: {text}" if several else text)
         error.agreed = True
         raise error
-    placement = alike([p for p, _ in answers], placement)
-    return _told(placement, rank.index == 0 or (place == 0 and bool(placement.notice)))
+    placements = [found for found, _ in answers]
+    common = alike(placements, placement)
+    if common is not placement or common.device is Device.CPU:
+        placements = [common]
+    return _told(
+        route(transport, placements, common),
+        rank.index == 0 or (place == 0 and bool(placement.notice)),
+    )
 
 
 def _seen(local: Any) -> tuple[Facts, int, int]:

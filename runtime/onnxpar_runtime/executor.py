@@ -132,6 +132,8 @@ class Loader:
         self.memory: LiveBytes | None = None
         self._measured = measured
         placement = placed(rank, device)
+        if placement is not rank.placement and placement.device is Device.CUDA:
+            rank.place(placement)
         self.device, self.index = placement.device, placement.index
         if measured and self.device is not Device.CPU:
             raise LaunchError(f"memory is measured with device cpu only, got {self.device.value}")
@@ -210,6 +212,8 @@ class Loader:
                 self.queue.synchronize()
             except CudaError as error:
                 raise RankError(self.rank.index, str(error)) from error
+            # What was enqueued ends also where ranks were aborted, and leaves anything.
+            self.rank.check_device()
 
     def close(self) -> None:
         """Gives the device back. No session may run."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import which
 
+from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import check_wanted, gather
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
 from onnxpar_runtime.logs import PACKAGE
 
 log = logging.getLogger(f"{PACKAGE}.launch")
-TRANSPORTS = ("auto", "mpi", "threads")
+TRANSPORTS = ("auto", "mpi", "nccl", "threads")
 # Open MPI's mpirun, and the process managers of MPICH's family.
 _RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _INTERRUPTED = 130
@@ -46,8 +47,9 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     """Returns this process's rank, placed on a device. Every rank must call it.
 
     Args:
-        transport: `mpi`; `threads`, a world of this one rank; or `auto`, which is `mpi` under
-            mpirun and `threads` elsewhere.
+        transport: `mpi`; `nccl`, by which tensors on GPUs travel from GPU to GPU, and all else as
+            with `mpi`; `threads`, a world of this one rank; or `auto`, which is `threads` outside
+            mpirun, `nccl` where each rank has a GPU and NCCL can be loaded, and else `mpi`.
         device: `cpu`; `cuda`, a GPU for each rank of a machine, or shared where there are fewer;
             `cuda:NUMBER`, this GPU; or `auto`, which is `cuda` where all ranks can use it, and
             `cpu` elsewhere. Sessions and trainers of the rank compute there.
@@ -58,14 +60,14 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     check_wanted(device)
     if transport not in TRANSPORTS:
         raise LaunchError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
-    if transport == "auto":
-        transport = "threads" if mpirun_place() is None else "mpi"
+    alone = transport == "threads" or (transport == "auto" and mpirun_place() is None)
     try:
-        world = World.threads(1) if transport == "threads" else World.mpi()
+        world = World.threads(1) if alone else World.mpi()
     except ImportError as error:
         raise LaunchError(f"MPI cannot be used: {error}") from None
     rank = world.rank(world.local_ranks[0])
-    rank.placement = gather(rank, device)
+    placement = gather(rank, device, transport)
+    together(rank, lambda: rank.place(placement))
     return rank
 
 

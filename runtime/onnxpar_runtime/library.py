@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.probe import nccl_file
 
 Signatures = Mapping[str, tuple[Any, list[Any]]]
 """Type of the result and of the arguments of functions, by name."""
@@ -152,6 +151,16 @@ def mpi_library(version: str) -> Path:
     return path
 
 
+def _nccl_file() -> str:
+    """Returns what to open for NCCL: the wheel's library where it is installed, else its name."""
+    name = "libnccl.so.2"
+    for folder in sys.path:
+        path = Path(folder or ".") / "nvidia" / "nccl" / "lib" / name
+        if path.is_file():
+            return str(path)
+    return name
+
+
 def nccl_library() -> tuple[str, int]:
     """Returns NCCL's library, of its wheel or the system's, and its version.
 
@@ -160,7 +169,7 @@ def nccl_library() -> tuple[str, int]:
     Raises:
         LaunchError: There is none, or it is too old; the message says what brings it.
     """
-    file = nccl_file()
+    file = _nccl_file()
     library = load_library()
     version: int = library.onnxpar_nccl_version(file.encode())
     if version == 0:

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ import onnx.parser
 import onnxruntime
 
 from onnxpar_runtime.devices import CUDA, DRIVER, EXTRA, built_for, installed, no_driver
+from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.library import nccl_library
 
 _NAME_BYTES = 256
 # What libonnxruntime_providers_cuda.so is linked with, and what it opens when it needs it.
@@ -97,24 +98,11 @@ def _loads(name: str) -> bool:
     return True
 
 
-def nccl_file() -> str:
-    """Returns what to open for NCCL: the wheel's library where it is installed, else its name."""
-    for folder in sys.path:
-        path = Path(folder or ".") / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-        if path.is_file():
-            return str(path)
-    return "libnccl.so.2"
-
-
 def _nccl() -> dict[str, Any]:
     try:
-        library = ctypes.CDLL(nccl_file(), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        return {"nccl_error": f"NCCL cannot be loaded ({error}): {EXTRA}"}
-    version = ctypes.c_int()
-    if library.ncclGetVersion(ctypes.byref(version)) != 0:
-        return {"nccl_error": "NCCL does not tell its version"}
-    return {"nccl": version.value}
+        return {"nccl": nccl_library()[1]}
+    except LaunchError as error:
+        return {"nccl_error": str(error)}
 
 
 def _session_error(gpu: int) -> str:

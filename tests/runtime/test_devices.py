@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from onnxpar_runtime.devices import (
     describe,
     placed,
     read_facts,
+    route,
 )
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import init
@@ -99,7 +101,7 @@ def test_ranks_take_the_gpus_in_turn(
     wanted: str, place: int, ranks: int, index: int, shared: bool, notice: str
 ) -> None:
     found = choose(wanted, GOOD, place, ranks)
-    assert found == Placement(Device.CUDA, index, shared, notice, GOOD)
+    assert found == Placement(Device.CUDA, index, shared, "staged", notice, GOOD)
 
 
 def test_libraries_that_only_some_operators_need_are_told() -> None:
@@ -111,7 +113,7 @@ def test_libraries_that_only_some_operators_need_are_told() -> None:
 
 
 def test_a_gpu_by_its_number() -> None:
-    assert choose("cuda:1", GOOD, 0, 1) == Placement(Device.CUDA, 1, False, "", GOOD)
+    assert choose("cuda:1", GOOD, 0, 1) == Placement(Device.CUDA, 1, False, "staged", "", GOOD)
     shared = choose("cuda:1", GOOD, 2, 3)
     assert (shared.index, shared.shared) == (1, True)
     assert shared.notice == "3 ranks share GPU 1 (NVIDIA H100)"
@@ -184,10 +186,58 @@ def test_a_probe_that_dies_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_rank_computes_where_it_was_placed() -> None:
     with World.threads(2) as world:
-        rank = world.rank(1)
-        rank.placement = choose("auto", GOOD, 1, 2)
-        assert placed(rank, "auto") == rank.placement
+        rank, gpu = world.rank(1), choose("auto", GOOD, 1, 2)
+        world.placements[1] = gpu  # as `place` does once the GPU is open
+        assert world.rank(1).placement == rank.placement == gpu
+        assert [placed(rank, wanted) for wanted in ("auto", "cuda", "cuda:1")] == [gpu] * 3
         assert placed(rank, "cpu") == ON_CPU
+        with pytest.raises(LaunchError, match="device cuda:0: the rank computes on GPU 1 already"):
+            placed(rank, "cuda:0")
+        world.rank(0).place(ON_CPU)
+        assert placed(world.rank(0), "auto") == ON_CPU
+
+
+ROUTES = [
+    # wanted, ranks on two GPUs, what is otherwise, may share; the way, and what is said
+    ("auto", 2, {}, False, "nccl", ""),
+    ("nccl", 2, {}, False, "nccl", ""),
+    ("mpi", 2, {}, False, "staged", ""),
+    ("threads", 1, {}, False, "staged", ""),
+    ("auto", 1, {}, False, "staged", ""),
+    ("nccl", 1, {}, False, "nccl", ""),
+    ("auto", 2, {"nccl": 0, "nccl_error": "no NCCL"}, False, "staged", "through the host: no NCCL"),
+    ("nccl", 2, {"nccl": 0, "nccl_error": "no NCCL"}, False, "", "transport nccl: no NCCL"),
+    ("auto", 3, {}, False, "staged", "rank 0 shares its GPU with another"),
+    ("nccl", 3, {}, False, "", "transport nccl: rank 0 shares its GPU .*_ENABLE=1 only"),
+    ("auto", 3, {}, True, "nccl", ""),
+    ("nccl", 3, {}, True, "nccl", ""),
+    ("mpi", 3, {}, True, "staged", ""),
+    ("auto", 2, BAD["driver"][0], False, "staged", ""),
+    ("nccl", 2, BAD["driver"][0], False, "", "transport nccl: the ranks compute on the CPU"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "ranks", "changes", "may", "way", "said"), ROUTES)
+def test_the_way_of_tensors_between_ranks(
+    wanted: str,
+    ranks: int,
+    changes: dict[str, Any],
+    may: bool,
+    way: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1" if may else "0")
+    placements = [choose("auto", replace(GOOD, **changes), r, ranks) for r in range(ranks)]
+    if not way:
+        with pytest.raises(LaunchError, match=said):
+            route(wanted, placements, placements[-1])
+        return
+    found = [route(wanted, placements, own) for own in placements]
+    assert {p.transport for p in found} == {way}
+    for before, after in zip(placements, found, strict=True):
+        new = after.notice.removeprefix(before.notice)
+        assert said in new if said else not new
 
 
 def test_description() -> None:
