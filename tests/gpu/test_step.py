@@ -72,6 +72,15 @@ def test_a_batch_goes_to_the_gpu_once_and_ahead(log: Log) -> None:
     assert ("HtoD", BATCH_BYTES, LEGACY, "waits") not in log.copies
 
 
+def test_nothing_else_goes_between_host_and_gpu_in_a_step(log: Log) -> None:
+    sizes = {
+        size
+        for (direction, size, _, _), count in log.copies.items()
+        if direction in ("HtoD", "DtoH") and count >= STEPS
+    }
+    assert sizes == {BATCH_BYTES, ROWS * 8}  # images and classes
+
+
 def test_the_loss_comes_back_only_where_it_is_told(log: Log) -> None:
     # Loss and norm of the steps 4, 8 and 12.
     assert log.copies["DtoH", 4, LEGACY, "waits"] == 2 * STEPS // 4

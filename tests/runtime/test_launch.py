@@ -33,7 +33,7 @@ def test_init_outside_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = init()
     assert (rank.index, rank.world.size) == (0, 1)
     rank.world.close()
-    with pytest.raises(LaunchError, match="expected one of auto, mpi, threads, got 'tcp'"):
+    with pytest.raises(LaunchError, match="expected one of auto, mpi, nccl, threads, got 'tcp'"):
         init("tcp")
 
 
