@@ -1,9 +1,10 @@
 """What a device computes, holds and sends: the numbers that the cost model multiplies with.
 
 The link model is latency plus size over bandwidth (Hockney 1994), with the steps and bytes of ring
-algorithms (Thakur, Rabenseifner & Gropp 2005); the device model is the roofline (Williams, Waterman
-& Patterson 2009): an operator takes as long as its arithmetic or its memory traffic, whichever is
-more, and a fixed time to be started.
+algorithms (Thakur, Rabenseifner & Gropp 2005), and the time by which the last rank comes late after
+computing (process skew: Hoefler, Schneider & Lumsdaine 2010); the device model is the roofline
+(Williams, Waterman & Patterson 2009): an operator takes as long as its arithmetic or its memory
+traffic, whichever is more, and a fixed time to be started.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,14 @@ class Link:
         devices: Devices of the block, numbered consecutively; 0 means all that there are.
         bandwidth: Bytes per second that one device sends while all do.
         latency: Seconds that one step of a collective takes however little it sends.
+        wait: Seconds that ranks wait for the last one of them when they meet after computing. It is
+            paid once where one collective follows another.
     """
 
     devices: int
     bandwidth: float
     latency: float
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)

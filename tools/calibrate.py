@@ -5,7 +5,9 @@
 
 Start it as the program itself will be started: as many ranks, bound to the same cores, on the same
 machines. All ranks measure at the same time, so what they share (memory, caches, cores) is shared
-here too; each number is that of the slowest rank, from the least of several rounds.
+here too; each number is the least of several rounds, of each the time of the slowest rank. A round
+is long against the time for which a core is given to one process: of ranks that share a core, each
+would otherwise seem to have all of it.
 
 - flops: a chain of MatMuls of 512 × 512 in onnxruntime, for each type that it has kernels of.
 - bandwidth: a chain of additions of vectors that no cache holds; two are read and one is written.
@@ -13,6 +15,9 @@ here too; each number is that of the slowest rank, from the least of several rou
 - links: AllReduce and AllGather of the runtime, in a session, of 1 KiB and of 4 MiB. A block of K
   neighbours (`--block K`, K a divisor of the ranks, may be repeated) has a link of its own: the
   ranks of one host, of one socket. The last link is that of all ranks.
+  Its wait is what a small AllReduce adds to a millisecond of computing, besides its latency (the
+  median of pairs of rounds): the time by which the last rank comes late, most of all where ranks
+  share cores.
 - memory: what the host has, divided by the ranks on it, unless `--memory` says it.
 
 Latency and bandwidth are those of the cost model: a collective of n ranks takes as many rounds of
@@ -25,8 +30,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log, log2
+from math import ceil, exp, log, log2
 from pathlib import Path
+from statistics import median
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -48,6 +54,9 @@ TYPES = {
 VECTOR = 1 << 23  # elements: 32 MiB
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 FEWEST = 5  # rounds
+ROUND = 0.06  # seconds; a process keeps a core for some milliseconds
+SEGMENT = 1e-3  # seconds of computing between two collectives
+TILE, SEGMENTS = 256, 16  # products of so many rows and columns; stretches of computing in a run
 
 
 @dataclass(frozen=True)
@@ -77,17 +86,35 @@ class Bench:
         return float(self.rank.all_reduce(np.array([value]), op="max")[0])
 
     def least(self, run: Callable[[], object]) -> float:
-        """Seconds of the quickest run of the slowest rank."""
-        run()
-        best = float("inf")
-        started, rounds = monotonic(), 0
-        # All make the same number of rounds, or a collective would wait for ever.
-        while self.agreed(float(rounds < FEWEST or monotonic() - started < self.seconds)):
-            begin = perf_counter()
+        """Seconds of a run of the slowest rank in the quickest round."""
+        return min(times[0] for times in self._rounds(run))
+
+    def more(self, run: Callable[[], object], base: Callable[[], object]) -> float:
+        """Seconds that a run takes more than another; the median of rounds that have both."""
+        return median(longer - shorter for longer, shorter in self._rounds(run, base))
+
+    def _rounds(self, *runs: Callable[[], object]) -> list[list[float]]:
+        """Seconds of a run of the slowest rank: of each, in each round."""
+        for run in runs:
             run()
-            best = min(best, perf_counter() - begin)
-            rounds += 1
-        return self.agreed(best)
+        begin = perf_counter()
+        for run in runs:
+            run()
+        once = self.agreed(perf_counter() - begin) / len(runs)
+        count = ceil(ROUND / max(once, 1e-9))
+        rounds: list[list[float]] = []
+        started = monotonic()
+        # All make the same number of rounds, or a collective would wait for ever.
+        while self.agreed(float(len(rounds) < FEWEST or monotonic() - started < self.seconds)):
+            rounds.append([self._seconds(run, count) for run in runs])
+        return rounds
+
+    def _seconds(self, run: Callable[[], object], count: int) -> float:
+        self.agreed(0.0)
+        begin = perf_counter()
+        for _ in range(count):
+            run()
+        return self.agreed(perf_counter() - begin) / count
 
 
 def flops(bench: Bench, dtype: str) -> float | None:
@@ -134,10 +161,15 @@ def overhead(bench: Bench) -> float:
     return max(chain(many) - chain(few), 0.0) / (many - few)
 
 
+def neighbours(bench: Bench, block: int) -> str:
+    """The ranks of this rank's block, as an attribute lists them."""
+    first = bench.rank.index // block * block
+    return ", ".join(str(r) for r in range(first, first + block))
+
+
 def collective(bench: Bench, kind: str, block: int, size: int) -> float:
     """Seconds of one collective among `block` neighbours; every rank holds `size` bytes."""
-    first = bench.rank.index // block * block
-    group = ", ".join(str(r) for r in range(first, first + block))
+    group = neighbours(bench, block)
     links = max(4, min(100, (1 << 22) // size))
     if kind == "AllReduce":
         call, shape = f"AllReduce <group = [{group}]>", "float[n]"
@@ -153,8 +185,34 @@ def collective(bench: Bench, kind: str, block: int, size: int) -> float:
     return bench.least(lambda: session.run(None, feeds)) / links
 
 
+def late(bench: Bench, block: int) -> float:
+    """Seconds that a small AllReduce among `block` neighbours adds to a stretch of computing."""
+    group, shape = neighbours(bench, block), f"float[{TILE},{TILE}]"
+    feeds = {"a": np.zeros((TILE, TILE), np.float32), "w": np.eye(TILE, dtype=np.float32)}
+
+    def chain(products: int, *, meet: bool) -> Callable[[], object]:
+        nodes, last = [], "a"
+        for i in range(SEGMENTS):
+            for j in range(products):
+                nodes.append(f"p{i}_{j} = MatMul({last}, w)")
+                last = f"p{i}_{j}"
+            nodes.append(f"s{i} = ReduceSum <keepdims = 0> ({last})")
+            if meet:
+                token = f", t{i - 1}" if i else ""
+                nodes.append(f"r{i}, t{i} = onnxpar.AllReduce <group = [{group}]> (s{i}{token})")
+            nodes.append(f"b{i} = Add({last}, {'r' if meet else 's'}{i})")
+            last = f"b{i}"
+        text = f"g ({shape} a, {shape} w) => ({shape} {last}) {{ {' '.join(nodes)} }}"
+        session = bench.session(text)
+        return lambda: session.run(None, feeds)
+
+    one = bench.least(chain(1, meet=False)) / SEGMENTS
+    products = max(round(SEGMENT / one), 1)
+    return bench.more(chain(products, meet=True), chain(products, meet=False)) / SEGMENTS
+
+
 def link(bench: Bench, block: int) -> dict[str, float]:
-    """Latency and bandwidth that explain AllReduce and AllGather among `block` neighbours."""
+    """Latency, bandwidth and wait that explain collectives among `block` neighbours."""
     latencies, bandwidths = [], []
     for kind, rounds, sent in (
         ("AllReduce", 2.0, 2 * (block - 1) / block),
@@ -164,7 +222,9 @@ def link(bench: Bench, block: int) -> dict[str, float]:
         slope = max(large - small, 1e-12) / (LARGE - SMALL)
         latencies.append(max(small - slope * SMALL, 1e-9) / (rounds * log2(block)))
         bandwidths.append(sent / slope)
-    return {"bandwidth": _mean(bandwidths), "latency": _mean(latencies)}
+    latency = _mean(latencies)
+    wait = max(late(bench, block) - 2 * log2(block) * latency, 0.0)
+    return {"bandwidth": _mean(bandwidths), "latency": latency, "wait": wait}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -233,7 +293,7 @@ def main() -> int:
 
     def body() -> int:
         memory = host_memory(rank) if given is None else given
-        measurements = len(TYPES) + 3 + 4 * (len(blocks) + (size > 1))
+        measurements = len(TYPES) + 3 + 6 * (len(blocks) + (size > 1))
         threads = arguments.threads or threads_per_rank(size, len(rank.world.local_ranks))
         bench = Bench(rank, threads, arguments.seconds / measurements)
         data = measure(bench, blocks, memory, arguments.name)

@@ -4,7 +4,7 @@ Costs are taken at one size of every symbol: the user's, else `Symbol.typical`. 
 a sum, operators and collectives one after another, which is how one stream runs them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log2, prod
 
@@ -23,7 +23,11 @@ from onnxpar.symbols import Dim, SymbolTable
 _NUMBERS = SymbolTable({})
 _ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 _ORDER = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather")
-_WHOLE = (-1, -1)
+_Slot = tuple[int, int]
+_WHOLE: _Slot = (-1, -1)
+_LOCAL_FORM = 3
+"""How many more times a local form with statistics reads and writes its data than the kernel that
+it stands for: softmax and normalisations read it for two statistics, and write it after each."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,21 @@ class Work:
         flops: Arithmetic operations.
         traffic: Bytes read and written.
         seconds: How long that takes.
-        special: Seconds of the collectives inside the node's own local form.
+        special: Seconds of the collectives inside the node's own local form, and of waiting there.
     """
 
     flops: float
     traffic: float
     seconds: float
     special: float
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """Seconds in which data moves, and those before in which ranks wait for one another."""
+
+    seconds: float
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class CostModel:
         default_factory=dict, compare=False, repr=False
     )
     _works: dict[tuple[object, ...], Work] = field(default_factory=dict, compare=False, repr=False)
-    _known: dict[tuple[Sharding, Sharding, int], float] = field(
+    _known: dict[tuple[Sharding, Sharding, int], _Moves] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -86,6 +98,13 @@ class CostModel:
             self._fixed[sharding] = Sharding(dims, sharding.partial, sharding.reduction)
         return self._fixed[sharding]
 
+    def _even(self, part: Component) -> bool:
+        return not part.atoms or self.table.divisible(part.size, self.mesh.count(part.atoms))
+
+    def _uneven(self, sharding: Sharding) -> set[int]:
+        """The dims that are padded."""
+        return {d for d, dim in enumerate(sharding.dims) if not all(map(self._even, dim))}
+
     def local_shape(self, sharding: Sharding) -> tuple[int, ...]:
         """Returns the shape of what one device holds, padding included."""
         if sharding not in self._shapes:
@@ -100,17 +119,41 @@ class CostModel:
     # -- communication ---------------------------------------------------------------------------
 
     def collective(self, kind: str, atoms: Atoms, moved: float) -> float:
-        """Returns the seconds of one collective in which every rank sends `moved` bytes."""
-        if kind == "slice" or not atoms:
+        """Returns the seconds of one collective in which every rank sends `moved` bytes.
+
+        All ranks of its group are there as it begins; `wait` says what it takes until they are.
+        """
+        if not atoms:
             return 0.0
         link = self.machine.link(self.mesh, atoms)
         rounds = _ROUNDS.get(kind, 1.0) * max(log2(self.mesh.count(atoms)), 1.0)
         return rounds * link.latency + moved / link.bandwidth
 
-    def reshard(self, source: Sharding, target: Sharding, itemsize: int) -> float:
+    def wait(self, atoms: Iterable[int]) -> float:
+        """Returns the seconds until all ranks that differ in `atoms` have met after computing."""
+        among = tuple(atoms)
+        return self.machine.link(self.mesh, among).wait if among else 0.0
+
+    def copying(self, size: float, operators: int = 1) -> float:
+        """Returns the seconds of operators that read and write `size` bytes each."""
+        one = 2 * size / self.machine.bandwidth + self.machine.overhead
+        return operators * one
+
+    def reshard(
+        self, source: Sharding, target: Sharding, itemsize: int, *, met: bool = False
+    ) -> float:
         """Returns the seconds to bring a value from one sharding into another.
 
         Infinity where that is impossible: the target waits for a reduction that is not pending.
+
+        Args:
+            source: How the value lies.
+            target: How it is wanted.
+            itemsize: Bytes of an element.
+            met: Whether the ranks come from another collective, not from computing.
+
+        A split of a symbol that is not proved even costs copies of what is padded. The search gives
+        shardings with numbers for symbols, which are even where the numbers are.
         """
         if source == target:
             return 0.0
@@ -118,23 +161,29 @@ class CostModel:
         if key not in self._known:
             here, there = self.fixed(source), self.fixed(target)
             if here == there:
-                seconds = 0.0
+                found = _Moves(0.0)
             elif not reachable(here, there):
-                seconds = float("inf")
+                found = _Moves(float("inf"))
             else:
-                seconds = sum(
-                    self._independent(a, b, itemsize)
+                uneven = self._uneven(source) | self._uneven(target)
+                moves = [
+                    self._independent(a, b, itemsize, uneven)
                     for a, b in legs(here, there, self.mesh, _NUMBERS)
-                )
-            self._known[key] = seconds
-        return self._known[key]
+                ]
+                found = _Moves(sum(m.seconds for m in moves), max(m.wait for m in moves))
+            self._known[key] = found
+        known = self._known[key]
+        return known.seconds if met else known.seconds + known.wait
 
-    def _independent(self, source: Sharding, target: Sharding, itemsize: int) -> float:
-        """Seconds of a move between equal components in which every atom changes by itself.
+    def _independent(
+        self, source: Sharding, target: Sharding, itemsize: int, uneven: Collection[int]
+    ) -> _Moves:
+        """A move between equal components in which every atom changes by itself.
 
         What makes the value smaller comes first, what makes it larger last: the order that the
         search over sequences of collectives finds, too. Atoms of one component that change their
-        order cost one exchange of everything.
+        order cost one exchange of everything. A dim that is padded is copied when it is cut or put
+        together.
         """
         gone: dict[int, tuple[int, int] | None] = dict.fromkeys(source.partial)
         come: dict[int, tuple[int, int] | None] = dict.fromkeys(target.partial)
@@ -146,7 +195,7 @@ class CostModel:
                 kept = [x for x in a.atoms if x in b.atoms]
                 if kept != [x for x in b.atoms if x in a.atoms]:
                     turned += kept
-        moves: dict[tuple[str, object, object], list[int]] = {}
+        moves: dict[tuple[str, _Slot | None, _Slot | None], list[int]] = {}
         for atom in sorted({*gone, *come}):
             was = gone.get(atom, _WHOLE)
             now = come.get(atom, _WHOLE)
@@ -160,17 +209,26 @@ class CostModel:
                 kind = "all_gather" if now == _WHOLE else "all_to_all"
             moves.setdefault((kind, was, now), []).append(atom)
         size = float(self.elements(source) * itemsize)
-        seconds = 0.0
-        for (kind, _, _), atoms in sorted(moves.items(), key=lambda m: _ORDER.index(m[0][0])):
+        seconds, meeting = 0.0, set(turned)
+        for (kind, was, now), atoms in sorted(moves.items(), key=lambda m: _ORDER.index(m[0][0])):
             count = self.mesh.count(atoms)
-            if kind in ("slice", "reduce_scatter"):
+            for slot in (was, now):
+                if slot is not None and slot[0] in uneven:
+                    seconds += self.copying(size * (count if kind == "all_gather" else 1))
+            if kind == "slice":
+                size /= count
+                seconds += self.copying(size)
+                continue
+            meeting.update(atoms)
+            if kind == "reduce_scatter":
                 moved, size = size * (count - 1) / count, size / count
             elif kind == "all_gather":
                 moved, size = size * (count - 1), size * count
             else:
                 moved = (2 if kind == "all_reduce" else 1) * size * (count - 1) / count
             seconds += self.collective(kind, tuple(atoms), moved)
-        return seconds + (self.collective("permute", tuple(turned), size) if turned else 0.0)
+        seconds += self.collective("permute", tuple(turned), size)
+        return _Moves(seconds, self.wait(sorted(meeting)))
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -197,6 +255,46 @@ class CostModel:
             self._works[key] = self._work(rule, view, plan, count)
         return self._works[key]
 
+    def filling(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, trained: Iterable[int]
+    ) -> float:
+        """Returns the seconds in which the backward of a node sets padding.
+
+        The cotangent of an operand is a sum over the factors that the operand does not have. Where
+        one of them is split unevenly, padding is set to zero in what is summed: in the cotangent
+        of the output, and in the other operand unless the node only adds.
+
+        Args:
+            rule: Its rule.
+            view: What its rule saw.
+            plan: How it is divided.
+            trained: The operands whose cotangents are made.
+        """
+        uneven = {f for f, parts in plan.factors.items() if not all(map(self._even, parts))}
+        if not uneven:
+            return 0.0
+        held = [{f for names in o.dims for f in names} for o in rule.inputs]
+        made = max((self._size(s, v) for s, v in zip(plan.outputs, view.node.outputs, strict=True)))
+        seconds = 0.0
+        for operand in trained:
+            summed = uneven - held[operand]
+            if not summed:
+                continue
+            seconds += self.copying(made)
+            # A product lets each of its operands stay pending alone.
+            adds = any(len(group) > 1 and operand in group for _, group in rule.linear)
+            others = [
+                self._size(s, v)
+                for i, (s, v) in enumerate(zip(plan.inputs, view.node.inputs, strict=True))
+                if i != operand and s is not None and v is not None and summed & held[i]
+            ]
+            if others and not adds:
+                seconds += self.copying(max(others))
+        return seconds
+
+    def _size(self, sharding: Sharding, value: ir.Value) -> float:
+        return self.elements(sharding) * (value.dtype.itemsize if value.dtype is not None else 4)
+
     def _work(self, rule: OpRule, view: NodeView, plan: NodePlan, count: CostFn | None) -> Work:
         local = {
             name: self._local(size, plan, name) for name, size in factor_sizes(rule, view).items()
@@ -209,6 +307,10 @@ class CostModel:
         if seconds:
             seconds += self.machine.overhead
         special = self._special(rule, view, plan, local)
+        if special:
+            width = int(dtype.itemsize) if dtype is not None else 4
+            largest = max(map(self.elements, plan.outputs), default=0) * width
+            seconds += self.copying(largest, _LOCAL_FORM)
         return Work(counted.flops, counted.traffic, seconds, special)
 
     def _share(
@@ -266,5 +368,7 @@ class CostModel:
             count = self.mesh.count(atoms)
             held = any(name in names for o in rule.outputs for names in o.dims)
             moved = 2 * width * size / (max(local[name], 1) if held else 1) * (count - 1) / count
+            # The second follows soon after the first: ranks that have met still nearly do.
             seconds += 2 * self.collective("all_reduce", tuple(sorted(atoms)), moved)
+            seconds += self.wait(atoms)
         return seconds

@@ -24,6 +24,7 @@ class NodePrice:
     Attributes:
         name: Its name.
         work: Its arithmetic and memory traffic.
+        filling: Seconds in which the padding of its operands is set that it would read.
         moving: Seconds in which its operands are brought to where it wants them, and its outputs
             to where the user wants them.
         local: The shapes of its results on a device.
@@ -32,6 +33,7 @@ class NodePrice:
 
     name: str
     work: Work
+    filling: float
     moving: float
     local: tuple[tuple[int, ...], ...]
     made: int
@@ -39,7 +41,12 @@ class NodePrice:
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.work.seconds + self.work.special + self.moving
+        return self.computing + self.work.special + self.moving
+
+    @property
+    def computing(self) -> float:
+        """What is no communication."""
+        return self.work.seconds + self.filling
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Price:
     @property
     def computing(self) -> float:
         """Seconds of computing."""
-        return self.updating + sum(node.work.seconds for node in self.nodes)
+        return self.updating + sum(node.computing for node in self.nodes)
 
     @property
     def communicating(self) -> float:
@@ -156,7 +163,7 @@ class _Pricing:
     def _node(self, node: ir.Node) -> NodePrice:
         name = node.name or ""
         rule, view, chosen = self.rules.rules[name], self.rules.views[name], self.plan.nodes[name]
-        moving = 0.0
+        filling = moving = 0.0
         reads: list[str] = []
         for index, value in enumerate(node.inputs):
             want = chosen.inputs[index] if index < len(chosen.inputs) else None
@@ -167,7 +174,9 @@ class _Pricing:
                 continue
             seconds, version = self._brought(source, want)
             moving += seconds
-            reads.append(self._masked(version, source, want, index, chosen))
+            spent, filled = self._masked(version, source, want, index, chosen)
+            filling += spent
+            reads.append(filled)
         shapes = [self._shape(s) for s in chosen.outputs]
         for value in node.outputs:
             self._typed(value)
@@ -197,7 +206,7 @@ class _Pricing:
             if wanted is not None and wanted != out:
                 moving += self._hidden(key) * self._brought(key, wanted)[0]
         work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
-        return NodePrice(name, work, moving, tuple(shapes), sum(sizes))
+        return NodePrice(name, work, filling, moving, tuple(shapes), sum(sizes))
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -232,20 +241,20 @@ class _Pricing:
 
     def _masked(
         self, version: str, name: str, sharding: Sharding, index: int, chosen: NodePlan
-    ) -> str:
-        """Returns the version of an operand in which padding that a reduction sees is set."""
+    ) -> tuple[float, str]:
+        """Seconds to set the padding that a reduction sees, and the version of the operand then."""
         if name in self.outside or not any(
             chosen.rule.kinds[factor] in IDENTITY
             and any(factor in names for names in chosen.rule.inputs[index].dims)
             and not self._even(parts)
             for factor, parts in chosen.factors.items()
         ):
-            return version
+            return 0.0, version
         size = self._bytes(sharding, self.itemsizes[name])
         masked = f"{version} for {len(self.steps)}"
         # A choice by a mask: what is chosen from is spread out first.
         self.steps.append(Step(f"{name} masked", (version,), (Made(masked, size),), size))
-        return masked
+        return self.cost.copying(size), masked
 
     def _even(self, parts: Iterable[Component]) -> bool:
         mesh, table = self.plan.mesh, self.cost.table
@@ -266,12 +275,16 @@ class _Pricing:
             if name not in self.made:
                 continue
             seconds += self._brought(name, leaving)[0]
+        meeting: set[int] = set()
         for name, output in self.shards.gradients.items():
             leaves, shard = self.plan.outputs[output], self.shards.moment(name)
             itemsize = self.itemsizes[name]
-            seconds += self._hidden(output) * self.cost.reshard(leaves, shard, itemsize)
-            seconds += self.cost.reshard(shard, self.shards.parameter(name), itemsize)
-        return seconds
+            reduced = self.cost.reshard(leaves, shard, itemsize, met=True)
+            seconds += self._hidden(output) * reduced
+            seconds += self.cost.reshard(shard, self.shards.parameter(name), itemsize, met=True)
+            meeting.update(leaves.partial)
+        # All of them are reduced one after another at the end of a step.
+        return seconds + (1 - self.cost.machine.overlap) * self.cost.wait(sorted(meeting))
 
     def _hidden(self, output: str) -> float:
         """The share of a value's reshard that the backward pass does not hide."""

@@ -289,7 +289,7 @@ def _print(planned: Planned, console: Console) -> None:
     columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
     layers = Table(*columns, title=None)
     for name, strategy, nodes in _layers(best, planned.plan):
-        computing = sum(n.work.seconds for n in nodes)
+        computing = sum(n.computing for n in nodes)
         moving = sum(n.work.special + n.moving for n in nodes)
         layers.add_row(
             escape(name),

@@ -19,6 +19,7 @@ class _LinkFile(BaseModel):
     devices: Annotated[int, Field(ge=1)] | None = None
     bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    wait: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class _MachineFile(BaseModel):
@@ -68,6 +69,6 @@ def load_machine(text: str) -> Machine:
         found.bandwidth,
         found.memory,
         found.overhead,
-        tuple(Link(link.devices or 0, link.bandwidth, link.latency) for link in found.links),
+        tuple(Link(k.devices or 0, k.bandwidth, k.latency, k.wait) for k in found.links),
         found.overlap,
     )

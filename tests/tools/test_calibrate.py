@@ -30,6 +30,7 @@ def test_what_it_writes_is_read(ranks: int, blocks: tuple[int, ...], tmp_path: P
     for link in machine.links:
         assert 1e6 < link.bandwidth < 1e12
         assert 0 < link.latency < 1
+        assert 0 <= link.wait < 1
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,10 @@ class _Builder:
     sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
-    _units: dict[tuple[int, bool], tuple[Table, Table]] = field(default_factory=dict)
+    _varying: set[str] = field(default_factory=set)
+    _units: dict[tuple[int, bool, tuple[int, ...]], tuple[Table, Table]] = field(
+        default_factory=dict
+    )
     _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
     _once: dict[
         tuple[int, int, bool, bool, int],
@@ -170,7 +173,8 @@ class _Builder:
     # -- nodes -----------------------------------------------------------------------------------
 
     def _unit(self, item: Item, found: tuple[Option, ...]) -> tuple[Table, Table]:
-        key = (id(found), item.trained)
+        trained = self._trained(item)
+        key = (id(found), item.trained, trained)
         if key not in self._units:
             seconds, memory = np.zeros(len(found)), np.zeros(len(found))
             for i, option in enumerate(found):
@@ -181,6 +185,7 @@ class _Builder:
                     self.weights.communication * (2 if item.trained else 1) * work.special
                 )
                 if item.trained:
+                    seconds[i] += self.cost.filling(item.rule, item.view, option.plan, trained)
                     memory[i] = sum(
                         self.cost.elements(s) * int(v.dtype.itemsize)
                         for s, v in zip(option.plan.outputs, item.view.node.outputs, strict=True)
@@ -188,6 +193,13 @@ class _Builder:
                     )
             self._units[key] = seconds, memory
         return self._units[key]
+
+    def _trained(self, item: Item) -> tuple[int, ...]:
+        """The operands of a node that a cotangent comes back along."""
+        if not self._varying:
+            self._varying.update(v.name for v in self.flow.values if v.trained)
+        names = ("" if v is None else v.name or "" for v in item.view.node.inputs)
+        return tuple(i for i, name in enumerate(names) if name in self._varying)
 
     # -- how values are wanted -------------------------------------------------------------------
 
@@ -234,13 +246,13 @@ class _Builder:
             self._moves[key] = self.weights.communication * seconds + back
         return self._moves[key]
 
-    def _back(self, source: Sharding, usage: _Usage, value: Value) -> float:
+    def _back(self, source: Sharding, usage: _Usage, value: Value, *, met: bool = False) -> float:
         if not value.trained:
             return 0.0
         held = {*usage.target.split_atoms, *usage.target.partial}
         pending = [a for a in usage.pending if a not in held]
         there = usage.target.with_partial(pending)
-        seconds = self.cost.reshard(there, source.with_partial(()), value.itemsize)
+        seconds = self.cost.reshard(there, source.with_partial(()), value.itemsize, met=met)
         return self.weights.communication * seconds
 
     # -- parameters and inputs -------------------------------------------------------------------
@@ -328,13 +340,13 @@ class _Builder:
                 parallel = self.weights.parallel
                 atoms = parallel.shared(size, usage.pending, self.cost.mesh)
                 memory[i] = parallel.kept(size, self.cost.mesh.count(atoms), MOMENTS)
-                reduction = self._back(layout, usage, value)
+                # All gradients are reduced together, so that ranks meet once for all of them.
+                reduction = self._back(layout, usage, value, met=True)
                 if parallel.level >= PARAMETERS:
                     # What is gathered once after the step below that level is gathered twice in it.
                     part = size / self.cost.mesh.count(atoms)
-                    seconds[i] = self.weights.communication * self.cost.collective(
-                        "all_gather", atoms, size - part
-                    )
+                    gathered = self.cost.collective("all_gather", atoms, size - part)
+                    seconds[i] = self.weights.communication * (gathered + self.cost.wait(atoms))
                 update = _UPDATE_PASSES * size / self.cost.mesh.count(atoms) / machine.bandwidth
                 once = (1 - machine.overlap) * reduction + update
                 seconds[i] += once / self.weights.micro_batches

@@ -119,7 +119,9 @@ def case(seed: int) -> Case | None:
     analysed = analyse(ir.from_proto(program(seed, draw.randint(2, 4))), {})
     mesh = Mesh.of(draw.choice([{"x": 2}, {"x": 4}, {"x": 3}, {"x": 2, "y": 2}]))
     # From links that everything is cheap over to links that nothing should be moved over.
-    link = Link(0, 10 ** draw.uniform(7, 10), 10 ** draw.uniform(-9, -6))
+    link = Link(
+        0, 10 ** draw.uniform(7, 10), 10 ** draw.uniform(-9, -6), 10 ** draw.uniform(-9, -6)
+    )
     rate = 10 ** draw.uniform(8, 10)
     machine = Machine("random", {"float32": rate, "float64": rate / 2}, 1e9, 1 << 40, 1e-9, (link,))
     cost = CostModel(machine, mesh, analysed.env.table, SIZES)
