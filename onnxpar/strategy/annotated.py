@@ -40,6 +40,7 @@ from onnxpar.strategy.annotation import (
     TensorSpec,
 )
 from onnxpar.strategy.names import nearest
+from onnxpar.strategy.outputs import check_sizes
 from onnxpar.strategy.replaced import Replaced, bodies_by_results
 from onnxpar.symbols import Dim, as_dim, dim_str
 
@@ -351,9 +352,10 @@ class _Reader:
         except ShardingError as error:
             raise StrategyError(f"{item.title}: {error}") from None
         out: list[Sharding | None] = []
-        for name, sharding in zip(outputs, made, strict=True):
+        for index, (name, sharding) in enumerate(zip(outputs, made, strict=True)):
             want = item.tensors.get(name)
             if want is not None:
+                check_sizes(view, index, want, mesh, f"{item.title}: tensor {name!r}")
                 want = want.canonical(mesh, self.env.table)
             out.append(None if want == sharding else want)
             if want is None and sharding.partial:

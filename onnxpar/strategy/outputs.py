@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from onnxpar.analysis.plan import factor_sizes, operand_sharding, project
-from onnxpar.errors import ShardingError
+from onnxpar.analysis.shapes import NodeView
+from onnxpar.errors import ShardingError, StrategyError
 from onnxpar.mesh import Atoms, Mesh
+from onnxpar.ops.fallback import readable
 from onnxpar.sharding import REDUCTIONS, DimSharding, Sharding
 from onnxpar.strategy.entry import TensorEntry
 from onnxpar.strategy.operands import (
@@ -16,7 +18,7 @@ from onnxpar.strategy.operands import (
     show,
     splits_of,
 )
-from onnxpar.symbols import Dim
+from onnxpar.symbols import Dim, dim_str
 
 Factors = Mapping[str, DimSharding]
 
@@ -32,7 +34,8 @@ def wanted(
 
     Raises:
         StrategyError: More entries than outputs, another rank than the output's, an axis that
-            splits two dims, or pieces that the node's devices cannot make.
+            splits two dims, pieces that the node's devices cannot make, or more than one of a dim
+            whose size depends on data.
     """
     outputs = site.view.node.outputs
     if len(entries) > len(outputs):
@@ -58,8 +61,31 @@ def wanted(
             sharding.validate(mesh, f"{tensor}, {show(entry)}")
         except ShardingError as error:
             raise site.fail(str(error)) from None
+        check_sizes(site.view, index, sharding, mesh, f"{site.title}: {tensor}")
         found.append(sharding)
     return tuple(found)
+
+
+def check_sizes(view: NodeView, index: int, sharding: Sharding, mesh: Mesh, what: str) -> None:
+    """Refuses to split a dim of an output whose size depends on data: no rank knows its part of it.
+
+    Args:
+        view: The node.
+        index: Which output.
+        sharding: How it is wanted.
+        mesh: The mesh.
+        what: Names the output, for the message.
+
+    Raises:
+        StrategyError: There is such a dim.
+    """
+    for dim, size in enumerate(view.out_shape(index)):
+        pieces = mesh.count(sharding.dim_atoms(dim))
+        if pieces > 1 and not readable(view, (size,)):
+            raise StrategyError(
+                f"{what}, dim {dim}: expected it whole, since its size {dim_str(size)} depends on "
+                f"data, got {pieces} pieces"
+            )
 
 
 def factors_from_outputs(

@@ -5,8 +5,10 @@ from pathlib import Path
 import onnx
 import onnx.parser
 import pytest
+from _annotated import saved, sharded
 
 from onnxpar import execute
+from onnxpar.errors import StrategyError
 from onnxpar.pipeline import shard
 
 X = "float[8, 16] x"
@@ -45,4 +47,30 @@ def test_the_result_lies_as_asked(tmp_path: Path, name: str) -> None:
     assert wanted is not None and wanted.strategy(found.plan.mesh)[0] == 4
     assert [c.op for c in found.builder.collectives] == ops
     for case in execute.verify(tmp_path / "out", model):
+        assert case.ok, case
+
+
+CHOSEN = """
+    <ir_version: 11, opset_import: ["" : 20]>
+    g (float[N, 4] x, bool[N] which) => (float[M, 4] y) {
+        [node] y = Compress<axis = 0>(x, which)
+    }
+"""
+
+
+@pytest.mark.parametrize("annotated", [False, True], ids=["strategy", "annotation"])
+def test_a_size_that_depends_on_data_is_not_split(tmp_path: Path, annotated: bool) -> None:
+    model, target = onnx.parser.parse_model(CHOSEN), tmp_path / "out"
+    if annotated:
+        model.configuration.add(name="any", num_devices=2)
+        sharded(model, "node", "y", [0, 1], {0: [2]})
+    path, strategy = saved(tmp_path, model), tmp_path / "s.yaml"
+    strategy.write_text("mesh: {a: 2}\nnodes: {node: {out: [[a, ~]]}}\n")
+    with pytest.raises(StrategyError, match=r"'y'.*dim 0: expected it whole.*data, got 2 pieces"):
+        shard(path, None if annotated else strategy, target)
+    assert not target.exists()
+    # The other dim can be.
+    strategy.write_text("mesh: {a: 2}\nnodes: {node: {out: [[~, a]]}}\n")
+    shard(path, strategy, target)
+    for case in execute.verify(target, path):
         assert case.ok, case
