@@ -1,12 +1,15 @@
 """Which operands the kernels of a device take in the host's memory: sizes, axes, bounds, counts.
 
-As onnxruntime 1.31's CUDA provider has it. What else an operator reads is on the device. A value
-that is computed there and read here is copied to the host first, and the host waits for it.
+As onnxruntime 1.31's CUDA provider has it, and the runtime's library. What else an operator reads
+is on the device. A value that is computed there and read here is copied to the host first, and the
+host waits for it.
 """
 
 from collections.abc import Mapping
 
 import onnx_ir as ir
+
+from onnxpar.passes.builder import DOMAIN
 
 _OPERANDS: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -40,11 +43,15 @@ _OPERANDS: Mapping[str, tuple[int, ...]] = {
     "Unsqueeze": (1,),
     "Upsample": (1,),
 }
+# Of the runtime's own operators: key and boxes of random numbers, the shape of what arrives.
+_OWN: Mapping[str, tuple[int, ...]] = {"Philox": (0, 1, 2, 3), "Recv": (0,)}
 _SIZES = ("Shape", "Size")
 
 
 def host_operands(node: ir.Node) -> tuple[int, ...]:
     """Returns the positions of the operands that a device's kernel takes in host memory."""
+    if node.domain == DOMAIN:
+        return _OWN.get(node.op_type, ())
     return _OPERANDS.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
 
 

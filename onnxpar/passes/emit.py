@@ -17,7 +17,7 @@ from onnxpar.analysis.host import HOST, LAYER, host_nodes, is_small
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
 from onnxpar.ops.functions import FUNCTIONS
-from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX
+from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX
 from onnxpar.passes.closure import every_node
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.weight_layout import WeightLayout, layout
@@ -238,9 +238,9 @@ def _put_nodes(graph: onnx.GraphProto, pm: PartitionedModel) -> Iterator[tuple[i
 
 
 def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
-    """Returns what is on the host from the start: sizes, coordinates, and small constants."""
+    """Returns what is on the host from the start: sizes, coordinates, counters, small constants."""
     builder = pm.builder
-    prefixes = (SYMBOL_PREFIX, COORD_PREFIX)
+    prefixes = (SYMBOL_PREFIX, COORD_PREFIX, *COUNTERS)
     given = {v for name, v in builder.system_inputs.items() if name.startswith(prefixes)}
     constants = [*builder.initializers, *(p.local for p in pm.parameters if not p.fed)]
     return given | {value for value in constants if is_small(value)}

@@ -15,11 +15,20 @@ from training_cases import cut
 
 PLACEMENT = Path(__file__).parent / "standin" / "placement.py"
 HOST = ("layer_ann", "onnxpar.host")
+DROPOUT = """<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch, 6] x) => (float[batch, 4] y)
+  <float[6, 4] w = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4},
+   float ratio = {0.5}, bool training = {1}> {
+  [product] a = MatMul(x, w)
+  [drop] y = Dropout(a, ratio, training)
+}"""
 
 
 def small(name: str) -> ir.Model:
     if name == "mlp":
         return mlp.build(image=4, hidden=(12, 8))
+    if name == "dropout":
+        return ir.from_onnx_text(DROPOUT)
     return transformer.build(layers=2, d_model=16, heads=2, vocab=20, max_positions=8)
 
 
@@ -37,6 +46,7 @@ def marked(path: Path) -> tuple[set[str], set[str]]:
     ("name", "compute", "devices", "strategy"),
     [
         ("mlp", None, 1, "dp"),
+        ("dropout", None, 4, "dp=2,tp=2"),
         ("mlp", "bfloat16", 4, "dp=2,tp=2"),
         ("transformer", None, 4, "dp=2,tp=2"),
         ("transformer", "float16", 1, "dp"),
@@ -78,4 +88,5 @@ def test_nothing_falls_back_and_nothing_is_copied_to_the_host(
         for operator, value, *_ in placed["copies"]:
             # What both need: sizes, and the numbers that they are computed from.
             assert operator == "MemcpyFromHost", (path.name, value)
-            assert value in values or value.startswith("onnxpar.symbol."), (path.name, value)
+            sizes = ("onnxpar.symbol.", "onnxpar.coord.")
+            assert value in values or value.startswith(sizes), (path.name, value)

@@ -47,6 +47,12 @@ def marked(inputs: str, outputs: str, body: str, given: str = "s") -> set[str]:
             "[h] h = Add(k, s) [c] c = Concat<axis = 0>(h, two) [y] y = Reshape(x, c)",
             set(),
         ),
+        # The key of random numbers.
+        (
+            "float[a, 6] x, int64[1] s, int64[2] k, int64[2] l",
+            "[h] h = Concat<axis = 0>(s, two) [y] y = onnxpar.Philox(h, k, l, l)",
+            {"h"},
+        ),
         # Two that are equal, from operands that are equal, of which one is needed.
         (
             "float[a, 6] x, int64[1] s",
