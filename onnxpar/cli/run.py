@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from onnxpar.cli.options import Artifacts, CustomOps, Device, LogDir, Ort
+from onnxpar.cli.options import Artifacts, CustomOps, Device, LogDir, Ort, Transport
 
 
 def command(
@@ -17,6 +17,7 @@ def command(
         Path, typer.Option(metavar="FILE", help=".npz file to write, named as the outputs.")
     ],
     device: Device = "auto",
+    transport: Transport = "auto",
     log_dir: LogDir = None,
     ort: Ort = None,
     custom_ops: CustomOps = None,
@@ -29,6 +30,7 @@ def command(
         inputs,
         outputs,
         device=device,
+        transport=transport,
         log_dir=log_dir,
         ort=ort or (),
         custom_ops=custom_ops or (),

@@ -33,6 +33,7 @@ def run(
     outputs: Path,
     *,
     device: str = "auto",
+    transport: str = "auto",
     log_dir: Path | None = None,
     ort: Sequence[str] = (),
     custom_ops: Sequence[Path] = (),
@@ -44,6 +45,7 @@ def run(
         inputs: `.npz` file of global arrays named as the inputs.
         outputs: `.npz` file to write.
         device: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
+        transport: `auto`, `mpi`, `nccl` or `threads`.
         log_dir: Folder for a log file of each rank, or None.
         ort: `key=value` options of onnxruntime.
         custom_ops: Further custom-op libraries.
@@ -56,6 +58,7 @@ def run(
         inputs,
         outputs,
         device=device,
+        transport=transport,
         log_dir=log_dir,
         ort_options=parse_pairs(ort),
         custom_ops=custom_ops,

@@ -29,6 +29,7 @@ def run(
     *,
     program: str = "model",
     device: str = "auto",
+    transport: str = "auto",
     log_dir: str | Path | None = None,
     ort_options: Mapping[str, str] | None = None,
     custom_ops: Sequence[str | Path] = (),
@@ -43,6 +44,7 @@ def run(
         outputs: `.npz` file to write, arrays named as the model's outputs.
         program: Which program.
         device: As `onnxpar_runtime.init`.
+        transport: As `onnxpar_runtime.init`.
         log_dir: Folder for a log file of each rank, or None.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries.
@@ -50,10 +52,10 @@ def run(
     Returns:
         The exit code. Errors have been printed.
     """
-    rank = init(device=device)
+    rank = init(transport, device)
 
     def body() -> int:
-        manifest = begin(rank, "run", directory, log_dir, outputs)
+        manifest = begin(rank, "run", directory, log_dir, outputs, transport)
         session = together(
             rank,
             lambda: Session(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnxpar_runtime.boxes import coordinates
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged
-from onnxpar_runtime.devices import CUDA, Device, placed
+from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
 from onnxpar_runtime.dtypes import onnx_code
 from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError
 from onnxpar_runtime.expressions import ExpressionError
@@ -141,6 +141,11 @@ class Loader:
         self._custom_ops = tuple(custom_ops)
         self.queue = Queue(self.index) if self.device is Device.CUDA else None
         self.graphs = self.queue is not None and self._pairs.get(_GRAPHS, "0") in ("1", "true")
+        if self.graphs and rank.world.size > 1 and placement.transport != NCCL:
+            raise LaunchError(
+                f"{_GRAPHS}: a captured step cannot move tensors through the host, which these "
+                "ranks do: it needs --transport nccl"
+            )
 
     def load(self, path: Path) -> Any:
         """Returns a session of a rank's graph.
