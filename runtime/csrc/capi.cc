@@ -97,7 +97,10 @@ int onnxpar_open_device(const World* world, int rank, int device, const char* li
                         double timeout_s) {
   return guarded([&] {
     RankContext& context = world->rank(rank);
-    auto made = std::make_unique<DeviceRank>(device);
+    const std::string file = library == nullptr ? "" : library;
+    DeviceRank* has = context.device();
+    if (has != nullptr && has->device.index() == device && has->library == file) return;
+    auto made = std::make_unique<DeviceRank>(device, file);
     made->transport =
         library == nullptr
             ? make_staged_transport(context.transport(), made->device)

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "collective.h"
 #include "cuda_driver.h"
@@ -23,9 +24,10 @@ struct Started {
 };
 
 struct DeviceRank {
-  explicit DeviceRank(int index) : device(index) {}
+  DeviceRank(int index, std::string library_file) : device(index), library(library_file) {}
 
   const cuda::Device device;
+  const std::string library;  // NCCL's, empty where the transport is another
   std::unique_ptr<Transport> transport;  // of device memory
   // Of calls on either lane.
   cuda::DeviceMemory memory[kLanes];

@@ -54,7 +54,7 @@ class RankContext {
 
   // What the rank has on a GPU; null before open_device. Throws std::runtime_error once closed.
   DeviceRank* device();
-  // Throws std::invalid_argument where the rank has one already.
+  // Throws std::invalid_argument where the rank has another already.
   void open_device(std::unique_ptr<DeviceRank> device);
 
   void count(Op op, int64_t bytes) {

@@ -218,7 +218,7 @@ class Rank:
         self.world.placements[self.index] = placement
 
     def open_device(self, device: int, transport: str) -> None:
-        """Gives the rank a GPU, once, before sessions on it are made.
+        """Gives the rank a GPU, before sessions on it are made; the same once more changes nothing.
 
         Sessions registered from then on have kernels on both of onnxruntime's providers, so that
         collectives take tensors where they lie. The rank keeps its transport for host memory.
@@ -229,7 +229,7 @@ class Rank:
                 of a world must choose the same.
 
         Raises:
-            LaunchError: The driver, the GPU or NCCL cannot be used, or the rank has a GPU already.
+            LaunchError: The driver, the GPU or NCCL cannot be used, or the rank has another.
             ValueError: There is no such transport.
         """
         if transport not in DEVICE_TRANSPORTS:
