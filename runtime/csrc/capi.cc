@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda_compiler.h"
 #include "device_rank.h"
 #include "memory.h"
 #include "mpi_entry.h"
@@ -222,6 +223,14 @@ int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, siz
     const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
     context.transport().recv(Call(what), peer, tag, out, bytes, lane, nullptr);
     context.count(Op::kRecv, 0);
+  });
+}
+
+int onnxpar_compile_kernels(int capability) {
+  return guarded([&] {
+    for (const cuda::Program& program : cuda::programs()) {
+      for (DType element : program.elements) cuda::compile(program.source, element, capability);
+    }
   });
 }
 

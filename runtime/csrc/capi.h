@@ -51,6 +51,9 @@ ONNXPAR_EXPORT int onnxpar_live_bytes_uninstall(onnxpar::LiveBytes* counter);
 ONNXPAR_EXPORT int onnxpar_live_bytes_read(const onnxpar::LiveBytes* counter, int64_t* live,
                                            int64_t* peak);
 ONNXPAR_EXPORT int onnxpar_live_bytes_reset(onnxpar::LiveBytes* counter);
+// Compiles every kernel for GPUs of a compute capability (90 is 9.0), for every element type, and
+// drops the result: a check that needs NVRTC but no GPU.
+ONNXPAR_EXPORT int onnxpar_compile_kernels(int capability);
 // A message of host memory to or from the global rank `peer`, outside a session; counted as Send and
 // Recv. `what` says in messages what it is. Sending does not wait for the receiver. Receiving in the
 // background has no time limit, and may be done by several threads at once, each from a peer of its

@@ -29,8 +29,8 @@ uint64_t philox_count(const std::vector<int64_t>& key, const std::vector<int64_t
 //
 // Uniform: the upper 24 bits of the word times 2^-24, in [0, 1). Normal: elements e and e + 1, with
 // e even, are the cosine and sine branch of Box and Muller's transform of their two words, computed
-// in double by operations that are the same on every device. A block may reach past the global array (padding); what lies there has no meaning.
-// Throws std::invalid_argument.
+// in double by operations that are the same on every device. A block may reach past the global array
+// (padding); what lies there has no meaning. Throws std::invalid_argument.
 void philox_fill(float* out, const std::vector<int64_t>& key, const std::vector<int64_t>& shape,
                  const std::vector<int64_t>& global, const std::vector<int64_t>& start,
                  Distribution distribution);

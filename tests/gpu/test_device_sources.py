@@ -1,0 +1,90 @@
+"""The sources of the kernels for GPUs, and what is said where their compiler is missing."""
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from onnxpar_runtime.library import custom_op_library
+
+# Ampere, Hopper, Blackwell: one of each way in which code for the GPUs of today differs.
+FULL = os.environ.get("ONNXPAR_FULL") == "1"
+CAPABILITIES = (80, 90, 100) if FULL else (90,)
+COMPILE = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+library.onnxpar_error.restype = ctypes.c_char_p
+for capability in map(int, sys.argv[2:]):
+    if library.onnxpar_compile_kernels(capability) != 0:
+        print(library.onnxpar_error().decode())
+        sys.exit(1)
+"""
+
+
+def compiler() -> str | None:
+    """Returns where NVRTC is: where ONNXPAR_NVRTC says, in NVIDIA's wheel, or on the system."""
+    named = os.environ.get("ONNXPAR_NVRTC")
+    if named:
+        return named
+    for package, file in (("cu13", "lib/libnvrtc.so.13"), ("cuda_nvrtc", "lib/libnvrtc.so.12")):
+        spec = importlib.util.find_spec("nvidia")
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            path = Path(place) / package / file
+            if path.is_file():
+                return str(path)
+    for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return name
+    return None
+
+
+def compile_all(
+    environment: Mapping[str, str], *capabilities: int
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", COMPILE, str(custom_op_library()), *map(str, capabilities)],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles(capability: int) -> None:
+    path = compiler()
+    if path is None:
+        pytest.skip("no NVRTC here: pip install 'onnxpar[cuda]', or set ONNXPAR_NVRTC to its path")
+    done = compile_all({**os.environ, "ONNXPAR_NVRTC": path}, capability)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not FULL, reason="ONNXPAR_FULL is not set")
+def test_a_gpu_newer_than_the_compiler_gets_code_that_the_driver_translates() -> None:
+    path = compiler()
+    if path is None:
+        pytest.skip("no NVRTC here: pip install 'onnxpar[cuda]', or set ONNXPAR_NVRTC to its path")
+    environment = {**os.environ, "ONNXPAR_NVRTC": path}
+    assert compile_all(environment, 999).returncode == 0
+    old = compile_all(environment, 10)
+    assert old.returncode == 1
+    assert "the GPU has compute capability 1.0" in old.stdout
+
+
+def test_a_missing_compiler_is_told() -> None:
+    done = compile_all({**os.environ, "ONNXPAR_NVRTC": "/nowhere/libnvrtc.so.13"}, 90)
+    assert done.returncode == 1
+    assert done.stdout.startswith("ONNXPAR_NVRTC: /nowhere/libnvrtc.so.13")
+    if compiler() is None:
+        done = compile_all(os.environ, 90)
+        assert done.returncode == 1
+        assert "NVRTC, which compiles this operator for the GPU, cannot be opened" in done.stdout
+        assert "pip install 'onnxpar[cuda]'" in done.stdout
