@@ -87,15 +87,19 @@ def answer(
 
 
 def main() -> None:
-    """Answers until the input ends."""
+    """Answers until the input ends. With an argument `gpu` the CUDA libraries are the real ones."""
+    sink = sys.stdout.buffer
+    sys.stdout = sys.stderr  # what libraries print is no answer
+    if "gpu" in sys.argv[1:]:
+        onnxruntime.preload_dlls()
     with World.threads(1) as world:
         while True:
             try:
                 asked = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            pickle.dump(answer(world.rank(0), **asked), sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+            pickle.dump(answer(world.rank(0), **asked), sink)
+            sink.flush()
 
 
 if __name__ == "__main__":

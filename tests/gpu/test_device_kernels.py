@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from onnxpar_runtime.devices import machine, obstacle
+
 FULL = os.environ.get("ONNXPAR_FULL") == "1"
 Array = np.ndarray
 TYPES = {
@@ -34,9 +36,9 @@ Both = Callable[..., tuple[list[Array], list[Array]]]
 class Process:
     """The worker, and what it is asked."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, device: str, environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("node_worker.py"))],
+            [sys.executable, str(Path(__file__).with_name("node_worker.py")), device],
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -69,9 +71,15 @@ class Process:
         self.process.wait(30)
 
 
-@pytest.fixture(scope="module")
-def worker(standin_cuda: Mapping[str, str]) -> Iterator[Process]:
-    process = Process(standin_cuda)
+@pytest.fixture(scope="module", params=["standin", pytest.param("gpu", marks=pytest.mark.gpu)])
+def worker(request: pytest.FixtureRequest) -> Iterator[Process]:
+    if request.param == "standin":
+        environment = request.getfixturevalue("standin_cuda")
+    elif why := obstacle(machine()):
+        pytest.skip(f"no GPU: {why}")
+    else:
+        environment = os.environ
+    process = Process(request.param, environment)
     yield process
     process.close()
 
