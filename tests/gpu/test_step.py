@@ -4,9 +4,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import linear
 import pytest
+
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 STEPS, ROWS = 12, 100
 BATCH_BYTES = ROWS * linear.PIXELS * 4
@@ -92,3 +95,30 @@ def test_a_checkpoint_is_copied_beside_the_next_step(log: Log) -> None:
     # After the steps 5, 10 and 12.
     assert list(outward.values()) == [3]
     assert LEGACY not in outward
+
+
+def test_captured_steps_are_replayed_where_collectives_allow_it(
+    standin_cuda: Mapping[str, str], tmp_path: Path
+) -> None:
+    told = tmp_path / "log"
+    options = ["--data", "digits", "--batch-size", "100", "--steps", "6", "--lr", "1"]
+    options += ["--device", "cuda", "--ort", "cuda.enable_cuda_graph=1"]
+
+    def train(ranks: int, *more: str) -> "subprocess.CompletedProcess[str]":
+        start = [find_mpirun(), "--oversubscribe", "-n", str(ranks)] if ranks > 1 else []
+        command = [sys.executable, "-m", "onnxpar.cli", "train", str(linear.cut(tmp_path, ranks))]
+        return subprocess.run(
+            [*start, *command, *options, *more],
+            env={**mpirun_environment(standin_cuda), "STANDIN_LOG": str(told)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    done = train(1)
+    assert done.returncode == 0, done.stderr
+    graphs = [line for line in told.read_text().splitlines() if line.startswith("graph")]
+    assert len(graphs) >= 2 * 5  # training and optimizer, in every step but the first
+    refused = train(2, "--transport", "mpi")
+    assert refused.returncode == 2
+    assert "a captured step cannot move tensors through the host" in refused.stderr
