@@ -4,7 +4,7 @@ The model is cut into *virtual stages*, as many as there are stages (or stages t
 stage has several, in turn). No value goes to an earlier virtual stage. Between the user's words the
 nodes stand in one topological order, and the cuts are places of it (a chain partition by dynamic
 programming): first the least time that the longest can take, what it receives and sends included;
- then, of all cuts that stay near it, those that send least.
+then, of all cuts that stay near it, those that send least.
 
 What depends on no weight (masks, positions) or on weights alone is not cut: each virtual stage that
 reads it computes it for itself, see `onnxpar.passes.stages`.

@@ -19,17 +19,17 @@ import sys
 import numpy as np
 from hand_staged import batch_of
 from onnxpar_runtime import Trainer, guarded, init
-from onnxpar_runtime.pipeline.work import Stages
+from onnxpar_runtime.pipeline.work import VirtualStages
 
 rank = init()
-compute = Stages.compute
+compute = VirtualStages.compute
 def failing(self, action):
     if rank.index == int(sys.argv[3]) and action.micro_batch == 2:
         if sys.argv[4] == 'raise':
             raise RuntimeError('it broke')
         os.kill(os.getpid(), signal.SIGKILL)
     compute(self, action)
-Stages.compute = failing
+VirtualStages.compute = failing
 def body():
     with Trainer(sys.argv[1], rank=rank, device='cpu') as trainer:
         for step in range(3):
