@@ -376,7 +376,10 @@ class _Builder:
         reduced = np.array([self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made])
         variable = self.variables[producer]
         self.variables[producer] = Variable(
-            variable.name, variable.kind, variable.cost + reduced, variable.memory
+            variable.name,
+            variable.kind,
+            variable.cost + self.weights.communication * reduced,
+            variable.memory,
         )
 
     def _edge(self, value: Value, producer: int, output: int, use: Use) -> Table:
