@@ -290,8 +290,8 @@ def _states(training: DividedTraining, device: str) -> list[str]:
         split, every = len(trained & shards.shards.keys()), len(trained & shards.gradients.keys())
         lines.append(
             f"              optimizer parallel, level {shards.options.level}: {split} of "
-            f"{count(every, 'tensor')} split over replicas; the others have none, or fewer than "
-            f"{shards.options.threshold:,} bytes"
+            f"{count(every, 'tensor')} split over replicas; the others have none, cannot be "
+            f"made smaller, or have fewer than {shards.options.threshold:,} bytes"
         )
     return lines
 
