@@ -6,6 +6,7 @@ could reach. Several rounds; the fastest counts. Used by tools/bench/gpu.py.
 
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import onnx.parser
@@ -28,7 +29,8 @@ def rate(device: str, dtype: str, size: int) -> float:
     text = f"""<ir_version: 10, opset_import: ["": 21]>
         g ({name}[n, n] a0, {name}[n, n] b) => ({name}[n, n] a{LINKS}) {{ {nodes} }}"""
     queue = Queue(0) if device == "cuda" else None
-    options, providers = onnxruntime.SessionOptions(), [CPU]
+    options = onnxruntime.SessionOptions()
+    providers: list[Any] = [CPU]
     if queue is not None:
         providers = [cuda_options(0, queue.stream.value or 0, {}), CPU]
     model = onnx.parser.parse_model(text).SerializeToString()

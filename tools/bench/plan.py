@@ -295,9 +295,9 @@ def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]
     if graphs(artifacts["found"]) == graphs(artifacts[better]):
         print(f"{case.label}: found is the same program as {better} ({said})", flush=True)
         return []
-    took = ratio("found", better)
-    print(f"{case.label}: found takes {took:.3f} times {better} ({said})", flush=True)
-    return [f"{case.label}: {took:.3f} times {better}"] if took > apart else []
+    slower = ratio("found", better)
+    print(f"{case.label}: found takes {slower:.3f} times {better} ({said})", flush=True)
+    return [f"{case.label}: {slower:.3f} times {better}"] if slower > apart else []
 
 
 def main() -> int:
