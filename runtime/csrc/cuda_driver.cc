@@ -69,6 +69,12 @@ void Device::make_current() const {
   if (now != context_) check(driver().context_set(context_), "cuCtxSetCurrent");
 }
 
+void Device::adopt_thread() const {
+  make_current();
+  int mode = kOwnCaptures;
+  check(driver().exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+}
+
 EventHandle::EventHandle(unsigned flags) {
   check(driver().event_create(&event_, flags), "cuEventCreate");
 }

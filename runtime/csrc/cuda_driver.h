@@ -27,6 +27,7 @@ inline constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kEventDisableTiming = 2; // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned kEventBlockingSync = 1;  // CU_EVENT_BLOCKING_SYNC
 inline constexpr unsigned kHostAllocPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
+inline constexpr int kOwnCaptures = 1;             // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 inline constexpr unsigned kMemoryUnified = 4;      // CU_MEMORYTYPE_UNIFIED
 
 // CUDA_MEMCPY2D: `height` rows of `width` bytes. With kMemoryUnified the driver tells host from
@@ -64,6 +65,7 @@ static_assert(sizeof(Copy2D) == 128);
   X(stream_synchronize, "cuStreamSynchronize", Stream)                                          \
   X(stream_wait, "cuStreamWaitEvent", Stream, Event, unsigned)                                  \
   X(stream_is_capturing, "cuStreamIsCapturing", Stream, int*)                                   \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", int*)                           \
   X(event_create, "cuEventCreate", Event*, unsigned)                                            \
   X(event_destroy, "cuEventDestroy_v2", Event)                                                  \
   X(event_record, "cuEventRecord", Event, Stream)                                               \
@@ -105,6 +107,8 @@ class Device {
   int index() const { return index_; }
   // Calls of the driver on this thread are about this device from here on.
   void make_current() const;
+  // Likewise, for a thread of our own: what it calls breaks no capture of another thread's.
+  void adopt_thread() const;
 
  private:
   int index_;

@@ -24,7 +24,7 @@ void open_nccl(NcclWatch& watch, const nccl::Library& library, const cuda::Devic
   const auto opening = std::make_shared<Opening>();
   std::thread([opening, &watch, &library, &device, id, index, size = static_cast<int>(ranks.size())] {
     try {
-      device.make_current();
+      device.adopt_thread();
       // A communicator that does not block would start a thread for every call.
       nccl::Config config;
       opening->result = library.comm_init(&opening->comm, size, id, index, &config);
@@ -98,7 +98,7 @@ void NcclSender::reap() {
 
 void NcclSender::work() {
   try {
-    device_.make_current();
+    device_.adopt_thread();
     while (true) {
       std::unique_lock lock(mutex_);
       queued_.wait(lock, [&] { return stop_ || !waiting_.empty(); });

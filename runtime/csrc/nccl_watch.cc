@@ -13,6 +13,25 @@ constexpr std::chrono::seconds kPatience{5};
 constexpr std::chrono::milliseconds kBeginning{100};
 constexpr int kNotCapturing = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
+// Frees or aborts communicators, all at once: NCCL waits for what one of them has on the GPU, which
+// may be queued behind a collective of another that only ends when that one is aborted; and ranks
+// may have made their channels in different orders.
+void end_each(const cuda::Device& device, const std::vector<nccl::Comm>& comms,
+              int (*end)(nccl::Comm)) {
+  std::vector<std::thread> threads;
+  for (nccl::Comm comm : comms) {
+    threads.emplace_back([&device, comm, end] {
+      try {
+        device.adopt_thread();
+      } catch (const std::exception&) {
+        return;  // the device is gone, and all on it
+      }
+      end(comm);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace
 
 NcclWatch::NcclWatch(const nccl::Library& library, const cuda::Device& device, int rank,
@@ -158,7 +177,7 @@ void NcclWatch::fail(std::unique_lock<std::mutex>& lock, const std::string& mess
 }
 
 void NcclWatch::watch() {
-  device_.make_current();
+  device_.adopt_thread();
   const double tick = timeout_s_ > 0 ? std::min(0.5, timeout_s_ / 4) : 0.5;
   std::unique_lock lock(mutex_);
   while (!stop_ && abort_message_.empty()) {
@@ -205,7 +224,7 @@ void NcclWatch::end_communicators(std::unique_lock<std::mutex>& lock) {
     comm->comm = nullptr;
   }
   lock.unlock();
-  for (nccl::Comm comm : comms) library_.comm_abort(comm);
+  end_each(device_, comms, library_.comm_abort);
   lock.lock();
 }
 
@@ -230,12 +249,7 @@ void NcclWatch::close() {
     comm->comm = nullptr;
   }
   std::thread([freeing, comms, device = &device_, library = &library_] {
-    try {
-      device->make_current();
-    } catch (const std::exception&) {
-      return;  // the device is gone, and all on it
-    }
-    for (nccl::Comm comm : comms) library->comm_destroy(comm);
+    end_each(*device, comms, library->comm_destroy);
     std::lock_guard lock(freeing->mutex);
     freeing->done = true;
     freeing->over.notify_all();

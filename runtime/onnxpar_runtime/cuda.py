@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+from onnxruntime.capi import _pybind_state
 
 from onnxpar_runtime.devices import EXTRA, built_for
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
@@ -30,6 +31,7 @@ Array = NDArray[Any]
 _NON_BLOCKING = 1  # cudaStreamNonBlocking
 _NO_TIMING = 2  # cudaEventDisableTiming
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
+_OWN_CAPTURES = 1  # cudaStreamCaptureModeThreadLocal
 _GRAIN = 256  # bytes; slots are made in powers of two of it
 _ERRORS = 3  # onnxruntime's severity, which leaves out warnings
 _LOADING = threading.Lock()
@@ -95,6 +97,7 @@ class CudaRuntime:
     def __init__(self, index: int) -> None:
         """Loads the library."""
         self._index = index
+        self._known = threading.local()
         _library()
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -106,6 +109,14 @@ class CudaRuntime:
         # The GPU is a property of the thread, and batches are staged by one of their own.
         where = f"GPU {self._index}"
         _call(where, "cudaSetDevice", ctypes.c_int(self._index))
+        if not getattr(self._known, "thread", False):
+            # Otherwise what other threads call here would break a capture of onnxruntime's.
+            _call(
+                where,
+                "cudaThreadExchangeStreamCaptureMode",
+                ctypes.byref(ctypes.c_int(_OWN_CAPTURES)),
+            )
+            self._known.thread = True
         _call(where, name, *arguments)
 
     def handle(self, name: str, *arguments: Any) -> ctypes.c_void_p:
@@ -183,6 +194,9 @@ def _preload() -> None:
         onnxruntime.preload_dlls()
     # It warns of every session on CUDA that the provider is no plug-in.
     onnxruntime.set_default_logger_severity(_ERRORS)
+    # Of values that are made outside of sessions, as states are: what is asked for is taken, where
+    # doubling could hold twice as much.
+    _pybind_state.set_arena_extend_strategy(_pybind_state.ArenaExtendStrategy.kSameAsRequested)
     if said.getvalue():
         log.info("%s", said.getvalue().strip())
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import coordinates
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.cuda import CudaError, Queue, Staged
+from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
 from onnxpar_runtime.dtypes import onnx_code
 from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError
@@ -88,6 +88,8 @@ class _Binding:
     io: Any
     reusable: bool
     options: Any
+    # Whether its next run is captured as a CUDA graph, which is then replayed.
+    captures: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
     # The buffers of the outputs that are neither states nor handed on, once a run has made them.
     outputs: list[Any] = field(default_factory=list)
@@ -388,6 +390,8 @@ class Executor:
             binding.outputs.clear()
             self._bind_outputs(binding, redirect)
         try:
+            if binding.captures:
+                self._capture(binding, redirect)
             self._session.run_with_iobinding(binding.io, binding.options)
         except Exception as error:
             del self._bindings[key]
@@ -405,6 +409,22 @@ class Executor:
         )
         self._let_go(binding)
         return results
+
+    def _capture(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
+        """Has onnxruntime capture a run, and leaves the states as they were.
+
+        It runs the program several times for that: to get its memory, to capture, and a replay.
+        What a program reads and writes would be updated as often.
+        """
+        written = {(redirect or {}).get(s, s) for s in self._states.values()}
+        both = sorted(written & set(self.program.state_inputs))
+        self._loader.synchronize()
+        kept = {name: to_host(self._state(name)) for name in both}
+        self._session.run_with_iobinding(binding.io, binding.options)
+        self._loader.synchronize()
+        for name, array in kept.items():
+            copy_in(self._state(name).data_ptr(), array)
+        binding.captures = False
 
     def _number(
         self, binding: _Binding, counters: Mapping[str, int], numbers: Mapping[str, float]
@@ -443,8 +463,10 @@ class Executor:
                 spec.cut(self.manifest.atoms, values)
             except ExpressionError:
                 reusable = False
-        graph = next(self._captures) if reusable and not self._handed else None
-        binding = _Binding(self._session.io_binding(), reusable, self._loader.run_options(graph))
+        captures = self._loader.graphs and reusable and self._may_be_captured()
+        graph = next(self._captures) if captures else None
+        options = self._loader.run_options(graph)
+        binding = _Binding(self._session.io_binding(), reusable, options, captures)
         for name in self.program.state_inputs:
             if name in self._graph_inputs:
                 binding.io.bind_ortvalue_input(name, self._state(name))
@@ -459,6 +481,22 @@ class Executor:
                     binding.io.bind_ortvalue_input(entry.name, value)
         self._bind_outputs(binding, redirect)
         return binding
+
+    def _may_be_captured(self) -> bool:
+        """Whether a run does the same when it is replayed as a CUDA graph.
+
+        A replay runs nothing on the host: what a program reads there must not change while its
+        shapes are the same, and all ranks must capture in the same step.
+        """
+        read_on_host = self._graph_inputs - self._on_gpu
+        numbers = {
+            entry.name
+            for entry in self.program.system_inputs
+            if entry.symbol is None and entry.atom is None
+        }
+        changing = numbers | {spec.name for spec in self.program.inputs}
+        alike = not any(symbol.per_rank for symbol in self.manifest.symbols.values())
+        return alike and not self._handed and not self._taken and not read_on_host & changing
 
     def _system_memory(self, entry: SystemInput, values: Mapping[str, int]) -> Array:
         if entry.symbol is not None:

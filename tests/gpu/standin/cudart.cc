@@ -367,6 +367,16 @@ int cudaStreamIsCapturing(void*, int* status) {
   *status = 0;
   return kSuccess;
 }
+int cudaThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int own = 0;  // cudaStreamCaptureModeGlobal
+  standin_log("mode", "%d", *mode);
+  std::swap(own, *mode);
+  return kSuccess;
+}
+int cudaStreamBeginCapture(void* stream, int mode) {
+  standin_log("capture", "%p\t%d", stream, mode);
+  return kSuccess;
+}
 int cudaStreamEndCapture(void*, void** graph) {
   *graph = handle();
   return kSuccess;

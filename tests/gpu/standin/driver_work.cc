@@ -23,6 +23,7 @@ int cudaStreamCreate(void** stream);
 int cudaStreamDestroy(void* stream);
 int cudaStreamSynchronize(void* stream);
 int cudaStreamIsCapturing(void* stream, int* status);
+int cudaThreadExchangeStreamCaptureMode(int* mode);
 int cudaEventCreate(void** event);
 int cudaEventDestroy(void* event);
 int cudaEventSynchronize(void* event);
@@ -97,6 +98,8 @@ int cuMemcpyAsync(void* to, const void* from, size_t size, void* stream) {
   return cudaMemcpyAsync(to, from, size, kAnyWay, stream);
 }
 int cuMemcpy2DAsync_v2(const Copy2D* copy, void*) {
+  constexpr size_t kMaxPitch = 0x7fffffff;
+  if (copy->source_pitch > kMaxPitch || copy->target_pitch > kMaxPitch) return kInvalidValue;
   StandinAccess access;
   for (size_t row = 0; row < copy->height; ++row) {
     memcpy(static_cast<char*>(copy->target) + row * copy->target_pitch,
@@ -113,6 +116,9 @@ int cuStreamDestroy_v2(void* stream) { return cudaStreamDestroy(stream); }
 int cuStreamSynchronize(void* stream) { return cudaStreamSynchronize(stream); }
 int cuStreamWaitEvent(void*, void*, unsigned) { return kSuccess; }
 int cuStreamIsCapturing(void* stream, int* status) { return cudaStreamIsCapturing(stream, status); }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  return cudaThreadExchangeStreamCaptureMode(mode);
+}
 int cuEventCreate(void** event, unsigned) { return cudaEventCreate(event); }
 int cuEventDestroy_v2(void* event) { return cudaEventDestroy(event); }
 int cuEventRecord(void*, void*) { return kSuccess; }
