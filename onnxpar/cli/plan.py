@@ -24,7 +24,7 @@ from rich.table import Table
 
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import NodePrice, Price
-from onnxpar.analysis.search.find import GAP, Candidate, Told
+from onnxpar.analysis.search.find import GAP, UNLIMITED, Candidate, Told
 from onnxpar.cli.options import AsJson, Devices, OptimizerParallel
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.errors import ModelError, StrategyError
@@ -253,6 +253,7 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
         "algorithm": entry.algorithm,
         "sizes": dict(entry.sizes),
         "memory_limit": planned.objective.limit,
+        "stopped_by_clock": planned.found.timed,
         "ways": [
             {
                 "name": way.name,
@@ -275,6 +276,7 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
                 "gap": c.gap if c.bound else None,
                 "memory": c.memory,
                 "elapsed": c.elapsed,
+                "limit": c.limit if c.limit < UNLIMITED else None,
                 "reason": c.reason,
             }
             for c in planned.found.candidates
@@ -300,7 +302,10 @@ def _print(planned: Planned, console: Console) -> None:
             _seconds(moving),
             _bytes(sum(n.made for n in nodes)),
         )
-    console.print(layers)
+    if layers.row_count:
+        console.print(layers)
+    else:
+        console.print("Every device computes all of it: nothing is divided.")
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
     step = f"a step of {runs} micro-batches" if runs > 1 else "a step"
@@ -320,6 +325,8 @@ def _print(planned: Planned, console: Console) -> None:
         )
     console.print(ways)
     console.print(escape(_why(planned)))
+    if planned.found.timed:
+        console.print("The clock stopped a search: on another machine another plan may be found.")
 
 
 def _print_stages(way: Way, console: Console) -> None:
@@ -372,6 +379,9 @@ def _proof(chosen: Candidate) -> str:
     if not chosen.bound:
         return ""
     axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
+    if chosen.limit < UNLIMITED:
+        # The search counts memory without lifetimes, so its limit is not the device's.
+        axes += f" that holds at most {_bytes(chosen.limit)}, as the search counts,"
     gap = f"{100 * chosen.gap:.2f} %"
     if chosen.gap > GAP:
         return f"; the search of the mesh {axes} stopped early: another may be {gap} better"

@@ -11,7 +11,14 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.search.find import Candidate, Found, SearchSpec, Told, find
+from onnxpar.analysis.search.find import (
+    UNLIMITED,
+    Candidate,
+    Found,
+    SearchSpec,
+    Told,
+    find,
+)
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.analysis.staged import Split
 from onnxpar.errors import OnnxparError, ShardingError, StrategyError
@@ -29,11 +36,8 @@ MICRO_BATCHES = 8
 
 _TRIES = 4
 """Searches with a limit, after the first without one."""
-_UNLIMITED = 1 << 62
 _FASTEST = 2
 """The level that seeks speed."""
-_COARSE = 0.2
-"""The gap at which a search for a trade of time for memory stops."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ def decide(
                 plain += [(name, way, seen, pricing)] if seen is not None else []
     objective = Objective.among((*(way for way, _, _ in tried), *shown), entry.level, limit)
     rank = objective.rank
+    timed = any(found.timed for _, found, _ in tried)
     tried.sort(key=lambda item: rank(item[0]))
     for name, rival, seen, pricing in sorted(plain, key=lambda item: rank(item[1])):
         if not rival.fits(limit) or (tried and rank(tried[0][0]) <= rank(rival)):
@@ -169,6 +174,7 @@ def decide(
     )
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
+    found = replace(found, timed=timed)
     ways = (*(way for way, _, _ in tried), *refused, *shown)
     return Decision(found, plan, ways, objective, data, free)
 
@@ -246,8 +252,11 @@ def search(
         micro_batches=micro_batches,
     )
 
+    timed = False
+
     def run(spec: SearchSpec) -> Found:
-        return find(
+        nonlocal timed
+        found = find(
             program.model,
             program.env,
             program.rules,
@@ -258,9 +267,14 @@ def search(
             trained=list(program.gradients),
             told=told,
         )
+        timed |= found.timed
+        return found
 
     found = run(spec) if peak is None else _within(spec, run, peak)
-    return _in_time(spec, run, found, peak) if spec.weights.memory_first else found
+    if spec.weights.memory_first:
+        found = _in_time(spec, run, found, peak)
+    # A search that was stopped may have led to the limit of the one that is taken.
+    return replace(found, timed=timed)
 
 
 def _within(
@@ -274,7 +288,7 @@ def _within(
     Raises:
         ShardingError: The least that was found is more than the limit.
     """
-    found = run(replace(spec, memory=_UNLIMITED))
+    found = run(replace(spec, memory=UNLIMITED))
     most = peak(found.seeds)
     if most <= spec.limit:
         return found
@@ -297,7 +311,7 @@ def _within(
                 break
         limit = (low + high) / 2
     if fits is None:
-        smallest = run(replace(spec, level=1, memory=_UNLIMITED))
+        smallest = run(replace(spec, level=1, memory=UNLIMITED))
         least = min(least, peak(smallest.seeds))
         if least > spec.limit:
             raise ShardingError(
@@ -320,8 +334,8 @@ def _in_time(
     The limit on memory comes first: where nothing that fits is as fast, `found` stays.
     """
     # What is sought lies anywhere between two plans: to prove how good each is would be in vain.
-    fast = replace(spec, level=_FASTEST, gap=_COARSE, seconds=1.0)
-    fastest = run(replace(fast, memory=_UNLIMITED))
+    fast = replace(spec, level=_FASTEST, integer=False)
+    fastest = run(replace(fast, memory=UNLIMITED))
     slowest = SLOWDOWN * fastest.chosen.seconds
     if found.chosen.seconds <= slowest:
         return found

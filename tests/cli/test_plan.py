@@ -11,6 +11,7 @@ import onnx
 import onnx.parser
 import pytest
 import transformer
+import two_layer
 import yaml
 from _exporter import save
 
@@ -73,6 +74,39 @@ def test_shard_carries_out_what_plan_wrote(
     assert main([*command, "-o", str(by_search), *training]) == 0
     assert inspected(by_file, capsys) == inspected(by_search, capsys)
     assert main(["verify", str(by_file), "--model", str(model)]) == 0
+
+
+def test_what_is_proved_is_said_of_plans_within_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit that binds is moved until the plan's peak is within: nothing is proved beyond it."""
+    path = tmp_path / "two_layer.onnx"
+    save(two_layer.build(inputs=1024, hidden=1024, outputs=1024), path)
+    exact = ["--algorithm", "ilp", "--machine", "h100", "-o", str(tmp_path / "s.yaml")]
+    # With a limit the mesh keeps the presets from being taken.
+    fixed = tmp_path / "fixed.yaml"
+    fixed.write_text("mesh: {x: 4}\nsearch: {}\n")
+    command = ["plan", str(path), "--strategy", str(fixed), "--symbol", "batch=8", *exact]
+    assert main(command) == 0
+    free = capsys.readouterr().out
+    assert "which is proved" in free and "as the search counts" not in free
+    assert main([*command, "--memory", "3MiB"]) == 0
+    limited = capsys.readouterr().out
+    assert "that holds at most" in limited and "as the search counts" in limited
+    assert main([*command, "--memory", "3MiB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert all(mesh["limit"] <= 3 << 20 for mesh in data["meshes"])
+    assert data["stopped_by_clock"] is False
+
+
+def test_that_nothing_is_divided_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "two_layer.onnx"
+    save(two_layer.build(inputs=1, hidden=1, outputs=1), path)
+    command = ["plan", str(path), "--devices", "4", "--symbol", "batch=1"]
+    assert main([*command, "-o", str(tmp_path / "s.yaml")]) == 0
+    assert "nothing is divided" in capsys.readouterr().out
 
 
 def test_json_has_every_way_with_its_price(

@@ -7,7 +7,6 @@ for HiGHS, over the options that the bound does not exclude.
 """
 
 from math import inf
-from time import perf_counter
 
 import numpy as np
 
@@ -20,7 +19,7 @@ _PRICES = 40
 
 
 def best(
-    problem: Problem, limit: float = inf, *, gap: float = 0.0, seconds: float = 60.0
+    problem: Problem, limit: float = inf, *, gap: float = 0.0, integer: bool = True
 ) -> Solution:
     """Returns the cheapest choice whose memory is within a limit.
 
@@ -28,23 +27,21 @@ def best(
         problem: The problem.
         limit: Bytes of one device.
         gap: Stop where no better choice than this share is possible.
-        seconds: Stop after this time with what was found; the bound says how good it is.
+        integer: Whether what prices of memory leave open goes to HiGHS.
 
     Raises:
         ShardingError: No choice is within the limit; the message says the least memory there is.
     """
-    started = perf_counter()
     found = _priced(problem, 0.0)
     if found.memory <= limit:
         return found
     bracket = _lagrange(problem, limit, found, least(problem, limit))
-    if bracket.gap <= gap:
+    if bracket.gap <= gap or not integer:
         return bracket
-    left = seconds - (perf_counter() - started)
     # Loads scipy, which takes half a second that most searches do without.
     from onnxpar.analysis.search.integer import solve_integer
 
-    return solve_integer(problem, limit, bracket, gap, max(left, 1.0))
+    return solve_integer(problem, limit, bracket, gap)
 
 
 def least(problem: Problem, limit: float = inf) -> Solution:

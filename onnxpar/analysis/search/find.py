@@ -33,6 +33,8 @@ LEVELS = {
 """What each level of the objective weighs; see `SearchSpec`."""
 
 
+UNLIMITED = 1 << 62
+"""Bytes of a device that holds whatever there is."""
 GAP = 0.01
 """The exact search stops where no plan is better by more than this share."""
 Told = Callable[[str, int, int], None]
@@ -54,7 +56,7 @@ class SearchSpec:
         memory: Bytes that a device may hold; the machine's where it is None.
         sizes: Sizes of symbols to plan for.
         gap: The exact search stops where no better plan than this share is possible.
-        seconds: Time limit of the exact search for one mesh.
+        integer: Whether an integer program follows where prices of memory prove too little.
         parallel: What replicas of a parameter share in training.
         micro_batches: Micro-batches of a step of training.
     """
@@ -65,7 +67,7 @@ class SearchSpec:
     memory: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     gap: float = GAP
-    seconds: float = 60.0
+    integer: bool = True
     parallel: OptimizerParallel = NOT_PARALLEL
     micro_batches: int = 1
 
@@ -91,6 +93,7 @@ class Candidate:
         bound: No plan on this mesh takes less time; 0 where nothing was proved.
         elapsed: Seconds that the search took.
         reason: Why there is no plan, or empty.
+        limit: Bytes that a device could hold in this search; its bound is for plans that fit.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -99,6 +102,7 @@ class Candidate:
     bound: float
     elapsed: float
     reason: str = ""
+    limit: float = UNLIMITED
 
     @property
     def gap(self) -> float:
@@ -114,11 +118,14 @@ class Found:
         seeds: The plan of every node, for propagation to carry out.
         chosen: The candidate that won.
         candidates: All that were tried, in order.
+        timed: Whether the clock stopped a search that this follows from: another machine may find
+            another.
     """
 
     seeds: Seeds
     chosen: Candidate
     candidates: tuple[Candidate, ...]
+    timed: bool = False
 
 
 def find(
@@ -152,6 +159,7 @@ def find(
     seen = flow(model, env, rules, trained, seeds.nodes)
     tried: list[Candidate] = []
     winner: tuple[float, Candidate, Seeds] | None = None
+    timed = False
     pinned = replace(seeds, inputs={} if free_inputs else seeds.inputs)
     fixed = bool(pinned.nodes or pinned.inputs or pinned.parameters or pinned.outputs)
     told = told or (lambda what, number, count: None)
@@ -165,12 +173,19 @@ def find(
         try:
             problem, solution = run.solve()
         except ShardingError as error:
+            timed |= run.timed
             spent = perf_counter() - started
             tried.append(Candidate(mesh.axes, inf, 0.0, 0.0, spent, str(error)))
             continue
+        timed |= run.timed
         plain = problem.seconds(solution.choice)
         candidate = Candidate(
-            mesh.axes, plain, solution.memory, solution.bound, perf_counter() - started
+            mesh.axes,
+            plain,
+            solution.memory,
+            solution.bound,
+            perf_counter() - started,
+            limit=spec.limit,
         )
         tried.append(candidate)
         if winner is None or solution.seconds < winner[0]:
@@ -181,7 +196,7 @@ def find(
             )
     if winner is None:
         raise ShardingError(tried[0].reason)
-    return Found(winner[2], winner[1], tuple(tried))
+    return Found(winner[2], winner[1], tuple(tried), timed)
 
 
 def _meshes(mesh: Mesh, spec: SearchSpec, named: bool, fixed: bool) -> Iterator[Mesh]:
@@ -227,6 +242,7 @@ class _Search:
     seeds: Seeds
     spec: SearchSpec
     told: Told
+    timed: bool = False
 
     def solve(self) -> tuple[Problem, Solution]:
         mesh = self.cost.mesh
@@ -256,7 +272,7 @@ class _Search:
             limit = self.spec.limit if later == 1 else share * later * self.spec.limit
             if repeated and not self.spec.weights.memory_first:
                 folded = fold(problem, repeated)
-                found = best(folded.problem, gap=self.spec.gap, seconds=self.spec.seconds)
+                found = best(folded.problem, gap=self.spec.gap)
                 # Under a limit that binds it may be better to divide only some of alike layers.
                 if found.memory <= limit:
                     return replace(found, choice=folded.unfold(found.choice))
@@ -286,7 +302,9 @@ class _Search:
     def _best(self, problem: Problem, limit: float) -> Solution:
         if self.spec.weights.memory_first:
             return least(problem, limit)
-        return best(problem, limit, gap=self.spec.gap, seconds=self.spec.seconds)
+        found = best(problem, limit, gap=self.spec.gap, integer=self.spec.integer)
+        self.timed |= found.timed
+        return found
 
     @property
     def _pins(self) -> Mapping[str, Sharding]:

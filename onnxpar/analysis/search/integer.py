@@ -10,14 +10,26 @@ from scipy.sparse import coo_array
 from onnxpar.analysis.search.problem import Problem
 from onnxpar.analysis.search.solution import Solution, solution
 
-MAX_COLUMNS = 400_000
-"""Columns of the largest integer program that is given to HiGHS."""
+MAX_COLUMNS = 40_000
+"""Columns of the largest integer program that is given to HiGHS.
+
+Of one with 111,000 columns it did not solve the first relaxation in 30 s.
+"""
+SECONDS = 60.0
+"""Stops what takes unexpectedly long; `NODES` should have before, on any machine at the same."""
+NODES = 2000
+"""Relaxations that HiGHS may branch on."""
+
+# The status of scipy.optimize.milp where the clock stopped it; the limit on nodes has another.
+_TIME = 1
 
 
 def solve_integer(
-    problem: Problem, limit: float, known: Solution, gap: float, seconds: float
+    problem: Problem, limit: float, known: Solution, gap: float, seconds: float = SECONDS
 ) -> Solution:
-    """Solves the integer program; returns what is known where it is too large or takes too long.
+    """Solves the integer program; returns what is known where it is too large or nothing better is found.
+
+    It stops after `NODES` relaxations. Where it takes `seconds` before, it says so.
 
     One column for each option of a variable (0 or 1) and for each entry of a table, whose sums
     along each dim are the options' columns (the local polytope; Wainwright & Jordan 2008).
@@ -74,17 +86,18 @@ def solve_integer(
             LinearConstraint(matrix, right, right),
             LinearConstraint(weights.tocsr(), -np.inf, limit / scale),
         ],
-        options={"time_limit": seconds, "mip_rel_gap": max(gap, 1e-9)},
+        options={"time_limit": seconds, "node_limit": NODES, "mip_rel_gap": max(gap, 1e-9)},
     )
+    timed = result.status == _TIME
     bound = known.bound
     if result.mip_dual_bound is not None:
         bound = max(bound, float(result.mip_dual_bound) * unit)
     if result.x is None:
-        return Solution(known.choice, known.seconds, known.memory, min(bound, known.seconds))
+        return Solution(known.choice, known.seconds, known.memory, min(bound, known.seconds), timed)
     choice = tuple(
         int(result.x[first[v] : first[v] + width].argmax()) for v, width in enumerate(widths)
     )
     found = solution(problem, choice)
     if found.memory > limit or found.seconds > known.seconds:
         found = known
-    return Solution(found.choice, found.seconds, found.memory, min(bound, found.seconds))
+    return Solution(found.choice, found.seconds, found.memory, min(bound, found.seconds), timed)

@@ -15,12 +15,14 @@ class Solution:
         seconds: What it costs.
         memory: Bytes of one device.
         bound: No choice within the limit costs less seconds.
+        timed: Whether the clock stopped the search: on another machine another may be found.
     """
 
     choice: tuple[int, ...]
     seconds: float
     memory: float
     bound: float
+    timed: bool = False
 
     @property
     def gap(self) -> float:

@@ -1,12 +1,13 @@
 """The exact search against trying everything."""
 
+from dataclasses import replace
 from itertools import product
 from math import inf, prod
 
 import numpy as np
 import pytest
 
-from onnxpar.analysis.search import eliminate
+from onnxpar.analysis.search import eliminate, integer
 from onnxpar.analysis.search.bound import Bounded, Scoped
 from onnxpar.analysis.search.eliminate import solve
 from onnxpar.analysis.search.exact import best, least
@@ -123,3 +124,33 @@ def test_what_does_not_fit_is_an_error_with_the_least_that_would() -> None:
     variable = Variable("a", "node", np.array([1.0, 2.0]), np.array([8.0, 4.0]))
     with pytest.raises(ShardingError, match="is 4 bytes, expected at most 3"):
         best(Problem((variable,), (), ()), 3.0)
+
+
+def between(seed: int) -> tuple[Problem, float]:
+    """Entangled, with a limit that prices of memory alone do not meet."""
+    rng = np.random.default_rng(seed)
+    problem = entangled(seed)
+    weighed = [
+        replace(v, memory=rng.integers(0, 9, len(v.cost)).astype(float)) for v in problem.variables
+    ]
+    problem = replace(problem, variables=tuple(weighed))
+    most = problem.memory(solve(problem).choice)
+    return problem, (most + least(problem).memory) / 2
+
+
+def test_the_clock_stops_a_search_only_where_it_says_so() -> None:
+    problem, limit = between(1)
+    prices = best(problem, limit, integer=False)
+    assert prices.memory <= limit and prices.gap > 0.01 and not prices.timed
+    whole = integer.solve_integer(problem, limit, prices, 0.0)
+    assert whole.seconds < prices.seconds and whole.gap < 1e-6 and not whole.timed
+    stopped = integer.solve_integer(problem, limit, prices, 0.0, seconds=0.0)
+    assert stopped.timed and stopped.choice == prices.choice
+
+
+def test_a_limit_on_branches_is_the_same_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer, "NODES", 1)
+    problem, limit = between(1)
+    found = best(problem, limit)
+    assert found.gap > 1e-6 and not found.timed
+    assert found == best(problem, limit)
