@@ -54,6 +54,15 @@ MpiEntry mpi_entry(const char* library) {
 
 std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
 
+// What moves tensors that lie on the rank's GPU.
+Transport& device_transport(RankContext& context) {
+  DeviceRank* device = context.device();
+  if (device == nullptr) {
+    throw std::runtime_error("rank " + std::to_string(context.rank()) + ": it has no GPU");
+  }
+  return *device->transport;
+}
+
 // A collective that the program calls outside a session.
 struct HostCall : Call {
   HostCall(const char* op, std::string text) : Call(op, hash(text)), what(std::move(text)) {}
@@ -222,6 +231,25 @@ int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, siz
     RankContext& context = world->rank(rank);
     const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
     context.transport().recv(Call(what), peer, tag, out, bytes, lane, nullptr);
+    context.count(Op::kRecv, 0);
+  });
+}
+
+int onnxpar_send_device(const World* world, int rank, int peer, int tag, const void* in,
+                        size_t bytes, void* stream, const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    device_transport(context).send(Call(what), peer, tag, in, bytes, stream);
+    context.count(Op::kSend, static_cast<int64_t>(bytes));
+  });
+}
+
+int onnxpar_recv_device(const World* world, int rank, int peer, int tag, void* out, size_t bytes,
+                        void* stream, int background, const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
+    device_transport(context).recv(Call(what), peer, tag, out, bytes, lane, stream);
     context.count(Op::kRecv, 0);
   });
 }

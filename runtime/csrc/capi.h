@@ -63,3 +63,11 @@ ONNXPAR_EXPORT int onnxpar_send(const onnxpar::World* world, int rank, int peer,
                                 const void* in, size_t bytes, const char* what);
 ONNXPAR_EXPORT int onnxpar_recv(const onnxpar::World* world, int rank, int peer, int tag, void* out,
                                 size_t bytes, int background, const char* what);
+// The same of memory on the rank's GPU, which it must have (onnxpar_open_device). Sending copies on the
+// stream; what was received is complete on the stream, which works on the memory before that, if at all.
+ONNXPAR_EXPORT int onnxpar_send_device(const onnxpar::World* world, int rank, int peer, int tag,
+                                       const void* in, size_t bytes, void* stream,
+                                       const char* what);
+ONNXPAR_EXPORT int onnxpar_recv_device(const onnxpar::World* world, int rank, int peer, int tag,
+                                       void* out, size_t bytes, void* stream, int background,
+                                       const char* what);

@@ -17,6 +17,7 @@ class Slab {
   // At least `bytes` of it. Where it has to grow, what the stream still does with it is waited for;
   // its contents are lost.
   std::byte* get(size_t bytes, Stream stream);
+  size_t size() const { return size_; }
 
  private:
   const Kind kind_;

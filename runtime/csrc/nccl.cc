@@ -195,7 +195,7 @@ class NcclTransport : public Transport {
                                std::to_string(bytes) + " bytes, got " +
                                std::to_string(header.bytes));
     }
-    receiver(peer, tag).recv(call, header, out, bytes, lane, stream);
+    receiver(peer, tag).recv(call, header, out, bytes, stream);
   }
 
   void check_alive() const override { watch_.check_alive("rank " + std::to_string(rank())); }

@@ -3,12 +3,6 @@
 #include <stdexcept>
 
 namespace onnxpar {
-namespace {
-
-constexpr size_t kSpare = 4;  // messages whose memory is kept for the next
-
-}  // namespace
-
 void open_nccl(NcclWatch& watch, const nccl::Library& library, const cuda::Device& device,
                const std::string& who, const nccl::UniqueId& id, int index,
                const std::vector<int>& ranks, NcclComm& made,
@@ -66,17 +60,7 @@ void NcclSender::close() {
 }
 
 void NcclSender::send(const Call& call, const void* in, size_t bytes, cuda::Stream stream) {
-  std::unique_ptr<Message> message;
-  {
-    std::lock_guard lock(mutex_);
-    if (!error_.empty()) throw std::runtime_error(error_);
-    reap();
-    if (!spare_.empty()) {
-      message = std::move(spare_.back());
-      spare_.pop_back();
-    }
-  }
-  if (!message) message = std::make_unique<Message>();
+  std::unique_ptr<Message> message = message_of(bytes, stream);
   message->where = call.where;
   message->bytes = bytes;
   std::byte* data = message->slab.get(bytes, stream);
@@ -88,10 +72,33 @@ void NcclSender::send(const Call& call, const void* in, size_t bytes, cuda::Stre
   queued_.notify_all();
 }
 
+// A message with memory for so many bytes. Memory is never given back, since that waits for all that
+// the device does, messages that no receiver has asked for yet among it. It comes in powers of two, so
+// that what is kept is bounded where sizes change.
+std::unique_ptr<NcclSender::Message> NcclSender::message_of(size_t bytes, cuda::Stream stream) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!error_.empty()) throw std::runtime_error(error_);
+    reap();
+    const auto found = spare_.lower_bound(bytes);
+    if (found != spare_.end()) {
+      std::unique_ptr<Message> message = std::move(found->second);
+      spare_.erase(found);
+      return message;
+    }
+  }
+  auto made = std::make_unique<Message>();
+  size_t whole = 1;
+  while (whole < bytes) whole *= 2;
+  made->slab.get(whole, stream);
+  return made;
+}
+
 // Keeps the memory of messages that were taken.
 void NcclSender::reap() {
   while (!under_way_.empty() && under_way_.front()->event.done()) {
-    if (spare_.size() < kSpare) spare_.push_back(std::move(under_way_.front()));
+    const size_t size = under_way_.front()->slab.size();
+    spare_.emplace(size, std::move(under_way_.front()));
     under_way_.pop_front();
   }
 }
@@ -136,7 +143,7 @@ NcclReceiver::NcclReceiver(NcclWatch& watch, const nccl::Library& library,
     : watch_(watch), library_(library), device_(device), rank_(rank), peer_(peer), queue_(queue) {}
 
 void NcclReceiver::recv(const Call& call, const NcclHeader& header, void* out, size_t bytes,
-                        Lane lane, cuda::Stream stream) {
+                        cuda::Stream stream) {
   const std::vector<int> ranks{peer_, rank_};
   const std::string who = describe(rank_, call, ranks);
   watch_.check_alive(who);
@@ -152,12 +159,7 @@ void NcclReceiver::recv(const Call& call, const NcclHeader& header, void* out, s
     });
   }
   event_.record(stream_.get());
-  if (lane == Lane::kMain) {
-    event_.hold(stream);
-  } else {
-    event_.synchronize();
-    watch_.check_alive(who);
-  }
+  event_.hold(stream);
 }
 
 }  // namespace onnxpar

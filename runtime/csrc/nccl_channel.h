@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -59,6 +60,7 @@ class NcclSender {
 
   void work();
   void reap();
+  std::unique_ptr<Message> message_of(size_t bytes, cuda::Stream stream);
 
   NcclWatch& watch_;
   const nccl::Library& library_;
@@ -76,7 +78,7 @@ class NcclSender {
   std::atomic<bool> stop_{false};
   std::string error_;
   std::deque<std::unique_ptr<Message>> under_way_;
-  std::vector<std::unique_ptr<Message>> spare_;
+  std::multimap<size_t, std::unique_ptr<Message>> spare_;  // by the bytes they can have
   std::thread thread_;
 };
 
@@ -84,9 +86,8 @@ class NcclReceiver {
  public:
   NcclReceiver(NcclWatch& watch, const nccl::Library& library, const cuda::Device& device, int rank,
                int peer, int queue);
-  // Receives what a header has announced. On the main lane it is complete on the stream, on the
-  // background lane when this returns.
-  void recv(const Call& call, const NcclHeader& header, void* out, size_t bytes, Lane lane,
+  // Receives what a header has announced; it is complete on the stream.
+  void recv(const Call& call, const NcclHeader& header, void* out, size_t bytes,
             cuda::Stream stream);
 
  private:
@@ -98,7 +99,7 @@ class NcclReceiver {
   const int queue_;  // of the watch
   NcclComm comm_;
   cuda::StreamHandle stream_;
-  cuda::EventHandle event_{cuda::kEventDisableTiming | cuda::kEventBlockingSync};
+  cuda::EventHandle event_;
 };
 
 }  // namespace onnxpar

@@ -152,10 +152,11 @@ class StagedTransport : public Transport {
   void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Lane lane,
             Stream stream) override {
     device_.make_current();
-    cuda::Slab data(cuda::Slab::Kind::kPinned);
-    std::byte* from = data.get(bytes, stream);
-    host_.recv(call, peer, tag, from, bytes, lane, nullptr);
-    cuda::copy(out, from, bytes, stream);
+    Inward& inward = from(peer, tag);
+    std::lock_guard lock(inward.mutex);
+    std::byte* data = inward.data.get(bytes, stream);
+    host_.recv(call, peer, tag, data, bytes, lane, nullptr);
+    cuda::copy(out, data, bytes, stream);
     cuda::check(cuda::driver().stream_synchronize(stream), "cuStreamSynchronize");
   }
 
@@ -165,6 +166,20 @@ class StagedTransport : public Transport {
   void close() override {}
 
  private:
+  // Memory for messages of one tag from one rank. It is kept: giving pinned memory back waits for
+  // the device.
+  struct Inward {
+    std::mutex mutex;
+    cuda::Slab data{cuda::Slab::Kind::kPinned};
+  };
+
+  Inward& from(int peer, int tag) {
+    std::lock_guard lock(receiving_);
+    auto& inward = inward_[{peer, tag}];
+    if (!inward) inward = std::make_unique<Inward>();
+    return *inward;
+  }
+
   static Side side(const void* data, size_t blocks) {
     return {static_cast<std::byte*>(const_cast<void*>(data)), blocks};
   }
@@ -185,6 +200,8 @@ class StagedTransport : public Transport {
   Stage stage_;
   std::mutex sending_;
   cuda::Slab message_{cuda::Slab::Kind::kPinned};
+  std::mutex receiving_;
+  std::map<std::pair<int, int>, std::unique_ptr<Inward>> inward_;
 };
 
 }  // namespace

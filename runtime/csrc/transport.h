@@ -104,8 +104,8 @@ class Transport {
   // Buffered: returns without waiting for the receiver. `peer` is a global rank.
   virtual void send(const Call&, int peer, int tag, const void* in, size_t bytes, Stream) = 0;
   // On the background lane several threads may receive at once, each from a peer of its own, while
-  // the foreground does anything. Such a call has no time limit, and is no part of a deadlock: it
-  // may be made long before anyone waits for it, and who does minds the time.
+  // the foreground does anything. Such a call has no time limit until something was sent, and is no
+  // part of a deadlock: it may be made long before anyone waits for it, and who does minds the time.
   virtual void recv(const Call&, int peer, int tag, void* out, size_t bytes, Lane lane, Stream) = 0;
 
   // Throws where all was aborted. Of use where a call returns before it is carried out.

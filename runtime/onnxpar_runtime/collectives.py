@@ -399,9 +399,72 @@ class Rank:
             )
         )
 
+    def send_device(
+        self, address: int, size: int, peer: int, tag: int, what: str, stream: ctypes.c_void_p
+    ) -> None:
+        """Sends memory of the rank's GPU, without waiting for the receiver. Counted as `Send`.
+
+        It goes as the rank's `open_device` says. Messages of one tag from one rank's GPU to
+        another's arrive in the order in which they were sent.
+
+        Args:
+            address: The GPU's address; what is enqueued on the stream later may change the memory.
+            size: Bytes.
+            peer: The receiver's global rank.
+            tag: As of `send`.
+            what: What it is, for messages.
+            stream: The stream that computes it.
+
+        Raises:
+            ValueError: The world has no such rank.
+            RankError: Another rank failed, or the rank has no GPU.
+        """
+        self._check_rank(peer)
+        library, name = self.world._library, what.encode()
+        place = self.world._handle, self.index, peer, tag
+        self._call(library.onnxpar_send_device(*place, address, size, stream, name))
+
+    def recv_device(
+        self,
+        address: int,
+        size: int,
+        peer: int,
+        tag: int,
+        what: str,
+        stream: ctypes.c_void_p,
+        *,
+        background: bool = False,
+    ) -> None:
+        """Receives into memory of the rank's GPU. Counted as `Recv`, with no bytes.
+
+        It returns once something has been sent. The memory is written when all is done that the
+        stream had to do, and whole for what is enqueued on the stream later.
+
+        Args:
+            address: The GPU's address.
+            size: Bytes, as many as were sent.
+            peer: The sender's global rank.
+            tag: As of `send`.
+            what: What it is, for messages.
+            stream: The stream.
+            background: As of `recv`.
+
+        Raises:
+            ValueError: The world has no such rank.
+            RankError: Another rank failed, or sent something of another size, or the rank has no
+                GPU.
+        """
+        self._check_rank(peer)
+        library, name = self.world._library, what.encode()
+        place = self.world._handle, self.index, peer, tag
+        self._call(library.onnxpar_recv_device(*place, address, size, stream, background, name))
+
     def _check_peer(self, array: NDArray[Any], peer: int) -> None:
         if not array.flags.c_contiguous:
             raise ValueError(f"expected a contiguous array, got strides {array.strides}")
+        self._check_rank(peer)
+
+    def _check_rank(self, peer: int) -> None:
         if not 0 <= peer < self.world.size:
             raise ValueError(f"rank {peer}: the world has {self.world.size} ranks")
 

@@ -208,6 +208,7 @@ class Queue:
         index: Number of the GPU.
 
     Attributes:
+        index: The GPU's number.
         runtime: CUDA's runtime.
         stream: The stream that everything is computed on.
 
@@ -219,6 +220,7 @@ class Queue:
     def __init__(self, index: int) -> None:
         """Makes the streams."""
         _preload()
+        self.index = index
         self.runtime = CudaRuntime(index)
         self.stream = self.runtime.handle("cudaStreamCreateWithFlags", ctypes.c_uint(0))
         flags = ctypes.c_uint(_NON_BLOCKING)
@@ -229,6 +231,7 @@ class Queue:
         self._lock = threading.Lock()
         self._free: dict[int, list[_Slot]] = {}
         self._slots: list[_Slot] = []
+        self._beside: list[ctypes.c_void_p] = []
         self._open = True
 
     def _event(self) -> ctypes.c_void_p:
@@ -241,6 +244,26 @@ class Queue:
             CudaError: Something of it failed.
         """
         self.runtime.call("cudaStreamSynchronize", self.stream)
+
+    # -- other streams -----------------------------------------------------------------------------
+
+    def beside(self) -> ctypes.c_void_p:
+        """Returns a new stream, for one thread at a time; it is freed with the queue."""
+        stream = self.runtime.handle("cudaStreamCreateWithFlags", ctypes.c_uint(_NON_BLOCKING))
+        with self._lock:
+            self._beside.append(stream)
+        return stream
+
+    def mark(self, stream: ctypes.c_void_p) -> ctypes.c_void_p:
+        """Returns an event that comes when all that is on a stream now is done, for one `hold`."""
+        event = self._event()
+        self.runtime.call("cudaEventRecord", event, stream)
+        return event
+
+    def hold(self, stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
+        """Lets what is enqueued on a stream from here on come after an event, which is freed."""
+        self.runtime.call("cudaStreamWaitEvent", stream, event, ctypes.c_uint(0))
+        self.runtime.call("cudaEventDestroy", event)
 
     # -- to the GPU --------------------------------------------------------------------------------
 
@@ -337,7 +360,7 @@ class Queue:
         if not self._open:
             return
         self._open = False
-        for stream in (self.stream, self._inward, self._outward):
+        for stream in (self.stream, self._inward, self._outward, *self._beside):
             self.runtime.call("cudaStreamSynchronize", stream)
             self.runtime.call("cudaStreamDestroy", stream)
         for slot in self._slots:

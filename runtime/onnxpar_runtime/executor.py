@@ -242,6 +242,7 @@ class Executor:
         program: The program.
         rank: The rank.
         device: Where it computes.
+        queue: What the device does, in order; None on the CPU.
 
     Raises:
         ArtifactError: The graph was not written, does not match its manifest, or onnxruntime
@@ -258,7 +259,7 @@ class Executor:
         self.rank = loader.rank
         path = manifest.graph_path(program, self.rank.index)
         self._session = loader.load(path)
-        self._loader, self._queue = loader, loader.queue
+        self._loader, self.queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
@@ -307,7 +308,7 @@ class Executor:
 
         May be called from another thread while the program runs.
         """
-        queue = self._queue
+        queue = self.queue
         if queue is None:
             return feeds
         local = {
@@ -384,8 +385,8 @@ class Executor:
         for name in self._taken:
             binding.io.bind_ortvalue_input(name, handed[name])
         self._number(binding, counters, numbers or {})
-        if self._queue is not None and self._keeps:
-            self._queue.before_writing()
+        if self.queue is not None and self._keeps:
+            self.queue.before_writing()
         if not binding.reusable:
             binding.outputs.clear()
             self._bind_outputs(binding, redirect)
@@ -401,7 +402,8 @@ class Executor:
             binding.outputs = binding.io.get_outputs()[: len(self._made)]
         made = dict(zip(self._made, binding.outputs, strict=True))
         if read or self._handed:
-            # Other programs take what was made through the host, or on a stream of their own.
+            # What is sent is announced when it is there, so that a receiver's limit of time counts
+            # from then.
             self._loader.synchronize()
         results = Results(
             {name: to_host(value) for name, value in made.items() if read and name in self._data},
@@ -441,10 +443,6 @@ class Executor:
             if number.on_gpu and (number.sent is None or not np.array_equal(number.sent, memory)):
                 self._put(binding, entry.name, memory)
                 number.sent = memory.copy()
-
-    def value(self, array: Array) -> Any:
-        """Returns an OrtValue of an array, where the program computes."""
-        return to_ort(array, self.device.value, self._index)
 
     def _let_go(self, binding: _Binding) -> None:
         """Keeps no value of other programs, whose memory is theirs to free."""
@@ -486,7 +484,8 @@ class Executor:
         """Whether a run does the same when it is replayed as a CUDA graph.
 
         A replay runs nothing on the host: what a program reads there must not change while its
-        shapes are the same, and all ranks must capture in the same step.
+        shapes are the same, and all ranks must capture in the same step. While one captures no
+        other thread may ask CUDA for memory, and to a stage of a pipeline values come at any time.
         """
         read_on_host = self._graph_inputs - self._on_gpu
         numbers = {
@@ -496,7 +495,7 @@ class Executor:
         }
         changing = numbers | {spec.name for spec in self.program.inputs}
         alike = not any(symbol.per_rank for symbol in self.manifest.symbols.values())
-        return alike and not self._handed and not self._taken and not read_on_host & changing
+        return alike and self.manifest.pipeline is None and not read_on_host & changing
 
     def _system_memory(self, entry: SystemInput, values: Mapping[str, int]) -> Array:
         if entry.symbol is not None:
@@ -544,7 +543,7 @@ class Executor:
 
     def _put(self, binding: _Binding, name: str, array: Array | Staged) -> None:
         """Enqueues writing an input on the GPU, in memory that the binding keeps."""
-        assert self._queue is not None
+        assert self.queue is not None
         kept = binding.inputs.get(name)
         if kept is None:
             kept = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
@@ -552,7 +551,7 @@ class Executor:
             )
             binding.inputs[name] = kept
             binding.io.bind_ortvalue_input(name, kept)
-        staged = array if isinstance(array, Staged) else self._queue.stage(array)
+        staged = array if isinstance(array, Staged) else self.queue.stage(array)
         staged.put(kept.data_ptr())
 
     @property

@@ -81,6 +81,14 @@ def load_library() -> ctypes.CDLL:
             integer,
             [pointer, integer, integer, integer, pointer, size, integer, text],
         ),
+        "onnxpar_send_device": (
+            integer,
+            [pointer, integer, integer, integer, pointer, size, pointer, text],
+        ),
+        "onnxpar_recv_device": (
+            integer,
+            [pointer, integer, integer, integer, pointer, size, pointer, integer, text],
+        ),
     }
     _declare(library, signatures)
     return library

@@ -20,8 +20,9 @@ import numpy as np
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.launch import mpirun_place
+from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier
 from onnxpar_runtime.pipeline.inbox import Inbox
-from onnxpar_runtime.pipeline.player import Array, Expected, Place, plan, play
+from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
 from onnxpar_runtime.pipeline.schedules import make
 from onnxpar_runtime.pipeline.trace import Steps, Trace, even_bubble, median_bubble
@@ -78,7 +79,7 @@ def measure(rank: Rank, program: Program, seconds: float, rounds: int) -> list[S
     work = Sleeper(seconds / program.schedule.chunks)
     for _ in range(rounds):
         rank.all_reduce(np.zeros(1))
-        play(rank, Place(rank.index, 0, 1), program, work, inbox, trace)
+        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox, trace)
     traces = trace.gather()
     inbox.close()
     return traces

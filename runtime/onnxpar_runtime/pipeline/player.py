@@ -5,33 +5,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.pipeline.carriers import Carrier, Expected
 from onnxpar_runtime.pipeline.check import check
 from onnxpar_runtime.pipeline.inbox import Inbox, Ticket
 from onnxpar_runtime.pipeline.schedule import Action, Edge, Message, Point, Program, Transfer
 from onnxpar_runtime.pipeline.schedules import make
 from onnxpar_runtime.pipeline.trace import Trace
 from onnxpar_runtime.pipeline.transfers import with_transfers
-
-Array = NDArray[Any]
-_TAG = 0x5049
-_MOST_DIMS = 32
-
-
-@dataclass(frozen=True)
-class Expected:
-    """An array that a message has.
-
-    Attributes:
-        dtype: Its type.
-        shape: Its shape; None where the message says it.
-    """
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...] | None
 
 
 class Work(Protocol):
@@ -40,8 +20,8 @@ class Work(Protocol):
     def compute(self, action: Action) -> None:
         """Carries out a computation."""
 
-    def leaving(self, message: Message) -> Sequence[tuple[Array, bool]]:
-        """Returns the arrays of a message, C-contiguous, and whether shapes go with them.
+    def leaving(self, message: Message) -> Sequence[tuple[Any, bool]]:
+        """Returns the values of a message, as the carrier takes them, and whether shapes go ahead.
 
         They are asked for once.
         """
@@ -49,8 +29,8 @@ class Work(Protocol):
     def expected(self, message: Message) -> Sequence[Expected]:
         """Returns what a message to this rank has."""
 
-    def arrived(self, message: Message, arrays: Sequence[Array]) -> None:
-        """Takes the arrays of a message. They are the receiver's own."""
+    def arrived(self, message: Message, values: Sequence[Any]) -> None:
+        """Takes the values of a message, from the carrier. They are the receiver's own."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +74,18 @@ def plan(
 
 
 def play(
-    rank: Rank, place: Place, program: Program, work: Work, inbox: Inbox, trace: Trace | None = None
+    carrier: Carrier,
+    place: Place,
+    program: Program,
+    work: Work,
+    inbox: Inbox,
+    trace: Trace | None = None,
 ) -> None:
     """Plays a rank's part of a program. Every rank of the pipeline must call it.
 
     Args:
-        rank: The rank.
-        place: Where it is in the pipeline.
+        carrier: How the rank's values go to other ranks.
+        place: Where the rank is in the pipeline.
         program: What all ranks play.
         work: What it computes.
         inbox: The rank's, kept from one call to the next.
@@ -110,7 +95,7 @@ def play(
         RankError: Another rank failed, or nothing came from it for too long.
         OnnxparRuntimeError: What `work` raises.
     """
-    posted: dict[Message, Ticket[list[Array]]] = {}
+    posted: dict[Message, Ticket[list[Any]]] = {}
     if trace is not None:
         trace.begin()
     for step in program.ranks[place.stage]:
@@ -124,41 +109,24 @@ def play(
         peer = place.counterpart(step.peer)
         match step.point:
             case Point.SEND:
-                _send(rank, peer, step, work.leaving(step.message))
+                for value, with_shape in work.leaving(step.message):
+                    carrier.send(value, with_shape, peer, f"send of {step.message}")
             case Point.RECEIVE:
-                posted[step.message] = _post(rank, peer, step, work, inbox)
+                posted[step.message] = _post(carrier, peer, step, work, inbox)
             case Point.WAIT_RECEIVE:
-                arrays = inbox.wait(peer, posted.pop(step.message))
-                work.arrived(step.message, arrays)
+                received = inbox.wait(peer, posted.pop(step.message))
+                work.arrived(step.message, [carrier.take(value) for value in received])
             case Point.WAIT_SEND:
                 pass  # what is sent has been copied
 
 
-def _send(rank: Rank, peer: int, step: Transfer, arrays: Sequence[tuple[Array, bool]]) -> None:
-    what = f"send of {step.message}"
-    for array, with_shape in arrays:
-        if with_shape:
-            head = np.zeros(1 + _MOST_DIMS, np.int64)
-            head[: 1 + array.ndim] = array.ndim, *array.shape
-            rank.send(head, peer, _TAG, what)
-        rank.send(array, peer, _TAG, what)
-
-
-def _post(rank: Rank, peer: int, step: Transfer, work: Work, inbox: Inbox) -> Ticket[list[Array]]:
-    wanted = work.expected(step.message)
+def _post(
+    carrier: Carrier, peer: int, step: Transfer, work: Work, inbox: Inbox
+) -> Ticket[list[Any]]:
     what = f"receive of {step.message}"
+    wanted = [carrier.post(entry, peer, what) for entry in work.expected(step.message)]
 
-    def receive() -> list[Array]:
-        arrays = []
-        for entry in wanted:
-            shape = entry.shape
-            if shape is None:
-                head = np.empty(1 + _MOST_DIMS, np.int64)
-                rank.recv(head, peer, _TAG, what, background=inbox.background)
-                shape = tuple(int(n) for n in head[1 : 1 + head[0]])
-            array = np.empty(shape, entry.dtype)
-            rank.recv(array, peer, _TAG, what, background=inbox.background)
-            arrays.append(array)
-        return arrays
+    def receive() -> list[Any]:
+        return [of_one(inbox.background) for of_one in wanted]
 
     return inbox.post(peer, receive, what)

@@ -15,12 +15,13 @@ from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.expressions import ExpressionError, evaluate
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Handed, Manifest, Pipeline, TensorSpec, VirtualStage
+from onnxpar_runtime.pipeline.carriers import Carrier, DeviceCarrier, Expected, HostCarrier
 from onnxpar_runtime.pipeline.inbox import Inbox
-from onnxpar_runtime.pipeline.player import Expected, Place, plan, play
+from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
 from onnxpar_runtime.pipeline.trace import Trace, even_bubble
 from onnxpar_runtime.pipeline.values import Ends, read_values
-from onnxpar_runtime.tensors import host_view
+from onnxpar_runtime.tensors import host_view, to_ort
 
 Array = NDArray[Any]
 FORWARD = "forward"
@@ -101,6 +102,12 @@ class VirtualStages:
         own = range(self._place.stage, self._pipeline.virtual_stages, self._pipeline.stages)
         parts = [name for stage in own for name in self._values.stages[stage].programs]
         self._executors = {name: load(name) for name in parts if _makes(manifest, name)}
+        # All of a rank's parts are on one device; where nothing is computed nothing is carried.
+        queues = [executor.queue for executor in self._executors.values()]
+        self._queue = queues[0] if queues else None
+        self._carrier: Carrier = (
+            HostCarrier(rank) if self._queue is None else DeviceCarrier(rank, self._queue)
+        )
         # Of what each part makes: the messages that take it, and the virtual stages here that do.
         self._sent: dict[tuple[str, str], list[Ends]] = defaultdict(list)
         self._near: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -168,7 +175,7 @@ class VirtualStages:
         self._held.clear()
         self._leaving.clear()
         self._bytes = 0
-        play(self._rank, self._place, program, self, self._inbox, trace)
+        play(self._carrier, self._place, program, self, self._inbox, trace)
         return self._found
 
     def even_bubble(self, schedule: str, count: int) -> float:
@@ -203,26 +210,34 @@ class VirtualStages:
             if name is not None:
                 self._run(virtual, name, action.micro_batch)
 
-    def leaving(self, message: Message) -> list[tuple[Array, bool]]:
-        """Returns the arrays of a message; as `player.Work`."""
+    def leaving(self, message: Message) -> list[tuple[Any, bool]]:
+        """Returns the values of a message; as `player.Work`."""
         ends = (message.payload, message.source, message.target)
         values = self._leaving.pop((ends, message.micro_batch))
         return [
-            (np.asarray(host_view(values[v.name]), order="C"), v.shape is None)
-            for v in self._values.messages[ends]
+            (self._outgoing(values[v.name]), v.shape is None) for v in self._values.messages[ends]
         ]
+
+    def _outgoing(self, value: Any) -> Any:
+        """Returns an OrtValue as the carrier takes it."""
+        if self._queue is None:
+            return np.asarray(host_view(value), order="C")
+        if value.device_name() == "cpu":
+            # Sizes are made on the host; the receiver does not know what is made where.
+            return to_ort(host_view(value), "cuda", self._queue.index)
+        return value
 
     def expected(self, message: Message) -> list[Expected]:
         """Returns what a message has; as `player.Work`."""
         values = self._values.messages[message.payload, message.source, message.target]
         return [self._expected(value, message.micro_batch) for value in values]
 
-    def arrived(self, message: Message, arrays: Sequence[Array]) -> None:
+    def arrived(self, message: Message, values: Sequence[Any]) -> None:
         """Keeps what came for the programs that read it; as `player.Work`."""
-        values = self._values.messages[message.payload, message.source, message.target]
-        executor = next(iter(self._executors.values()))
-        for value, array in zip(values, arrays, strict=True):
-            self._keep(message.target, message.micro_batch, value.name, executor.value(array))
+        expected = self._values.messages[message.payload, message.source, message.target]
+        for handed, value in zip(expected, values, strict=True):
+            kept = to_ort(value) if self._queue is None else value
+            self._keep(message.target, message.micro_batch, handed.name, kept)
 
     def _expected(self, value: Handed, index: int) -> Expected:
         """Returns type and shape of a value; they are worked out once for each set of sizes."""

@@ -13,8 +13,9 @@ import pytest
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import RankError
 from onnxpar_runtime.pipeline import Action, Edge, Kind, Message, Payload, chain, make
+from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier
 from onnxpar_runtime.pipeline.inbox import Inbox
-from onnxpar_runtime.pipeline.player import Array, Expected, Place, plan, play
+from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.trace import (
     Span,
     Trace,
@@ -111,7 +112,7 @@ def test_all_is_computed_in_order(
             inbox = Inbox(rank)
             for _ in range(2):
                 work = StandIn(stages, rank.index, edges)
-                play(rank, Place(rank.index, 0, 1), program, work, inbox)
+                play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox)
             inbox.close()
             return work.done
 
@@ -127,7 +128,7 @@ def test_a_stage_that_fails_ends_all() -> None:
 
     def body(rank: Rank) -> None:
         work = StandIn(3, rank.index, edges, fails if rank.index == 2 else None)
-        play(rank, Place(rank.index, 0, 1), program, work, Inbox(rank))
+        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, Inbox(rank))
 
     first, second, last = on_all(3, body)
     assert str(last) == "it broke"
@@ -143,7 +144,7 @@ def test_a_trace_tells_when_ranks_computed(tmp_path: Path) -> None:
         trace, inbox = Trace(rank), Inbox(rank)
         for _ in range(2):
             work = StandIn(2, rank.index, program.edges)
-            play(rank, Place(rank.index, 0, 1), program, work, inbox, trace)
+            play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox, trace)
         inbox.close()
         return trace.gather()
 

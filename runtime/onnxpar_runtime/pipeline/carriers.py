@@ -1,0 +1,196 @@
+"""How a value goes from one stage's rank to another's: from host memory, or from GPU to GPU."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.cuda import Queue
+from onnxpar_runtime.dtypes import onnx_code
+
+Array = NDArray[Any]
+_TAG = 0x5049
+_MOST_DIMS = 32
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A value that a message has.
+
+    Attributes:
+        dtype: Its type.
+        shape: Its shape; None where the message says it.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None
+
+
+Receive = Callable[[bool], Any]
+"""Receives a value, of which `Carrier.take` makes one to compute with; in the background or not, as
+`Rank.recv`. It raises RankError where another rank failed, or sent something of another size."""
+
+
+class Carrier(Protocol):
+    """Sends and receives values. Those from one rank to another arrive in the order of sending."""
+
+    def send(self, value: Any, with_shape: bool, peer: int, what: str) -> None:
+        """Sends a value, without waiting for the receiver; it may be let go of at once.
+
+        Args:
+            value: The value.
+            with_shape: Whether its shape goes ahead, since the receiver does not know it.
+            peer: The receiver's global rank.
+            what: What it is, for messages.
+
+        Raises:
+            RankError: Another rank failed.
+        """
+
+    def post(self, expected: Expected, peer: int, what: str) -> Receive:
+        """Returns what receives a value, once, on the same thread or on one for each peer.
+
+        Args:
+            expected: The value.
+            peer: The sender's global rank.
+            what: What it is, for messages.
+        """
+
+    def take(self, received: Any) -> Any:
+        """Returns a value that was received, for what the rank computes from here on."""
+
+
+class HostCarrier:
+    """Carries arrays, C-contiguous; a `Carrier`.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        """Carries nothing yet."""
+        self._rank = rank
+
+    def send(self, value: Array, with_shape: bool, peer: int, what: str) -> None:
+        """As `Carrier`."""
+        if with_shape:
+            _send_shape(self._rank, value.shape, peer, what)
+        self._rank.send(value, peer, _TAG, what)
+
+    def post(self, expected: Expected, peer: int, what: str) -> Receive:
+        """As `Carrier`."""
+        return partial(self._receive, expected, peer, what)
+
+    def _receive(self, expected: Expected, peer: int, what: str, background: bool) -> Array:
+        shape = expected.shape
+        if shape is None:
+            shape = _receive_shape(self._rank, peer, what, background)
+        array = np.empty(shape, expected.dtype)
+        self._rank.recv(array, peer, _TAG, what, background=background)
+        return array
+
+    def take(self, received: Array) -> Array:
+        """As `Carrier`."""
+        return received
+
+
+@dataclass(frozen=True)
+class _Eventual:
+    """A value whose memory is not ready yet: to be written, or to be read.
+
+    Attributes:
+        value: The OrtValue.
+        event: Comes when it is.
+    """
+
+    value: Any
+    event: Any
+
+
+class DeviceCarrier:
+    """Carries OrtValues on the rank's GPU, which pass through its transport of device memory.
+
+    Only shapes go by way of the host. A value's memory may be some that was let go of and is still
+    read by what the GPU has been told to compute. So what arrives, on a stream for each peer, waits
+    for what was computed when its memory was taken, and what reads it waits for its arrival; the
+    process waits for neither. Memory is taken when a receive is posted, for a value not to wait for
+    what is computed after that; where its shape is unknown, when the shape has come.
+
+    Args:
+        rank: The rank; it has been given the GPU.
+        queue: What its GPU does.
+    """
+
+    def __init__(self, rank: Rank, queue: Queue) -> None:
+        """Carries nothing yet."""
+        self._rank, self._queue = rank, queue
+        self._streams: dict[int, Any] = {}
+
+    def send(self, value: Any, with_shape: bool, peer: int, what: str) -> None:
+        """As `Carrier`."""
+        if with_shape:
+            _send_shape(self._rank, value.shape(), peer, what)
+        size, stream = value.tensor_size_in_bytes(), self._queue.stream
+        self._rank.send_device(value.data_ptr(), size, peer, _TAG, what, stream)
+
+    def post(self, expected: Expected, peer: int, what: str) -> Receive:
+        """As `Carrier`."""
+        known = None if expected.shape is None else self._space(expected.shape, expected.dtype)
+        return partial(self._receive, expected.dtype, known, peer, what)
+
+    def _space(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Eventual:
+        """Returns memory for a value, and when it may be written."""
+        queue = self._queue
+        value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+            shape, onnx_code(dtype), "cuda", queue.index
+        )
+        return _Eventual(value, queue.mark(queue.stream))
+
+    def _receive(
+        self,
+        dtype: np.dtype[Any],
+        known: _Eventual | None,
+        peer: int,
+        what: str,
+        background: bool,
+    ) -> _Eventual:
+        space = known
+        if space is None:
+            shape = _receive_shape(self._rank, peer, what, background)
+            space = self._space(shape, dtype)
+        # One thread at a time receives from a peer.
+        stream = self._streams.get(peer) or self._streams.setdefault(peer, self._queue.beside())
+        self._queue.hold(stream, space.event)
+        value = space.value
+        self._rank.recv_device(
+            value.data_ptr(),
+            value.tensor_size_in_bytes(),
+            peer,
+            _TAG,
+            what,
+            stream,
+            background=background,
+        )
+        return _Eventual(value, self._queue.mark(stream))
+
+    def take(self, received: _Eventual) -> Any:
+        """As `Carrier`."""
+        self._queue.hold(self._queue.stream, received.event)
+        return received.value
+
+
+def _send_shape(rank: Rank, shape: Sequence[int], peer: int, what: str) -> None:
+    head = np.zeros(1 + _MOST_DIMS, np.int64)
+    head[: 1 + len(shape)] = len(shape), *shape
+    rank.send(head, peer, _TAG, what)
+
+
+def _receive_shape(rank: Rank, peer: int, what: str, background: bool) -> tuple[int, ...]:
+    head = np.empty(1 + _MOST_DIMS, np.int64)
+    rank.recv(head, peer, _TAG, what, background=background)
+    return tuple(int(n) for n in head[1 : 1 + head[0]])
