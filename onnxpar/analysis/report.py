@@ -20,7 +20,7 @@ from onnxpar.ops.rule import format_rule
 from onnxpar.passes.builder import Collective
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.sharding import Sharding
-from onnxpar.symbols import Dim, dim_str
+from onnxpar.symbols import Dim, dim_text
 
 Json = dict[str, Any]
 
@@ -208,7 +208,7 @@ def _node(
 
 
 def _sizes(shape: Sequence[Dim]) -> list[int | str]:
-    return [size if isinstance(size, int) else dim_str(size) for size in shape]
+    return [size if isinstance(size, int) else dim_text(size) for size in shape]
 
 
 def _is_divided(node: Json) -> bool:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.stages import virtual_stage_of
 from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.symbols import Dim, as_dim, dim_str
+from onnxpar.symbols import Dim, as_dim, dim_text
 from onnxpar.symbols.expr import fraction
 
 Json = dict[str, Any]
@@ -85,8 +85,8 @@ def count_of_bytes(count: Dim) -> int | str:
         return count
     top, bottom = fraction(count)
     if bottom == 1:
-        return dim_str(count)
-    return f"({dim_str(top)})/({dim_str(bottom)})"
+        return dim_text(count)
+    return f"({dim_text(top)})/({dim_text(bottom)})"
 
 
 def _bytes(value: ir.Value) -> int | str | None:
@@ -97,4 +97,4 @@ def _bytes(value: ir.Value) -> int | str | None:
         if not isinstance(dim, int) and dim.value is None:
             return None
         size = size * (dim if isinstance(dim, int) else as_dim(dim.value))
-    return size if isinstance(size, int) else dim_str(size)
+    return size if isinstance(size, int) else dim_text(size)

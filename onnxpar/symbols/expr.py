@@ -343,6 +343,11 @@ def dim_str(expr: Dim) -> str:
     return str(expr) if isinstance(expr, int) else _text_of(as_dim(expr))
 
 
+def dim_text(expr: Dim) -> str:
+    """Prints a size as `dim_str` does, for people: symbols have their own names."""
+    return re.sub(rf"\b{_ESCAPED}\w+", lambda m: symbol_name(m.group()), dim_str(expr))
+
+
 @lru_cache(_CACHE)
 def _text_of(expr: Dim) -> str:
     return str(expr) if isinstance(expr, int) else _show(expr, _SUM)

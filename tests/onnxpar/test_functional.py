@@ -72,6 +72,14 @@ def sharded() -> Iterator[Callable[..., onnxpar.Sharded]]:
 Make = Callable[..., onnxpar.Sharded]
 
 
+def test_reports_speak_of_dims_by_their_names(sharded: Make) -> None:
+    fn = sharded(dense_relu, ((1, 4), (4, 2), None), devices=8)
+    x, weight, bias = numbers(32, 128), numbers(128, 10), numbers(10)
+    close(fn(x, weight, bias), expected(x, weight, bias))
+    sizes = str([c["bytes"] for c in fn.cuts[0].report["collectives"]])
+    assert "x.0" in sizes and "weight.1" in sizes and "sym__" not in str(fn.cuts[0].report)
+
+
 def test_the_tutorial(sharded: Make) -> None:
     fn = sharded(dense_relu, in_strategy=((4, 2), None, None))
     weight, bias = numbers(128, 10), numbers(10)
