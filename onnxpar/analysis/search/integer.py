@@ -27,7 +27,7 @@ _TIME = 1
 def solve_integer(
     problem: Problem, limit: float, known: Solution, gap: float, seconds: float = SECONDS
 ) -> Solution:
-    """Solves the integer program; returns what is known where it is too large or nothing better is found.
+    """Solves the integer program; what is known stands where it is too large or nothing is better.
 
     It stops after `NODES` relaxations. Where it takes `seconds` before, it says so.
 
