@@ -49,10 +49,14 @@ class Work:
 
 @dataclass(frozen=True)
 class _Moves:
-    """Seconds in which data moves, and those before in which ranks wait for one another."""
+    """Seconds in which data moves, and those before in which ranks wait for one another.
+
+    `room`: bytes of what is there only in between, where a dim goes through being whole.
+    """
 
     seconds: float
     wait: float = 0.0
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,14 @@ class CostModel:
         """
         if source == target:
             return 0.0
+        known = self._moves(source, target, itemsize)
+        return known.seconds if met else known.seconds + known.wait
+
+    def room(self, source: Sharding, target: Sharding, itemsize: int) -> int:
+        """Returns the bytes that a device holds in between, while `reshard` brings a value."""
+        return 0 if source == target else self._moves(source, target, itemsize).room
+
+    def _moves(self, source: Sharding, target: Sharding, itemsize: int) -> _Moves:
         key = (source, target, itemsize)
         if key not in self._known:
             here, there = self.fixed(source), self.fixed(target)
@@ -166,14 +178,20 @@ class CostModel:
                 found = _Moves(float("inf"))
             else:
                 uneven = self._uneven(source) | self._uneven(target)
+                # What symbols do not prove to line up is not moved piece by piece in the graph.
+                ways = legs(source, target, self.mesh, self.table)
                 moves = [
-                    self._independent(a, b, itemsize, uneven)
-                    for a, b in legs(here, there, self.mesh, _NUMBERS)
+                    self._independent(self.fixed(a), self.fixed(b), itemsize, uneven)
+                    for a, b in ways
                 ]
-                found = _Moves(sum(m.seconds for m in moves), max(m.wait for m in moves))
+                found = _Moves(
+                    sum(m.seconds for m in moves),
+                    max(m.wait for m in moves),
+                    # Padded before it is cut, if need be: into a copy.
+                    sum(self.elements(b) for _, b in ways[:-1]) * itemsize * (2 if uneven else 1),
+                )
             self._known[key] = found
-        known = self._known[key]
-        return known.seconds if met else known.seconds + known.wait
+        return self._known[key]
 
     def _independent(
         self, source: Sharding, target: Sharding, itemsize: int, uneven: Collection[int]

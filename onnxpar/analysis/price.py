@@ -236,7 +236,8 @@ class _Pricing:
         # Reduced where it lies, moved or cut out into memory of its own.
         over = (source,) if nearest.partial and nearest.dims == want.dims else ()
         made = Made(version, self._bytes(want, itemsize), over=over)
-        self.steps.append(Step(f"{name} brought", (source,), (made,)))
+        room = self.cost.room(nearest, want, itemsize)
+        self.steps.append(Step(f"{name} brought", (source,), (made,), room))
         return seconds, version
 
     def _masked(
