@@ -1,16 +1,22 @@
 """Finds the layers of a network: runs of nodes that repeat one after another.
 
+Sizes, masks and positions that all layers share are computed where the first of them is needed, in
+many an exported network within the first layer. So layers are looked for in what remains, which is
+the same in each: see `carriers`.
+
 Two nodes are alike where operator, element types and shapes of what they read and make are alike. A
 run is found by comparing the row of nodes with itself, shifted by each possible length of a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
+from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.shapes import ShapeEnv
+from onnxpar.ops.roles import reads_elements
 
 SMALLEST = 8
 """Nodes that a layer must have at least, so that a few alike in a row are taken for none."""
@@ -24,6 +30,36 @@ class Layer:
     stop: int
 
 
+def carriers(nodes: Iterable[ir.Node]) -> list[ir.Node]:
+    """Returns the nodes whose results depend on elements of a graph input and on a weight.
+
+    A position bias, made of a weight and of how long the input is, is none. A weight is an
+    initializer of a floating type that is no scalar.
+
+    Args:
+        nodes: Nodes in topological order, with all that they read from one another.
+    """
+    varying: set[ir.Value] = set()
+    weighed: set[ir.Value] = set()
+    found = []
+    for node in nodes:
+        read = read_by(node)
+        varies = reads_elements(node) and any(v.is_graph_input() or v in varying for v in read)
+        weighs = any(_is_weight(v) or v in weighed for v in read)
+        if varies:
+            varying.update(node.outputs)
+        if weighs:
+            weighed.update(node.outputs)
+        if varies and weighs:
+            found.append(node)
+    return found
+
+
+def _is_weight(value: ir.Value) -> bool:
+    real = value.dtype is not None and value.dtype.is_floating_point()
+    return value.is_initializer() and real and bool(len(value.shape or ()))
+
+
 def find_layers(nodes: Sequence[ir.Node], env: ShapeEnv) -> list[Layer]:
     """Returns the layers of a forward pass, in order; none where nothing repeats.
 
@@ -31,7 +67,7 @@ def find_layers(nodes: Sequence[ir.Node], env: ShapeEnv) -> list[Layer]:
     before and behind it is looked at in the same way. Layers begin where the least is read across.
 
     Args:
-        nodes: Nodes in topological order.
+        nodes: Nodes in topological order, best those of `carriers`.
         env: Their shapes.
     """
     kinds: dict[object, int] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.analysis.layers import Layer
+from onnxpar.analysis.layers import Layer, carriers
 from onnxpar.analysis.shapes import GRADIENT_OF
 from onnxpar.passes.builder import DOMAIN
 
@@ -58,10 +58,10 @@ class ForwardPass:
 
     Attributes:
         nodes: All of them, in order.
-        row: Those in which layers are looked for: that read more than parameters and constants, and
+        row: Those in which layers are looked for: the carriers (see `onnxpar.analysis.layers`) that
             are no border between pipeline stages.
         able: Names of those that can be recomputed: that have no bodies, and read more than
-            parameters and constants, since the rest is no load of a batch.
+            parameters and constants, since the rest is no load of a batch, and are no border.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -72,17 +72,23 @@ class ForwardPass:
     def of(graph: ir.Graph) -> "ForwardPass":
         """Returns the forward pass of a graph."""
         nodes = tuple(node for node in graph if GRADIENT_OF not in node.metadata_props)
+        row = tuple(node for node in carriers(nodes) if node.domain != DOMAIN)
         varying = _varying(nodes)
-        row = tuple(n for n in nodes if n.name in varying and n.domain != DOMAIN)
-        return ForwardPass(nodes, row, frozenset(n.name or "" for n in row if _able(n)))
+        able = (n for n in nodes if n.name in varying and n.domain != DOMAIN and _able(n))
+        return ForwardPass(nodes, row, frozenset(n.name or "" for n in able))
 
     def inside(self, layer: Layer) -> frozenset[str]:
-        """Names of what is recomputed of a layer: not what hands its results on to later nodes."""
-        within = {id(node) for node in self.row[: layer.stop]}
-        after = {id(node) for node in self.nodes} - within
+        """Names of what is recomputed of a layer: not what hands its results on to later nodes.
+
+        What stands between the first and the last node of a layer is of the layer, too.
+        """
+        at = {node: i for i, node in enumerate(self.nodes)}
+        start, stop = at[self.row[layer.start]], at[self.row[layer.stop - 1]] + 1
+        after = {n for i, n in enumerate(self.nodes) if i >= stop or n.domain == DOMAIN}
         found = set()
-        for node in self.row[layer.start : layer.stop]:
-            if after.isdisjoint(id(user) for out in node.outputs for user in out.consumers()):
+        for node in self.nodes[start:stop]:
+            readers = {user for out in node.outputs for user in out.consumers()}
+            if after.isdisjoint(readers):
                 found.add(node.name or "")
         return self.able & found
 
@@ -165,7 +171,8 @@ def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]
         # What a layer hands on has no name here, so that it is never taken.
         block = [n if n in kept else "" for n in names[layer.start : layer.stop]]
         rows.setdefault(kind, []).append(block)
-    rest = [n if i not in inside else "" for i, n in enumerate(names)]
+    placed = {names[i] for i in inside}
+    rest = [n.name or "" for n in forward.nodes if n.name not in placed]
     return [*rows.values(), [rest]]
 
 
