@@ -55,6 +55,7 @@ class Price:
 
     Attributes:
         nodes: Each node, in order.
+        outputs: Seconds in which outputs are brought to where they leave.
         gradients: Seconds in which gradients are reduced, as far as nothing hides them.
         updating: Seconds in which the optimizer reads and writes what it trains.
         held: Bytes held all the time: parameters and, where they are trained, their gradients and
@@ -66,6 +67,7 @@ class Price:
     """
 
     nodes: tuple[NodePrice, ...]
+    outputs: float
     gradients: float
     updating: float
     held: int
@@ -81,7 +83,8 @@ class Price:
     @property
     def communicating(self) -> float:
         """Seconds of communication."""
-        return self.gradients + sum(node.work.special + node.moving for node in self.nodes)
+        once = self.outputs + self.gradients
+        return once + sum(node.work.special + node.moving for node in self.nodes)
 
     @property
     def seconds(self) -> float:
@@ -90,7 +93,7 @@ class Price:
 
     def step(self, micro_batches: int) -> float:
         """Returns the seconds of a step of so many micro-batches, or of so many runs."""
-        once = self.gradients + self.updating
+        once = self.outputs + self.gradients + self.updating
         return micro_batches * (self.seconds - once) + once
 
 
@@ -140,7 +143,7 @@ class _Pricing:
             self._define(name, sharding)
             self.outside.add(name)
         prices = tuple(self._node(node) for node in graph)
-        leaving = self._leaving()
+        outputs, gradients = self._leaving(), self._reducing()
         # Of a parameter and its moments, all are read and written, and its gradient is read.
         trained = ((self.shards.moment(n), self.itemsizes[n]) for n in self.shards.gradients)
         updated = (2 * (1 + self.moments) + 1) * sum(self._bytes(s, i) for s, i in trained)
@@ -149,7 +152,7 @@ class _Pricing:
         held = sum(kept.values())
         values = live_peak(self.steps, self._outputs())
         peak = held + self._bound() + max(values.bytes, self._reduced())
-        return Price(prices, leaving, updating, held, peak, values.name, kept)
+        return Price(prices, outputs, gradients, updating, held, peak, values.name, kept)
 
     def _kept(self, name: str) -> int:
         """Bytes of a parameter, its gradient and its moments."""
@@ -270,12 +273,16 @@ class _Pricing:
     # -- what stays ------------------------------------------------------------------------------
 
     def _leaving(self) -> float:
-        """Seconds in which outputs are brought to where they leave, and gradients reduced."""
+        """Seconds in which outputs are brought to where they leave."""
+        return sum(
+            self._brought(name, leaving)[0]
+            for name, leaving in self.plan.outputs.items()
+            if name in self.made
+        )
+
+    def _reducing(self) -> float:
+        """Seconds in which gradients are reduced, and parameters that replicas share gathered."""
         seconds = 0.0
-        for name, leaving in self.plan.outputs.items():
-            if name not in self.made:
-                continue
-            seconds += self._brought(name, leaving)[0]
         meeting: set[int] = set()
         for name, output in self.shards.gradients.items():
             leaves, shard = self.plan.outputs[output], self.shards.moment(name)

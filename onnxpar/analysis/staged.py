@@ -198,7 +198,7 @@ class _Staging:
         rounds = split.micro_batches + (split.stages - 1) / split.chunks
         # The optimizer's work is shared out as what it works on is.
         share = max(held) / max(sum(held), 1)
-        once = share * (price.updating + price.gradients)
+        once = share * (price.updating + price.outputs + price.gradients)
         return rounds * max(stage.seconds for stage in stages) + once
 
     def _crossing(self) -> dict[str, float]:

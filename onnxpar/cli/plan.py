@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +48,8 @@ AIMS = ("little communication for the computing done", "memory", "speed")
 """What each level seeks."""
 EXACT = 1e-4
 """A gap that is shown as none."""
+WHOLE = "computed whole"
+"""The row of nodes that no device shares with another."""
 _DIGITS = re.compile(r"\d+")
 
 
@@ -226,6 +228,29 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
         raise StrategyError(f"--{flag}: {in_words(name)}{problem(first)}") from None
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A row of what a run or a micro-batch costs a device.
+
+    Attributes:
+        name: Names of its nodes, numbers as `*`; or what it is that no node does.
+        strategy: How their operands lie.
+        local: The shapes of a node's results on a device.
+        nodes: How many there are.
+        computing: Seconds of computing.
+        communication: Seconds of communication.
+        made: Bytes of their results.
+    """
+
+    name: str
+    strategy: str = ""
+    local: tuple[tuple[int, ...], ...] = ()
+    nodes: int = 0
+    computing: float = 0.0
+    communication: float = 0.0
+    made: int = 0
+
+
 # -- what is printed -----------------------------------------------------------------------------
 
 
@@ -247,6 +272,8 @@ def _head(planned: Planned, entry: SearchEntry) -> str:
 
 
 def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
+    best = planned.ways[0].price
+    assert best is not None
     return {
         "machine": planned.machine.name,
         "devices": planned.devices,
@@ -268,6 +295,7 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
             }
             for way in planned.ways
         ],
+        "layers": [asdict(layer) for layer in _layers(best, planned.plan)],
         "meshes": [
             {
                 "axes": dict(c.axes),
@@ -290,21 +318,19 @@ def _print(planned: Planned, console: Console) -> None:
     assert best is not None
     columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
     layers = Table(*columns, title=None)
-    for name, strategy, nodes in _layers(best, planned.plan):
-        computing = sum(n.computing for n in nodes)
-        moving = sum(n.work.special + n.moving for n in nodes)
+    rows = _layers(best, planned.plan)
+    for row in rows:
         layers.add_row(
-            escape(name),
-            escape(strategy),
-            " ".join("x".join(map(str, shape)) for shape in nodes[0].local if shape),
-            str(len(nodes)),
-            _seconds(computing),
-            _seconds(moving),
-            _bytes(sum(n.made for n in nodes)),
+            escape(row.name),
+            escape(row.strategy),
+            " ".join("x".join(map(str, shape)) for shape in row.local if shape),
+            str(row.nodes or ""),
+            _seconds(row.computing),
+            _seconds(row.communication),
+            _bytes(row.made),
         )
-    if layers.row_count:
-        console.print(layers)
-    else:
+    console.print(layers)
+    if all(row.name == WHOLE or not row.nodes for row in rows):
         console.print("Every device computes all of it: nothing is divided.")
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
@@ -390,18 +416,43 @@ def _proof(chosen: Candidate) -> str:
     return f"; no other on the mesh {axes} is more than {gap} better, which is proved"
 
 
-def _layers(best: Price, plan: Plan) -> list[tuple[str, str, list[NodePrice]]]:
-    """Nodes by layer: those whose names are alike but for numbers, and that are divided alike."""
+def _layers(best: Price, plan: Plan) -> list[Layer]:
+    """Nodes by layer, then what is no node's: the rows' seconds sum to those of the plan.
+
+    Nodes are of one layer whose names are alike but for numbers, and that are divided alike.
+    """
     groups: dict[tuple[str, str, object], list[NodePrice]] = {}
+    whole: list[NodePrice] = []
     for node in best.nodes:
         chosen = plan.nodes[node.name]
         if not chosen.factors and not node.moving:
+            whole.append(node)
             continue
         strategy = " ".join(
             s.describe(plan.mesh) for s in chosen.inputs if s is not None and s.rank
         )
         groups.setdefault((_DIGITS.sub("*", node.name), strategy, node.local), []).append(node)
-    return [(name, strategy, nodes) for (name, strategy, _), nodes in groups.items()]
+    found = [_layer(name, strategy, nodes) for (name, strategy, _), nodes in groups.items()]
+    if whole:
+        found.append(replace(_layer(WHOLE, "", whole), local=()))
+    rest = (
+        Layer("outputs", communication=best.outputs),
+        Layer("gradients", communication=best.gradients),
+        Layer("optimizer", computing=best.updating),
+    )
+    return [*found, *(row for row in rest if row.computing or row.communication)]
+
+
+def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> Layer:
+    return Layer(
+        name,
+        strategy,
+        nodes[0].local,
+        len(nodes),
+        sum(n.computing for n in nodes),
+        sum(n.work.special + n.moving for n in nodes),
+        sum(n.made for n in nodes),
+    )
 
 
 def _seconds(seconds: float) -> str:

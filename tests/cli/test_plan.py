@@ -109,6 +109,28 @@ def test_that_nothing_is_divided_is_said(
     assert "nothing is divided" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_the_rows_of_layers_sum_to_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], train: bool
+) -> None:
+    """Pinned so that a sum is pending at the end, and that replicas reduce gradients."""
+    path, fixed = tmp_path / "two_layer.onnx", tmp_path / "fixed.yaml"
+    save(two_layer.build(inputs=256, hidden=256, outputs=256), path)
+    fixed.write_text(
+        "mesh: {x: 2, z: 2}\nsearch: {}\nnodes:\n  /matmul2/MatMul: {in: [[x, z], [z, null]]}\n"
+    )
+    options = ["--strategy", str(fixed), "--symbol", "batch=64", "--json"]
+    training = ["--loss", "mse", "--optimizer", "adam"] if train else []
+    assert main(["plan", str(path), *options, *training, "-o", str(tmp_path / "s.yaml")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    best, layers = data["ways"][0], data["layers"]
+    assert best["communicating"] > 0
+    assert sum(r["computing"] for r in layers) == pytest.approx(best["computing"])
+    assert sum(r["communication"] for r in layers) == pytest.approx(best["communicating"])
+    names = {row["name"] for row in layers}
+    assert {"gradients", "optimizer"} <= names if train else "outputs" in names
+
+
 def test_json_has_every_way_with_its_price(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
