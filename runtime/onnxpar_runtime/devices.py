@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 CUDA = "CUDAExecutionProvider"
 NCCL, STAGED = "nccl", "staged"
 DRIVER = "libcuda.so.1"
-SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
+# The switch by which ranks may share a GPU, and the first NCCL that is taken to know it; an older
+# one would refuse as "Duplicate GPU" when the communicator is made.
+SHARES, SHARES_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", 23000
 EXTRA = "pip install 'onnxpar[cuda]'"
 PROBE = ("-m", "onnxpar_runtime.probe")
 PROBE_SECONDS = 180.0
@@ -228,6 +230,11 @@ def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Place
         elif placement.shared and os.environ.get(SHARES) != "1":
             why = (
                 f"rank {number} shares its GPU with another, which NCCL allows with {SHARES}=1 only"
+            )
+        elif placement.shared and facts is not None and facts.nccl < SHARES_SINCE:
+            why = (
+                f"rank {number} shares its GPU with another, which NCCL allows from "
+                f"{nccl_version(SHARES_SINCE)} on; this is {nccl_version(facts.nccl)}"
             )
         if why:
             break
@@ -448,14 +455,3 @@ def _told(placement: Placement, speaks: bool) -> Placement:
     if speaks and placement.notice:
         log.warning("device: %s", placement.notice)
     return placement
-
-
-def main() -> int:
-    """Prints what the machine has; returns 0 where CUDA can be used, else 3."""
-    facts = machine()
-    print("\n".join(describe(facts)))
-    return 3 if obstacle(facts) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

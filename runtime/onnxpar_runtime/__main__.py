@@ -1,0 +1,16 @@
+"""`python -m onnxpar_runtime`: what of a GPU and its libraries this machine has."""
+
+import sys
+
+from onnxpar_runtime.devices import describe, machine, obstacle
+
+
+def main() -> int:
+    """Prints what the machine has; returns 0 where CUDA can be used, else 3."""
+    facts = machine()
+    print("\n".join(describe(facts)))
+    return 3 if obstacle(facts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
