@@ -188,7 +188,9 @@ class CostModel:
                     sum(m.seconds for m in moves),
                     max(m.wait for m in moves),
                     # Padded before it is cut, if need be: into a copy.
-                    sum(self.elements(b) for _, b in ways[:-1]) * itemsize * (2 if uneven else 1),
+                    sum(self.elements(b) for a, b in ways[:-1] if a != b)
+                    * itemsize
+                    * (2 if uneven else 1),
                 )
             self._known[key] = found
         return self._known[key]

@@ -11,7 +11,8 @@ from onnxpar.analysis.plan import factor_sizes, shardings
 from onnxpar.machine import PRESETS
 from onnxpar.mesh import Mesh
 from onnxpar.ops.registry import Missing
-from onnxpar.sharding import Component
+from onnxpar.sharding import Component, Sharding
+from onnxpar.symbols import SymbolTable
 
 MESH = Mesh((), (2, 2))
 F = 4  # bytes of a float32
@@ -128,3 +129,23 @@ def test_a_view_is_free(case: Case) -> None:
 def test_what_is_computed_takes_a_time_to_start() -> None:
     case = Case("y = Relu(x)", {"x": "float[6,8]"})
     assert work(case).seconds > PRESETS["cpu"].overhead
+
+
+def dim(*parts: Component) -> Sharding:
+    """A vector's only dim in components."""
+    return Sharding((parts,))
+
+
+@pytest.mark.parametrize(
+    ("source", "room"),
+    [
+        # (6, 4) and (4, 6) share no cut: what is split is whole in between, 24 elements of it.
+        (dim(Component(6, (0,)), Component(4)), 24 * F),
+        # What every rank has whole is only cut, and nothing else is held.
+        (dim(Component(6), Component(4)), 0),
+    ],
+)
+def test_what_is_whole_already_needs_no_room_to_be_gathered(source: Sharding, room: int) -> None:
+    target = dim(Component(4, (0,)), Component(6))
+    model = CostModel(PRESETS["cpu"], MESH, SymbolTable())
+    assert model.room(source, target, F) == room
