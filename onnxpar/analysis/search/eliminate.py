@@ -24,6 +24,8 @@ MAX_ENTRIES = 1 << 25
 """Entries of the largest table that an elimination may make (256 MiB)."""
 EASY_ENTRIES = 1 << 18
 """Tables up to so many entries are made before options are excluded by bounds."""
+_STEP = 8
+"""By so much larger tables are made where bounds exclude few options."""
 FEW_OPTIONS = 8
 """Where no variable has more, looking for dead options takes longer than eliminating them."""
 
@@ -75,25 +77,22 @@ def minimise(units: Sequence[Table], terms: Sequence[Scoped]) -> Least:
     graph = _Graph([np.asarray(u, float) for u in units])
     for scope, table in terms:
         graph.take(scope, table)
-    graph.eliminate(EASY_ENTRIES)
+    most = EASY_ENTRIES
+    graph.eliminate(most)
     slack = 0.0
     while graph.left:
         core, scopes = graph.core()
         seen = bounded(core, scopes)
-        if seen.proved:
+        thinned = 2 * sum(map(len, seen.kept)) <= sum(map(len, core))
+        if seen.proved or (most >= MAX_ENTRIES and not thinned):
+            slack = 0.0 if seen.proved else seen.cost - seen.bound
             graph.decide(seen)
             break
-        smaller = sum(map(len, seen.kept)) < sum(map(len, core))
-        if smaller:
-            graph.restrict(seen)
-            graph.eliminate(EASY_ENTRIES)
-            continue
-        graph.eliminate(MAX_ENTRIES)
-        if graph.left:
-            core, scopes = graph.core()
-            seen = bounded(core, scopes)
-            slack = seen.cost - seen.bound
-            graph.decide(seen)
+        graph.restrict(seen)
+        # The more is eliminated, the tighter bounds are, long before everything can be.
+        if not thinned:
+            most = min(most * _STEP, MAX_ENTRIES)
+        graph.eliminate(most)
     return Least(graph.choice(), slack)
 
 

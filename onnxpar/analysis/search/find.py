@@ -13,7 +13,7 @@ from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.exact import best, least
 from onnxpar.analysis.search.flow import Flow, Item, flow
-from onnxpar.analysis.search.fold import fold, runs
+from onnxpar.analysis.search.fold import classes, runs
 from onnxpar.analysis.search.options import Option, options
 from onnxpar.analysis.search.problem import Problem, Weights, build
 from onnxpar.analysis.search.recursive import recurse
@@ -23,7 +23,6 @@ from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import ShardingError
 from onnxpar.machine import Machine
 from onnxpar.mesh import Atoms, Mesh
-from onnxpar.sharding import Sharding
 
 LEVELS = {
     0: Weights(communication=10.0),
@@ -257,7 +256,7 @@ class _Search:
             if key not in known:
                 known[key] = self._options(item, axes, None)
         found = [known[item.kind, item.pin] for item in self.flow.items]
-        problem = build(self.flow, found, self.cost, self._pins, self.spec.weights)
+        problem = self._build(found)
         return problem, self._best(problem, self.spec.limit)
 
     def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution]:
@@ -265,35 +264,28 @@ class _Search:
         done = 0
         repeated = runs(self.flow.items)
 
-        def decide(problem: Problem, later: int) -> Solution:
+        def decide(found: Sequence[tuple[Option, ...]], later: int) -> tuple[Problem, Solution]:
             nonlocal done
             done += 1
             self.told("halving", (done - 1) % max(len(axes), 1) + 1, len(axes))
             limit = self.spec.limit if later == 1 else share * later * self.spec.limit
             if repeated and not self.spec.weights.memory_first:
-                folded = fold(problem, repeated)
-                found = best(folded.problem, gap=self.spec.gap)
+                problem = self._build(found, classes(found, repeated))
+                solution = best(problem, gap=self.spec.gap)
                 # Under a limit that binds it may be better to divide only some of alike layers.
-                if found.memory <= limit:
-                    return replace(found, choice=folded.unfold(found.choice))
+                if solution.memory <= limit:
+                    return problem, solution
+            problem = self._build(found)
             if later == 1:
-                return self._best(problem, limit)
+                return problem, self._best(problem, limit)
             try:
-                return self._best(problem, limit)
+                return problem, self._best(problem, limit)
             except ShardingError:
-                return least(problem)
+                return problem, least(problem)
 
         for share in _SHARES:
             try:
-                return recurse(
-                    self.flow,
-                    axes,
-                    self.cost,
-                    self._options,
-                    decide,
-                    pins=self._pins,
-                    weights=self.spec.weights,
-                )
+                return recurse(self.flow, axes, self.cost, self._options, decide)
             except ShardingError:
                 if share == _SHARES[-1]:
                     raise
@@ -306,9 +298,11 @@ class _Search:
         self.timed |= found.timed
         return found
 
-    @property
-    def _pins(self) -> Mapping[str, Sharding]:
-        return {**self.seeds.inputs, **self.seeds.parameters}
+    def _build(
+        self, found: Sequence[tuple[Option, ...]], alike: Sequence[int] | None = None
+    ) -> Problem:
+        pins = {**self.seeds.inputs, **self.seeds.parameters}
+        return build(self.flow, found, self.cost, pins, self.spec.weights, alike)
 
     def _options(
         self, item: Item, axes: Sequence[Atoms], before: Option | None
@@ -337,9 +331,9 @@ def seeds_of(flow: Flow, problem: Problem, choice: Sequence[int], seeds: Seeds) 
         seeds: What the user fixed, kept; on the mesh of the options.
     """
     nodes: dict[str, NodeSeed] = {}
-    for item, found, c in zip(flow.items, problem.options, choice, strict=False):
+    for item, option in zip(flow.items, problem.chosen(choice), strict=True):
         if not item.fixed:
-            plan = found[c].plan
+            plan = option.plan
             nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried, pinned=False)
     lying = problem.lying(choice)
     parameters = {v.name for v in flow.values if v.parameter}

@@ -5,8 +5,12 @@ they want), or the *kept version* of a value that several nodes read. A value is
 it is made to where each reader wants it, forward, and its cotangent back; one version is kept, so
 that readers who want the same pay once. A value that readers want in more than two layouts is
 priced as if each of the others were brought there by itself.
+
+Nodes may be put into classes that choose alike (`fold`). A variable stands for a class then, and
+what its nodes and their values cost together is counted, not built again for each of them.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -74,17 +78,23 @@ class Problem:
     """Variables, and what they cost together.
 
     Attributes:
-        variables: The variables; the first `items` are the nodes, in the order of the flow.
+        variables: The variables; first the nodes, or the classes of nodes that choose alike.
         terms: Costs of several variables together.
-        options: The options of each node.
+        options: The options of each node, in the order of the flow.
+        nodes: The variable of each node.
         sources: How each parameter or input lies: by name, the variable that says it, and the
             layout for each of its options.
     """
 
     variables: tuple[Variable, ...]
     terms: tuple[Term, ...]
-    options: tuple[tuple[Option, ...], ...]
+    options: tuple[tuple[Option, ...], ...] = ()
+    nodes: tuple[int, ...] = ()
     sources: Mapping[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
+
+    def chosen(self, choice: Sequence[int]) -> tuple[Option, ...]:
+        """Returns the option of each node under a choice."""
+        return tuple([o[choice[v]] for o, v in zip(self.options, self.nodes, strict=True)])
 
     def lying(self, choice: Sequence[int]) -> dict[str, Sharding]:
         """Returns how parameters and inputs lie under a choice."""
@@ -118,6 +128,7 @@ def build(
     cost: CostModel,
     pins: Mapping[str, Sharding] | None = None,
     weights: Weights = Weights(),
+    classes: Sequence[int] | None = None,
 ) -> Problem:
     """Builds the problem of a model.
 
@@ -127,8 +138,11 @@ def build(
         cost: The cost model.
         pins: How parameters and inputs lie that the user fixed.
         weights: What the sum weighs.
+        classes: The class of each node, numbered in the order in which they come; nodes of one
+            have the same options and choose alike. None where each node chooses by itself.
     """
-    return _Builder(flow, tuple(options), cost, pins or {}, weights).run()
+    alike = tuple(range(len(flow.items)) if classes is None else classes)
+    return _Builder(flow, tuple(options), cost, pins or {}, weights, alike).run()
 
 
 @dataclass
@@ -138,6 +152,7 @@ class _Builder:
     cost: CostModel
     pins: Mapping[str, Sharding]
     weights: Weights
+    classes: tuple[int, ...]
     sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
@@ -152,6 +167,7 @@ class _Builder:
     ] = field(default_factory=dict)
     _made_as: dict[tuple[int, int], tuple[Sharding, ...]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    _counted: dict[tuple[int, tuple[int, ...], int], Table] = field(default_factory=dict)
     # Equal shardings and usages are one object, so that their identity is a key.
     _known: dict[Hashable, Hashable] = field(default_factory=dict)
     _moves: dict[tuple[int, int, int, bool], float] = field(default_factory=dict)
@@ -160,15 +176,56 @@ class _Builder:
     )
 
     def run(self) -> Problem:
-        for item, found in zip(self.flow.items, self.options, strict=True):
+        for item, found, here in zip(self.flow.items, self.options, self.classes, strict=True):
             seconds, memory = self._unit(item, found)
-            self.variables.append(Variable(item.name, "node", seconds.copy(), memory))
-        for value in self.flow.values:
-            if value.producer is None:
-                self._source(value)
+            if here == len(self.variables):
+                self.variables.append(Variable(item.name, "node", seconds, memory))
             else:
-                self._made(value, *value.producer)
-        return Problem(tuple(self.variables), tuple(self.terms), self.options, self.sources)
+                self._count(here, seconds, memory)
+        alike: dict[tuple[object, ...], list[Value]] = {}
+        for value in self.flow.values:
+            alike.setdefault(self._between(value), []).append(value)
+        for value, *others in alike.values():
+            count = 1 + len(others)
+            if value.producer is None:
+                self._source(value, count)
+                if value.name in self.sources:
+                    self.sources.update({v.name: self.sources[value.name] for v in others})
+            else:
+                self._made(value, *value.producer, count)
+        return Problem(
+            tuple(self.variables), tuple(self.terms), self.options, self.classes, self.sources
+        )
+
+    def _between(self, value: Value) -> tuple[object, ...]:
+        """What equal values have in common: who makes and reads them, and what that costs."""
+        made = value.producer and (self.classes[value.producer[0]], value.producer[1])
+        uses = tuple([(self.classes[use.item], use.operand) for use in value.uses])
+        costs = value.itemsize, value.parameter, value.trained, value.leaves
+        return made, uses, costs, self.pins.get(value.name)
+
+    def _count(self, variable: int, seconds: Table, memory: Table | float = 0.0) -> None:
+        """Adds to what the options of a variable cost."""
+        old = self.variables[variable]
+        self.variables[variable] = Variable(
+            old.name, old.kind, old.cost + seconds, old.memory + memory
+        )
+
+    def _term(self, scope: tuple[int, ...], table: Table, count: int) -> None:
+        """Adds a table that holds `count` times; a class that is in it twice has one choice."""
+        distinct = tuple(dict.fromkeys(scope))
+        pattern = tuple([distinct.index(v) for v in scope])
+        key = (id(table), pattern, count)
+        if key not in self._counted:
+            cut = table if len(distinct) == len(scope) else _diagonal(table, pattern)
+            self._counted[key] = cut if count == 1 else cut * count
+        self.terms.append(Term(distinct, self._counted[key]))
+
+    def _readers(self, value: Value) -> dict[Use, int]:
+        """One reader of each class that reads an operand alike, and how many there are."""
+        often = Counter((self.classes[use.item], use.operand) for use in value.uses)
+        first = {(self.classes[use.item], use.operand): use for use in reversed(value.uses)}
+        return {first[key]: count for key, count in often.items()}
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -257,23 +314,18 @@ class _Builder:
 
     # -- parameters and inputs -------------------------------------------------------------------
 
-    def _source(self, value: Value) -> None:
+    def _source(self, value: Value, count: int) -> None:
         pin = self.pins.get(value.name)
         if pin is not None:
-            self._pinned(value, pin)
+            self._pinned(value, pin, count)
             return
         if len(value.uses) == 1:
             # It lies as its only reader wants it.
             use = value.uses[0]
             seconds, memory, layouts_of, index = self._read_once(value, use)
-            self.sources[value.name] = use.item, layouts_of
-            variable = self.variables[use.item]
-            self.variables[use.item] = Variable(
-                variable.name,
-                variable.kind,
-                variable.cost + seconds[index],
-                variable.memory + memory[index],
-            )
+            reader = self.classes[use.item]
+            self.sources[value.name] = reader, layouts_of
+            self._count(reader, count * seconds[index], count * memory[index])
             return
         uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
         layouts = self._layouts(value, uses)
@@ -281,17 +333,18 @@ class _Builder:
             return
         lying = [_Usage(layout, ()) for layout in layouts]
         seconds, memory = self._lying(value, lying)
-        self.variables.append(Variable(value.name, "source", seconds, memory))
+        self.variables.append(Variable(value.name, "source", count * seconds, count * memory))
         here = len(self.variables) - 1
         self.sources[value.name] = here, tuple(layouts.values())
         same = tuple(map(id, layouts))
-        for use, (found, operand) in zip(value.uses, uses, strict=True):
-            key = ("source", same, found, operand, value.itemsize, value.trained)
+        for use, often in self._readers(value).items():
+            found = id(self.options[use.item])
+            key = ("source", same, found, use.operand, value.itemsize, value.trained)
             if key not in self._tables:
                 usages, index = self._usages(use)
                 table = np.array([[self._move(s, u, value) for u in usages] for s in layouts])
                 self._tables[key] = table[:, index]
-            self.terms.append(Term((here, use.item), self._tables[key]))
+            self._term((here, self.classes[use.item]), self._tables[key], often * count)
 
     def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> dict[Sharding, Sharding]:
         """How readers want a value, by the sizes that it has."""
@@ -316,16 +369,13 @@ class _Builder:
             self._once[key] = (*self._lying(value, usages), layouts, index)
         return self._once[key]
 
-    def _pinned(self, value: Value, pin: Sharding) -> None:
+    def _pinned(self, value: Value, pin: Sharding, count: int) -> None:
         """A parameter or input that the user laid out: readers fetch what they want."""
         here = self._one(self.cost.fixed(pin))
-        for use in value.uses:
+        for use, often in self._readers(value).items():
             usages, index = self._usages(use)
             seconds = np.array([self._move(here, usage, value) for usage in usages])
-            variable = self.variables[use.item]
-            self.variables[use.item] = Variable(
-                variable.name, variable.kind, variable.cost + seconds[index], variable.memory
-            )
+            self._count(self.classes[use.item], often * count * seconds[index])
 
     def _lying(self, value: Value, usages: Sequence[_Usage]) -> tuple[Table, Table]:
         """Seconds and bytes of a parameter or input that lies as each usage wants it."""
@@ -354,14 +404,18 @@ class _Builder:
 
     # -- values made by nodes --------------------------------------------------------------------
 
-    def _made(self, value: Value, producer: int, output: int) -> None:
+    def _made(self, value: Value, producer: int, output: int, count: int) -> None:
+        here = self.classes[producer]
         if value.leaves:
-            self._leave(value, producer, self._outputs(producer, output))
+            made = self._outputs(producer, output)
+            reduced = [self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made]
+            self._count(here, count * self.weights.communication * np.array(reduced))
         if len(value.uses) == 1:
             use = value.uses[0]
-            self.terms.append(Term((producer, use.item), self._edge(value, producer, output, use)))
+            table = self._edge(value, producer, output, use)
+            self._term((here, self.classes[use.item]), table, count)
         elif value.uses:
-            self._shared(value, producer, output)
+            self._shared(value, producer, output, count)
 
     def _outputs(self, producer: int, output: int) -> tuple[Sharding, ...]:
         """How each option of a node makes an output."""
@@ -371,16 +425,6 @@ class _Builder:
             made = (self.cost.fixed(o.plan.outputs[output]) for o in options)
             self._made_as[key] = tuple(map(self._one, made))
         return self._made_as[key]
-
-    def _leave(self, value: Value, producer: int, made: Sequence[Sharding]) -> None:
-        reduced = np.array([self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made])
-        variable = self.variables[producer]
-        self.variables[producer] = Variable(
-            variable.name,
-            variable.kind,
-            variable.cost + self.weights.communication * reduced,
-            variable.memory,
-        )
 
     def _edge(self, value: Value, producer: int, output: int, use: Use) -> Table:
         key = (
@@ -397,16 +441,16 @@ class _Builder:
             self._tables[key] = np.array([rows[s] for s in made])[:, index]
         return self._tables[key]
 
-    def _shared(self, value: Value, producer: int, output: int) -> None:
+    def _shared(self, value: Value, producer: int, output: int, count: int) -> None:
         """One version of a value is kept for its readers; the others fetch their own."""
         options, made = self.options[producer], self._outputs(producer, output)
         kept = self._kept(value)
         self.variables.append(
             Variable(value.name, "version", np.zeros(len(kept)), np.zeros(len(kept)))
         )
-        here = len(self.variables) - 1
+        maker, here = self.classes[producer], len(self.variables) - 1
         of = (id(options), output, tuple(map(id, kept)), value.itemsize, value.trained)
-        for use in dict.fromkeys(value.uses):
+        for use, often in self._readers(value).items():
             key = ("shared", of, id(self.options[use.item]), use.operand)
             if key not in self._tables:
                 usages, index = self._usages(use)
@@ -417,13 +461,14 @@ class _Builder:
                 )
                 rows = np.array([place[id(s)] for s in made], np.intp)
                 self._tables[key] = small[rows][:, :, index]
-            self.terms.append(Term((producer, here, use.item), self._tables[key]))
+            scope = (maker, here, self.classes[use.item])
+            self._term(scope, self._tables[key], often * count)
         fetched = ("kept", of)
         if fetched not in self._tables:
             self._tables[fetched] = np.array(
                 [[0.0 if k is None else self._move(s, k, value) for k in kept] for s in made]
             )
-        self.terms.append(Term((producer, here), self._tables[fetched]))
+        self._term((maker, here), self._tables[fetched], count)
 
     def _kept(self, value: Value) -> tuple[_Usage | None, ...]:
         """What may be kept: nothing, or what several readers want; what one wants spares nobody."""
@@ -442,3 +487,11 @@ class _Builder:
         if kept is not None and usage.target is kept.target:
             return self._back(source, usage, value)
         return self._move(source, usage, value)
+
+
+def _diagonal(table: Table, pattern: tuple[int, ...]) -> Table:
+    """The entries in which dims of one number have one index."""
+    letters = "abcdefgh"
+    dims = "".join(letters[i] for i in pattern)
+    cut: Table = np.einsum(f"{dims}->{letters[: len(set(pattern))]}", table)
+    return cut

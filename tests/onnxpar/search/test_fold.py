@@ -12,7 +12,7 @@ import onnxpar.analysis.search.find as find_module
 from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.search.find import SearchSpec, find
 from onnxpar.analysis.search.flow import Flow, Item, flow
-from onnxpar.analysis.search.fold import Run, fold, runs
+from onnxpar.analysis.search.fold import Run, classes, runs
 from onnxpar.analysis.search.options import options
 from onnxpar.analysis.search.problem import Problem, build
 from onnxpar.analysis.seeds import Seeds
@@ -32,49 +32,73 @@ def gpt(folder: Path, layers: int) -> Analysed:
     return analyse(load(path), {})
 
 
-def problem(program: Analysed) -> tuple[Flow, Problem]:
-    """How nodes may be divided on two axes of two devices."""
+def problems(program: Analysed, trained: bool = False) -> tuple[Flow, Problem, Problem]:
+    """How nodes may be divided on two axes of two devices: each by itself, and layers alike."""
     mesh = Mesh.of({"x": 2, "y": 2})
     cost = CostModel(PRESETS["h100"], mesh, program.env.table, SIZES)
-    seen = flow(program.model, program.env, program.rules)
+    weights = list(program.model.graph.initializers) if trained else []
+    seen = flow(program.model, program.env, program.rules, weights)
     axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
     known = {item.kind: options(item, axes, cost) for item in seen.items}
-    return seen, build(seen, [known[item.kind] for item in seen.items], cost)
+    found = [known[item.kind] for item in seen.items]
+    alike = classes(found, runs(seen.items))
+    return seen, build(seen, found, cost), build(seen, found, cost, classes=alike)
 
 
+def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
+    """What nodes chose, and the least that parameters and versions cost then."""
+    choice = [*nodes, *(0 for _ in problem.variables[len(nodes) :])]
+    totals = {
+        v: problem.variables[v].cost.copy() for v in range(len(nodes), len(problem.variables))
+    }
+    for term in problem.terms:
+        for axis, v in enumerate(term.scope):
+            if v in totals:
+                row = tuple(
+                    slice(None) if a == axis else choice[n] for a, n in enumerate(term.scope)
+                )
+                totals[v] += term.table[row]
+    for v, total in totals.items():
+        choice[v] = int(total.argmin())
+    return choice
+
+
+@pytest.mark.parametrize("trained", [False, True])
 def test_a_choice_of_the_smaller_problem_costs_what_it_costs_in_the_whole_one(
-    tmp_path: Path,
+    tmp_path: Path, trained: bool
 ) -> None:
-    seen, whole = problem(gpt(tmp_path, 7))
-    repeated = runs(seen.items)
-    assert [run.count for run in repeated] == [7]
-    folded = fold(whole, repeated)
+    seen, whole, folded = problems(gpt(tmp_path, 7), trained)
+    assert [run.count for run in runs(seen.items)] == [7]
     rng = np.random.default_rng(0)
     possible = 0
     for _ in range(50):
         # Whatever is impossible is impossible in both.
         spread = rng.integers(1, 3)
-        choice = [int(rng.integers(min(len(v.cost), spread))) for v in folded.problem.variables]
-        unfolded = folded.unfold(choice)
-        seconds = folded.problem.seconds(choice)
+        first = folded.variables[: max(folded.nodes) + 1]
+        alike = [int(rng.integers(min(len(v.cost), spread))) for v in first]
+        small = completed(folded, alike)
+        large = completed(whole, [alike[c] for c in folded.nodes])
+        assert list(map(id, whole.chosen(large))) == list(map(id, folded.chosen(small)))
+        seconds = folded.seconds(small)
         possible += seconds < np.inf
-        assert whole.seconds(unfolded) == pytest.approx(seconds, rel=1e-12)
-        assert whole.memory(unfolded) == pytest.approx(folded.problem.memory(choice), rel=1e-12)
+        assert whole.seconds(large) == pytest.approx(seconds, rel=1e-12)
+        if seconds < np.inf:
+            assert whole.memory(large) == pytest.approx(folded.memory(small), rel=1e-12)
+            assert whole.lying(large) == folded.lying(small)
     assert possible > 0
 
 
 def test_depth_adds_nothing_to_decide(tmp_path: Path) -> None:
     sizes = []
     for layers in (6, 12):
-        seen, whole = problem(gpt(tmp_path, layers))
-        folded = fold(whole, runs(seen.items))
-        sizes.append(len(folded.problem.variables))
-        assert len(folded.problem.variables) < len(whole.variables)
+        _, whole, folded = problems(gpt(tmp_path, layers))
+        sizes.append(len(folded.variables))
+        assert len(folded.variables) < len(whole.variables)
     assert sizes[0] == sizes[1]
 
 
 def test_few_layers_are_decided_one_by_one(tmp_path: Path) -> None:
-    seen, _ = problem(gpt(tmp_path, 4))
+    seen, *_ = problems(gpt(tmp_path, 4))
     assert runs(seen.items) == ()
 
 
