@@ -156,7 +156,6 @@ class _Builder:
     sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
-    _varying: set[str] = field(default_factory=set)
     _units: dict[tuple[int, bool, tuple[int, ...]], tuple[Table, Table]] = field(
         default_factory=dict
     )
@@ -174,6 +173,9 @@ class _Builder:
     _versions: dict[tuple[tuple[int, int], ...], tuple[_Usage | None, ...]] = field(
         default_factory=dict
     )
+
+    def __post_init__(self) -> None:
+        self._varying = {v.name for v in self.flow.values if v.trained}
 
     def run(self) -> Problem:
         for item, found, here in zip(self.flow.items, self.options, self.classes, strict=True):
@@ -253,8 +255,6 @@ class _Builder:
 
     def _trained(self, item: Item) -> tuple[int, ...]:
         """The operands of a node that a cotangent comes back along."""
-        if not self._varying:
-            self._varying.update(v.name for v in self.flow.values if v.trained)
         names = ("" if v is None else v.name or "" for v in item.view.node.inputs)
         return tuple(i for i, name in enumerate(names) if name in self._varying)
 
