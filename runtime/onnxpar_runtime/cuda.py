@@ -14,6 +14,7 @@ import io
 import logging
 import threading
 import weakref
+from collections import deque
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from math import prod
@@ -160,6 +161,8 @@ class _Slot:
 class Staged:
     """An array that is on its way to the GPU, or there. Made by `Queue.stage`.
 
+    Its memory is used again once nobody has it any more.
+
     Attributes:
         shape: Its shape.
         dtype: Its type.
@@ -176,14 +179,18 @@ class Staged:
     def put(self, target: int) -> None:
         """Enqueues a copy to the GPU's address `target`, for what is enqueued after it."""
         queue, slot = self._queue, self._slot
-        queue.runtime.call("cudaStreamWaitEvent", queue.stream, slot.arrived, ctypes.c_uint(0))
+        call = queue.runtime.call
+        call("cudaStreamWaitEvent", queue.stream, slot.arrived, ctypes.c_uint(0))
         queue.runtime.copy(
             ctypes.c_void_p(target), slot.device, self.nbytes, _DEVICE_TO_DEVICE, queue.stream
         )
+        call("cudaEventRecord", slot.taken, queue.stream)
 
     def __del__(self) -> None:
-        """Gives the memory back, to be overwritten once what is enqueued has been done."""
-        self._queue.give_back(self._slot)
+        """Gives the memory back."""
+        # Garbage is collected anywhere, in the midst of the queue's own work on any thread too:
+        # so no lock is taken here, and CUDA is not called.
+        self._queue.returned.append(self._slot)
 
 
 def _preload() -> None:
@@ -211,6 +218,7 @@ class Queue:
         index: The GPU's number.
         runtime: CUDA's runtime.
         stream: The stream that everything is computed on.
+        returned: What `Staged` has given back, to be used again.
 
     Raises:
         LaunchError: CUDA's runtime cannot be loaded.
@@ -230,6 +238,7 @@ class Queue:
         self._read = self._event()
         self._lock = threading.Lock()
         self._free: dict[int, list[_Slot]] = {}
+        self.returned: deque[_Slot] = deque()
         self._slots: list[_Slot] = []
         self._beside: list[ctypes.c_void_p] = []
         self._open = True
@@ -291,8 +300,10 @@ class Queue:
         while whole < size:
             whole *= 2
         with self._lock:
-            free = self._free.setdefault(whole, [])
-            if free:
+            while self.returned:
+                slot = self.returned.popleft()
+                self._free.setdefault(slot.size, []).append(slot)
+            if free := self._free.get(whole):
                 return free.pop()
         count = ctypes.c_size_t(whole)
         slot = _Slot(
@@ -305,13 +316,6 @@ class Queue:
         with self._lock:
             self._slots.append(slot)
         return slot
-
-    def give_back(self, slot: _Slot) -> None:
-        """Lets a slot be used again, once what is enqueued now has been done."""
-        if self._open:
-            self.runtime.call("cudaEventRecord", slot.taken, self.stream)
-            with self._lock:
-                self._free[slot.size].append(slot)
 
     # -- from the GPU ------------------------------------------------------------------------------
 

@@ -47,6 +47,13 @@ for step in range(20):
     np.testing.assert_array_equal(to_host(target), -wanted)
     del staged, ahead
 assert len(slots) == 2, slots  # memory is used again
+# It may be collected in the midst of anything, as of what the queue does itself.
+ring = [queue.stage(array)]
+ring.append(ring)
+del ring
+with queue._lock:
+    gc.collect()
+assert queue.stage(array)._slot.host.value in slots
 scalar = to_ort(np.zeros((), np.float64), "cuda", 0)
 queue.stage(np.array(2.5)).put(scalar.data_ptr())
 assert to_host(scalar).shape == () and to_host(scalar) == 2.5
