@@ -114,7 +114,7 @@ class Loader:
         device: Where it computes.
         index: Number of the device.
         queue: What the device does, in order; None on the CPU.
-        graphs: Whether runs are captured as CUDA graphs and replayed.
+        graphs: Whether runs that may be are captured as CUDA graphs and replayed.
 
     Raises:
         LaunchError: The device cannot be used.
@@ -149,8 +149,13 @@ class Loader:
                 "ranks do: it needs --transport nccl"
             )
 
-    def load(self, path: Path) -> Any:
+    def load(self, path: Path, graphs: bool) -> Any:
         """Returns a session of a rank's graph.
+
+        Args:
+            path: The graph.
+            graphs: Whether its runs may be captured; where they may, onnxruntime refuses a graph of
+                which the host computes a part.
 
         Raises:
             ArtifactError: onnxruntime refuses the graph.
@@ -172,7 +177,8 @@ class Loader:
             # Weights lie beside the arena, which would otherwise never give their room back.
             options.add_session_config_entry(_INITIALIZERS, "1")
             stream = self.queue.stream.value or 0
-            wanted.insert(0, cuda_options(self.index, stream, self._pairs))
+            pairs = {k: v for k, v in self._pairs.items() if graphs or k != _GRAPHS}
+            wanted.insert(0, cuda_options(self.index, stream, pairs))
         if self._measured and self.memory is None:
             self.memory = LiveBytes()
         counted = nullcontext() if self.memory is None else self.memory.counted(options)
@@ -205,6 +211,7 @@ class Loader:
         if self.queue is not None:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         if self.graphs:
+            # Of a session that captures: without a number it would capture every run.
             options.add_run_config_entry("gpu_graph_id", "-1" if graph is None else str(graph))
         return options
 
@@ -258,7 +265,8 @@ class Executor:
         self.program: Program = manifest.program(program)
         self.rank = loader.rank
         path = manifest.graph_path(program, self.rank.index)
-        self._session = loader.load(path)
+        self._graphs = loader.graphs and self._repeats()
+        self._session = loader.load(path, self._graphs)
         self._loader, self.queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
@@ -461,7 +469,7 @@ class Executor:
                 spec.cut(self.manifest.atoms, values)
             except ExpressionError:
                 reusable = False
-        captures = self._loader.graphs and reusable and self._may_be_captured()
+        captures = self._graphs and reusable and not self._reads_inputs_on_host()
         graph = next(self._captures) if captures else None
         options = self._loader.run_options(graph)
         binding = _Binding(self._session.io_binding(), reusable, options, captures)
@@ -480,22 +488,28 @@ class Executor:
         self._bind_outputs(binding, redirect)
         return binding
 
-    def _may_be_captured(self) -> bool:
-        """Whether a run does the same when it is replayed as a CUDA graph.
+    def _repeats(self) -> bool:
+        """Whether a run does on the host what the run before did, where shapes are the same.
 
-        A replay runs nothing on the host: what a program reads there must not change while its
-        shapes are the same, and all ranks must capture in the same step. While one captures no
-        other thread may ask CUDA for memory, and to a stage of a pipeline values come at any time.
+        A CUDA graph replays nothing of that. Where the program counts, as random numbers do, it
+        changes. All ranks must capture in the same step, so sizes must be the same on all. While
+        one captures no other thread may ask CUDA for memory, but to a stage of a pipeline values
+        come at any time.
         """
-        read_on_host = self._graph_inputs - self._on_gpu
+        manifest = self.manifest
+        counts = any(entry.counter is not None for entry in self.program.system_inputs)
+        alike = not any(symbol.per_rank for symbol in manifest.symbols.values())
+        return alike and manifest.pipeline is None and not counts
+
+    def _reads_inputs_on_host(self) -> bool:
+        """Whether kernels read, in host memory, what may differ from run to run."""
         numbers = {
             entry.name
             for entry in self.program.system_inputs
             if entry.symbol is None and entry.atom is None
         }
         changing = numbers | {spec.name for spec in self.program.inputs}
-        alike = not any(symbol.per_rank for symbol in self.manifest.symbols.values())
-        return alike and self.manifest.pipeline is None and not read_on_host & changing
+        return bool((self._graph_inputs - self._on_gpu) & changing)
 
     def _system_memory(self, entry: SystemInput, values: Mapping[str, int]) -> Array:
         if entry.symbol is not None:

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import linear
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
+from onnxpar.cli import main
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 STEPS, ROWS = 12, 100
@@ -129,3 +133,58 @@ def test_captured_steps_are_replayed_where_collectives_allow_it(
     refused = train(2, "--transport", "mpi")
     assert refused.returncode == 2
     assert "a captured step cannot move tensors through the host" in refused.stderr
+
+
+DROPS = """<ir_version: 10, opset_import: ["" : 18]>
+g (float[batch, 64] x) => (float[batch, 10] logits) <float ratio = {0.5}, bool train = {1}> {
+  dropped = Dropout(x, ratio, train)
+  logits = MatMul(dropped, w)
+}"""
+SIZES = """<ir_version: 10, opset_import: ["" : 18]>
+g (float[batch, seq, 64] x) => (float[batch, 10] logits) <int64[1] axis = {1}> {
+  mean = ReduceMean<keepdims = 0>(x, axis)
+  logits = MatMul(mean, w)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "constraints", "replays"),
+    [
+        # The optimizer's steps alone, in every step and when they are captured.
+        (DROPS, (linear.PIXELS,), [], 6 + 1),
+        # Ranks may have different sizes, so that one captures where another one replays.
+        (SIZES, (3, linear.PIXELS), ["--symbol", "seq:per_rank=true"], 0),
+    ],
+    ids=["random numbers", "sizes of each rank"],
+)
+def test_what_changes_between_replays_is_not_captured(
+    standin_cuda: Mapping[str, str],
+    tmp_path: Path,
+    text: str,
+    shape: tuple[int, ...],
+    constraints: list[str],
+    replays: int,
+) -> None:
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(linear.start(), "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    out, told = tmp_path / "cut", tmp_path / "log"
+    training = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", *constraints]
+    what = [str(tmp_path / "m.onnx"), "--strategy", "dp", "--devices", "1", "-o", str(out)]
+    assert main(["shard", *what, *training]) == 0
+    count = 6 * 4
+    data = {"x": np.ones((count, *shape), np.float32), "labels": np.arange(count) % linear.CLASSES}
+    np.savez(tmp_path / "data.npz", **data)
+    options = ["--data", f"npz:{tmp_path / 'data.npz'}", "--batch-size", "4", "--lr", "1"]
+    options += ["--device", "cuda", "--ort", "cuda.enable_cuda_graph=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxpar.cli", "train", str(out), *options],
+        env={**standin_cuda, "STANDIN_LOG": str(told)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    log = Log(told.read_text())
+    assert sum(line[:2] == ["launch", "sgd_step"] for line in log.lines) >= 1
+    assert sum(line[0] == "graph" for line in log.lines) == replays
