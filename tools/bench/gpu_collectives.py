@@ -99,9 +99,10 @@ class Raw:
     def on(self, size: int) -> Callable[[], None]:
         """Returns what calls ncclAllReduce on `size` bytes as often as a chain has links."""
         value = to_ort(np.zeros(size // 4, np.float32), "cuda", self._index)
-        address, count = ctypes.c_void_p(value.data_ptr()), ctypes.c_size_t(size // 4)
+        count = ctypes.c_size_t(size // 4)
 
         def run() -> None:
+            address = ctypes.c_void_p(value.data_ptr())  # the memory lives as long as what runs
             for _ in range(LINKS):
                 self._check(
                     self._library.ncclAllReduce(
@@ -110,7 +111,6 @@ class Raw:
                 )
             self._queue.synchronize()
 
-        run.value = value  # type: ignore[attr-defined]  # its memory lives as long
         return run
 
     def close(self) -> None:
