@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cuda_compiler.h"
+#include "cuda_queue.h"
 #include "device_rank.h"
 #include "memory.h"
 #include "mpi_entry.h"
@@ -124,6 +125,10 @@ int onnxpar_check_device(const World* world, int rank) {
     DeviceRank* device = world->rank(rank).device();
     if (device != nullptr) device->transport->check_alive();
   });
+}
+
+int onnxpar_check_computed(void* stream) {
+  return guarded([&] { cuda::check_faults(stream); });
 }
 
 int onnxpar_size(const World* world) { return world->size; }

@@ -27,6 +27,9 @@ ONNXPAR_EXPORT int onnxpar_open_device(const onnxpar::World* world, int rank, in
                                        const char* library, double timeout_s);
 // Fails where all was aborted, also what ran on a GPU and could not tell.
 ONNXPAR_EXPORT int onnxpar_check_device(const onnxpar::World* world, int rank);
+// Fails where a kernel on the stream, which has been waited for, has met a value that no result can be
+// made from, as a label that is none of the classes.
+ONNXPAR_EXPORT int onnxpar_check_computed(void* stream);
 ONNXPAR_EXPORT int onnxpar_size(const onnxpar::World* world);
 ONNXPAR_EXPORT int onnxpar_abort(const onnxpar::World* world, const char* message);
 ONNXPAR_EXPORT int onnxpar_close(const onnxpar::World* world);

@@ -47,16 +47,13 @@ Place* sorted(Queue& queue, const Gather& g, Fault* fault) {
 
 }  // namespace
 
-Compute gather_grad(const Attributes& attributes, size_t) {
+Compute gather_grad(const KernelAttributes& attributes, size_t) {
   const int64_t axis = attributes.integer("axis").value_or(0);
-  const auto faults = std::make_shared<FaultReport>();
+  const auto faults = std::make_shared<FaultReport>("GatherGrad '" + attributes.node() + "'", "index",
+                                                    "rows");
   return [=](const Io& io) {
     const Gather g = gather_inputs(io, axis);
-    if (const Fault fault = faults->take(); fault.place != 0) {
-      throw std::invalid_argument("index " + std::to_string(fault.place - 1) + " is " +
-                                  std::to_string(fault.value) + ", expected one of " +
-                                  std::to_string(g.rows) + " rows; found by the run before");
-    }
+    Fault* fault = faults->next(io.stream(), g.rows);
     constexpr size_t kMost = std::numeric_limits<int32_t>::max();
     if (g.rows >= kMost || g.count >= kMost) {
       throw std::invalid_argument("data has " + std::to_string(g.rows) + " rows and indices " +
@@ -68,7 +65,7 @@ Compute gather_grad(const Attributes& attributes, size_t) {
     queue.zero(dx, g.data.bytes());
     const size_t columns = g.outer * g.inner;
     if (g.count == 0 || columns == 0) return;
-    const Place* places = sorted(queue, g, faults->get());
+    const Place* places = sorted(queue, g, fault);
     const size_t runs = up(g.count, kRun);
     const size_t real = g.data.type == DType::kFloat64 ? sizeof(double) : sizeof(float);
     std::byte* parts = queue.scratch<std::byte>(runs * 2 * columns * real);

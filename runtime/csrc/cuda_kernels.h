@@ -10,20 +10,20 @@
 
 namespace onnxpar::cuda {
 
-Compute relu_grad(const Attributes&, size_t);
-Compute tanh_grad(const Attributes&, size_t);
-Compute sigmoid_grad(const Attributes&, size_t);
-Compute gelu_grad(const Attributes&, size_t);
-Compute square_sum(const Attributes&, size_t);
-Compute softmax_grad(const Attributes&, size_t);
-Compute log_softmax_grad(const Attributes&, size_t);
-Compute layer_norm_grad(const Attributes&, size_t outputs);
-Compute loss(const Attributes&, size_t outputs);
-Compute loss_grad(const Attributes&, size_t);
-Compute gather_grad(const Attributes&, size_t);
-Compute sgd_step(const Attributes&, size_t);
-Compute momentum_step(const Attributes&, size_t);
-Compute adam_step(const Attributes&, size_t);
-Compute adamw_step(const Attributes&, size_t);
+Compute relu_grad(const KernelAttributes&, size_t);
+Compute tanh_grad(const KernelAttributes&, size_t);
+Compute sigmoid_grad(const KernelAttributes&, size_t);
+Compute gelu_grad(const KernelAttributes&, size_t);
+Compute square_sum(const KernelAttributes&, size_t);
+Compute softmax_grad(const KernelAttributes&, size_t);
+Compute log_softmax_grad(const KernelAttributes&, size_t);
+Compute layer_norm_grad(const KernelAttributes&, size_t outputs);
+Compute loss(const KernelAttributes&, size_t outputs);
+Compute loss_grad(const KernelAttributes&, size_t);
+Compute gather_grad(const KernelAttributes&, size_t);
+Compute sgd_step(const KernelAttributes&, size_t);
+Compute momentum_step(const KernelAttributes&, size_t);
+Compute adam_step(const KernelAttributes&, size_t);
+Compute adamw_step(const KernelAttributes&, size_t);
 
 }  // namespace onnxpar::cuda

@@ -40,23 +40,20 @@ Labels labels_of(const Labelled& l, std::optional<int64_t> ignore_index) {
           ignore_index.has_value()};
 }
 
-void check_labels(FaultReport& faults, size_t classes) {
-  const Fault fault = faults.take();
-  if (fault.place == 0) return;
-  throw std::invalid_argument("label " + std::to_string(fault.place - 1) + " is " +
-                              std::to_string(fault.value) + ", expected one of " +
-                              std::to_string(classes) + " classes; found by the run before");
+std::shared_ptr<FaultReport> label_faults(const char* op, const KernelAttributes& attributes) {
+  return std::make_shared<FaultReport>(std::string(op) + " '" + attributes.node() + "'", "label",
+                                       "classes");
 }
 
 }  // namespace
 
-Compute loss(const Attributes& attributes, size_t outputs) {
+Compute loss(const KernelAttributes& attributes, size_t outputs) {
   const LossReduction reduction = loss_reduction(attributes);
   const std::optional<int64_t> ignore_index = attributes.integer("ignore_index");
-  const auto faults = std::make_shared<FaultReport>();
+  const auto faults = label_faults("SoftmaxCrossEntropyLoss", attributes);
   return [=](const Io& io) {
     const Labelled l = loss_inputs(io);
-    check_labels(*faults, l.classes);
+    Fault* fault = faults->next(io.stream(), l.classes);
     const Labels labels = labels_of(l, ignore_index);
     const size_t count = l.labels.count();
     Queue queue(io, "loss.cu", l.scores.type);
@@ -68,7 +65,6 @@ Compute loss(const Attributes& attributes, size_t outputs) {
       to.values = queue.scratch<double>(2 * count);
       to.weights = to.values + count;
     }
-    Fault* fault = faults->get();
     if (l.inner == 1) {
       const Team team = team_for(count, l.classes);
       queue.launch((std::string("loss") + team.suffix).c_str(), team.grid, to, log_prob,
@@ -82,21 +78,20 @@ Compute loss(const Attributes& attributes, size_t outputs) {
   };
 }
 
-Compute loss_grad(const Attributes& attributes, size_t) {
+Compute loss_grad(const KernelAttributes& attributes, size_t) {
   const LossReduction reduction = loss_reduction(attributes);
   const std::optional<int64_t> ignore_index = attributes.integer("ignore_index");
-  const auto faults = std::make_shared<FaultReport>();
+  const auto faults = label_faults("SoftmaxCrossEntropyLossGrad", attributes);
   return [=](const Io& io) {
     const LossGrad g = loss_grad_inputs(io, reduction);
     const Labelled& l = g.of;
-    check_labels(*faults, l.classes);
+    Fault* fault = faults->next(io.stream(), l.classes);
     const Labels labels = labels_of(l, ignore_index);
     const size_t count = l.labels.count();
     Queue queue(io, "loss.cu", l.scores.type);
     void* dx = io.output(0, l.scores.shape);
     Factor factor{g.dloss.data, static_cast<int>(g.dloss.type), static_cast<int>(reduction),
                   nullptr};
-    Fault* fault = faults->get();
     if (reduction == LossReduction::kMean) {
       double* total = queue.scratch<double>(1);
       queue.launch("loss_grad_total", {1}, total, labels, fault);

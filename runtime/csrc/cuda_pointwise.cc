@@ -29,14 +29,14 @@ struct Tensors {
 
 }  // namespace
 
-Compute relu_grad(const Attributes&, size_t) { return pointwise("y", "relu_grad"); }
-Compute tanh_grad(const Attributes&, size_t) { return pointwise("y", "tanh_grad"); }
-Compute sigmoid_grad(const Attributes&, size_t) { return pointwise("y", "sigmoid_grad"); }
-Compute gelu_grad(const Attributes& attributes, size_t) {
+Compute relu_grad(const KernelAttributes&, size_t) { return pointwise("y", "relu_grad"); }
+Compute tanh_grad(const KernelAttributes&, size_t) { return pointwise("y", "tanh_grad"); }
+Compute sigmoid_grad(const KernelAttributes&, size_t) { return pointwise("y", "sigmoid_grad"); }
+Compute gelu_grad(const KernelAttributes& attributes, size_t) {
   return pointwise("x", gelu_is_tanh(attributes) ? "gelu_tanh_grad" : "gelu_grad");
 }
 
-Compute square_sum(const Attributes&, size_t) {
+Compute square_sum(const KernelAttributes&, size_t) {
   return [](const Io& io) {
     std::vector<Tensor> inputs;
     size_t pieces = 0;

@@ -1,10 +1,11 @@
 #include "cuda_queue.h"
 
 #include <algorithm>
-#include <deque>
+#include <list>
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "cuda_compiler.h"
 
@@ -155,18 +156,64 @@ Fault* new_fault() {
   return fault;
 }
 
+// Of all sessions, in the order in which their nodes were made.
+struct Reports {
+  std::mutex mutex;
+  std::list<FaultReport*> all;
+};
+Reports& reports() {
+  static auto* made = new Reports();
+  return *made;
+}
+
 }  // namespace
 
-Fault* FaultReport::get() {
-  std::call_once(made_, [this] { fault_ = new_fault(); });
+FaultReport::FaultReport(std::string where, const char* what, const char* kind)
+    : where_(std::move(where)), what_(what), kind_(kind) {
+  std::lock_guard lock(reports().mutex);
+  reports().all.push_back(this);
+}
+
+FaultReport::~FaultReport() {
+  std::lock_guard lock(reports().mutex);
+  reports().all.remove(this);
+}
+
+Fault* FaultReport::next(Stream stream, size_t count) {
+  std::lock_guard lock(reports().mutex);
+  if (fault_ == nullptr) fault_ = new_fault();
+  if (const std::string told = take(); !told.empty()) {
+    throw std::invalid_argument(
+        told + "; found by " +
+        (runs_ > 1 ? "one of the " + std::to_string(runs_) + " runs before" : "the run before"));
+  }
+  stream_ = stream;
+  count_ = count;
+  ++runs_;
   return fault_;
 }
 
-Fault FaultReport::take() {
-  volatile Fault& told = *get();
-  const Fault fault{told.place, told.value};
-  if (fault.place != 0) told.place = 0;
-  return fault;
+std::string FaultReport::take() {
+  volatile Fault* const fault = fault_;
+  if (fault == nullptr || fault->place == 0) return {};
+  const std::string text = std::string(what_) + " " + std::to_string(fault->place - 1) + " is " +
+                           std::to_string(fault->value) + ", expected one of " +
+                           std::to_string(count_) + " " + kind_;
+  fault->place = 0;
+  return text;
+}
+
+void check_faults(Stream stream) {
+  std::lock_guard lock(reports().mutex);
+  for (FaultReport* report : reports().all) {
+    if (report->stream_ != stream) continue;
+    const size_t runs = std::exchange(report->runs_, 0);
+    const std::string told = report->take();
+    if (told.empty()) continue;
+    throw std::invalid_argument(
+        report->where_ + ": " + told +
+        (runs > 1 ? "; found by one of the last " + std::to_string(runs) + " runs" : ""));
+  }
 }
 
 }  // namespace onnxpar::cuda

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "cuda_driver.h"
 #include "ort_io.h"
@@ -73,23 +74,42 @@ class Queue {
 };
 
 // device/common.cuh's Fault: a value that no result can be made from, told by a kernel into memory
-// of the host. Since nobody waits for the kernel, it is an error of the node's next call.
+// of the host.
 struct alignas(16) Fault {
   Index place;
   Index value;
 };
 
-// One for each node. Its memory is never used again, since a kernel may still write it.
+// What the kernels of one node tell. Nobody waits for a kernel, so it is an error of whoever has waited
+// for the stream (check_faults), or else of the node's next run. Its memory is never used again, since
+// a kernel may still write it.
 class FaultReport {
  public:
-  // Needs a current context.
-  Fault* get();
-  // The fault that has been told since the last call; place is 0 where there is none.
-  Fault take();
+  // "`where`: `what` 3 is 12, expected one of 10 `kind`".
+  FaultReport(std::string where, const char* what, const char* kind);
+  ~FaultReport();
+  FaultReport(const FaultReport&) = delete;
+  FaultReport& operator=(const FaultReport&) = delete;
+  // Where kernels of a run that is enqueued on the stream tell of a value that is none of `count`.
+  // Throws std::invalid_argument where those of an earlier run have. Needs a current context.
+  Fault* next(Stream stream, size_t count);
 
  private:
-  std::once_flag made_;
+  friend void check_faults(Stream stream);
+  // What was told since the last time, or nothing.
+  std::string take();
+
+  const std::string where_;
+  const char* const what_;
+  const char* const kind_;
   Fault* fault_ = nullptr;
+  Stream stream_ = nullptr;
+  size_t count_ = 0;
+  size_t runs_ = 0;  // since the stream was waited for
 };
+
+// Throws std::invalid_argument where kernels on the stream, which has been waited for, have told of a
+// fault.
+void check_faults(Stream stream);
 
 }  // namespace onnxpar::cuda

@@ -36,15 +36,15 @@ size_t chunk_of(size_t rows) {
 
 }  // namespace
 
-Compute softmax_grad(const Attributes& attributes, size_t) {
+Compute softmax_grad(const KernelAttributes& attributes, size_t) {
   return softmax(attributes.integer("axis").value_or(-1), "softmax_grad");
 }
 
-Compute log_softmax_grad(const Attributes& attributes, size_t) {
+Compute log_softmax_grad(const KernelAttributes& attributes, size_t) {
   return softmax(attributes.integer("axis").value_or(-1), "log_softmax_grad");
 }
 
-Compute layer_norm_grad(const Attributes& attributes, size_t outputs) {
+Compute layer_norm_grad(const KernelAttributes& attributes, size_t outputs) {
   const int64_t axis = attributes.integer("axis").value_or(-1);
   return [=](const Io& io) {
     const LayerNorm l = layer_norm_inputs(io, axis);

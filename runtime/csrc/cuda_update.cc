@@ -90,13 +90,13 @@ Compute adam(Scalar last) {
 
 }  // namespace
 
-Compute sgd_step(const Attributes&, size_t) {
+Compute sgd_step(const KernelAttributes&, size_t) {
   return sgd({{"scale", &Scalars::scale},
               {"lr", &Scalars::learning},
               {"weight_decay", &Scalars::weight_decay}});
 }
 
-Compute momentum_step(const Attributes&, size_t) {
+Compute momentum_step(const KernelAttributes&, size_t) {
   return momentum({{"scale", &Scalars::scale},
                    {"lr", &Scalars::learning},
                    {"momentum", &Scalars::keep1},
@@ -105,9 +105,9 @@ Compute momentum_step(const Attributes&, size_t) {
                    {"weight_decay", &Scalars::weight_decay}});
 }
 
-Compute adam_step(const Attributes&, size_t) {
+Compute adam_step(const KernelAttributes&, size_t) {
   return adam({"weight_decay", &Scalars::weight_decay});
 }
-Compute adamw_step(const Attributes&, size_t) { return adam({"decay", &Scalars::decay}); }
+Compute adamw_step(const KernelAttributes&, size_t) { return adam({"decay", &Scalars::decay}); }
 
 }  // namespace onnxpar::cuda

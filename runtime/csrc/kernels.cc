@@ -35,12 +35,15 @@ ort::Status* create_kernel(const ort::CustomOp* op, const void*, const ort::Kern
   std::string where = spec(op).name;
   try {
     where += " '" + attributes.node() + "'";
-    const auto make = on_device(op) ? spec(op).make_on_device : spec(op).make;
-    if (on_device(op)) {  // what is missing is told before anything runs
-      cuda::driver();
-      cuda::load_compiler();
+    const size_t outputs = attributes.outputs();
+    if (!on_device(op)) {
+      *kernel = new TrainingKernel{where, spec(op).make(attributes, outputs)};
+      return nullptr;
     }
-    *kernel = new TrainingKernel{where, make(attributes, attributes.outputs())};
+    // What is missing is told before anything runs.
+    cuda::driver();
+    cuda::load_compiler();
+    *kernel = new TrainingKernel{where, spec(op).make_on_device(attributes, outputs)};
     return nullptr;
   } catch (const std::exception& e) {
     return failure(ort::kInvalidArgument, where + ": " + e.what());

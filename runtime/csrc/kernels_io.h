@@ -42,7 +42,7 @@ struct KernelSpec {
   size_t (*in_place)(int** inputs, int** outputs);
   Compute (*make)(const Attributes& attributes, size_t outputs);
   // The same for tensors on a GPU.
-  Compute (*make_on_device)(const Attributes& attributes, size_t outputs);
+  Compute (*make_on_device)(const KernelAttributes& attributes, size_t outputs);
 };
 
 const std::vector<KernelSpec>& pointwise_kernels();

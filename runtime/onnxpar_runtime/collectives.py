@@ -236,23 +236,35 @@ class Rank:
             raise ValueError(
                 f"transport: expected one of {', '.join(DEVICE_TRANSPORTS)}, got {transport!r}"
             )
-        file = nccl_library()[0].encode() if transport == "nccl" else None
+        file = None
+        if transport == "nccl":
+            file = nccl_library()[0].encode()
+            # Kernels of NCCL wait for other ranks, on streams of their own. CUDA deals streams out
+            # to so many queues (8 by default, 32 at most), where what came later may wait for them.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         library = self.world._library
         if library.onnxpar_open_device(
             self.world._handle, self.index, device, file, self.world.timeout_s
         ):
             raise LaunchError(f"device cuda:{device}: {_error(library)}")
 
-    def check_device(self) -> None:
+    def check_device(self, stream: ctypes.c_void_p | None = None) -> None:
         """Returns if what was enqueued on the rank's GPU is whole, as far as is known.
 
         Calls on a GPU return before they are carried out. Where ranks were aborted what ran there
         has ended all the same, and left what it left: so this comes before results are used.
 
+        Args:
+            stream: A stream that has been waited for, to hear also of labels and indices out of
+                range that were met on it since the last time.
+
         Raises:
-            RankError: All ranks were aborted.
+            RankError: All ranks were aborted, or a value on the stream was out of range.
         """
-        self._call(self.world._library.onnxpar_check_device(self.world._handle, self.index))
+        library = self.world._library
+        self._call(library.onnxpar_check_device(self.world._handle, self.index))
+        if stream is not None:
+            self._call(library.onnxpar_check_computed(stream))
 
     def register(self, options: Any) -> None:
         """Registers the operators in `onnxruntime.SessionOptions`, bound to this rank.

@@ -69,3 +69,9 @@ class RankError(OnnxparRuntimeError):
         super().__init__(f"r{rank} | {message}")
         self.rank = rank
         self.exit_code = exit_code
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's text on one line, of a length for people."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 2000 else text[:2000] + " …"

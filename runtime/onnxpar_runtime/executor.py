@@ -25,7 +25,7 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
 from onnxpar_runtime.dtypes import onnx_code
-from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError
+from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError, first_line
 from onnxpar_runtime.expressions import ExpressionError
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest, Program, SystemInput
@@ -227,7 +227,7 @@ class Loader:
             except CudaError as error:
                 raise RankError(self.rank.index, str(error)) from error
             # What was enqueued ends also where ranks were aborted, and leaves anything.
-            self.rank.check_device()
+            self.rank.check_device(self.queue.stream)
 
     def close(self) -> None:
         """Gives the device back. No session may run."""
@@ -583,9 +583,3 @@ class Executor:
 @functools.cache
 def _nothing() -> Any:
     return to_ort(np.zeros(0, np.float32))
-
-
-def first_line(error: BaseException) -> str:
-    """Returns an error's text on one line, of a length for people."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 2000 else text[:2000] + " …"

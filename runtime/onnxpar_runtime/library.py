@@ -75,6 +75,7 @@ def load_library() -> ctypes.CDLL:
         "onnxpar_nccl_version": (integer, [text]),
         "onnxpar_open_device": (integer, [pointer, integer, integer, text, seconds]),
         "onnxpar_check_device": (integer, [pointer, integer]),
+        "onnxpar_check_computed": (integer, [pointer]),
         "onnxpar_concurrent": (integer, [pointer, integer]),
         "onnxpar_send": (integer, [pointer, integer, integer, integer, pointer, size, text]),
         "onnxpar_recv": (

@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "kernels"))
 from one_node import Attribute, model_of
 
 from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.cuda import Queue
+from onnxpar_runtime.options import cuda_options
 
 Array = np.ndarray
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
 
 
 def _value(array: Array) -> onnxruntime.OrtValue:
@@ -52,53 +54,70 @@ def _array(value: onnxruntime.OrtValue) -> Array:
 
 
 def _run(
-    rank: Rank, provider: str, model: onnx.ModelProto, feeds: Mapping[str, Array], runs: int
+    rank: Rank,
+    queue: Queue | None,
+    model: onnx.ModelProto,
+    feeds: Mapping[str, Array],
+    runs: int,
+    last: Mapping[str, Array],
 ) -> list[list[Array]]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    if provider == CUDA:
+    provider: object = CPU
+    if queue is not None:
+        provider = cuda_options(queue.index, queue.stream.value or 0, {})
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     rank.register(options)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
     names = [output.name for output in session.get_outputs()]
     values = {name: _value(array) for name, array in feeds.items()}
     made = [session.run_with_ort_values(names, values) for _ in range(runs)]
+    if queue is not None and last:
+        values = {name: _value(array) for name, array in last.items()}
+        made.append(session.run_with_ort_values(names, values))
+        queue.synchronize()
+        rank.check_device(queue.stream)
     return [[_array(value) for value in run] for run in made]
 
 
 def answer(
     rank: Rank,
+    queue: Queue,
     op: str,
     inputs: Sequence[Array | None],
     attributes: Mapping[str, Attribute],
     outputs: Sequence[bool],
     runs: int,
+    last: Sequence[Array | None] | None,
 ) -> tuple[list[list[Array]] | str, list[list[Array]] | str]:
-    """Runs the node once on the CPU, and `runs` times on CUDA."""
+    """Runs the node once on the CPU, and `runs` times on CUDA.
+
+    With inputs of a `last` run that is made too, and what kernels have met is asked for.
+    """
     model = model_of(op, inputs, outputs, attributes)
     feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
+    more = {f"i{i}": x for i, x in enumerate(last or ()) if x is not None}
     found: list[list[list[Array]] | str] = []
-    for provider, times in ((CPU, 1), (CUDA, runs)):
+    for where, times in ((None, 1), (queue, runs)):
         try:
-            found.append(_run(rank, provider, model, feeds, times))
+            found.append(_run(rank, where, model, feeds, times, more))
         except Exception as error:
             found.append(str(error))
     return found[0], found[1]
 
 
 def main() -> None:
-    """Answers until the input ends. With an argument `gpu` the CUDA libraries are the real ones."""
+    """Answers until the input ends."""
     sink = sys.stdout.buffer
     sys.stdout = sys.stderr  # what libraries print is no answer
-    if "gpu" in sys.argv[1:]:
-        onnxruntime.preload_dlls()
+    queue = Queue(0)
     with World.threads(1) as world:
         while True:
             try:
                 asked = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            pickle.dump(answer(world.rank(0), **asked), sink)
+            pickle.dump(answer(world.rank(0), queue, **asked), sink)
             sink.flush()
 
 

@@ -36,9 +36,9 @@ Both = Callable[..., tuple[list[Array], list[Array]]]
 class Process:
     """The worker, and what it is asked."""
 
-    def __init__(self, device: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("node_worker.py")), device],
+            [sys.executable, str(Path(__file__).with_name("node_worker.py"))],
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -51,11 +51,13 @@ class Process:
         attributes: Mapping[str, Any],
         outputs: Sequence[bool],
         runs: int = 2,
+        last: Sequence[Array | None] | None = None,
     ) -> tuple[Any, Any]:
         """Returns what it answers, or fails where it died."""
         assert self.process.stdin is not None and self.process.stdout is not None
         asked = {"op": op, "inputs": inputs, "attributes": attributes}
-        pickle.dump({**asked, "outputs": outputs, "runs": runs}, self.process.stdin)
+        asked |= {"outputs": outputs, "runs": runs, "last": last}
+        pickle.dump(asked, self.process.stdin)
         self.process.stdin.flush()
         try:
             cpu, cuda = pickle.load(self.process.stdout)
@@ -79,7 +81,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Process]:
         pytest.skip(f"no GPU: {why}")
     else:
         environment = os.environ
-    process = Process(request.param, environment)
+    process = Process(environment)
     yield process
     process.close()
 
@@ -418,6 +420,18 @@ def test_values_out_of_range(
     _, cuda = worker.ask(op, inputs, {}, [True], runs=2)
     assert f"{op} 'node': {message}" in cuda
     assert "found by the run before" in cuda
+    # Whoever has waited for the device anyway is told of the run itself.
+    _, waited = worker.ask(op, inputs, {}, [True], runs=0, last=inputs)
+    assert waited.startswith(f"r0 | {op} 'node': {message}") and "found" not in waited
+
+
+def test_a_label_out_of_range_after_runs_that_nobody_waited_for(worker: Process) -> None:
+    scores, sound, wrong = np.zeros((2, 3), np.float32), np.array([1, 2]), np.array([1, 7])
+    ask = ("SoftmaxCrossEntropyLoss", (scores, sound), {}, [True])
+    _, cuda = worker.ask(*ask, runs=3, last=(scores, wrong))
+    assert "label 1 is 7, expected one of 3 classes; found by one of the last 4 runs" in cuda
+    _, cuda = worker.ask(*ask, runs=3, last=(scores, sound))
+    assert len(cuda) == 4
 
 
 @pytest.mark.parametrize(
