@@ -18,6 +18,7 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <atomic>
 #include <cstring>
 #include <list>
 #include <memory>
@@ -266,7 +267,7 @@ class MpiTransport : public Transport {
           check(MPI_Recv(to, block.count(), block.type(), peer, tag, world_, MPI_STATUS_IGNORE),
                 "MPI_Recv");
         } else {
-          await(to, block, peer, tag);
+          await(to, block, peer, tag, call);
         }
       };
       Header header{};
@@ -281,8 +282,9 @@ class MpiTransport : public Transport {
 
   void abort(const std::string& message) override { end_job(message); }
 
-  // A call of MPI cannot be interrupted. The watchdog still bounds how long one waits.
-  void stop() override {}
+  // A call of MPI cannot be interrupted. The watchdog still bounds how long one waits, and receives
+  // in the background, which nobody bounds, give up: not at once, for other ranks may stop later.
+  void stop() override { stopped_ = Clock::now().time_since_epoch(); }
 
   void close() override {
     watchdog_.reset();
@@ -387,7 +389,7 @@ class MpiTransport : public Transport {
 
   // Receives without keeping a core busy: what MPI waits for, it asks for without pause. Looking
   // also moves the messages that this rank sends, while its foreground computes.
-  void await(void* out, const Bytes& block, int peer, int tag) {
+  void await(void* out, const Bytes& block, int peer, int tag, const Call& call) {
     MPI_Request request = MPI_REQUEST_NULL;
     check(MPI_Irecv(out, block.count(), block.type(), peer, tag, world_, &request), "MPI_Irecv");
     std::chrono::microseconds pause = kShortestPause;
@@ -396,6 +398,12 @@ class MpiTransport : public Transport {
       check(MPI_Test(&request, &here, MPI_STATUS_IGNORE), "MPI_Test");
       if (here != 0) return;
       if (look < looks_) continue;
+      const Clock::duration stopped = stopped_;
+      if (stopped.count() != 0 && Clock::now().time_since_epoch() > stopped + kPatience) {
+        check(MPI_Cancel(&request), "MPI_Cancel");
+        check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait");
+        throw std::runtime_error(std::string(call.where) + ": the world was closed");
+      }
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, kLongestPause);
     }
@@ -421,6 +429,7 @@ class MpiTransport : public Transport {
   Operations operations_;
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;
+  std::atomic<Clock::duration> stopped_{Clock::duration::zero()};
   std::mutex outgoing_mutex_;
   std::list<Outgoing> outgoing_;
   std::vector<float> wide_[kLanes];  // one piece of a reduction of 16-bit floats

@@ -19,8 +19,10 @@
 namespace onnxpar {
 namespace {
 
-// Tags of headers, beyond those of the host's own messages.
-constexpr int kHeaderTags = 1 << 20;
+// Tags of headers, and of the word that a message is asked for, beyond those of the host's own
+// messages.
+constexpr int kHeaderTags = kTags;
+constexpr int kAskTags = 2 * kTags;
 
 struct NcclGroup : Group {
   Group* host = nullptr;
@@ -179,7 +181,12 @@ class NcclTransport : public Transport {
     if (!sender) {
       watch_.check(library_.get_unique_id(&header.id), who, nullptr);
       sender = std::make_unique<NcclSender>(watch_, library_, device_, rank(), peer,
-                                            -static_cast<int>(senders_.size()), header.id);
+                                            -static_cast<int>(senders_.size()), header.id,
+                                            [this, peer, tag](const Call& message) {
+                                              if (!concurrent()) return;
+                                              host_.recv(message, peer, kAskTags + tag, nullptr, 0,
+                                                         Lane::kAsync, nullptr);
+                                            });
     }
     sender->send(call, in, bytes, stream);
     host_.send(call, peer, kHeaderTags + tag, &header, sizeof(header), nullptr);
@@ -188,6 +195,8 @@ class NcclTransport : public Transport {
   void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Lane lane,
             Stream stream) override {
     device_.make_current();
+    // Where the host's transport is for one thread alone, the sender cannot hear of it.
+    if (concurrent()) host_.send(call, peer, kAskTags + tag, nullptr, 0, nullptr);
     NcclHeader header;
     host_.recv(call, peer, kHeaderTags + tag, &header, sizeof(header), lane, nullptr);
     if (header.bytes != bytes) {
@@ -204,11 +213,12 @@ class NcclTransport : public Transport {
   // What is enqueued still runs; ranks that wait for one another's calls do so on the host.
   void stop() override {
     std::lock_guard lock(senders_mutex_);
-    for (auto& entry : senders_) entry.second->close();
+    for (auto& entry : senders_) entry.second->stop();
   }
 
   void close() override {
     device_.make_current();
+    for (auto& entry : senders_) entry.second->close();
     watch_.close();
   }
 

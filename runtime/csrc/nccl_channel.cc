@@ -38,24 +38,28 @@ void open_nccl(NcclWatch& watch, const nccl::Library& library, const cuda::Devic
 }
 
 NcclSender::NcclSender(NcclWatch& watch, const nccl::Library& library, const cuda::Device& device,
-                       int rank, int peer, int queue, const nccl::UniqueId& id)
+                       int rank, int peer, int queue, const nccl::UniqueId& id, Asked asked)
     : watch_(watch),
       library_(library),
       device_(device),
       id_(id),
       rank_(rank),
       peer_(peer),
-      queue_(queue) {
+      queue_(queue),
+      asked_(std::move(asked)) {
   thread_ = std::thread([this] { work(); });
 }
 
-void NcclSender::close() {
+void NcclSender::stop() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
     queued_.notify_all();
   }
   watch_.wake();
+}
+
+void NcclSender::close() {
   if (thread_.joinable()) thread_.join();
 }
 
@@ -116,6 +120,8 @@ void NcclSender::work() {
       const Call call(message->where);
       const std::vector<int> ranks{rank_, peer_};
       const std::string who = describe(rank_, call, ranks);
+      asked_(call);
+      watch_.check_alive(who);
       if (comm_.comm == nullptr) {
         // The receiver may come when it likes.
         open_nccl(watch_, library_, device_, who, id_, 0, ranks, comm_, [&] { return stop_.load(); });
@@ -133,8 +139,12 @@ void NcclSender::work() {
       under_way_.push_back(std::move(message));
     }
   } catch (const std::exception& e) {
-    std::lock_guard lock(mutex_);
-    error_ = e.what();
+    {
+      std::lock_guard lock(mutex_);
+      error_ = e.what();
+    }
+    // There may be no next message that could tell, and the receiver waits.
+    if (!stop_) watch_.fail(e.what());
   }
 }
 

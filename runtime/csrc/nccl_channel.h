@@ -7,8 +7,10 @@
 // taken for another, whatever order ranks send and receive in.
 //
 // Ahead of each message a header goes over the host's transport: its size, so that a wrong one is an
-// error and not a hang, and in the first the id of the communicator. It also keeps a receiving kernel
-// off the device until there is something to receive.
+// error and not a hang, and in the first the id of the communicator. The other way goes word that the
+// receiver asks for the next message. So neither side has a kernel on the device until the other one
+// has, or is about to: CUDA does not promise that one stream goes on while a kernel of another waits,
+// and some of its calls wait for all kernels.
 #pragma once
 
 #include <atomic>
@@ -42,11 +44,15 @@ void open_nccl(NcclWatch& watch, const nccl::Library& library, const cuda::Devic
 
 class NcclSender {
  public:
+  // Returns once the receiver has asked for the next message. Throws std::runtime_error.
+  using Asked = std::function<void(const Call&)>;
   NcclSender(NcclWatch& watch, const nccl::Library& library, const cuda::Device& device, int rank,
-             int peer, int queue, const nccl::UniqueId& id);
+             int peer, int queue, const nccl::UniqueId& id, Asked asked);
   // Copies on the stream, and leaves the rest to a thread of the channel's own.
   void send(const Call& call, const void* in, size_t bytes, cuda::Stream stream);
-  // Ends the thread. What no receiver has asked for yet is not sent.
+  // Has the thread end. What no receiver asks for is not sent.
+  void stop();
+  // Waits for the thread's end.
   void close();
 
  private:
@@ -69,6 +75,7 @@ class NcclSender {
   const int rank_;
   const int peer_;
   const int queue_;  // of the watch
+  const Asked asked_;
   NcclComm comm_;
   cuda::StreamHandle stream_;
 

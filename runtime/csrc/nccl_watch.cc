@@ -176,6 +176,11 @@ void NcclWatch::fail(std::unique_lock<std::mutex>& lock, const std::string& mess
   lock.lock();
 }
 
+void NcclWatch::fail(const std::string& message) {
+  std::unique_lock lock(mutex_);
+  fail(lock, message);
+}
+
 void NcclWatch::watch() {
   device_.adopt_thread();
   const double tick = timeout_s_ > 0 ? std::min(0.5, timeout_s_ / 4) : 0.5;

@@ -1,6 +1,7 @@
 // Minds the collectives that were handed to the GPU: whether they end in time, and what NCCL reports.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -20,7 +21,7 @@ namespace onnxpar {
 
 // A communicator. It ends once: destroyed by close, or aborted by the watch.
 struct NcclComm {
-  nccl::Comm comm = nullptr;
+  std::atomic<nccl::Comm> comm{nullptr};  // other threads use it than end it
   std::vector<int> ranks;  // global
 };
 
@@ -38,6 +39,8 @@ class NcclWatch {
   void add(NcclComm& comm);
   // Ends what runs, and makes later calls fail, with this message; the first counts. Does not wait.
   void abort(const std::string& message);
+  // Likewise, and reports it: for what fails where nobody waits who could tell.
+  void fail(const std::string& message);
   bool aborted() const;
   // Throws std::runtime_error where all was aborted; `who` is the caller.
   void check_alive(const std::string& who) const;

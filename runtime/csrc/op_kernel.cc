@@ -32,8 +32,9 @@ Peer::Peer(const RankContext& context, const Attributes& attributes)
                                 ", expected another rank of a world of " +
                                 std::to_string(context.size()));
   }
-  if (tag < 0) {
-    throw std::invalid_argument("tag is " + std::to_string(tag) + ", expected 0 or more");
+  if (tag < 0 || tag >= kTags) {
+    throw std::invalid_argument("tag is " + std::to_string(tag) + ", expected 0 to " +
+                                std::to_string(kTags - 1));
   }
 }
 

@@ -33,6 +33,10 @@ using Stream = void*;
 enum class Lane : int { kMain = 0, kAsync = 1 };
 inline constexpr int kLanes = 2;
 
+// Tags of messages are below it. MPI takes any up to 32767, and those that are a few times larger
+// wherever it is used.
+inline constexpr int kTags = 1 << 15;
+
 // A group of ranks as one member sees it. Made and owned by the transport.
 struct Group {
   std::vector<int> ranks;  // global ranks; the position is the rank within the group

@@ -216,6 +216,62 @@ with world(2) as w:
     assert "rank 1: Recv 'here' on group [0, 1]: expected 24 bytes, got 20" in done.stderr
 
 
+EARLY = """
+import os
+import time
+with world(2) as w:
+    def act(rank):
+        sends = "g (float[n] x) => (uint8[1] t) { t = onnxpar.Send <peer=1> (x) }"
+        takes = "g (int64[1] n) => (float[m] y) { y, t = onnxpar.Recv <peer=0, dtype=1> (n) }"
+        made = session(rank, takes if rank.index else sends)
+        for step in range(2):
+            if rank.index == 0:
+                feed(made, {"x": np.full(5, step, np.float32)})
+                continue
+            time.sleep(1)
+            with open(os.environ["STANDIN_LOG"]) as log:
+                assert sum("Send" in line for line in log) == step
+            (y,) = feed(made, {"n": np.array([5])})
+            np.testing.assert_array_equal(y, np.full(5, step, np.float32))
+        rank.all_reduce(np.zeros(1))
+    Team(w).run(act)
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2], ids=["threads", "processes"])
+def test_nothing_waits_on_the_gpu_for_a_receiver(
+    program: Program, tmp_path: Path, ranks: int
+) -> None:
+    """A message of a connected channel is not handed to NCCL before it is asked for."""
+    body = EARLY.replace("with world(2)", "with open_devices(World.mpi())") if ranks else EARLY
+    done = program(body, {"STANDIN_LOG": str(tmp_path / "log")}, ranks)
+    assert done.returncode == 0, done.stderr
+
+
+UNSENT = """
+with world(2) as w:
+    def act(rank):
+        if rank.index == 0:
+            text = "g (float[n] x) => (uint8[1] t) { [there] t = onnxpar.Send <peer=1> (x) }"
+            run_text(rank, text, x=np.ones(5, np.float32))
+        else:
+            text = "g (int64[1] n) => (float[m] y) { y, t = onnxpar.Recv <peer=0, dtype=1> (n) }"
+            run_text(rank, text, n=np.array([5]))
+        rank.all_reduce(np.zeros(1))
+    _, errors = Team(w).attempt(act)
+    print(*errors, sep="\\n")
+"""
+
+
+def test_a_message_that_cannot_be_sent(program: Program) -> None:
+    """Told at once by the channel's thread: there is no next message, nor a limit of time."""
+    done = program(UNSENT, {"STANDIN_NCCL_FAIL": "Send:1", "ONNXPAR_TIMEOUT": "0"})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    told = "rank 0: Send 'there' on group [0, 1]: NCCL: system error"
+    assert len(lines) == 2 and all(told in line for line in lines), done.stdout
+
+
 REDUCE = """
 import time
 TEXT = "g (float[n] x) => (float[n] y) { [here] y, t = onnxpar.AllReduce (x) }"
@@ -315,6 +371,12 @@ def test_what_is_missing_is_said(program: Program, more: Mapping[str, str], told
     done = program("world(1)", more)
     assert done.returncode == 1
     assert "LaunchError: " in done.stderr and told in done.stderr, done.stderr
+
+
+def test_streams_have_queues_of_their_own(program: Program) -> None:
+    body = "import os; world(1); print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
+    assert program(body).stdout == "32\n"
+    assert program(body, {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}).stdout == "16\n"
 
 
 def test_a_driver_that_is_missing(program: Program) -> None:
