@@ -20,8 +20,9 @@ from test_player import StandIn, shape_of
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
+from onnxpar_runtime.errors import RankError
 from onnxpar_runtime.pipeline import Action, Kind, Message, Payload, chain, make
-from onnxpar_runtime.pipeline.carriers import DeviceCarrier, Expected
+from onnxpar_runtime.pipeline.carriers import DeviceCarrier, Expected, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.tensors import to_host, to_ort
@@ -47,14 +48,15 @@ class OnGpu(StandIn):
     step: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    def leaving(self, message: Message) -> Sequence[tuple[onnxruntime.OrtValue, bool]]:
+    def leaving(self, message: Message) -> Sequence[Leaving]:
         # Nobody keeps the values, and the second one's shape goes with it.
         made = [contents(message, self.step, which) for which in range(2)]
-        return [(to_ort(made[0], "cuda", 0), False), (to_ort(made[1], "cuda", 0), True)]
+        first, second = (to_ort(array, "cuda", 0) for array in made)
+        return [Leaving("first", first, False), Leaving("second", second, True)]
 
     def expected(self, message: Message) -> Sequence[Expected]:
         first, second = (contents(message, self.step, which) for which in range(2))
-        return [Expected(first.dtype, first.shape), Expected(second.dtype, None)]
+        return [Expected("first", first.dtype, first.shape), Expected("second", second.dtype, None)]
 
     def arrived(self, message: Message, values: Sequence[onnxruntime.OrtValue]) -> None:
         for which, value in enumerate(values):
@@ -79,6 +81,13 @@ def act(rank: Rank, transport: str, fails: Action | None) -> list[Action]:
             play(carrier, Place(rank.index, 0, 1), program, work, inbox)
             assert not work.wrong, work.wrong
             done += work.done
+    try:
+        carrier.post(Expected("huge", np.dtype(np.int8), (1 << 40,)), 1 - rank.index, "receive")
+    except RankError as error:
+        told = f"r{rank.index} | receive: GPU 0 has no memory for int8 of shape [{1 << 40}]: "
+        assert str(error).startswith(told), error
+    else:
+        raise AssertionError("there is memory for anything")
     inbox.close()
     # All have been received before anyone closes the world.
     rank.all_reduce(np.zeros(1))

@@ -20,7 +20,7 @@ import numpy as np
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.launch import mpirun_place
-from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier
+from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
@@ -46,13 +46,13 @@ class Sleeper:
         """Sleeps."""
         time.sleep(self._seconds * UNITS[action.kind])
 
-    def leaving(self, message: Message) -> Sequence[tuple[Array, bool]]:
+    def leaving(self, message: Message) -> Sequence[Leaving]:
         """Returns an array that tells which message it is."""
-        return [(np.full(SHAPE, _mark(message)), False)]
+        return [Leaving("mark", np.full(SHAPE, _mark(message)), False)]
 
     def expected(self, message: Message) -> Sequence[Expected]:
         """Returns what all messages have."""
-        return [Expected(np.dtype(np.float64), SHAPE)]
+        return [Expected("mark", np.dtype(np.float64), SHAPE)]
 
     def arrived(self, message: Message, arrays: Sequence[Array]) -> None:
         """Checks that it is the right one."""

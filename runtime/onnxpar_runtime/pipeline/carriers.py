@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.dtypes import onnx_code
+from onnxpar_runtime.errors import RankError, first_line
 
 Array = NDArray[Any]
 _TAG = 0x5049
@@ -19,14 +20,31 @@ _MOST_DIMS = 32
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """A value that is sent.
+
+    Attributes:
+        name: Its name.
+        value: As the carrier takes it.
+        with_shape: Whether its shape goes ahead, since the receiver does not know it.
+    """
+
+    name: str
+    value: Any
+    with_shape: bool
+
+
+@dataclass(frozen=True)
 class Expected:
     """A value that a message has.
 
     Attributes:
+        name: Its name.
         dtype: Its type.
         shape: Its shape; None where the message says it.
     """
 
+    name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None
 
@@ -59,6 +77,9 @@ class Carrier(Protocol):
             expected: The value.
             peer: The sender's global rank.
             what: What it is, for messages.
+
+        Raises:
+            RankError: The device has no memory for it.
         """
 
     def take(self, received: Any) -> Any:
@@ -140,15 +161,24 @@ class DeviceCarrier:
 
     def post(self, expected: Expected, peer: int, what: str) -> Receive:
         """As `Carrier`."""
-        known = None if expected.shape is None else self._space(expected.shape, expected.dtype)
+        shape, dtype = expected.shape, expected.dtype
+        known = None if shape is None else self._space(shape, dtype, what)
         return partial(self._receive, expected.dtype, known, peer, what)
 
-    def _space(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Eventual:
+    def _space(self, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> _Eventual:
         """Returns memory for a value, and when it may be written."""
         queue = self._queue
-        value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
-            shape, onnx_code(dtype), "cuda", queue.index
-        )
+        try:
+            value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                shape, onnx_code(dtype), "cuda", queue.index
+            )
+        except Exception as error:
+            # onnxruntime has no common base class for what it raises.
+            raise RankError(
+                self._rank.index,
+                f"{what}: GPU {queue.index} has no memory for {dtype} of shape {list(shape)}: "
+                f"{first_line(error)}",
+            ) from error
         return _Eventual(value, queue.mark(queue.stream))
 
     def _receive(
@@ -162,7 +192,7 @@ class DeviceCarrier:
         space = known
         if space is None:
             shape = _receive_shape(self._rank, peer, what, background)
-            space = self._space(shape, dtype)
+            space = self._space(shape, dtype, what)
         # One thread at a time receives from a peer.
         stream = self._streams.get(peer) or self._streams.setdefault(peer, self._queue.beside())
         self._queue.hold(stream, space.event)

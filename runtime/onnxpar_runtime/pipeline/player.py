@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from onnxpar_runtime.pipeline.carriers import Carrier, Expected
+from onnxpar_runtime.pipeline.carriers import Carrier, Expected, Leaving
 from onnxpar_runtime.pipeline.check import check
 from onnxpar_runtime.pipeline.inbox import Inbox, Ticket
 from onnxpar_runtime.pipeline.schedule import Action, Edge, Message, Point, Program, Transfer
@@ -20,11 +20,8 @@ class Work(Protocol):
     def compute(self, action: Action) -> None:
         """Carries out a computation."""
 
-    def leaving(self, message: Message) -> Sequence[tuple[Any, bool]]:
-        """Returns the values of a message, as the carrier takes them, and whether shapes go ahead.
-
-        They are asked for once.
-        """
+    def leaving(self, message: Message) -> Sequence[Leaving]:
+        """Returns the values of a message. They are asked for once."""
 
     def expected(self, message: Message) -> Sequence[Expected]:
         """Returns what a message to this rank has."""
@@ -109,8 +106,9 @@ def play(
         peer = place.counterpart(step.peer)
         match step.point:
             case Point.SEND:
-                for value, with_shape in work.leaving(step.message):
-                    carrier.send(value, with_shape, peer, f"send of {step.message}")
+                for one in work.leaving(step.message):
+                    what = f"send of {one.name!r}, of {step.message}"
+                    carrier.send(one.value, one.with_shape, peer, what)
             case Point.RECEIVE:
                 posted[step.message] = _post(carrier, peer, step, work, inbox)
             case Point.WAIT_RECEIVE:
@@ -123,10 +121,13 @@ def play(
 def _post(
     carrier: Carrier, peer: int, step: Transfer, work: Work, inbox: Inbox
 ) -> Ticket[list[Any]]:
-    what = f"receive of {step.message}"
-    wanted = [carrier.post(entry, peer, what) for entry in work.expected(step.message)]
+    what = f"of {step.message}"
+    wanted = [
+        carrier.post(entry, peer, f"receive of {entry.name!r}, {what}")
+        for entry in work.expected(step.message)
+    ]
 
     def receive() -> list[Any]:
         return [of_one(inbox.background) for of_one in wanted]
 
-    return inbox.post(peer, receive, what)
+    return inbox.post(peer, receive, f"receive {what}")

@@ -15,7 +15,13 @@ from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.expressions import ExpressionError, evaluate
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Handed, Manifest, Pipeline, TensorSpec, VirtualStage
-from onnxpar_runtime.pipeline.carriers import Carrier, DeviceCarrier, Expected, HostCarrier
+from onnxpar_runtime.pipeline.carriers import (
+    Carrier,
+    DeviceCarrier,
+    Expected,
+    HostCarrier,
+    Leaving,
+)
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
@@ -210,12 +216,13 @@ class VirtualStages:
             if name is not None:
                 self._run(virtual, name, action.micro_batch)
 
-    def leaving(self, message: Message) -> list[tuple[Any, bool]]:
+    def leaving(self, message: Message) -> list[Leaving]:
         """Returns the values of a message; as `player.Work`."""
         ends = (message.payload, message.source, message.target)
         values = self._leaving.pop((ends, message.micro_batch))
         return [
-            (self._outgoing(values[v.name]), v.shape is None) for v in self._values.messages[ends]
+            Leaving(v.name, self._outgoing(values[v.name]), v.shape is None)
+            for v in self._values.messages[ends]
         ]
 
     def _outgoing(self, value: Any) -> Any:
@@ -254,13 +261,14 @@ class VirtualStages:
     def _worked_out(self, value: Handed, symbols: Mapping[str, int]) -> Expected:
         dtype = DTYPES[value.dtype].dtype
         if value.shape is None:
-            return Expected(dtype, None)
+            return Expected(value.name, dtype, None)
         try:
-            return Expected(dtype, tuple(evaluate(size, symbols) for size in value.shape))
+            shape = tuple(evaluate(size, symbols) for size in value.shape)
         except ExpressionError as error:
             raise ArtifactError(
                 f"{self._manifest.directory}: shape of {value.name!r}: {error}"
             ) from None
+        return Expected(value.name, dtype, shape)
 
     # -- running -----------------------------------------------------------------------------------
 

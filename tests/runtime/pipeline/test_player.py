@@ -13,7 +13,7 @@ import pytest
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import RankError
 from onnxpar_runtime.pipeline import Action, Edge, Kind, Message, Payload, chain, make
-from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier
+from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.trace import (
@@ -61,14 +61,14 @@ class StandIn:
                 assert (payload, source, target, action.micro_batch) in self.read
         self.done.append(action)
 
-    def leaving(self, message: Message) -> Sequence[tuple[Array, bool]]:
+    def leaving(self, message: Message) -> Sequence[Leaving]:
         # The second array's shape goes with it.
         array = contents_of(message)
-        return [(array, False), (np.asarray(array + 1), True)]
+        return [Leaving("first", array, False), Leaving("second", np.asarray(array + 1), True)]
 
     def expected(self, message: Message) -> Sequence[Expected]:
         kind = np.dtype(np.float64)
-        return [Expected(kind, shape_of(message)), Expected(kind, None)]
+        return [Expected("first", kind, shape_of(message)), Expected("second", kind, None)]
 
     def arrived(self, message: Message, arrays: Sequence[Array]) -> None:
         first, second = arrays
@@ -134,6 +134,27 @@ def test_a_stage_that_fails_ends_all() -> None:
     assert str(last) == "it broke"
     for error in (first, second):
         assert isinstance(error, RankError) and "first failure: rank 2: it broke" in str(error)
+
+
+def test_a_value_of_another_size_is_named() -> None:
+    edges = chain(make("gpipe", 2, 3))
+    program = plan("gpipe", 2, 3, 1, edges)
+
+    class Wrong(StandIn):
+        def expected(self, message: Message) -> Sequence[Expected]:
+            first, second = super().expected(message)
+            return [Expected("first", first.dtype, (7,)), second]
+
+    def body(rank: Rank) -> None:
+        work = (Wrong if rank.index else StandIn)(2, rank.index, edges)
+        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, Inbox(rank))
+
+    error = on_all(2, body)[1]
+    assert isinstance(error, RankError)
+    assert (
+        "rank 1: receive of 'first', of the activations of micro-batch 0 from virtual stage 0 to 1 "
+        "on group [0, 1]: expected 56 bytes, got 8"
+    ) in str(error)
 
 
 def test_a_trace_tells_when_ranks_computed(tmp_path: Path) -> None:
