@@ -6,7 +6,7 @@ The comparisons themselves are tried without one, by the CPU in the GPU's place.
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 256
 # Rounding grows with training; what PyTorch's own CPU and GPU differ by in as many steps is alike.
 TOLERANCE = 1e-4
-CUTS = [("dp", 1), ("dp", 2), ("tp", 2), ("dp", 4), ("tp", 4)]
+STAGES = "stages"
+CUTS = [("dp", 1), ("dp", 2), ("tp", 2), (STAGES, 2), ("dp", 4), ("tp", 4)]
 EXPORTS = {
     "mlp": ["mlp.py", "--hidden", "64", "64"],
     "transformer": [
@@ -71,10 +72,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut(folder: Path, model: str, axis: str, ranks: int) -> Path:
-    """Returns the model cut for training; it is cut once."""
+    """Returns the model cut for training, along a mesh axis or in stages; it is cut once."""
     out = folder / f"{model}-{axis}{ranks}"
     if not out.exists():
-        where = [str(folder / f"{model}.onnx"), "--strategy", f"{axis}={ranks}", "-o", str(out)]
+        strategy = f"{axis}={ranks}"
+        if axis == STAGES:
+            strategy = str(folder / f"{model}.yaml")
+            stages = {"stages": ranks, "micro_batches": 2 * ranks}
+            Path(strategy).write_text(json.dumps({"devices": ranks, "pipeline": stages}))
+        where = [str(folder / f"{model}.onnx"), "--strategy", strategy, "-o", str(out)]
         kind = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
         call("-m", "onnxpar.cli", "shard", *where, *kind)
     return out
@@ -161,8 +167,22 @@ def test_captured_steps_are_equal(folder: Path, model: str) -> None:
     np.testing.assert_allclose(captured, expected, rtol=1e-6)
 
 
-def test_the_comparison_works(folder: Path) -> None:
-    check_losses(folder, "mlp", "dp", 2, "cpu")
+@pytest.mark.parametrize("axis", ["dp", STAGES])
+def test_the_comparison_works(folder: Path, axis: str) -> None:
+    check_losses(folder, "mlp", axis, 2, "cpu")
+
+
+def test_stages_are_started_on_the_stand_ins_as_on_a_gpu(
+    folder: Path, standin_cuda: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The losses are none there, but the call is the same, and values go by NCCL."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("LD_LIBRARY_PATH", standin_cuda["LD_LIBRARY_PATH"])
+    monkeypatch.setenv("STANDIN_DEVICES", "2")
+    monkeypatch.setenv("STANDIN_LOG", str(log))
+    assert len(train(folder, "mlp", STAGES, 2, "cuda")) == STEPS
+    sends = sum(line.startswith("nccl\tSend\t") for line in log.read_text().splitlines())
+    assert sends == STEPS * 2 * 2 * 2  # 4 micro-batches, there and back
 
 
 def test_the_profile_is_understood(folder: Path, tmp_path: Path) -> None:
