@@ -155,7 +155,8 @@ def at_random(case: Case, program: Program, count: int, seed: int) -> Iterator[E
         if problem.seconds(choice) == inf:
             continue
         made += 1
-        seeds = seeds_of(seen, problem, choice, replace(base, mesh=mesh, inputs={}))
+        start = replace(base, mesh=mesh, inputs={})
+        seeds = seeds_of(seen, problem.chosen(choice), problem.lying(choice), start)
         name = f"random {number} ({share:.0%} of {'x'.join(str(n) for _, n in mesh.axes)})"
         yield Entry(name, strategy_data(seeds, rules, {}), case.price(program, seeds))
 

@@ -13,7 +13,7 @@ from onnxpar.analysis.plan import shardings
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.exact import best, least
 from onnxpar.analysis.search.flow import Flow, Item, flow
-from onnxpar.analysis.search.fold import classes, runs
+from onnxpar.analysis.search.fold import fold
 from onnxpar.analysis.search.options import Option, options
 from onnxpar.analysis.search.problem import Problem, Weights, build
 from onnxpar.analysis.search.recursive import recurse
@@ -23,6 +23,7 @@ from onnxpar.analysis.shapes import ShapeEnv
 from onnxpar.errors import ShardingError
 from onnxpar.machine import Machine
 from onnxpar.mesh import Atoms, Mesh
+from onnxpar.sharding import Sharding
 
 LEVELS = {
     0: Weights(communication=10.0),
@@ -170,7 +171,7 @@ def find(
         cost = CostModel(spec.machine, mesh, env.table, spec.sizes)
         run = _Search(seen, cost, replace(pinned, mesh=mesh), spec, told)
         try:
-            problem, solution = run.solve()
+            problem, solution, chosen = run.solve()
         except ShardingError as error:
             timed |= run.timed
             spent = perf_counter() - started
@@ -188,11 +189,8 @@ def find(
         )
         tried.append(candidate)
         if winner is None or solution.seconds < winner[0]:
-            winner = (
-                solution.seconds,
-                candidate,
-                seeds_of(seen, problem, solution.choice, run.seeds),
-            )
+            lying = problem.lying(solution.choice)
+            winner = solution.seconds, candidate, seeds_of(seen, chosen, lying, run.seeds)
     if winner is None:
         raise ShardingError(tried[0].reason)
     return Found(winner[2], winner[1], tuple(tried), timed)
@@ -243,7 +241,8 @@ class _Search:
     told: Told
     timed: bool = False
 
-    def solve(self) -> tuple[Problem, Solution]:
+    def solve(self) -> tuple[Problem, Solution, tuple[Option, ...]]:
+        """Returns a problem, its solution, and the option of every node that it means."""
         mesh = self.cost.mesh
         axes = [mesh.axis_atoms(name) for name, size in mesh.axes if size > 1]
         if not mesh.axes:
@@ -256,40 +255,55 @@ class _Search:
             if key not in known:
                 known[key] = self._options(item, axes, None)
         found = [known[item.kind, item.pin] for item in self.flow.items]
-        problem = self._build(found)
-        return problem, self._best(problem, self.spec.limit)
+        problem = build(self.flow, found, self.cost, self._pins, self.spec.weights)
+        solution = self._best(problem, self.spec.limit)
+        return problem, solution, problem.chosen(solution.choice)
 
-    def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution]:
+    def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution, tuple[Option, ...]]:
         """Halves with less and less memory left to later halvings, until all fits at the end."""
-        done = 0
-        repeated = runs(self.flow.items)
-
-        def decide(found: Sequence[tuple[Option, ...]], later: int) -> tuple[Problem, Solution]:
-            nonlocal done
-            done += 1
-            self.told("halving", (done - 1) % max(len(axes), 1) + 1, len(axes))
-            limit = self.spec.limit if later == 1 else share * later * self.spec.limit
-            if repeated and not self.spec.weights.memory_first:
-                problem = self._build(found, classes(found, repeated))
-                solution = best(problem, gap=self.spec.gap)
+        if not self.spec.weights.memory_first:
+            folded = fold(self.flow, self._pins)
+            if folded is not None:
+                problem, solution = self._halve(folded.flow, axes, UNLIMITED)
                 # Under a limit that binds it may be better to divide only some of alike layers.
-                if solution.memory <= limit:
-                    return problem, solution
-            problem = self._build(found)
-            if later == 1:
-                return problem, self._best(problem, limit)
-            try:
-                return problem, self._best(problem, limit)
-            except ShardingError:
-                return problem, least(problem)
-
+                if solution.memory <= self.spec.limit:
+                    return problem, solution, folded.unfold(problem.chosen(solution.choice))
         for share in _SHARES:
             try:
-                return recurse(self.flow, axes, self.cost, self._options, decide)
+                problem, solution = self._halve(self.flow, axes, self.spec.limit, share)
             except ShardingError:
                 if share == _SHARES[-1]:
                     raise
+            else:
+                return problem, solution, problem.chosen(solution.choice)
         raise AssertionError
+
+    def _halve(
+        self, flow: Flow, axes: Sequence[Atoms], limit: float, share: float = 1.0
+    ) -> tuple[Problem, Solution]:
+        """Halves until nothing is left to halve.
+
+        Args:
+            flow: The model, or a smaller one.
+            axes: The runs of atoms in the order in which they are decided.
+            limit: Bytes of one device.
+            share: Of what a later halving may still cut, so much counts as if it did.
+        """
+        done = 0
+
+        def decide(problem: Problem, later: int) -> Solution:
+            nonlocal done
+            done += 1
+            self.told("halving", done, len(axes))
+            if later == 1:
+                return self._best(problem, limit)
+            try:
+                return self._best(problem, share * later * limit)
+            except ShardingError:
+                return least(problem)
+
+        pins, weights = self._pins, self.spec.weights
+        return recurse(flow, axes, self.cost, self._options, decide, pins=pins, weights=weights)
 
     def _best(self, problem: Problem, limit: float) -> Solution:
         if self.spec.weights.memory_first:
@@ -298,11 +312,9 @@ class _Search:
         self.timed |= found.timed
         return found
 
-    def _build(
-        self, found: Sequence[tuple[Option, ...]], alike: Sequence[int] | None = None
-    ) -> Problem:
-        pins = {**self.seeds.inputs, **self.seeds.parameters}
-        return build(self.flow, found, self.cost, pins, self.spec.weights, alike)
+    @property
+    def _pins(self) -> Mapping[str, Sharding]:
+        return {**self.seeds.inputs, **self.seeds.parameters}
 
     def _options(
         self, item: Item, axes: Sequence[Atoms], before: Option | None
@@ -321,21 +333,22 @@ class _Search:
         return (Option(plan, (None,) * len(axes)),)
 
 
-def seeds_of(flow: Flow, problem: Problem, choice: Sequence[int], seeds: Seeds) -> Seeds:
+def seeds_of(
+    flow: Flow, chosen: Sequence[Option], lying: Mapping[str, Sharding], seeds: Seeds
+) -> Seeds:
     """Returns what propagation is given: the plan of every node, how inputs and parameters lie.
 
     Args:
         flow: The model.
-        problem: The problem of its options.
-        choice: The option of each of the problem's variables.
+        chosen: The option of each of its nodes.
+        lying: How parameters and inputs lie.
         seeds: What the user fixed, kept; on the mesh of the options.
     """
     nodes: dict[str, NodeSeed] = {}
-    for item, option in zip(flow.items, problem.chosen(choice), strict=True):
+    for item, option in zip(flow.items, chosen, strict=True):
         if not item.fixed:
             plan = option.plan
             nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried, pinned=False)
-    lying = problem.lying(choice)
     parameters = {v.name for v in flow.values if v.parameter}
     inputs = {n: s for n, s in lying.items() if n not in parameters}
     # One that is read once follows its reader.

@@ -33,6 +33,7 @@ class Item:
         kind: A number; nodes of the same have the same options and costs.
         pin: Its name where the user fixed it, else "".
         cost: What a device computes and moves for it, where its operator says that.
+        count: Nodes that it stands for.
     """
 
     name: str
@@ -44,14 +45,16 @@ class Item:
     kind: int
     pin: str = ""
     cost: CostFn | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class Use:
-    """An operand that reads a value: operand `operand` of item `item`."""
+    """Operands that read a value: operand `operand` of item `item`, `count` of them."""
 
     item: int
     operand: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Value:
         parameter: Whether it is a parameter.
         trained: Whether a cotangent comes back along it.
         leaves: Whether it is an output of the graph.
+        alike: Names of other values that it stands for.
     """
 
     name: str
@@ -77,11 +81,22 @@ class Value:
     parameter: bool
     trained: bool
     leaves: bool
+    alike: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Values that it stands for."""
+        return 1 + len(self.alike)
+
+    @property
+    def readers(self) -> int:
+        """Operands that read one of them."""
+        return sum(use.count for use in self.uses)
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A model as a search sees it."""
+    """A model as a search sees it; where nodes choose alike, one for all of them (`fold`)."""
 
     items: tuple[Item, ...]
     values: tuple[Value, ...]

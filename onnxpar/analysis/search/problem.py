@@ -5,12 +5,8 @@ they want), or the *kept version* of a value that several nodes read. A value is
 it is made to where each reader wants it, forward, and its cotangent back; one version is kept, so
 that readers who want the same pay once. A value that readers want in more than two layouts is
 priced as if each of the others were brought there by itself.
-
-Nodes may be put into classes that choose alike (`fold`). A variable stands for a class then, and
-what its nodes and their values cost together is counted, not built again for each of them.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -78,10 +74,9 @@ class Problem:
     """Variables, and what they cost together.
 
     Attributes:
-        variables: The variables; first the nodes, or the classes of nodes that choose alike.
+        variables: The variables; first the nodes, in the order of the flow.
         terms: Costs of several variables together.
-        options: The options of each node, in the order of the flow.
-        nodes: The variable of each node.
+        options: The options of each node.
         sources: How each parameter or input lies: by name, the variable that says it, and the
             layout for each of its options.
     """
@@ -89,12 +84,11 @@ class Problem:
     variables: tuple[Variable, ...]
     terms: tuple[Term, ...]
     options: tuple[tuple[Option, ...], ...] = ()
-    nodes: tuple[int, ...] = ()
     sources: Mapping[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
 
     def chosen(self, choice: Sequence[int]) -> tuple[Option, ...]:
         """Returns the option of each node under a choice."""
-        return tuple([o[choice[v]] for o, v in zip(self.options, self.nodes, strict=True)])
+        return tuple([found[c] for found, c in zip(self.options, choice, strict=False)])
 
     def lying(self, choice: Sequence[int]) -> dict[str, Sharding]:
         """Returns how parameters and inputs lie under a choice."""
@@ -128,7 +122,6 @@ def build(
     cost: CostModel,
     pins: Mapping[str, Sharding] | None = None,
     weights: Weights = Weights(),
-    classes: Sequence[int] | None = None,
 ) -> Problem:
     """Builds the problem of a model.
 
@@ -138,11 +131,8 @@ def build(
         cost: The cost model.
         pins: How parameters and inputs lie that the user fixed.
         weights: What the sum weighs.
-        classes: The class of each node, numbered in the order in which they come; nodes of one
-            have the same options and choose alike. None where each node chooses by itself.
     """
-    alike = tuple(range(len(flow.items)) if classes is None else classes)
-    return _Builder(flow, tuple(options), cost, pins or {}, weights, alike).run()
+    return _Builder(flow, tuple(options), cost, pins or {}, weights).run()
 
 
 @dataclass
@@ -152,7 +142,6 @@ class _Builder:
     cost: CostModel
     pins: Mapping[str, Sharding]
     weights: Weights
-    classes: tuple[int, ...]
     sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
@@ -170,7 +159,7 @@ class _Builder:
     # Equal shardings and usages are one object, so that their identity is a key.
     _known: dict[Hashable, Hashable] = field(default_factory=dict)
     _moves: dict[tuple[int, int, int, bool], float] = field(default_factory=dict)
-    _versions: dict[tuple[tuple[int, int], ...], tuple[_Usage | None, ...]] = field(
+    _versions: dict[tuple[tuple[int, int, int], ...], tuple[_Usage | None, ...]] = field(
         default_factory=dict
     )
 
@@ -178,33 +167,19 @@ class _Builder:
         self._varying = {v.name for v in self.flow.values if v.trained}
 
     def run(self) -> Problem:
-        for item, found, here in zip(self.flow.items, self.options, self.classes, strict=True):
+        for item, found in zip(self.flow.items, self.options, strict=True):
             seconds, memory = self._unit(item, found)
-            if here == len(self.variables):
-                self.variables.append(Variable(item.name, "node", seconds, memory))
-            else:
-                self._count(here, seconds, memory)
-        alike: dict[tuple[object, ...], list[Value]] = {}
+            self.variables.append(
+                Variable(item.name, "node", item.count * seconds, item.count * memory)
+            )
         for value in self.flow.values:
-            alike.setdefault(self._between(value), []).append(value)
-        for value, *others in alike.values():
-            count = 1 + len(others)
             if value.producer is None:
-                self._source(value, count)
+                self._source(value)
                 if value.name in self.sources:
-                    self.sources.update({v.name: self.sources[value.name] for v in others})
+                    self.sources.update(dict.fromkeys(value.alike, self.sources[value.name]))
             else:
-                self._made(value, *value.producer, count)
-        return Problem(
-            tuple(self.variables), tuple(self.terms), self.options, self.classes, self.sources
-        )
-
-    def _between(self, value: Value) -> tuple[object, ...]:
-        """What equal values have in common: who makes and reads them, and what that costs."""
-        made = value.producer and (self.classes[value.producer[0]], value.producer[1])
-        uses = tuple([(self.classes[use.item], use.operand) for use in value.uses])
-        costs = value.itemsize, value.parameter, value.trained, value.leaves
-        return made, uses, costs, self.pins.get(value.name)
+                self._made(value, *value.producer)
+        return Problem(tuple(self.variables), tuple(self.terms), self.options, self.sources)
 
     def _count(self, variable: int, seconds: Table, memory: Table | float = 0.0) -> None:
         """Adds to what the options of a variable cost."""
@@ -214,7 +189,7 @@ class _Builder:
         )
 
     def _term(self, scope: tuple[int, ...], table: Table, count: int) -> None:
-        """Adds a table that holds `count` times; a class that is in it twice has one choice."""
+        """Adds a table that holds `count` times; a node that is in it twice has one choice."""
         distinct = tuple(dict.fromkeys(scope))
         pattern = tuple([distinct.index(v) for v in scope])
         key = (id(table), pattern, count)
@@ -222,12 +197,6 @@ class _Builder:
             cut = table if len(distinct) == len(scope) else _diagonal(table, pattern)
             self._counted[key] = cut if count == 1 else cut * count
         self.terms.append(Term(distinct, self._counted[key]))
-
-    def _readers(self, value: Value) -> dict[Use, int]:
-        """One reader of each class that reads an operand alike, and how many there are."""
-        often = Counter((self.classes[use.item], use.operand) for use in value.uses)
-        first = {(self.classes[use.item], use.operand): use for use in reversed(value.uses)}
-        return {first[key]: count for key, count in often.items()}
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -314,18 +283,17 @@ class _Builder:
 
     # -- parameters and inputs -------------------------------------------------------------------
 
-    def _source(self, value: Value, count: int) -> None:
+    def _source(self, value: Value) -> None:
         pin = self.pins.get(value.name)
         if pin is not None:
-            self._pinned(value, pin, count)
+            self._pinned(value, pin)
             return
-        if len(value.uses) == 1:
+        if value.readers == 1:
             # It lies as its only reader wants it.
             use = value.uses[0]
             seconds, memory, layouts_of, index = self._read_once(value, use)
-            reader = self.classes[use.item]
-            self.sources[value.name] = reader, layouts_of
-            self._count(reader, count * seconds[index], count * memory[index])
+            self.sources[value.name] = use.item, layouts_of
+            self._count(use.item, value.count * seconds[index], value.count * memory[index])
             return
         uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
         layouts = self._layouts(value, uses)
@@ -333,18 +301,19 @@ class _Builder:
             return
         lying = [_Usage(layout, ()) for layout in layouts]
         seconds, memory = self._lying(value, lying)
-        self.variables.append(Variable(value.name, "source", count * seconds, count * memory))
+        self.variables.append(
+            Variable(value.name, "source", value.count * seconds, value.count * memory)
+        )
         here = len(self.variables) - 1
         self.sources[value.name] = here, tuple(layouts.values())
         same = tuple(map(id, layouts))
-        for use, often in self._readers(value).items():
-            found = id(self.options[use.item])
-            key = ("source", same, found, use.operand, value.itemsize, value.trained)
+        for use, (found, operand) in zip(value.uses, uses, strict=True):
+            key = ("source", same, found, operand, value.itemsize, value.trained)
             if key not in self._tables:
                 usages, index = self._usages(use)
                 table = np.array([[self._move(s, u, value) for u in usages] for s in layouts])
                 self._tables[key] = table[:, index]
-            self._term((here, self.classes[use.item]), self._tables[key], often * count)
+            self._term((here, use.item), self._tables[key], use.count * value.count)
 
     def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> dict[Sharding, Sharding]:
         """How readers want a value, by the sizes that it has."""
@@ -369,13 +338,13 @@ class _Builder:
             self._once[key] = (*self._lying(value, usages), layouts, index)
         return self._once[key]
 
-    def _pinned(self, value: Value, pin: Sharding, count: int) -> None:
+    def _pinned(self, value: Value, pin: Sharding) -> None:
         """A parameter or input that the user laid out: readers fetch what they want."""
         here = self._one(self.cost.fixed(pin))
-        for use, often in self._readers(value).items():
+        for use in value.uses:
             usages, index = self._usages(use)
             seconds = np.array([self._move(here, usage, value) for usage in usages])
-            self._count(self.classes[use.item], often * count * seconds[index])
+            self._count(use.item, use.count * value.count * seconds[index])
 
     def _lying(self, value: Value, usages: Sequence[_Usage]) -> tuple[Table, Table]:
         """Seconds and bytes of a parameter or input that lies as each usage wants it."""
@@ -404,18 +373,18 @@ class _Builder:
 
     # -- values made by nodes --------------------------------------------------------------------
 
-    def _made(self, value: Value, producer: int, output: int, count: int) -> None:
-        here = self.classes[producer]
+    def _made(self, value: Value, producer: int, output: int) -> None:
         if value.leaves:
             made = self._outputs(producer, output)
             reduced = [self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made]
-            self._count(here, count * self.weights.communication * np.array(reduced))
-        if len(value.uses) == 1:
+            weight = value.count * self.weights.communication
+            self._count(producer, weight * np.array(reduced))
+        if value.readers == 1:
             use = value.uses[0]
             table = self._edge(value, producer, output, use)
-            self._term((here, self.classes[use.item]), table, count)
+            self._term((producer, use.item), table, value.count)
         elif value.uses:
-            self._shared(value, producer, output, count)
+            self._shared(value, producer, output)
 
     def _outputs(self, producer: int, output: int) -> tuple[Sharding, ...]:
         """How each option of a node makes an output."""
@@ -441,16 +410,16 @@ class _Builder:
             self._tables[key] = np.array([rows[s] for s in made])[:, index]
         return self._tables[key]
 
-    def _shared(self, value: Value, producer: int, output: int, count: int) -> None:
+    def _shared(self, value: Value, producer: int, output: int) -> None:
         """One version of a value is kept for its readers; the others fetch their own."""
         options, made = self.options[producer], self._outputs(producer, output)
         kept = self._kept(value)
         self.variables.append(
             Variable(value.name, "version", np.zeros(len(kept)), np.zeros(len(kept)))
         )
-        maker, here = self.classes[producer], len(self.variables) - 1
+        here = len(self.variables) - 1
         of = (id(options), output, tuple(map(id, kept)), value.itemsize, value.trained)
-        for use, often in self._readers(value).items():
+        for use in value.uses:
             key = ("shared", of, id(self.options[use.item]), use.operand)
             if key not in self._tables:
                 usages, index = self._usages(use)
@@ -461,23 +430,24 @@ class _Builder:
                 )
                 rows = np.array([place[id(s)] for s in made], np.intp)
                 self._tables[key] = small[rows][:, :, index]
-            scope = (maker, here, self.classes[use.item])
-            self._term(scope, self._tables[key], often * count)
+            scope = (producer, here, use.item)
+            self._term(scope, self._tables[key], use.count * value.count)
         fetched = ("kept", of)
         if fetched not in self._tables:
             self._tables[fetched] = np.array(
                 [[0.0 if k is None else self._move(s, k, value) for k in kept] for s in made]
             )
-        self._term((maker, here), self._tables[fetched], count)
+        self._term((producer, here), self._tables[fetched], value.count)
 
     def _kept(self, value: Value) -> tuple[_Usage | None, ...]:
         """What may be kept: nothing, or what several readers want; what one wants spares nobody."""
-        uses = tuple([(id(self.options[u.item]), u.operand) for u in dict.fromkeys(value.uses)])
+        uses = tuple([(id(self.options[u.item]), u.operand, u.count) for u in value.uses])
         if uses not in self._versions:
             readers: dict[int, tuple[_Usage, int]] = {}
-            for use in dict.fromkeys(value.uses):
+            for use in value.uses:
                 for usage in self._usages(use)[0]:
-                    readers[id(usage)] = usage, readers.get(id(usage), (usage, 0))[1] + 1
+                    before = readers.get(id(usage), (usage, 0))[1]
+                    readers[id(usage)] = usage, before + use.count
             self._versions[uses] = (None, *(u for u, n in readers.values() if n > 1))
         return self._versions[uses]
 

@@ -7,17 +7,18 @@ time linear in the number of nodes; what earlier halvings split stays. (After Ca
 that count elements of 2-way cuts; ours are seconds of a cost model, and atoms need not be 2.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.search.flow import Flow, Item
 from onnxpar.analysis.search.options import Option
-from onnxpar.analysis.search.problem import Problem
+from onnxpar.analysis.search.problem import Problem, Weights, build
 from onnxpar.analysis.search.solution import Solution
 from onnxpar.mesh import Atoms
+from onnxpar.sharding import Sharding
 
 OptionsOf = Callable[[Item, Sequence[Atoms], Option | None], tuple[Option, ...]]
-Solve = Callable[[Sequence[tuple[Option, ...]], int], tuple[Problem, Solution]]
+Solve = Callable[[Problem, int], Solution]
 
 
 def recurse(
@@ -26,6 +27,9 @@ def recurse(
     cost: CostModel,
     options_of: OptionsOf,
     solve: Solve,
+    *,
+    pins: Mapping[str, Sharding],
+    weights: Weights,
 ) -> tuple[Problem, Solution]:
     """Returns the problem of the last halving, and what was chosen in it.
 
@@ -36,8 +40,9 @@ def recurse(
         axes: The runs of atoms in the order in which they are decided.
         cost: The cost model.
         options_of: Returns the options of a node that keep what earlier axes were decided to split.
-        solve: Decides one halving between the options of each node, and says of which problem that
-            is a solution; it is told into how many pieces later ones may cut memory.
+        solve: Decides one halving; it is told into how many pieces later ones may cut memory.
+        pins: How parameters and inputs lie that the user fixed.
+        weights: What the sum weighs.
 
     Raises:
         ShardingError: Nothing is within the limit on memory.
@@ -52,7 +57,8 @@ def recurse(
             if key not in known:
                 known[key] = options_of(item, level, before)
             found.append(known[key])
+        problem = build(flow, found, cost, pins, weights)
         later = cost.mesh.count(atom for axis in axes[len(level) :] for atom in axis)
-        problem, solution = solve(found, later)
-        chosen = list(problem.chosen(solution.choice))
+        solution = solve(problem, later)
+        chosen = [f[c] for f, c in zip(found, solution.choice, strict=False)]
     return problem, Solution(solution.choice, solution.seconds, solution.memory, 0.0)

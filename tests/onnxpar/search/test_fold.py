@@ -1,6 +1,6 @@
 """Repeated layers as one: a smaller problem whose choices cost what they cost in the whole one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,8 @@ from _exporter import save
 import onnxpar.analysis.search.find as find_module
 from onnxpar.analysis.cost import CostModel
 from onnxpar.analysis.search.find import SearchSpec, find
-from onnxpar.analysis.search.flow import Flow, Item, flow
-from onnxpar.analysis.search.fold import Run, classes, runs
+from onnxpar.analysis.search.flow import Flow, flow
+from onnxpar.analysis.search.fold import Folded, fold
 from onnxpar.analysis.search.options import options
 from onnxpar.analysis.search.problem import Problem, build
 from onnxpar.analysis.seeds import Seeds
@@ -20,6 +20,7 @@ from onnxpar.machine import PRESETS
 from onnxpar.mesh import Mesh
 from onnxpar.passes.load import load
 from onnxpar.pipeline import Analysed, analyse
+from onnxpar.sharding import Sharding
 
 SIZES = {"batch": 8, "seq": 64}
 
@@ -32,17 +33,20 @@ def gpt(folder: Path, layers: int) -> Analysed:
     return analyse(load(path), {})
 
 
-def problems(program: Analysed, trained: bool = False) -> tuple[Flow, Problem, Problem]:
-    """How nodes may be divided on two axes of two devices: each by itself, and layers alike."""
+def problems(program: Analysed, *, trained: bool = False) -> tuple[Folded, Problem, Problem]:
+    """How nodes may be divided on two axes of two devices: layers alike, and each by itself."""
     mesh = Mesh.of({"x": 2, "y": 2})
     cost = CostModel(PRESETS["h100"], mesh, program.env.table, SIZES)
     weights = list(program.model.graph.initializers) if trained else []
     seen = flow(program.model, program.env, program.rules, weights)
+    folded = fold(seen, {})
+    assert folded is not None
     axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
     known = {item.kind: options(item, axes, cost) for item in seen.items}
-    found = [known[item.kind] for item in seen.items]
-    alike = classes(found, runs(seen.items))
-    return seen, build(seen, found, cost), build(seen, found, cost, classes=alike)
+    small, whole = (
+        build(f, [known[item.kind] for item in f.items], cost) for f in (folded.flow, seen)
+    )
+    return folded, small, whole
 
 
 def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
@@ -67,39 +71,37 @@ def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
 def test_a_choice_of_the_smaller_problem_costs_what_it_costs_in_the_whole_one(
     tmp_path: Path, trained: bool
 ) -> None:
-    seen, whole, folded = problems(gpt(tmp_path, 7), trained)
-    assert [run.count for run in runs(seen.items)] == [7]
+    folded, small, whole = problems(gpt(tmp_path, 7), trained=trained)
     rng = np.random.default_rng(0)
     possible = 0
     for _ in range(50):
         # Whatever is impossible is impossible in both.
         spread = rng.integers(1, 3)
-        first = folded.variables[: max(folded.nodes) + 1]
-        alike = [int(rng.integers(min(len(v.cost), spread))) for v in first]
-        small = completed(folded, alike)
-        large = completed(whole, [alike[c] for c in folded.nodes])
-        assert list(map(id, whole.chosen(large))) == list(map(id, folded.chosen(small)))
-        seconds = folded.seconds(small)
+        nodes = [int(rng.integers(min(len(found), spread))) for found in small.options]
+        few = completed(small, nodes)
+        many = completed(whole, [nodes[c] for c in folded.classes])
+        assert folded.unfold(small.chosen(few)) == whole.chosen(many)
+        seconds = small.seconds(few)
         possible += seconds < np.inf
-        assert whole.seconds(large) == pytest.approx(seconds, rel=1e-12)
+        assert whole.seconds(many) == pytest.approx(seconds, rel=1e-12)
         if seconds < np.inf:
-            assert whole.memory(large) == pytest.approx(folded.memory(small), rel=1e-12)
-            assert whole.lying(large) == folded.lying(small)
+            assert whole.memory(many) == pytest.approx(small.memory(few), rel=1e-12)
+            assert whole.lying(many) == small.lying(few)
     assert possible > 0
 
 
 def test_depth_adds_nothing_to_decide(tmp_path: Path) -> None:
     sizes = []
     for layers in (6, 12):
-        _, whole, folded = problems(gpt(tmp_path, layers))
-        sizes.append(len(folded.variables))
-        assert len(folded.variables) < len(whole.variables)
+        _, small, whole = problems(gpt(tmp_path, layers))
+        sizes.append(len(small.variables))
+        assert len(small.variables) < len(whole.variables)
     assert sizes[0] == sizes[1]
 
 
 def test_few_layers_are_decided_one_by_one(tmp_path: Path) -> None:
-    seen, *_ = problems(gpt(tmp_path, 4))
-    assert runs(seen.items) == ()
+    program = gpt(tmp_path, 4)
+    assert fold(flow(program.model, program.env, program.rules), {}) is None
 
 
 @pytest.mark.parametrize("machine", ["cpu", "h100"])
@@ -118,10 +120,10 @@ def test_layers_that_choose_alike_cost_no_more(
 
     folded = cost("recursive")
 
-    def none(items: Sequence[Item]) -> tuple[Run, ...]:
-        return ()
+    def none(flow: Flow, pins: Mapping[str, Sharding]) -> None:
+        return None
 
-    monkeypatch.setattr(find_module, "runs", none)
+    monkeypatch.setattr(find_module, "fold", none)
     assert folded == pytest.approx(cost("recursive"), rel=1e-9)
 
 
