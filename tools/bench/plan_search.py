@@ -30,6 +30,7 @@ from time import perf_counter, process_time
 import numpy as np
 
 from onnxpar.analysis.search.find import Found
+from onnxpar.cli import collect_rarely
 from onnxpar.errors import OnnxparError
 from onnxpar.planning import plan_strategy, read_program, searching
 from onnxpar.program import Program
@@ -209,6 +210,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, help="where exported networks are kept")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
     options = parser.parse_args()
+    collect_rarely()  # as `onnxpar plan` does
     with TemporaryDirectory(prefix="onnxpar-plan-") as scratch:
         folder = options.models or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
