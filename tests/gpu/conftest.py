@@ -1,5 +1,7 @@
 """What tests of the CUDA provider share."""
 
+import fcntl
+import os
 import shutil
 from collections.abc import Mapping
 
@@ -19,6 +21,13 @@ def standin_cuda(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         libraries.provider()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("standin")
-    libraries.build(folder)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # one for all workers of this run
+    folder, unfinished = shared / "standin", shared / "standin.unfinished"
+    with (shared / "standin.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            libraries.build(unfinished)
+            unfinished.rename(folder)
     return libraries.environment(folder)
