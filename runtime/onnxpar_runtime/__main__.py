@@ -2,12 +2,12 @@
 
 import sys
 
-from onnxpar_runtime.devices import describe, machine, obstacle
+from onnxpar_runtime.devices import describe, look, obstacle
 
 
 def main() -> int:
     """Prints what the machine has; returns 0 where CUDA can be used, else 3."""
-    facts = machine()
+    facts = look()
     print("\n".join(describe(facts)))
     return 3 if obstacle(facts) else 0
 

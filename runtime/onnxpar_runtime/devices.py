@@ -46,7 +46,7 @@ class Device(enum.Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine has for CUDA, as far as was looked: each needs what stands before it.
+    """What a machine has for CUDA, as far as was looked.
 
     Attributes:
         packages: Distributions of onnxruntime that are installed and exclude one another.
@@ -55,7 +55,8 @@ class Facts:
         driver: The CUDA version that the driver supports; empty where it could not be loaded.
         driver_error: Why it cannot be loaded, or not be started.
         gpus: Names of the GPUs that it shows.
-        missing: Libraries that the provider needs and that cannot be loaded.
+        missing: Libraries that the provider needs and that cannot be loaded; None where nobody
+            looked.
         absent: Libraries that only some operators need and that cannot be loaded.
         session_errors: For each GPU why a session cannot run on it; empty where one did.
         crash: How the probe ended before its time.
@@ -69,7 +70,7 @@ class Facts:
     driver: tuple[int, ...] = ()
     driver_error: str = ""
     gpus: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] | None = None
     absent: tuple[str, ...] = ()
     session_errors: tuple[str, ...] = ()
     crash: str = ""
@@ -224,7 +225,9 @@ def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Place
     for number, placement in enumerate(placements):
         facts = placement.facts
         if placement.device is Device.CPU:
-            why = "the ranks compute on the CPU"
+            because = "" if facts is None else obstacle(facts)
+            told = ": ".join(filter(None, ("the ranks compute on the CPU", because)))
+            why = placement.notice or told
         elif facts is not None and not facts.nccl:
             why = facts.nccl_error
         elif placement.shared and os.environ.get(SHARES) != "1":
@@ -251,15 +254,21 @@ def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Place
 def describe(facts: Facts) -> list[str]:
     """Returns for people what was found, a line for each thing."""
     usable = obstacle(facts)
-    lines = [
-        f"onnxruntime    {' and '.join(facts.packages) or 'from elsewhere'}"
-        + (f", built for CUDA {_version(facts.needs)}" if facts.needs else ", without CUDA"),
-        "driver         " + (f"CUDA {_version(facts.driver)}" if facts.driver else "none"),
-        "GPUs           " + (", ".join(facts.gpus) or "none"),
-        "NCCL           "
-        + (nccl_version(facts.nccl) if facts.nccl else facts.nccl_error or "none"),
+    built = f"built for CUDA {_version(facts.needs)}" if facts.needs else "without CUDA"
+    libraries, nccl = "not looked for", facts.nccl_error or "not looked for"
+    if facts.missing is not None:
+        unloaded = ", ".join((*facts.missing, *facts.absent))
+        libraries = f"{unloaded} cannot be loaded: {EXTRA}" if unloaded else "all load"
+    if facts.nccl:
+        nccl = nccl_version(facts.nccl)
+    return [
+        f"onnxruntime    {' and '.join(facts.packages) or 'from elsewhere'}, {built}",
+        f"driver         {f'CUDA {_version(facts.driver)}' if facts.driver else 'none'}",
+        f"GPUs           {', '.join(facts.gpus) or 'none'}",
+        f"libraries      {libraries}",
+        f"NCCL           {nccl}",
+        f"CUDA           {usable or 'can be used'}",
     ]
-    return [*lines, f"CUDA           {usable or 'can be used'}"]
 
 
 def nccl_version(number: int) -> str:
@@ -305,16 +314,20 @@ def no_driver(error: OSError) -> str:
 
 @functools.cache
 def machine() -> Facts:
-    """Returns what this machine has; looks once for each process.
-
-    Where there is a driver a program of its own looks further: a library that ends the process it
-    is loaded in ends that program only.
-    """
+    """Returns what this machine has; looks once for each process, where there is a driver."""
     try:
         ctypes.CDLL(DRIVER)
     except OSError as error:
         provider = CUDA in onnxruntime.get_available_providers()
         return Facts(installed(), provider, built_for(), driver_error=no_driver(error))
+    return look()
+
+
+def look() -> Facts:
+    """Returns what this machine has, whatever of it is missing.
+
+    A program of its own looks: a library that ends the process it is loaded in ends that one only.
+    """
     # Ranks that compute are started by mpirun; what only looks must not be taken for one of them.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
     command = [sys.executable, "-P", *PROBE]

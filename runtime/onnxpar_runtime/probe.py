@@ -31,14 +31,15 @@ _MODEL = """<ir_version: 10, opset_import: ["": 21]>
 
 
 def probe(tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tells what it finds, until something is missing."""
+    """Tells what it finds; a session is tried only where nothing that it needs is missing."""
     names = onnxruntime.get_available_providers()
     needs = built_for()
     provider = CUDA in names
     tell({"packages": installed(), "provider": provider, "needs": needs})
     tell({"doing": "loading the driver"})
-    if not provider or not _tell_driver(tell):
+    if not provider:
         return
+    gpus = _tell_driver(tell)
     tell({"doing": "loading CUDA's libraries"})
     # It prints what it cannot find, which is told by name below.
     onnxruntime.preload_dlls()
@@ -50,28 +51,26 @@ def probe(tell: Callable[[dict[str, Any]], None]) -> None:
     absent = [name for name in opened if not _loads(name)]
     tell({"missing": missing, "absent": absent, "doing": "loading NCCL"})
     tell(_nccl())
-    if missing:
-        return
     errors = []
-    for gpu in range(_count(ctypes.CDLL(DRIVER))):
+    for gpu in range(0 if missing else gpus):
         tell({"doing": f"running a session on GPU {gpu}"})
         errors.append(_session_error(gpu))
     tell({"session_errors": errors, "doing": ""})
 
 
-def _tell_driver(tell: Callable[[dict[str, Any]], None]) -> bool:
-    """Tells about the driver and its GPUs; returns whether there is one."""
+def _tell_driver(tell: Callable[[dict[str, Any]], None]) -> int:
+    """Tells about the driver and its GPUs; returns how many there are."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as error:
         tell({"driver_error": no_driver(error)})
-        return False
+        return 0
     tell({"doing": "starting the driver"})
     status = driver.cuInit(0)
     no_device = 100  # CUDA_ERROR_NO_DEVICE
     if status not in (0, no_device):
         tell({"driver_error": f"the NVIDIA driver does not start: cuInit returns {status}"})
-        return False
+        return 0
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
     gpus = []
@@ -82,7 +81,7 @@ def _tell_driver(tell: Callable[[dict[str, Any]], None]) -> bool:
         gpus.append(name.value.decode(errors="replace"))
     major, minor = divmod(version.value, 1000)
     tell({"driver": [major, minor // 10], "gpus": gpus})
-    return bool(gpus)
+    return len(gpus)
 
 
 def _count(driver: ctypes.CDLL) -> int:

@@ -101,6 +101,30 @@ def test_a_machine_whose_libraries_load(python: Run) -> None:
     assert done.stdout.endswith("CUDA           can be used\n")
 
 
+def test_libraries_are_looked_for_without_a_driver(
+    standin_cuda: Mapping[str, str], tmp_path: Path
+) -> None:
+    """As on the machine on which an image for others is made."""
+    (tmp_path / "libcuda.so.1").touch()  # no library, and what is found first
+    places = f"{tmp_path}:{standin_cuda['LD_LIBRARY_PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxpar_runtime"],
+        env={**standin_cuda, "LD_LIBRARY_PATH": places},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 3, done.stderr
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert lines[1:] == [
+        ["driver", "none"],
+        ["GPUs", "none"],
+        ["libraries", "all load"],
+        ["NCCL", "2.32.3"],
+        ["CUDA", f"there is no NVIDIA driver: {tmp_path}/libcuda.so.1: file too short"],
+    ]
+
+
 def test_a_library_that_is_missing_is_named(
     python: Run, standin_cuda: Mapping[str, str], tmp_path: Path
 ) -> None:

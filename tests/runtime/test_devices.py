@@ -29,6 +29,7 @@ GOOD = Facts(
     needs=(13, 0),
     driver=(13, 1),
     gpus=("NVIDIA H100", "NVIDIA H100"),
+    missing=(),
     session_errors=("", ""),
     nccl=23203,
 )
@@ -216,7 +217,8 @@ ROUTES = [
     ("nccl", 3, {"nccl": 22703}, True, "", "transport nccl: rank 0 shares .* this is 2.27.3"),
     ("mpi", 3, {}, True, "staged", ""),
     ("auto", 2, BAD["driver"][0], False, "staged", ""),
-    ("nccl", 2, BAD["driver"][0], False, "", "transport nccl: the ranks compute on the CPU"),
+    ("nccl", 2, BAD["driver"][0], False, "", f"the ranks compute on the CPU: {NO_DRIVER}"),
+    ("nccl", 2, BAD["session"][0], False, "", "nccl: 2 GPUs .* not used: no session .* on GPU 1"),
 ]
 
 
@@ -243,12 +245,36 @@ def test_the_way_of_tensors_between_ranks(
         assert said in new if said else not new
 
 
+def test_nccl_is_not_for_the_cpu() -> None:
+    with pytest.raises(LaunchError, match=r"^transport nccl: the ranks compute on the CPU$"):
+        route("nccl", [ON_CPU, ON_CPU], ON_CPU)
+    facts = replace(GOOD, **BAD["driver"][0])
+    cuda, without = choose("auto", GOOD, 0, 1), choose("auto", facts, 0, 1)
+    common = alike([cuda, without], cuda)
+    with pytest.raises(LaunchError, match="transport nccl: rank 1 cannot use CUDA: there is no"):
+        route("nccl", [common], common)
+
+
 def test_description() -> None:
     assert describe(GOOD) == [
         "onnxruntime    onnxruntime-gpu, built for CUDA 13.0",
         "driver         CUDA 13.1",
         "GPUs           NVIDIA H100, NVIDIA H100",
+        "libraries      all load",
         "NCCL           2.32.3",
         "CUDA           can be used",
     ]
-    assert describe(replace(GOOD, **BAD["driver"][0]))[-1] == f"CUDA           {NO_DRIVER}"
+    lacking = replace(GOOD, missing=("libcublas.so.13",), absent=("libcudnn.so.9",))
+    assert describe(lacking)[3].split(maxsplit=1) == [
+        "libraries",
+        "libcublas.so.13, libcudnn.so.9 cannot be loaded: pip install 'onnxpar[cuda]'",
+    ]
+    alone = Facts(("onnxruntime-gpu",), True, (13, 0), driver_error=NO_DRIVER)
+    assert describe(alone) == [
+        "onnxruntime    onnxruntime-gpu, built for CUDA 13.0",
+        "driver         none",
+        "GPUs           none",
+        "libraries      not looked for",
+        "NCCL           not looked for",
+        f"CUDA           {NO_DRIVER}",
+    ]
