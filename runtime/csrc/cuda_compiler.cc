@@ -122,6 +122,10 @@ std::string read(void* program, int (*size_of)(void*, size_t*), int (*get)(void*
   return text;
 }
 
+std::string version_text(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
 // The newest capability that the compiler knows and that code for runs on `capability`.
 int best_architecture(int capability) {
   int count = 0;
@@ -133,8 +137,7 @@ int best_architecture(int capability) {
     if (one <= capability) best = std::max(best, one);
   }
   if (best == 0) {
-    throw std::runtime_error("the GPU has compute capability " + std::to_string(capability / 10) +
-                             "." + std::to_string(capability % 10) +
+    throw std::runtime_error("the GPU has compute capability " + version_text(capability) +
                              ", which this NVRTC no longer compiles for");
   }
   return best;
@@ -149,7 +152,7 @@ struct ProgramHandle {
 
 void load_compiler() { compiler(); }
 
-std::string compile(const std::string& source, DType element, int capability) {
+Code compile(const std::string& source, DType element, int capability) {
   const Compiler& c = compiler();
   std::vector<const char*> names;
   std::vector<const char*> texts;
@@ -183,8 +186,11 @@ std::string compile(const std::string& source, DType element, int capability) {
     throw std::runtime_error("NVRTC cannot compile " + source + ": " + c.error_text(result) + "\n" +
                              read(handle.program, c.log_size, c.log, "nvrtcGetProgramLog"));
   }
-  return exact ? read(handle.program, c.cubin_size, c.cubin, "nvrtcGetCUBIN")
-               : read(handle.program, c.ptx_size, c.ptx, "nvrtcGetPTX");
+  if (exact) return {read(handle.program, c.cubin_size, c.cubin, "nvrtcGetCUBIN"), ""};
+  return {read(handle.program, c.ptx_size, c.ptx, "nvrtcGetPTX"),
+          " It is PTX for compute capability " + version_text(best) +
+              ", the newest that this NVRTC knows for the GPU's " + version_text(capability) +
+              "; a newer one makes machine code: pip install --upgrade nvidia-cuda-nvrtc"};
 }
 
 const std::vector<Program>& programs() {

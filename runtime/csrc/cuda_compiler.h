@@ -22,10 +22,16 @@ extern const int kSourceFileCount;
 // Opens NVRTC. Throws std::runtime_error saying where it was looked for and what brings it.
 void load_compiler();
 
+// What the driver loads, and what to say where it cannot.
+struct Code {
+  std::string image;
+  std::string advice;
+};
+
 // Machine code for a GPU of compute capability `capability` (90 is 9.0) of the named source, with
 // Element as told; PTX, which the driver translates, where this NVRTC does not know the capability.
 // Throws std::runtime_error with the compiler's log.
-std::string compile(const std::string& source, DType element, int capability);
+Code compile(const std::string& source, DType element, int capability);
 
 // The sources that hold kernels, and the element types that each is made for.
 struct Program {

@@ -42,12 +42,13 @@ const Driver& driver() {
   return opened;
 }
 
-void check(int result, const char* what) {
+void check(int result, const char* what, const char* advice) {
   if (result == kSuccess) return;
   const char* text = nullptr;
   driver().error_text(result, &text);
   throw std::runtime_error(std::string(what) + ": " +
-                           (text != nullptr ? text : ("error " + std::to_string(result)).c_str()));
+                           (text != nullptr ? text : ("error " + std::to_string(result)).c_str()) +
+                           advice);
 }
 
 Device::Device(int index) : index_(index) {

@@ -93,8 +93,8 @@ struct Driver {
 // missing: the library, an entry, or a device.
 const Driver& driver();
 
-// Throws std::runtime_error with the driver's text where a call failed.
-void check(int result, const char* what);
+// Throws std::runtime_error with the driver's text, and the advice behind it, where a call failed.
+void check(int result, const char* what, const char* advice = "");
 
 // How what users lack is named at the end of messages.
 inline constexpr const char* kExtra = "pip install 'onnxpar[cuda]'";

@@ -48,8 +48,9 @@ Function find(Context context, const char* source, DType element, const char* ke
   std::lock_guard lock(c.mutex);
   Loaded& loaded = c.modules[{context, source, element}];
   if (loaded.module == nullptr) {
-    const std::string image = compile(source, element, capability());
-    check(driver().module_load(&loaded.module, image.c_str()), "cuModuleLoadData");
+    const Code code = compile(source, element, capability());
+    check(driver().module_load(&loaded.module, code.image.c_str()),
+          (std::string("cuModuleLoadData of ") + source).c_str(), code.advice.c_str());
   }
   Function& function = loaded.functions[kernel];
   if (function == nullptr) {

@@ -3,11 +3,13 @@
 import ctypes
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnxpar_runtime.library import custom_op_library
@@ -54,10 +56,11 @@ def compile_all(
         env=dict(environment),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=380,
     )
 
 
+@pytest.mark.timeout(400)  # 25 programs, each of some seconds
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_compiles(capability: int) -> None:
     path = compiler()
@@ -67,6 +70,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not FULL, reason="ONNXPAR_FULL is not set")
 def test_a_gpu_newer_than_the_compiler_gets_code_that_the_driver_translates() -> None:
     path = compiler()
@@ -77,6 +81,51 @@ def test_a_gpu_newer_than_the_compiler_gets_code_that_the_driver_translates() ->
     old = compile_all(environment, 10)
     assert old.returncode == 1
     assert "the GPU has compute capability 1.0" in old.stdout
+
+
+def relu_grad(environment: Mapping[str, str], log: Path) -> object:
+    """Runs a kernel on the stand-in's device; returns its output or what is said instead."""
+    log.unlink(missing_ok=True)
+    x = np.arange(-2, 3, dtype=np.float32)
+    asked = {"op": "ReluGrad", "inputs": [x, x], "attributes": {}, "outputs": [True], "runs": 1}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("node_worker.py"))],
+        input=pickle.dumps(asked),
+        env={**environment, "STANDIN_LOG": str(log)},
+        capture_output=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    _, cuda = pickle.loads(done.stdout)
+    return cuda if isinstance(cuda, str) else cuda[0][0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("capability", "code"),
+    [("90", "sm_90"), ("103", "compute_100"), ("121", "compute_100"), ("86", "compute_80")],
+)
+def test_what_a_gpu_is_given(
+    standin_cuda: Mapping[str, str], tmp_path: Path, capability: str, code: str
+) -> None:
+    log = tmp_path / "log"
+    found = relu_grad({**standin_cuda, "STANDIN_CC": capability}, log)
+    assert found == [0, 0, 0, 1, 2]
+    modules = [line.split("\t")[1] for line in log.read_text().splitlines() if "module" in line]
+    assert modules == [code]
+
+
+def test_a_driver_that_cannot_translate_is_told(
+    standin_cuda: Mapping[str, str], tmp_path: Path
+) -> None:
+    environment = {**standin_cuda, "STANDIN_CC": "121", "STANDIN_OLD_DRIVER": "1"}
+    message = relu_grad(environment, tmp_path / "log")
+    assert isinstance(message, str)
+    assert (
+        "ReluGrad 'node': cuModuleLoadData of pointwise.cu: the provided PTX was compiled with an "
+        "unsupported toolchain. It is PTX for compute capability 10.0, the newest that this NVRTC "
+        "knows for the GPU's 12.1; a newer one makes machine code"
+    ) in message
+    assert "pip install --upgrade nvidia-cuda-nvrtc" in message
 
 
 def test_a_missing_compiler_is_told() -> None:

@@ -39,8 +39,9 @@ int cuGetErrorName(int, const char** text) {
   *text = "CUDA_ERROR_STANDIN";
   return 0;
 }
-int cuGetErrorString(int, const char** text) {
-  *text = "error of the stand-in";
+int cuGetErrorString(int result, const char** text) {
+  *text = result == 222 ? "the provided PTX was compiled with an unsupported toolchain."
+                        : "error of the stand-in";
   return 0;
 }
 }

@@ -2,6 +2,8 @@
 // as the runtime's stand-in has them, and kernels, which the stand-in of NVRTC has made for the host.
 #include <dlfcn.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -27,12 +29,14 @@ int cudaThreadExchangeStreamCaptureMode(int* mode);
 int cudaEventCreate(void** event);
 int cudaEventDestroy(void* event);
 int cudaEventSynchronize(void* event);
+int cudaDeviceGetAttribute(int* value, int attribute, int device);
 }
 
 namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201;
-constexpr int kNotFound = 500;
+constexpr int kNoBinary = 209, kUnsupportedPtx = 222, kNotFound = 500;
+constexpr int kMajor = 75, kMinor = 76;  // attributes: compute capability
 constexpr int kAnyWay = 4;  // cudaMemcpyDefault
 
 struct Dim3 {
@@ -126,7 +130,21 @@ int cuEventQuery(void*) { return kSuccess; }
 int cuEventSynchronize(void* event) { return cudaEventSynchronize(event); }
 
 int cuModuleLoadData(void** module, const void* image) {
-  *module = dlopen(static_cast<const char*>(image), RTLD_NOW | RTLD_LOCAL);
+  // As NVRTC's stand-in writes it. Machine code runs where only the minor number is greater, and
+  // PTX on all that is newer.
+  const char* code = static_cast<const char*>(image);
+  int made_for = 0, at = 0, device = 0, major = 0, minor = 0;
+  const bool translated = sscanf(code, "compute_%d:%n", &made_for, &at) == 1 && at > 0;
+  if (!translated && (sscanf(code, "sm_%d:%n", &made_for, &at) != 1 || at == 0)) {
+    return kInvalidImage;
+  }
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, kMajor, device);
+  cudaDeviceGetAttribute(&minor, kMinor, device);
+  if (made_for > 10 * major + minor || (!translated && made_for / 10 != major)) return kNoBinary;
+  if (translated && getenv("STANDIN_OLD_DRIVER") != nullptr) return kUnsupportedPtx;
+  standin_log("module", "%.*s", at - 1, code);
+  *module = dlopen(code + at, RTLD_NOW | RTLD_LOCAL);
   return *module == nullptr ? kInvalidImage : kSuccess;
 }
 int cuModuleUnload(void*) { return kSuccess; }

@@ -1,15 +1,18 @@
 // NVRTC's interface over the host's compiler: what it "compiles" is a library for the host, whose
-// path stands for the machine code. STANDIN_HERE is the folder of this file. Programs are kept
-// beside this library and not compiled twice.
+// path stands for the code, behind the architecture that it is for: `sm_90:PATH` is machine code,
+// `compute_90:PATH` PTX. STANDIN_HERE is the folder of this file. Programs are kept beside this
+// library and not compiled twice.
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -18,10 +21,11 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr int kSuccess = 0, kCompilation = 6, kInternal = 11;  // nvrtcResult
+constexpr int kSuccess = 0, kInvalidOption = 5, kCompilation = 6;  // nvrtcResult
+constexpr int kArchitectures[] = {80, 90, 100};
 
 struct Program {
-  std::string source, log, image;
+  std::string source, log, architecture, path;
   std::vector<std::pair<std::string, std::string>> headers;
 };
 
@@ -51,6 +55,26 @@ std::vector<std::string> kernels(const std::string& text) {
   return found;
 }
 
+bool known(const std::string& architecture) {
+  for (int one : kArchitectures) {
+    const std::string number = std::to_string(one);
+    if (architecture == "sm_" + number || architecture == "compute_" + number) return true;
+  }
+  return false;
+}
+
+// There is machine code only where the architecture is a real one.
+std::string cubin(const Program& program) {
+  const bool real = program.architecture.rfind("sm_", 0) == 0;
+  return real ? program.architecture + ":" + program.path : "";
+}
+std::string ptx(const Program& program) {
+  const size_t number = program.architecture.find('_');
+  return "compute" + program.architecture.substr(number) + ":" + program.path;
+}
+size_t size_of(const std::string& code) { return code.empty() ? 0 : code.size() + 1; }
+void copy(const std::string& code, char* to) { memcpy(to, code.c_str(), size_of(code)); }
+
 bool compiler(const std::string& arguments, const fs::path& log) {
   return std::system(("g++ -std=c++17 " + arguments + " 2>" + log.string()).c_str()) == 0;
 }
@@ -61,7 +85,7 @@ extern "C" {
 
 int nvrtcCreateProgram(Program** program, const char* source, const char*, int headers,
                        const char* const* texts, const char* const* names) {
-  *program = new Program{source, "", "", {}};
+  *program = new Program{source, "", "", "", {}};
   for (int i = 0; i < headers; ++i) (*program)->headers.emplace_back(names[i], texts[i]);
   return kSuccess;
 }
@@ -81,15 +105,21 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
     if (option.rfind("-D", 0) == 0) defines += " " + option;
     else if (option == "--fmad=false") defines += " -ffp-contract=off";
     else if (option == "--fmad=true") defines += " -ffp-contract=fast";
-    else if (option.rfind("--std=", 0) != 0 && option.rfind("--gpu-architecture=", 0) != 0) {
+    else if (option.rfind("--gpu-architecture=", 0) == 0)
+      program->architecture = option.substr(option.find('=') + 1);
+    else if (option.rfind("--std=", 0) != 0) {
       program->log = "unknown option " + option;
-      return kCompilation;
+      return kInvalidOption;
     }
+  }
+  if (!known(program->architecture)) {
+    program->log = "unknown architecture " + program->architecture;
+    return kInvalidOption;
   }
   const fs::path folder = programs();
   const std::string name = std::to_string(std::hash<std::string>()(all));
   const fs::path made = folder / (name + ".so");
-  program->image = made.string();
+  program->path = made.string();
   if (fs::exists(made)) return kSuccess;
   const fs::path work = folder / (name + "." + std::to_string(getpid()));
   fs::create_directories(work);
@@ -124,15 +154,21 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
 }
 
 int nvrtcGetCUBINSize(Program* program, size_t* size) {
-  *size = program->image.size() + 1;
+  *size = size_of(cubin(*program));
   return kSuccess;
 }
 int nvrtcGetCUBIN(Program* program, char* to) {
-  memcpy(to, program->image.c_str(), program->image.size() + 1);
+  copy(cubin(*program), to);
   return kSuccess;
 }
-int nvrtcGetPTXSize(Program* program, size_t* size) { return nvrtcGetCUBINSize(program, size); }
-int nvrtcGetPTX(Program* program, char* to) { return nvrtcGetCUBIN(program, to); }
+int nvrtcGetPTXSize(Program* program, size_t* size) {
+  *size = size_of(ptx(*program));
+  return kSuccess;
+}
+int nvrtcGetPTX(Program* program, char* to) {
+  copy(ptx(*program), to);
+  return kSuccess;
+}
 int nvrtcGetProgramLogSize(Program* program, size_t* size) {
   *size = program->log.size() + 1;
   return kSuccess;
@@ -142,16 +178,14 @@ int nvrtcGetProgramLog(Program* program, char* to) {
   return kSuccess;
 }
 int nvrtcGetNumSupportedArchs(int* count) {
-  *count = 3;
+  *count = static_cast<int>(std::size(kArchitectures));
   return kSuccess;
 }
 int nvrtcGetSupportedArchs(int* architectures) {
-  architectures[0] = 80;
-  architectures[1] = 90;
-  architectures[2] = 100;
+  std::copy(std::begin(kArchitectures), std::end(kArchitectures), architectures);
   return kSuccess;
 }
 const char* nvrtcGetErrorString(int result) {
-  return result == kCompilation ? "NVRTC_ERROR_COMPILATION" : "an error of the stand-in";
+  return result == kCompilation ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR_INVALID_OPTION";
 }
 }
