@@ -26,6 +26,9 @@ _NAME_BYTES = 256
 _LINKED = ("libcudart.so.{cuda}", "libcublasLt.so.{cuda}", "libcublas.so.{cuda}", "libcurand.so.10")
 _OPENED = ("libcudnn.so.9", "libcufft.so.{fft}", "libnvrtc.so.{cuda}")
 _UNFOUND = re.compile(r"(lib[\w.+-]+\.so[.\d]*): cannot open shared object file")
+# What onnxruntime writes behind its own source's position and signature: what CUDA said of a call.
+_FAILURE = re.compile(r"(?P<said>\b[A-Z]+ failure -?\d+: [^;]*?) ;.* expr=(?P<call>.*?);")
+_MESSAGE = 500  # characters
 _MODEL = """<ir_version: 10, opset_import: ["": 21]>
     g (float[2, 2] a) => (float[2, 2] b) { c = MatMul(a, a)  b = Add(c, a) }"""
 
@@ -126,8 +129,15 @@ def _session_error(gpu: int) -> str:
         session.run(None, {"a": np.ones((2, 2), np.float32)})
     except Exception as error:
         # onnxruntime has no common base class for what it raises.
-        return " ".join(str(error).split())[:500]
+        return cause(str(error))
     return ""
+
+
+def cause(text: str) -> str:
+    """Returns in one line what onnxruntime's message has of use: what CUDA said, or its end."""
+    line = " ".join(text.split())
+    failure = _FAILURE.search(line)
+    return f"{failure['said']}: {failure['call']}" if failure else line[-_MESSAGE:]
 
 
 class _Stderr:
@@ -156,7 +166,7 @@ class _Stderr:
         if match is not None:
             return f"{match[1]} cannot be loaded: {EXTRA}"
         lines = [line for line in self._text.splitlines() if "rror" in line or "FAIL" in line]
-        return lines[0][-500:] if lines else ""
+        return cause(lines[0]) if lines else ""
 
 
 def main() -> None:

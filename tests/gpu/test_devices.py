@@ -173,6 +173,39 @@ def test_ranks_of_mpirun_take_the_gpus_in_turn(
     assert told == (1 if devices != "3" else 0), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"),
+        (
+            {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "STANDIN_NCCL_VERSION": "22907"},
+            "which NCCL allows from 2.30.0 on; this is 2.29.7",
+        ),
+    ],
+    ids=["not allowed", "too old"],
+)
+def test_ranks_that_cannot_share_a_gpu_by_nccl(
+    python: Run, more: Mapping[str, str], told: str
+) -> None:
+    start = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    shared = "rank 0 shares its GPU with another"
+    done = python(PLACED, start, **more)
+    assert sorted(done.stdout.split("\n")[:-1]) == ["0 cuda 0", "1 cuda 0"], done.stderr
+    assert f"tensors travel through the host: {shared}, {told}" in done.stderr
+    done = python(PLACED.replace("init()", "init('nccl')"), start, **more)
+    assert done.returncode != 0
+    assert f"LaunchError: transport nccl: {shared}, {told}" in done.stderr
+
+
+def test_ranks_share_a_gpu_by_nccl_where_it_is_allowed(python: Run) -> None:
+    start = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    program = PLACED.replace("init()", "init('nccl')").replace(
+        "placement.index", "placement.transport"
+    )
+    done = python(program, start, NCCL_MULTI_RANK_GPU_ENABLE="1")
+    assert sorted(done.stdout.split("\n")[:-1]) == ["0 cuda nccl", "1 cuda nccl"], done.stderr
+
+
 def test_arrays_go_to_the_gpu_and_back(python: Run) -> None:
     done = python(QUEUE)
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from onnxpar_runtime.devices import (
 )
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import init
+from onnxpar_runtime.probe import cause
 
 GOOD = Facts(
     packages=("onnxruntime-gpu",),
@@ -160,6 +161,21 @@ def test_facts_of_a_probe() -> None:
     assert early.gpus == GOOD.gpus
     assert early.crash == "ended by signal 6, while more"
     assert not early.session_errors
+
+
+def test_of_an_error_what_cuda_said_is_told() -> None:
+    signature = "std::conditional_t<THRW, void, Status> CudaCall(ERRTYPE, const char*, int) " * 8
+    text = (
+        f"[ONNXRuntimeError] : 1 : FAIL : Exception during initialization: {signature}CUBLAS "
+        "failure 1: the library was not initialized ; GPU=0 ; hostname=vm ; file=provider.cc ; "
+        "line=245 ; expr=cublasCreate(&handle_); \n\n"
+    )
+    assert (
+        cause(text) == "CUBLAS failure 1: the library was not initialized: cublasCreate(&handle_)"
+    )
+    assert cause("no such\n  kernel ") == "no such kernel"
+    long = cause("x" * 600 + " in the end")
+    assert len(long) == 500 and long.endswith("x in the end")
 
 
 def test_a_probe_that_dies_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
