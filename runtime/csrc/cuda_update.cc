@@ -22,6 +22,13 @@ struct Scalars {
   const void* first = nullptr;
 };
 
+// An operator's tensors: the gradient, and p and its moments, which are read and written.
+struct Tensors {
+  const void* gradient = nullptr;
+  const void* from[3] = {};
+  void* to[3] = {};
+};
+
 // A scalar of the operator: what it is called, and which it is of the kernel's.
 struct Scalar {
   const char* name;
@@ -41,27 +48,20 @@ Scalars read(const Io& io, size_t first, const std::vector<Scalar>& names) {
   return scalars;
 }
 
-Compute sgd(std::vector<Scalar> names) {
+// The step of an operator with p, g and `moments` moments.
+Compute step(const char* kernel, size_t moments, std::vector<Scalar> names) {
   return [=](const Io& io) {
-    const std::vector<Tensor> x = step_inputs(io, 2);
-    const Scalars scalars = read(io, 2, names);
+    const std::vector<Tensor> x = step_inputs(io, 2 + moments);
+    const Scalars scalars = read(io, x.size(), names);
     Queue queue(io, "update.cu", x[0].type);
+    Tensors at;
+    at.gradient = x[1].data;
+    for (size_t i = 0; i <= moments; ++i) {
+      at.from[i] = x[i == 0 ? 0 : i + 1].data;
+      at.to[i] = io.output(i, x[0].shape);
+    }
     const size_t count = x[0].count();
-    queue.launch("sgd_step", over(count, pack(x[0].type)), io.output(0, x[0].shape), x[0].data,
-                 x[1].data, static_cast<Index>(count), scalars);
-  };
-}
-
-Compute momentum(std::vector<Scalar> names) {
-  return [=](const Io& io) {
-    const std::vector<Tensor> x = step_inputs(io, 3);
-    const Scalars scalars = read(io, 3, names);
-    Queue queue(io, "update.cu", x[0].type);
-    const size_t count = x[0].count();
-    void* p = io.output(0, x[0].shape);
-    void* m = io.output(1, x[0].shape);
-    queue.launch("momentum_step", over(count, pack(x[0].type)), p, m, x[0].data, x[1].data,
-                 x[2].data, static_cast<Index>(count), scalars);
+    queue.launch(kernel, over(count, pack(x[0].type)), at, static_cast<Index>(count), scalars);
   };
 }
 
@@ -75,34 +75,26 @@ Compute adam(Scalar last) {
                                      {"eps", &Scalars::eps},
                                      {"correction2_sqrt", &Scalars::correction2},
                                      last};
-  return [=](const Io& io) {
-    const std::vector<Tensor> x = step_inputs(io, 4);
-    const Scalars scalars = read(io, 4, names);
-    Queue queue(io, "update.cu", x[0].type);
-    const size_t count = x[0].count();
-    void* p = io.output(0, x[0].shape);
-    void* m = io.output(1, x[0].shape);
-    void* v = io.output(2, x[0].shape);
-    queue.launch("adam_step", over(count, pack(x[0].type)), p, m, v, x[0].data, x[1].data,
-                 x[2].data, x[3].data, static_cast<Index>(count), scalars);
-  };
+  return step("adam_step", 2, names);
 }
 
 }  // namespace
 
 Compute sgd_step(const KernelAttributes&, size_t) {
-  return sgd({{"scale", &Scalars::scale},
-              {"lr", &Scalars::learning},
-              {"weight_decay", &Scalars::weight_decay}});
+  return step("sgd_step", 0,
+              {{"scale", &Scalars::scale},
+               {"lr", &Scalars::learning},
+               {"weight_decay", &Scalars::weight_decay}});
 }
 
 Compute momentum_step(const KernelAttributes&, size_t) {
-  return momentum({{"scale", &Scalars::scale},
-                   {"lr", &Scalars::learning},
-                   {"momentum", &Scalars::keep1},
-                   {"dampening", &Scalars::dampening},
-                   {"first", &Scalars::first},
-                   {"weight_decay", &Scalars::weight_decay}});
+  return step("momentum_step", 1,
+              {{"scale", &Scalars::scale},
+               {"lr", &Scalars::learning},
+               {"momentum", &Scalars::keep1},
+               {"dampening", &Scalars::dampening},
+               {"first", &Scalars::first},
+               {"weight_decay", &Scalars::weight_decay}});
 }
 
 Compute adam_step(const KernelAttributes&, size_t) {

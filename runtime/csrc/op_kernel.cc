@@ -47,6 +47,18 @@ size_t bytes_of(const Shape& shape, DType type) {
   return bytes;
 }
 
+Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,
+                   const void* in, const Shape& input) {
+  if (in != x.data || input != x.shape) {
+    throw std::invalid_argument("its second input is not the tensor that was given to Start");
+  }
+  const Shape shape = output_shape(own, x.shape);
+  if (shape != output_shape(started, x.shape)) {
+    throw std::invalid_argument("its attributes differ from those of " + started.where);
+  }
+  return shape;
+}
+
 Distribution philox_distribution(const Attributes& attributes) {
   const std::string name = attributes.text("distribution").value_or("uniform");
   if (name != "uniform" && name != "normal") {

@@ -47,6 +47,12 @@ struct Peer {
 // The bytes of a tensor of this type and shape. Throws std::invalid_argument for a negative dim.
 size_t bytes_of(const Shape& shape, DType type);
 
+// The shape of what a Wait with these attributes gives. Throws std::invalid_argument where its tensor
+// is not the one, at `in` with the shape `input`, that the Start of `started` was given, or where that
+// had other attributes.
+Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,
+                   const void* in, const Shape& input);
+
 // What a node of Philox says beside its inputs. Throws std::invalid_argument.
 Distribution philox_distribution(const Attributes& attributes);
 

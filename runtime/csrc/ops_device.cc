@@ -5,7 +5,7 @@
 #include "cuda_compiler.h"
 #include "cuda_philox.h"
 #include "device_rank.h"
-#include "op_kernel.h"
+#include "op_sides.h"
 
 namespace onnxpar {
 namespace {
@@ -15,14 +15,14 @@ class DeviceKernel : public Kernel {
   DeviceKernel(RankContext& rank, std::string where)
       : Kernel(rank, std::move(where)), device_(*rank.device()) {}
 
-  void compute(const Io& io) final {
+ protected:
+  Stream enter(const Io& io) {
     rank_.transport();  // throws once the world was closed
     device_.device.make_current();
-    compute(io, io.stream());
+    return io.stream();
   }
-
- protected:
-  virtual void compute(const Io& io, Stream stream) = 0;
+  Transport& transport() { return *device_.transport; }
+  Memory& memory(Lane lane) { return device_.memory[static_cast<int>(lane)]; }
   // A token is memory that is never written.
   void token(const Io& io, size_t index) const {
     if (has_output(index)) io.output(index, {1});
@@ -30,42 +30,9 @@ class DeviceKernel : public Kernel {
   DeviceRank& device_;
 };
 
-class CollectiveKernel : public DeviceKernel {
- public:
-  CollectiveKernel(RankContext& rank, Collective collective, Lane lane)
-      : DeviceKernel(rank, collective.where), collective_(std::move(collective)), lane_(lane) {
-    require_member(rank, collective_);
-  }
-
-  std::string describe() const override {
-    return at(where_) + " on group " + to_text(collective_.group);
-  }
-
- protected:
-  void compute(const Io& io, Stream stream) override {
-    const Tensor x = io.input(0);
-    run(x, io.output(0, output_shape(collective_, x.shape)), stream);
-    token(io, 1);
-  }
-  void run(const Tensor& x, void* out, Stream stream) {
-    Transport& transport = *device_.transport;
-    if (group_ == nullptr) group_ = &transport.group(collective_.group, lane_);
-    execute(transport, *group_, collective_, x.data, out, x.shape, x.type,
-            device_.memory[static_cast<int>(lane_)], stream);
-    rank_.count(collective_.op,
-                bytes_sent(collective_, group_->index, static_cast<int64_t>(x.bytes())));
-  }
-
-  const Collective collective_;
-
- private:
-  const Lane lane_;
-  Group* group_ = nullptr;
-};
-
 // Start runs the collective on the background stream, into memory of its own, since that of Wait's
 // output is not known yet.
-class StartKernel : public CollectiveKernel {
+class StartKernel : public CollectiveKernel<DeviceKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
   ~StartKernel() override {
@@ -78,8 +45,8 @@ class StartKernel : public CollectiveKernel {
     }
   }
 
- protected:
-  void compute(const Io& io, Stream stream) override {
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
     const Tensor x = io.input(0);
     const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
     const Stream background = device_.background.get();
@@ -105,18 +72,12 @@ class WaitKernel : public DeviceKernel {
   WaitKernel(RankContext& rank, Collective collective)
       : DeviceKernel(rank, collective.where), collective_(std::move(collective)) {}
 
- protected:
-  void compute(const Io& io, Stream stream) override {
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
     const Started started = take(io.input(0).data);
     const Tensor x = io.input(1);
-    if (started.in != x.data || started.input != x.shape) {
-      throw std::invalid_argument("its second input is not the tensor that was given to Start");
-    }
-    const Shape shape = output_shape(collective_, x.shape);
-    if (shape != output_shape(*started.collective, x.shape)) {
-      throw std::invalid_argument("its attributes differ from those of " +
-                                  started.collective->where);
-    }
+    const Shape shape =
+        waited_shape(collective_, x, *started.collective, started.in, started.input);
     void* out = io.output(0, shape);
     started.done->hold(stream);
     cuda::copy(out, started.result, started.result_bytes, stream);
@@ -134,45 +95,6 @@ class WaitKernel : public DeviceKernel {
     return started;
   }
   const Collective collective_;
-};
-
-class SendKernel : public DeviceKernel {
- public:
-  SendKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : DeviceKernel(rank, where), peer_(rank, attributes) {}
-
- protected:
-  void compute(const Io& io, Stream stream) override {
-    const Tensor x = io.input(0);
-    device_.transport->send(Call(where_), peer_.rank, peer_.tag, x.data, x.bytes(), stream);
-    rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
-    token(io, 0);
-  }
-
- private:
-  const Peer peer_;
-};
-
-class RecvKernel : public DeviceKernel {
- public:
-  RecvKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : DeviceKernel(rank, where),
-        peer_(rank, attributes),
-        type_(dtype_from_onnx(static_cast<int>(attributes.need_integer("dtype")))) {}
-
- protected:
-  void compute(const Io& io, Stream stream) override {
-    const Shape shape = io.input(0).integers();
-    const size_t bytes = bytes_of(shape, type_);
-    void* out = io.output(0, shape);
-    device_.transport->recv(Call(where_), peer_.rank, peer_.tag, out, bytes, Lane::kMain, stream);
-    rank_.count(Op::kRecv, 0);
-    token(io, 1);
-  }
-
- private:
-  const Peer peer_;
-  const DType type_;
 };
 
 class BarrierKernel : public Kernel {
@@ -204,13 +126,14 @@ std::unique_ptr<Kernel> make_device_kernel(Op op, RankContext& rank,
   const std::string where = std::string(op_name(op)) + " '" + attributes.node() + "'";
   const auto collective = [&] { return collective_of(op, rank, attributes); };
   switch (op) {
-    case Op::kSend: return std::make_unique<SendKernel>(rank, where, attributes);
-    case Op::kRecv: return std::make_unique<RecvKernel>(rank, where, attributes);
+    case Op::kSend: return std::make_unique<SendKernel<DeviceKernel>>(rank, where, attributes);
+    case Op::kRecv: return std::make_unique<RecvKernel<DeviceKernel>>(rank, where, attributes);
     case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
     case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
     case Op::kWait: return std::make_unique<WaitKernel>(rank, collective());
     case Op::kPhilox: return std::make_unique<PhiloxKernel>(rank, where, attributes);
-    default: return std::make_unique<CollectiveKernel>(rank, collective(), Lane::kMain);
+    default:
+      return std::make_unique<CollectiveKernel<DeviceKernel>>(rank, collective(), Lane::kMain);
   }
 }
 

@@ -1,8 +1,7 @@
 // The operators for tensors in host memory.
 #include <cstring>
-#include <stdexcept>
 
-#include "op_kernel.h"
+#include "op_sides.h"
 #include "philox.h"
 
 namespace onnxpar {
@@ -13,53 +12,19 @@ class HostKernel : public Kernel {
   using Kernel::Kernel;
 
  protected:
+  Stream enter(const Io&) {
+    transport();
+    return nullptr;
+  }
+  Transport& transport() { return rank_.transport(); }
+  Memory& memory(Lane) { return rank_.memory(); }
   void token(const Io& io, size_t index) const {
     if (has_output(index)) io.token(index);
   }
 };
 
-class CollectiveKernel : public HostKernel {
- public:
-  CollectiveKernel(RankContext& rank, Collective collective, Lane lane)
-      : HostKernel(rank, collective.where), collective_(std::move(collective)), lane_(lane) {
-    require_member(rank, collective_);
-  }
-
-  std::string describe() const override {
-    return at(where_) + " on group " + to_text(collective_.group);
-  }
-
-  void compute(const Io& io) override {
-    Group& group = this->group();
-    const Tensor x = io.input(0);
-    const bool kept = collective_.op == Op::kAllReduce || collective_.op == Op::kBroadcast;
-    void* out = kept ? io.output(0, x.shape) : io.output(0, output_shape(collective_, x.shape));
-    execute(rank_.transport(), group, collective_, x.data, out, x.shape, x.type, rank_.memory(),
-            nullptr);
-    count(x);
-    token(io, 1);
-  }
-
- protected:
-  // Made at the first call and not with the kernel, since making it is a collective of the members
-  // too, and only calls have an order that all ranks share.
-  Group& group() {
-    Transport& transport = rank_.transport();
-    if (group_ == nullptr) group_ = &transport.group(collective_.group, lane_);
-    return *group_;
-  }
-  void count(const Tensor& x) {
-    rank_.count(collective_.op,
-                bytes_sent(collective_, group_->index, static_cast<int64_t>(x.bytes())));
-  }
-
-  const Collective collective_;
-  const Lane lane_;
-  Group* group_ = nullptr;
-};
-
 // Start(X, token; op, its attributes) -> (handle, token)
-class StartKernel : public CollectiveKernel {
+class StartKernel : public CollectiveKernel<HostKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
   ~StartKernel() override { rank_.drain(numbers_); }
@@ -68,8 +33,7 @@ class StartKernel : public CollectiveKernel {
     auto request = std::make_shared<Request>();
     request->group = &group();
     const Tensor x = io.input(0);
-    size_t bytes = dtype_size(x.type);
-    for (int64_t dim : output_shape(collective_, x.shape)) bytes *= static_cast<size_t>(dim);
+    const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
     request->collective = collective_;
     request->in = x.data;
     request->input = x.shape;
@@ -93,7 +57,7 @@ class StartKernel : public CollectiveKernel {
 };
 
 // Wait(handle, X; the attributes of Start) -> Y. X is an input only to stay alive until here.
-class WaitKernel : public CollectiveKernel {
+class WaitKernel : public CollectiveKernel<HostKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
 
@@ -101,56 +65,13 @@ class WaitKernel : public CollectiveKernel {
     const std::vector<int64_t> handle = io.input(0).integers();
     const std::shared_ptr<Request> request = rank_.wait(handle.at(0), where_);
     const Tensor x = io.input(1);
-    if (request->in != x.data || request->input != x.shape) {
-      throw std::invalid_argument("its second input is not the tensor that was given to Start");
-    }
-    const Shape shape = output_shape(collective_, x.shape);
-    if (shape != output_shape(request->collective, x.shape)) {
-      throw std::invalid_argument("its attributes differ from those of " +
-                                  request->collective.where);
-    }
+    const Shape shape =
+        waited_shape(collective_, x, request->collective, request->in, request->input);
     void* out = io.output(0, shape);
     if (request->result_bytes != 0) {
       std::memcpy(out, request->result.get(), request->result_bytes);
     }
   }
-};
-
-// Send(X, token; peer, tag) -> token
-class SendKernel : public HostKernel {
- public:
-  SendKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : HostKernel(rank, where), peer_(rank, attributes) {}
-  void compute(const Io& io) override {
-    const Tensor x = io.input(0);
-    rank_.transport().send(Call(where_), peer_.rank, peer_.tag, x.data, x.bytes(), nullptr);
-    rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
-    token(io, 0);
-  }
-
- private:
-  const Peer peer_;
-};
-
-// Recv(shape, token; peer, tag, dtype) -> (Y, token)
-class RecvKernel : public HostKernel {
- public:
-  RecvKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : HostKernel(rank, where),
-        peer_(rank, attributes),
-        type_(dtype_from_onnx(static_cast<int>(attributes.need_integer("dtype")))) {}
-  void compute(const Io& io) override {
-    const Shape shape = io.input(0).integers();
-    const size_t bytes = bytes_of(shape, type_);
-    void* out = io.output(0, shape);
-    rank_.transport().recv(Call(where_), peer_.rank, peer_.tag, out, bytes, Lane::kMain, nullptr);
-    rank_.count(Op::kRecv, 0);
-    token(io, 1);
-  }
-
- private:
-  const Peer peer_;
-  const DType type_;
 };
 
 // Barrier(X, after…) -> X. Its output is a new value to onnxruntime, so that nothing is merged
@@ -188,13 +109,14 @@ std::unique_ptr<Kernel> make_host_kernel(Op op, RankContext& rank,
   const std::string where = std::string(op_name(op)) + " '" + attributes.node() + "'";
   const auto collective = [&] { return collective_of(op, rank, attributes); };
   switch (op) {
-    case Op::kSend: return std::make_unique<SendKernel>(rank, where, attributes);
-    case Op::kRecv: return std::make_unique<RecvKernel>(rank, where, attributes);
+    case Op::kSend: return std::make_unique<SendKernel<HostKernel>>(rank, where, attributes);
+    case Op::kRecv: return std::make_unique<RecvKernel<HostKernel>>(rank, where, attributes);
     case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
     case Op::kPhilox: return std::make_unique<PhiloxKernel>(rank, where, attributes);
     case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
     case Op::kWait: return std::make_unique<WaitKernel>(rank, collective(), Lane::kAsync);
-    default: return std::make_unique<CollectiveKernel>(rank, collective(), Lane::kMain);
+    default:
+      return std::make_unique<CollectiveKernel<HostKernel>>(rank, collective(), Lane::kMain);
   }
 }
 

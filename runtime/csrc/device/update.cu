@@ -18,13 +18,20 @@ struct Scalars {
   const double* first;
 };
 
+// The gradient, and p and its moments; those of `to` may be those of `from`.
+struct Tensors {
+  const Element* gradient;
+  const Element* from[3];
+  Element* to[3];
+};
+
 namespace {
 
 __device__ Real read(const double* scalar, double otherwise) {
   return static_cast<Real>(scalar == nullptr ? otherwise : *scalar);
 }
 
-// An operator's tensors: p, then its moments. Those of `to` may be those of `from`.
+// kStates counts p and the moments.
 struct Sgd {
   static constexpr int kStates = 1;
   Real scale, learning, weight_decay;
@@ -81,41 +88,35 @@ struct Adam {
 };
 
 template <class Rule>
-__device__ void step(Element* const (&to)[3], const Element* const (&from)[3], const Element* g,
-                     Index n, const Scalars& scalars) {
+__device__ void step(const Tensors& at, Index n, const Scalars& scalars) {
   const Rule rule(scalars);
-  bool wide = aligned(g);
-  for (int s = 0; s < Rule::kStates; ++s) wide = wide && aligned(to[s]) && aligned(from[s]);
+  bool wide = aligned(at.gradient);
+  for (int s = 0; s < Rule::kStates; ++s) wide = wide && aligned(at.to[s]) && aligned(at.from[s]);
   for_elements(n, wide, thread_index(), thread_count(), [&](Index i, auto lanes) {
     constexpr int kWidth = decltype(lanes)::kCount;
     Real gradient[kWidth], state[Rule::kStates][kWidth];
-    load(gradient, g + i);
-    for (int s = 0; s < Rule::kStates; ++s) load(state[s], from[s] + i);
+    load(gradient, at.gradient + i);
+    for (int s = 0; s < Rule::kStates; ++s) load(state[s], at.from[s] + i);
     for (int k = 0; k < kWidth; ++k) {
       Real one[Rule::kStates];
       for (int s = 0; s < Rule::kStates; ++s) one[s] = state[s][k];
       rule(one, gradient[k]);
       for (int s = 0; s < Rule::kStates; ++s) state[s][k] = one[s];
     }
-    for (int s = 0; s < Rule::kStates; ++s) store(to[s] + i, state[s]);
+    for (int s = 0; s < Rule::kStates; ++s) store(at.to[s] + i, state[s]);
   });
 }
 
 }  // namespace
 
-extern "C" __global__ void sgd_step(Element* p_out, const Element* p, const Element* g, Index n,
-                                    Scalars scalars) {
-  step<Sgd>({p_out, nullptr, nullptr}, {p, nullptr, nullptr}, g, n, scalars);
+extern "C" __global__ void sgd_step(Tensors at, Index n, Scalars scalars) {
+  step<Sgd>(at, n, scalars);
 }
 
-extern "C" __global__ void momentum_step(Element* p_out, Element* m_out, const Element* p,
-                                         const Element* g, const Element* m, Index n,
-                                         Scalars scalars) {
-  step<Momentum>({p_out, m_out, nullptr}, {p, m, nullptr}, g, n, scalars);
+extern "C" __global__ void momentum_step(Tensors at, Index n, Scalars scalars) {
+  step<Momentum>(at, n, scalars);
 }
 
-extern "C" __global__ void adam_step(Element* p_out, Element* m_out, Element* v_out,
-                                     const Element* p, const Element* g, const Element* m,
-                                     const Element* v, Index n, Scalars scalars) {
-  step<Adam>({p_out, m_out, v_out}, {p, m, v}, g, n, scalars);
+extern "C" __global__ void adam_step(Tensors at, Index n, Scalars scalars) {
+  step<Adam>(at, n, scalars);
 }
