@@ -197,13 +197,11 @@ def graphs(artifacts: Path) -> dict[str, bytes]:
     result = {}
     for path in sorted(artifacts.glob("rank*.onnx")):
         model = onnx.load(path, load_external_data=False)
-        for node in model.graph.node:
-            node.ClearField("metadata_props")
-            node.ClearField("doc_string")
-        for part in (model, model.graph, *model.graph.value_info, *model.graph.input):
+        graph = model.graph
+        values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
+        for part in (model, graph, *graph.node, *values):
             part.ClearField("metadata_props")
-        for part in (*model.graph.output, *model.graph.initializer):
-            part.ClearField("metadata_props")
+            part.ClearField("doc_string")
         result[path.name] = model.SerializeToString(deterministic=True)
     return result
 
