@@ -18,7 +18,7 @@ def test_programs_that_differ_in_what_people_read_are_the_same(tmp_path: Path) -
     save(mlp.build(mlp.Config()), model)
     renamed = tmp_path / "renamed.yaml"
     renamed.write_text(
-        yaml.safe_dump({"mesh": {"rows": 2}, "dataset": {"x": ["rows", "~", "~", "~"]}})
+        yaml.safe_dump({"mesh": {"rows": 2}, "dataset": {"x": ["rows", None, None, None]}})
     )
     graphs = []
     for number, strategy in enumerate((renamed, "dp", "tp")):
