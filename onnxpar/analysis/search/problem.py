@@ -7,18 +7,23 @@ that readers who want the same pay once. A value that readers want in more than 
 priced as if each of the others were brought there by itself.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, PARAMETERS, OptimizerParallel
+from onnxpar.analysis.cost import CostModel, Work
+from onnxpar.analysis.optimizer_parallel import (
+    GRADIENTS,
+    NOT_PARALLEL,
+    PARAMETERS,
+    OptimizerParallel,
+)
 from onnxpar.analysis.search.flow import Flow, Item, Use, Value
 from onnxpar.analysis.search.options import Option
-from onnxpar.sharding import Sharding
+from onnxpar.sharding import REDUCTIONS, Sharding
 
 Table = NDArray[np.float64]
 MOMENTS = 2
@@ -150,7 +155,7 @@ class _Builder:
     )
     _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
     _once: dict[
-        tuple[int, int, bool, bool, int],
+        tuple[int, int, bool, bool, int, int],
         tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]],
     ] = field(default_factory=dict)
     _made_as: dict[tuple[int, int], tuple[Sharding, ...]] = field(default_factory=dict)
@@ -207,8 +212,7 @@ class _Builder:
             seconds, memory = np.zeros(len(found)), np.zeros(len(found))
             for i, option in enumerate(found):
                 work = self.cost.node(item.rule, item.view, option.plan, item.cost)
-                # Backward: a product has one product for each of its two operands.
-                passes = (3 if work.flops > 2 * work.traffic else 2) if item.trained else 1
+                passes = _passes(item, trained, work)
                 seconds[i] = passes * work.seconds + (
                     self.weights.communication * (2 if item.trained else 1) * work.special
                 )
@@ -268,27 +272,25 @@ class _Builder:
         key = (id(source), id(usage), value.itemsize, value.trained)
         if key not in self._moves:
             seconds = self.cost.reshard(source, usage.target, value.itemsize)
-            back = self._back(source, usage, value)
+            back = self._back(source.with_partial(()), usage, value)
             self._moves[key] = self.weights.communication * seconds + back
         return self._moves[key]
 
-    def _back(self, source: Sharding, usage: _Usage, value: Value, *, met: bool = False) -> float:
+    def _back(self, to: Sharding, usage: _Usage, value: Value, *, met: bool = False) -> float:
+        """Seconds to bring a reader's share of a cotangent to where the shares are added up."""
         if not value.trained:
             return 0.0
         held = {*usage.target.split_atoms, *usage.target.partial}
         pending = [a for a in usage.pending if a not in held]
         there = usage.target.with_partial(pending)
-        seconds = self.cost.reshard(there, source.with_partial(()), value.itemsize, met=met)
+        seconds = self.cost.reshard(there, to, value.itemsize, met=met)
         return self.weights.communication * seconds
 
     # -- parameters and inputs -------------------------------------------------------------------
 
     def _source(self, value: Value) -> None:
         pin = self.pins.get(value.name)
-        if pin is not None:
-            self._pinned(value, pin)
-            return
-        if value.readers == 1:
+        if pin is None and value.readers == 1:
             # It lies as its only reader wants it.
             use = value.uses[0]
             seconds, memory, layouts_of, index = self._read_once(value, use)
@@ -296,24 +298,50 @@ class _Builder:
             self._count(use.item, value.count * seconds[index], value.count * memory[index])
             return
         uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
-        layouts = self._layouts(value, uses)
-        if not layouts:
+        layouts = (
+            self._layouts(value, uses) if pin is None else {self._one(self.cost.fixed(pin)): pin}
+        )
+        lying = self._ways_to_lie(value, layouts)
+        if not lying:
             return
-        lying = [_Usage(layout, ()) for layout in layouts]
         seconds, memory = self._lying(value, lying)
         self.variables.append(
             Variable(value.name, "source", value.count * seconds, value.count * memory)
         )
         here = len(self.variables) - 1
-        self.sources[value.name] = here, tuple(layouts.values())
-        same = tuple(map(id, layouts))
+        self.sources[value.name] = here, tuple(layouts[usage.target] for usage in lying)
+        same = tuple(map(id, lying))
         for use, (found, operand) in zip(value.uses, uses, strict=True):
             key = ("source", same, found, operand, value.itemsize, value.trained)
             if key not in self._tables:
                 usages, index = self._usages(use)
-                table = np.array([[self._move(s, u, value) for u in usages] for s in layouts])
+                table = np.array([[self._added(s, u, value) for u in usages] for s in lying])
                 self._tables[key] = table[:, index]
             self._term((here, use.item), self._tables[key], use.count * value.count)
+
+    def _ways_to_lie(self, value: Value, layouts: Collection[Sharding]) -> list[_Usage]:
+        """How a source may lie, and over what its gradient may be pending until the step ends.
+
+        That is no more than each reader's share of the gradient is pending over.
+        """
+        pending = {frozenset[int]()}
+        if value.parameter and value.trained:
+            for use in value.uses:
+                shares = {frozenset(u.pending) for u in self._usages(use)[0]}
+                pending |= {a & b for a in shares for b in {*pending, *shares}}
+        ordered = sorted(map(sorted, pending))
+        found = (
+            _Usage(layout, tuple([a for a in atoms if a not in layout.split_atoms]))
+            for layout in layouts
+            for atoms in ordered
+        )
+        return [self._one(usage) for usage in dict.fromkeys(found)]
+
+    def _added(self, lying: _Usage, usage: _Usage, value: Value) -> float:
+        """Seconds to bring a source to a reader, and its share of the gradient to the sum."""
+        seconds = self.cost.reshard(lying.target, usage.target, value.itemsize)
+        back = self._back(lying.target.with_partial(lying.pending), usage, value)
+        return self.weights.communication * seconds + back
 
     def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> dict[Sharding, Sharding]:
         """How readers want a value, by the sizes that it has."""
@@ -330,7 +358,8 @@ class _Builder:
         self, value: Value, use: Use
     ) -> tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]]:
         found = self.options[use.item]
-        key = (id(found), use.operand, value.parameter, value.trained, value.itemsize)
+        reads = self._reads(value)
+        key = (id(found), use.operand, value.parameter, value.trained, value.itemsize, reads)
         if key not in self._once:
             usages, index = self._usages(use)
             wanted = (o.plan.inputs[use.operand] for o in found)
@@ -338,38 +367,54 @@ class _Builder:
             self._once[key] = (*self._lying(value, usages), layouts, index)
         return self._once[key]
 
-    def _pinned(self, value: Value, pin: Sharding) -> None:
-        """A parameter or input that the user laid out: readers fetch what they want."""
-        here = self._one(self.cost.fixed(pin))
-        for use in value.uses:
-            usages, index = self._usages(use)
-            seconds = np.array([self._move(here, usage, value) for usage in usages])
-            self._count(use.item, use.count * value.count * seconds[index])
-
     def _lying(self, value: Value, usages: Sequence[_Usage]) -> tuple[Table, Table]:
         """Seconds and bytes of a parameter or input that lies as each usage wants it."""
         seconds, memory = np.zeros(len(usages)), np.zeros(len(usages))
-        machine = self.cost.machine
-        for i, usage in enumerate(usages):
-            layout = usage.target.with_partial(())
-            size = self.cost.elements(layout) * value.itemsize
-            if value.parameter:
-                memory[i] = size
-            if value.parameter and value.trained:
-                parallel = self.weights.parallel
-                atoms = parallel.shared(size, usage.pending, self.cost.mesh)
-                memory[i] = parallel.kept(size, self.cost.mesh.count(atoms), MOMENTS)
-                # All gradients are reduced together, so that ranks meet once for all of them.
-                reduction = self._back(layout, usage, value, met=True)
-                if parallel.level >= PARAMETERS:
-                    # What is gathered once after the step below that level is gathered twice in it.
-                    part = size / self.cost.mesh.count(atoms)
-                    gathered = self.cost.collective("all_gather", atoms, size - part)
-                    seconds[i] = self.weights.communication * (gathered + self.cost.wait(atoms))
-                update = _UPDATE_PASSES * size / self.cost.mesh.count(atoms) / machine.bandwidth
-                once = (1 - machine.overlap) * reduction + update
-                seconds[i] += once / self.weights.micro_batches
+        for i, usage in enumerate(usages if value.parameter else ()):
+            size = self.cost.elements(usage.target) * value.itemsize
+            memory[i] = size
+            if value.trained:
+                seconds[i], memory[i] = self._states(value, usage, size)
         return seconds, memory
+
+    def _states(self, value: Value, usage: _Usage, size: int) -> tuple[float, float]:
+        """Seconds and bytes of the gradient and the moments of a parameter, and of itself."""
+        cost, machine, parallel = self.cost, self.cost.machine, self.weights.parallel
+        atoms = parallel.shared(size, usage.pending, cost.mesh)
+        replicas = cost.mesh.count(atoms)
+        part = size / replicas
+        communication, exposed = self.weights.communication, 1 - machine.overlap
+        each, once = 0.0, _UPDATE_PASSES * part / machine.bandwidth
+        if atoms and parallel.level >= GRADIENTS:
+            # Reduced and split as soon as it is made, over what the group has of the replicas.
+            rest = tuple(a for a in usage.pending if a not in atoms)
+            scattered = cost.collective("reduce_scatter", atoms, size - part) + cost.wait(atoms)
+            gathered = cost.collective("all_gather", atoms, size - part)
+            reduced = cost.collective("all_reduce", rest, 2 * (part - part / cost.mesh.count(rest)))
+            each += communication * exposed * scattered
+            once += communication * exposed * reduced
+            if parallel.level >= PARAMETERS:
+                each += communication * self._reads(value) * (gathered + cost.wait(atoms))
+            else:
+                once += communication * gathered
+        else:
+            # All gradients are reduced together, so that ranks meet once for all of them.
+            once += exposed * self._back(usage.target.with_partial(()), usage, value, met=True)
+        seconds = each + once / self.weights.micro_batches
+        return seconds, parallel.kept(size, replicas, MOMENTS)
+
+    def _reads(self, value: Value) -> int:
+        """How many nodes read a parameter, forward and backward.
+
+        The cotangent of what it is multiplied with is computed from it.
+        """
+        count = 0
+        for use in value.uses:
+            item = self.flow.items[use.item]
+            adds = any(len(group) > 1 and use.operand in group for _, group in item.rule.linear)
+            others = any(i != use.operand for i in self._trained(item))
+            count += use.count * (2 if others and not adds else 1)
+        return count
 
     # -- values made by nodes --------------------------------------------------------------------
 
@@ -455,7 +500,7 @@ class _Builder:
         if usage is kept:
             return 0.0
         if kept is not None and usage.target is kept.target:
-            return self._back(source, usage, value)
+            return self._back(source.with_partial(()), usage, value)
         return self._move(source, usage, value)
 
 
@@ -465,3 +510,19 @@ def _diagonal(table: Table, pattern: tuple[int, ...]) -> Table:
     dims = "".join(letters[i] for i in pattern)
     cut: Table = np.einsum(f"{dims}->{letters[: len(set(pattern))]}", table)
     return cut
+
+
+def _passes(item: Item, trained: Collection[int], work: Work) -> int:
+    """How many times a node's work is done, forward and backward."""
+    if not item.trained:
+        return 1
+    if work.flops <= 2 * work.traffic:
+        return 2
+    # The backward of a product has a product for each of its operands that varies.
+    kinds = item.rule.kinds
+    multiplied = (
+        i
+        for i, operand in enumerate(item.rule.inputs)
+        if any(kinds[f] in REDUCTIONS for names in operand.dims for f in names)
+    )
+    return 3 if all(i in trained for i in multiplied) else 2

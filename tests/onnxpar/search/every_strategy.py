@@ -1,0 +1,343 @@
+"""Every strategy of a small program, and what each costs: what a search is compared with.
+
+The costs are added up from the cost model alone, as docs/design/0011 says them, without the tables
+of the search. A forward program is one of which nothing is trained.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from math import inf, prod
+from typing import Generic, TypeVar
+
+from onnxpar.analysis.cost import CostModel
+from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
+from onnxpar.analysis.search.find import Candidate, SearchSpec, find
+from onnxpar.analysis.search.flow import Flow, Item, Value, flow
+from onnxpar.analysis.search.options import Option, options
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.machine import Link, Machine
+from onnxpar.mesh import Mesh
+from onnxpar.program import Program
+from onnxpar.sharding import REDUCTIONS, Sharding
+
+SIZES = {"batch": 96, "seq": 32}
+STATES = {1: 2, 2: 1, 3: 1}
+"""What is held of a trained parameter, and the level of optimizer parallel that splits it: two
+moments, the gradient, the parameter."""
+TOUCHED = 7
+"""How often an update reads or writes a tensor like the parameter: the parameter and two moments
+both, the gradient once."""
+
+T = TypeVar("T")
+Reading = tuple[Sharding, frozenset[int]]
+"""How a reader wants a value, and the atoms over which its share of the cotangent is pending."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a program is planned for, beside the program itself.
+
+    Attributes:
+        machine: The machine.
+        mesh: The mesh.
+        parallel: What replicas of a parameter share in training.
+        micro_batches: Micro-batches of a step.
+        pins: How inputs and parameters lie that the user laid out.
+    """
+
+    machine: Machine
+    mesh: Mesh
+    parallel: OptimizerParallel = NOT_PARALLEL
+    micro_batches: int = 1
+    pins: Mapping[str, Sharding] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, what it is planned for, and every option of every node."""
+
+    program: Program
+    setting: Setting
+    flow: Flow
+    cost: CostModel
+    found: tuple[tuple[Option, ...], ...]
+
+    @staticmethod
+    def of(program: Program, setting: Setting) -> "Case":
+        """The case of a program."""
+        cost = CostModel(setting.machine, setting.mesh, program.env.table, SIZES)
+        seen = flow(program.model, program.env, program.rules, list(program.gradients))
+        axes = [setting.mesh.axis_atoms(name) for name, _ in setting.mesh.axes]
+        found = tuple(options(item, axes, cost) for item in seen.items)
+        return Case(program, setting, seen, cost, found)
+
+    @property
+    def count(self) -> int:
+        """How many strategies there are."""
+        sources = (v for v in self.flow.values if v.producer is None)
+        lying = prod(len(self._layouts(v)) for v in sources if len(v.uses) > 1)
+        return prod(map(len, self.found)) * lying
+
+    def search(
+        self, memory: int | None = None, algorithm: str = "ilp", level: int = 2
+    ) -> Candidate:
+        """What is found."""
+        s, p = self.setting, self.program
+        spec = SearchSpec(
+            s.machine,
+            algorithm,
+            level,
+            memory,
+            SIZES,
+            gap=0.0,
+            parallel=s.parallel,
+            micro_batches=s.micro_batches,
+        )
+        constants = p.model.graph.initializers
+        seeds = Seeds(
+            s.mesh,
+            inputs={n: pin for n, pin in s.pins.items() if n not in constants},
+            parameters={n: pin for n, pin in s.pins.items() if n in constants},
+        )
+        trained = list(p.gradients)
+        free = not seeds.inputs
+        return find(
+            p.model, p.env, p.rules, seeds, spec, named=True, free_inputs=free, trained=trained
+        ).chosen
+
+    # -- every strategy --------------------------------------------------------------------------
+
+    def everything(self) -> Iterator[tuple[float, float]]:
+        """Seconds and bytes of every strategy that is possible."""
+        computed = [
+            [(self._seconds(item, option), self._kept(item, option)) for option in found]
+            for item, found in zip(self.flow.items, self.found, strict=True)
+        ]
+        made = [_Known(self._around(v), self._moving(v)) for v in self.flow.values if v.producer]
+        sources = [v for v in self.flow.values if v.producer is None]
+        lying = [_Known(self._around(v), self._lying(v)) for v in sources]
+        for choice in product(*(range(len(f)) for f in self.found)):
+            seconds = held = 0.0
+            for of_item, c in zip(computed, choice, strict=True):
+                seconds, held = seconds + of_item[c][0], held + of_item[c][1]
+            seconds += sum(known(choice) for known in made)
+            if seconds == inf:
+                continue
+            for ways in product(*(known(choice) for known in lying)):
+                yield seconds + sum(w[0] for w in ways), held + sum(w[1] for w in ways)
+
+    def _around(self, value: Value) -> tuple[int, ...]:
+        """The nodes whose options what a value costs depends on."""
+        readers = dict.fromkeys(use.item for use in value.uses)
+        return (*readers, *(value.producer or ())[:1])
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _seconds(self, item: Item, option: Option) -> float:
+        """A node's own, forward and backward."""
+        work = self.cost.node(item.rule, item.view, option.plan, item.cost)
+        if not item.trained:
+            return work.seconds + work.special
+        varying = self._varying(item)
+        # The backward of a product (more arithmetic than bytes) is a product for each operand that
+        # varies; that of another node takes what it takes forward.
+        multiplied = [
+            i
+            for i, operand in enumerate(item.rule.inputs)
+            if any(item.rule.kinds[f] in REDUCTIONS for names in operand.dims for f in names)
+        ]
+        backward = 1
+        if work.flops > 2 * work.traffic and all(i in varying for i in multiplied):
+            backward = 2
+        filling = self.cost.filling(item.rule, item.view, option.plan, varying)
+        return (1 + backward) * work.seconds + 2 * work.special + filling
+
+    def _varying(self, item: Item) -> list[int]:
+        trained = {v.name for v in self.flow.values if v.trained}
+        return [
+            i for i, v in enumerate(item.view.node.inputs) if v is not None and v.name in trained
+        ]
+
+    def _kept(self, item: Item, option: Option) -> float:
+        """Bytes of the results that the backward needs."""
+        if not item.trained:
+            return 0.0
+        pairs = zip(option.plan.outputs, item.view.node.outputs, strict=True)
+        return sum(self.cost.elements(s) * v.dtype.itemsize for s, v in pairs if v.dtype)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def _readings(self, value: Value, choice: Sequence[int]) -> list[Reading]:
+        return [self._reading(use.item, use.operand, choice[use.item]) for use in value.uses]
+
+    def _reading(self, item: int, operand: int, option: int) -> Reading:
+        """A cotangent is pending over what splits the results and the operand does not have."""
+        plan = self.found[item][option].plan
+        wanted = plan.inputs[operand]
+        assert wanted is not None
+        there = {*wanted.split_atoms, *wanted.partial}
+        pending = {atom for out in plan.outputs for atom in out.split_atoms} - there
+        return self.cost.fixed(wanted), frozenset(pending)
+
+    def _back(self, reading: Reading, to: Sharding, value: Value) -> float:
+        """Seconds in which a reader's share of the cotangent gets to where it is added up."""
+        if not value.trained:
+            return 0.0
+        target, pending = reading
+        return self.cost.reshard(target.with_partial(sorted(pending)), to, value.itemsize)
+
+    def _moving(self, value: Value) -> Callable[[Sequence[int]], float]:
+        """Seconds in which a value gets to its readers, who share one version of it at best.
+
+        And its cotangent back: of readers that want the same the shares are added up before.
+        """
+        assert value.producer is not None
+        maker, output = value.producer
+
+        def seconds(choice: Sequence[int]) -> float:
+            source = self.cost.fixed(self.found[maker][choice[maker]].plan.outputs[output])
+            whole = source.with_partial(())
+            readings = self._readings(value, choice)
+
+            def back(reading: Reading) -> float:
+                return self._back(reading, whole, value)
+
+            def brought(reading: Reading) -> float:
+                return self.cost.reshard(source, reading[0], value.itemsize) + back(reading)
+
+            def beside(reading: Reading, kept: Reading) -> float:
+                if reading == kept:
+                    return 0.0
+                return back(reading) if reading[0] == kept[0] else brought(reading)
+
+            leaving = self.cost.reshard(source, whole, value.itemsize) if value.leaves else 0.0
+            each = sum(map(brought, readings))
+            shared = (brought(k) + sum(beside(r, k) for r in readings) for k in set(readings))
+            return leaving + min((each, *shared))
+
+        return seconds
+
+    def _layouts(self, value: Value) -> tuple[Sharding, ...]:
+        """How an input or a parameter may lie: as the user says, or as a reader might want it."""
+        if value.name in self.setting.pins:
+            return (self.cost.fixed(self.setting.pins[value.name]),)
+        wanted = (
+            self._reading(use.item, use.operand, c)[0].with_partial(())
+            for use in value.uses
+            for c in range(len(self.found[use.item]))
+        )
+        return tuple(dict.fromkeys(wanted))
+
+    def _lying(self, value: Value) -> Callable[[Sequence[int]], list[tuple[float, float]]]:
+        """Seconds and bytes of an input or a parameter, for each way in which it may lie.
+
+        What one reader alone reads lies as that wants it. The gradient of what several read may
+        stay pending, until the step ends, over what the shares of all of them are pending over.
+        """
+
+        def ways(choice: Sequence[int]) -> list[tuple[float, float]]:
+            readings = self._readings(value, choice)
+            layouts = self._layouts(value)
+            if len(readings) == 1 and value.name not in self.setting.pins:
+                layouts = (readings[0][0].with_partial(()),)
+            return [
+                way
+                for layout in layouts
+                for pending in self._common(layout, readings)
+                for way in [self._laid(value, layout, pending, readings)]
+            ]
+
+        return ways
+
+    def _common(self, layout: Sharding, readings: Sequence[Reading]) -> list[frozenset[int]]:
+        """Over what a gradient may stay pending: what is common, or some axes of it."""
+        most = frozenset.intersection(*(pending for _, pending in readings))
+        most -= {*layout.split_atoms}
+        if len(readings) == 1:
+            return [most]
+        mesh = self.setting.mesh
+        axes = [set(mesh.axis_atoms(name)) for name, _ in mesh.axes]
+        fewer = (
+            most - set().union(*gone)
+            for n in range(len(axes) + 1)
+            for gone in combinations(axes, n)
+        )
+        return list(dict.fromkeys(fewer))
+
+    def _laid(
+        self,
+        value: Value,
+        layout: Sharding,
+        pending: frozenset[int],
+        readings: Sequence[Reading],
+    ) -> tuple[float, float]:
+        """Seconds and bytes of a value that lies so, with its states if it is trained."""
+        seconds = sum(self.cost.reshard(layout, r[0], value.itemsize) for r in readings)
+        size = float(self.cost.elements(layout) * value.itemsize)
+        if not value.parameter:
+            return seconds, 0.0
+        if not value.trained:
+            return seconds, size
+        there = layout.with_partial(sorted(pending))
+        seconds += sum(self._back(reading, there, value) for reading in readings)
+        s, cost = self.setting, self.cost
+        shared = tuple(sorted(pending))
+        if not s.parallel.level or size < s.parallel.threshold:
+            shared = ()
+        part = size / cost.mesh.count(shared)
+        held = sum(n * (part if s.parallel.level >= level else size) for level, n in STATES.items())
+        exposed = 1 - s.machine.overlap
+        once = TOUCHED * part / s.machine.bandwidth
+        if s.parallel.level < 2 or not shared:
+            once += exposed * cost.reshard(there, layout, value.itemsize, met=True)
+            return seconds + once / s.micro_batches, held
+        gathered = cost.collective("all_gather", shared, size - part)
+        scattered = cost.collective("reduce_scatter", shared, size - part) + cost.wait(shared)
+        seconds += exposed * scattered
+        if s.parallel.level < 3:
+            once += gathered
+        else:
+            seconds += self._gathers(value) * (gathered + cost.wait(shared))
+        return seconds + once / s.micro_batches, held
+
+    def _gathers(self, value: Value) -> int:
+        """How many nodes read a parameter: forward, and backward where it is multiplied."""
+        count = 0
+        for use in value.uses:
+            item = self.flow.items[use.item]
+            count += 1
+            added = any(use.operand in group and len(group) > 1 for _, group in item.rule.linear)
+            if not added and set(self._varying(item)) - {use.operand}:
+                count += 1
+        return count
+
+
+@dataclass
+class _Known(Generic[T]):
+    """What depends on the options of a few nodes, asked for once for each of them."""
+
+    nodes: tuple[int, ...]
+    ask: Callable[[Sequence[int]], T]
+    answers: dict[tuple[int, ...], T] = field(default_factory=dict)
+
+    def __call__(self, choice: Sequence[int]) -> T:
+        key = tuple([choice[n] for n in self.nodes])
+        if key not in self.answers:
+            self.answers[key] = self.ask(choice)
+        return self.answers[key]
+
+
+def random_machine(draw: random.Random) -> Machine:
+    """From links that everything is cheap over to links that nothing should be moved over."""
+    link = Link(
+        0, 10 ** draw.uniform(7, 10), 10 ** draw.uniform(-9, -6), 10 ** draw.uniform(-9, -6)
+    )
+    rate = 10 ** draw.uniform(8, 10)
+    return Machine("random", {"float32": rate, "float64": rate / 2}, 1e9, 1 << 40, 1e-9, (link,))
+
+
+def random_mesh(draw: random.Random) -> Mesh:
+    """One axis or two."""
+    return Mesh.of(draw.choice([{"x": 2}, {"x": 4}, {"x": 3}, {"x": 2, "y": 2}]))
