@@ -1,18 +1,19 @@
-"""Which parts of a dim later views tell apart: a projection's columns are really (heads, size).
+"""Which parts of a dim views tell apart: a projection's columns are really (heads, size).
 
 Walks the graph backwards. Where a Reshape splits a dim into (heads, size), or a Split takes it
 apart into (3, width), every value before it up to the weight has that structure too, so that a
-split of the weight can be chosen which the later views keep.
+split of the weight can be chosen which the later views keep. The other way round, rows are really
+(batch, positions) behind the view that merged them (`merged`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from onnxpar.analysis.plan import factor_sizes
 from onnxpar.analysis.shapes import NodeView
-from onnxpar.ops.rule import WHOLE, OpRule
+from onnxpar.ops.rule import WHOLE, Operand, OpRule
 from onnxpar.symbols import Dim, SymbolTable, exact_div
 
 
@@ -39,7 +40,8 @@ def structure(
         rule, view = rules[node.name or ""], views[node.name or ""]
         if all(o.mode for o in rule.inputs) or all(o.mode for o in rule.outputs):
             continue
-        factors = _of_factors(rule, view, found, table)
+        outs = zip(rule.outputs, node.outputs, strict=True)
+        factors = _of_factors(rule, view, outs, found, table)
         for index, operand in enumerate(rule.inputs):
             value = node.inputs[index] if index < len(node.inputs) else None
             if operand.mode or value is None or value.name is None:
@@ -55,6 +57,36 @@ def structure(
     return found
 
 
+def merged(
+    nodes: Sequence[ir.Node],
+    rules: Mapping[str, OpRule],
+    views: Mapping[str, NodeView],
+    table: SymbolTable,
+    found: Mapping[str, tuple[Parts, ...]],
+) -> dict[str, tuple[Parts, ...]]:
+    """Returns `structure`, with the parts that symbolic dims were merged of where it has one part.
+
+    A split of the leading part stays where it is through the view whatever the sizes are; one of
+    the merged dim does so only where it is proved to divide that part.
+    """
+    finer = dict(found)
+    for node in nodes:
+        rule, view = rules[node.name or ""], views[node.name or ""]
+        read = zip(rule.inputs, node.inputs, strict=False)
+        factors = _of_factors(rule, view, read, finer, table)
+        for operand, value in zip(rule.outputs, node.outputs, strict=True):
+            dims, shape = finer.get(value.name or ""), view.env.shapes.get(value.name or "")
+            if operand.mode or dims is None or shape is None or rule.scaled:
+                continue
+            finer[value.name or ""] = tuple(
+                parts
+                if isinstance(size, int)
+                else _finer(parts, tuple(p for name in names for p in factors[name]))
+                for names, parts, size in zip(operand.dims, dims, shape, strict=True)
+            )
+    return finer
+
+
 def _finer(first: Parts, second: Parts) -> Parts:
     return second if len(second) > len(first) else first
 
@@ -62,13 +94,15 @@ def _finer(first: Parts, second: Parts) -> Parts:
 def _of_factors(
     rule: OpRule,
     view: NodeView,
+    operands: Iterable[tuple[Operand, ir.Value | None]],
     found: Mapping[str, tuple[Parts, ...]],
     table: SymbolTable,
 ) -> dict[str, Parts]:
+    """The parts of each factor, from those of the operands given: what is read, or what is made."""
     sizes = factor_sizes(rule, view)
     factors: dict[str, Parts] = {}
-    for index, operand in enumerate(rule.outputs):
-        dims = found.get(view.node.outputs[index].name or "")
+    for operand, value in operands:
+        dims = found.get(value.name or "") if value is not None else None
         if dims is None or operand.mode:
             continue
         for names, parts in zip(operand.dims, dims, strict=True):

@@ -4,8 +4,9 @@ Whoever carries a strategy out goes through `settled`; `onnxpar plan` shows the 
 writes what it says. So a strategy that searches is the same by a file and without one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 import onnx_ir as ir
@@ -29,7 +30,7 @@ from onnxpar.strategy.schema import SEARCH, Strategy
 from onnxpar.strategy.virtual_stages import assigned
 from onnxpar.strategy.ways import SLOWDOWN, Objective, Pricing, Way
 from onnxpar.strategy.write import pipeline_data, strategy_data
-from onnxpar.symbols import Symbol
+from onnxpar.symbols import Symbol, SymbolTable
 
 MICRO_BATCHES = 8
 """Micro-batches of a step where stages are compared and nobody says how many."""
@@ -163,7 +164,7 @@ def decide(
             shown = [other for other in shown if other is not rival]
             break
     if not tried:
-        raise ShardingError(_nothing_fits(refused, shown))
+        raise ShardingError(_nothing_fits(refused, plain, program.env.table))
     best, found, plan = tried[0]
     staged: dict[str, Any] | None = None
     if best.staged is not None:
@@ -179,15 +180,39 @@ def decide(
     return Decision(found, plan, ways, objective, data, free)
 
 
-def _nothing_fits(refused: Sequence[Way], rivals: Sequence[Way]) -> str:
-    """The message where there is no plan: why not, and what the presets would need."""
+def _nothing_fits(
+    refused: Sequence[Way],
+    rivals: Sequence[tuple[str, Way, Plan, Pricing]],
+    table: SymbolTable,
+) -> str:
+    """The message where there is no plan: why not, what the presets would need, what may help."""
     told = [way.reason for way in refused]
     if len(refused) > 1:
         told = [f"{way.name}: {way.reason}" for way in refused]
-    least = min((w for w in rivals if w.price is not None), key=lambda w: w.peak, default=None)
-    if least is not None:
+    if rivals:
+        least = min((way for _, way, _, _ in rivals), key=lambda way: way.peak)
         told.append(f"of the presets {least.name} needs least, {least.peak} bytes")
+        divisors = _unproved((plan for _, _, plan, _ in rivals), table)
+        if divisors:
+            said = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
+            told.append(
+                "what is not known to divide evenly is padded or gathered: where every size does, "
+                f"{said} saves that memory"
+            )
     return "; ".join(told)
+
+
+def _unproved(plans: Iterable[Plan], table: SymbolTable) -> dict[str, int]:
+    """The divisors of symbols by which all splits of plans would be even, where not known."""
+    found: dict[str, int] = {}
+    for plan in plans:
+        shardings = (s for node in plan.nodes.values() for s in (*node.inputs, *node.outputs))
+        for part in (c for s in shardings if s is not None for dim in s.dims for c in dim):
+            pieces = plan.mesh.count(part.atoms)
+            is_symbol = not isinstance(part.size, int) and part.size.is_Symbol
+            if is_symbol and not table.divisible(part.size, pieces):
+                found[str(part.size)] = lcm(found.get(str(part.size), 1), pieces)
+    return found
 
 
 def _is_free(strategy: Strategy) -> bool:

@@ -26,9 +26,13 @@ from onnxpar.cli import main
 from onnxpar.errors import ShardingError
 from onnxpar.pipeline import plan
 from onnxpar.planning import read_program, searching
+from onnxpar.program import Program
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.decide import decide, search
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.training.loss import parse_loss
+from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.training.prepare import TrainingSpec
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -190,3 +194,36 @@ def test_a_preset_is_taken_where_nothing_found_fits(
     fixed = replace(limited(least.peak), dataset="data_parallel")
     with pytest.raises(ShardingError, match=r"is 9$"):
         decide(fixed, program)
+
+
+def unproved(folder: Path, model: ir.Model, loss: str) -> tuple[Program, Strategy]:
+    """What trains a model on 4 devices, the batch not known to divide by anything."""
+    save(model, folder / "m.onnx")
+    spec = TrainingSpec(parse_loss(loss), parse_optimizer("adamw"))
+    wanted = searching(load_strategy("auto", 4))
+    sizes = {"batch": 16, "seq": 64}
+    entry = wanted.search.model_copy(update={"machine": "cpu", "sizes": sizes})
+    return read_program(folder / "m.onnx", {}, spec), replace(wanted, search=entry)
+
+
+def under(limit: int, wanted: Strategy) -> Strategy:
+    return replace(wanted, search=wanted.search.model_copy(update={"memory": limit}))
+
+
+def test_the_search_knows_what_is_not_proved_even(tmp_path: Path) -> None:
+    """Rows are (batch, positions): split by either they are where they were, by both together not.
+
+    Taken as numbers, splits that must be gathered cost nothing, so whatever was found needed more
+    than each preset, and under a limit below these nothing was found.
+    """
+    program, wanted = unproved(tmp_path, transformer.build(GPT), "softmax_cross_entropy")
+    decision = decide(wanted, program)
+    presets = [way for way in decision.ways if way.name != "found"]
+    limit = int(0.95 * min(way.peak for way in presets))
+    assert decide(under(limit, wanted), program).ways[0].peak <= limit
+
+
+def test_where_nothing_fits_what_may_be_declared_is_said(tmp_path: Path) -> None:
+    program, wanted = unproved(tmp_path, two_layer.build(), "mse")
+    with pytest.raises(ShardingError, match="--symbol batch:divisor=4 saves that memory"):
+        decide(under(1024, wanted), program)

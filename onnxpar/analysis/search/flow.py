@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.shapes import NodeView, ShapeEnv
-from onnxpar.analysis.structure import Parts, structure
+from onnxpar.analysis.structure import Parts, merged, structure
 from onnxpar.ops.cost import CostFn
 from onnxpar.ops.rule import ANY, OpRule
 from onnxpar.symbols import Dim, SymbolTable
@@ -121,6 +121,7 @@ def flow(
     """
     nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
     parts = structure(nodes, rules.rules, rules.views, env.table)
+    parts = merged(nodes, rules.rules, rules.views, env.table, parts)
     varying: set[str] = set(trained)
     weighty = set(trained)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):

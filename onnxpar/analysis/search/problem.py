@@ -260,7 +260,7 @@ class _Builder:
             for c in parts
             for a in c.atoms
         }
-        fixed = self._one(self.cost.fixed(target))
+        fixed = self._one(target)
         return self._one(_Usage(fixed, tuple(sorted(pending))))
 
     def _one(self, thing: T) -> T:
@@ -298,9 +298,7 @@ class _Builder:
             self._count(use.item, value.count * seconds[index], value.count * memory[index])
             return
         uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
-        layouts = (
-            self._layouts(value, uses) if pin is None else {self._one(self.cost.fixed(pin)): pin}
-        )
+        layouts = self._layouts(value, uses) if pin is None else {self._one(pin): pin}
         lying = self._ways_to_lie(value, layouts)
         if not lying:
             return
@@ -351,7 +349,7 @@ class _Builder:
                 wanted_here = option.plan.inputs[use.operand]
                 if wanted_here is not None:
                     whole = wanted_here.with_partial(())
-                    layouts.setdefault(self._one(self.cost.fixed(whole)), whole)
+                    layouts.setdefault(self._one(whole), whole)
         return layouts
 
     def _read_once(
@@ -436,7 +434,7 @@ class _Builder:
         options = self.options[producer]
         key = (id(options), output)
         if key not in self._made_as:
-            made = (self.cost.fixed(o.plan.outputs[output]) for o in options)
+            made = (o.plan.outputs[output] for o in options)
             self._made_as[key] = tuple(map(self._one, made))
         return self._made_as[key]
 

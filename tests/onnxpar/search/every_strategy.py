@@ -179,7 +179,7 @@ class Case:
         assert wanted is not None
         there = {*wanted.split_atoms, *wanted.partial}
         pending = {atom for out in plan.outputs for atom in out.split_atoms} - there
-        return self.cost.fixed(wanted), frozenset(pending)
+        return wanted, frozenset(pending)
 
     def _back(self, reading: Reading, to: Sharding, value: Value) -> float:
         """Seconds in which a reader's share of the cotangent gets to where it is added up."""
@@ -197,7 +197,7 @@ class Case:
         maker, output = value.producer
 
         def seconds(choice: Sequence[int]) -> float:
-            source = self.cost.fixed(self.found[maker][choice[maker]].plan.outputs[output])
+            source = self.found[maker][choice[maker]].plan.outputs[output]
             whole = source.with_partial(())
             readings = self._readings(value, choice)
 
@@ -222,7 +222,7 @@ class Case:
     def _layouts(self, value: Value) -> tuple[Sharding, ...]:
         """How an input or a parameter may lie: as the user says, or as a reader might want it."""
         if value.name in self.setting.pins:
-            return (self.cost.fixed(self.setting.pins[value.name]),)
+            return (self.setting.pins[value.name],)
         wanted = (
             self._reading(use.item, use.operand, c)[0].with_partial(())
             for use in value.uses

@@ -21,16 +21,17 @@ from onnxpar.mesh import Mesh
 from onnxpar.passes.load import load
 from onnxpar.pipeline import Analysed, analyse
 from onnxpar.sharding import Sharding
+from onnxpar.symbols import Symbol
 
 SIZES = {"batch": 8, "seq": 64}
 
 
 def gpt(folder: Path, layers: int) -> Analysed:
-    """A transformer of so many layers."""
+    """A transformer of so many layers, whose batch every mesh here divides."""
     path = folder / f"gpt-{layers}.onnx"
     config = transformer.Config(layers=layers, d_model=128, heads=4, vocab=256, max_positions=64)
     save(transformer.build(config), path)
-    return analyse(load(path), {})
+    return analyse(load(path), {"batch": Symbol(divisor=8)})
 
 
 def problems(program: Analysed, *, trained: bool = False) -> tuple[Folded, Problem, Problem]:
