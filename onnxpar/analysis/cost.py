@@ -156,8 +156,7 @@ class CostModel:
             itemsize: Bytes of an element.
             met: Whether the ranks come from another collective, not from computing.
 
-        A split of a symbol that is not proved even costs copies of what is padded. The search gives
-        shardings with numbers for symbols, which are even where the numbers are.
+        A split of a symbol that is not proved even costs copies of what is padded.
         """
         if source == target:
             return 0.0
