@@ -169,7 +169,8 @@ class _Builder:
     )
 
     def __post_init__(self) -> None:
-        self._varying = {v.name for v in self.flow.values if v.trained}
+        trained = (v for v in self.flow.values if v.trained)
+        self._varying = {name for v in trained for name in (v.name, *v.alike)}
 
     def run(self) -> Problem:
         for item, found in zip(self.flow.items, self.options, strict=True):
