@@ -12,6 +12,9 @@ The table has, of each operator for which there is a kernel, each version of its
 of the types of its operands and results (the last one repeats where there may be any number), and
 for each kernel the types that it takes for each name. Kernels that differ in one name are written
 as one. Operators of the default domain are by name, others as `domain:name`.
+
+Under "expanded" it has the versions of operators of the default domain for which neither provider,
+the CPU's or CUDA's, has a kernel, and ONNX a function: onnxruntime puts that in their place.
 """
 
 import argparse
@@ -24,10 +27,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "onnxpar" / "ops" / "cuda_kernels.json"
 PROVIDER = "CUDAExecutionProvider"
+HOST = "CPUExecutionProvider"
 INTERNAL = "com.ms.internal.nhwc"  # made by onnxruntime's own layout transformation only
+HEAD = ("onnxruntime", "expanded")
 _OPEN = 2**31 - 1
 Kernel = dict[str, list[str]]
 
@@ -41,9 +48,12 @@ def dump() -> Mapping[str, Any]:
     for schema in state.get_all_operator_schema():
         schemas.setdefault((schema.domain, schema.name), {})[schema.since_version] = schema
     kernels: dict[tuple[str, str], list[Any]] = {}
+    kernels_of: dict[str, list[Any]] = {}
     for kernel in state.get_all_opkernel_def():
         if kernel.provider == PROVIDER and kernel.domain != INTERNAL:
             kernels.setdefault((kernel.domain, kernel.op_name), []).append(kernel)
+        if kernel.provider in (PROVIDER, HOST) and kernel.domain == "":
+            kernels_of.setdefault(kernel.op_name, []).append(kernel)
     operators = {}
     for key in sorted(kernels):
         domain, name = key
@@ -59,7 +69,25 @@ def dump() -> Mapping[str, Any]:
             if not rows or row != rows[max(rows, key=int)]:
                 rows[str(since)] = row
         operators[f"{domain}:{name}" if domain else name] = rows
-    return {"onnxruntime": onnxruntime.__version__, "operators": operators}
+    versions = {
+        name: sorted(
+            since
+            for since in given
+            if _has_function(name, since)
+            and not any(_covers(kernel.version_range, since) for kernel in kernels_of.get(name, ()))
+        )
+        for (domain, name), given in sorted(schemas.items())
+        if domain == ""
+    }
+    expanded = {name: since for name, since in versions.items() if since}
+    return {"onnxruntime": onnxruntime.__version__, "expanded": expanded, "operators": operators}
+
+
+def _has_function(name: str, since: int) -> bool:
+    if not onnx.defs.has(name, max_inclusive_version=since):
+        return False
+    schema: Any = onnx.defs.get_schema(name, since, "")  # of functions onnx's stubs do not know
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _covers(versions: tuple[int, int], since: int) -> bool:
@@ -106,7 +134,8 @@ def text_of(table: Mapping[str, Any]) -> str:
         for name, rows in table["operators"].items()
     ]
     body = ",\n".join(lines)
-    return f'{{"onnxruntime": {json.dumps(table["onnxruntime"])}, "operators": {{\n{body}\n}}}}\n'
+    head = ", ".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in HEAD)
+    return f'{{{head},\n"operators": {{\n{body}\n}}}}\n'
 
 
 def read_provider() -> Mapping[str, Any]:

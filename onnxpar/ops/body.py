@@ -199,7 +199,7 @@ def adopt_opset(function: ir.Function, opset: int) -> None:
     version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
     for node in ir.traversal.RecursiveGraphIterator(function.graph):
         if node.domain in ("", "ai.onnx") and version != opset:
-            why = _difference(node.op_type, len(node.inputs), list(node.attributes), version, opset)
+            why = difference(node.op_type, len(node.inputs), list(node.attributes), version, opset)
             if why:
                 raise ModelError(
                     f"the function {function.domain}::{function.name} is of opset {version}, in "
@@ -213,7 +213,7 @@ def _check_older(nodes: Sequence[onnx.NodeProto], what: str, version: int, opset
     """Refuses a body of which a node would be another, or none, in an older opset."""
     for node in nodes:
         names = [a.name for a in node.attribute]
-        if _difference(node.op_type, len(node.input), names, version, opset):
+        if difference(node.op_type, len(node.input), names, version, opset):
             raise ModelError(
                 f"{what}: its body needs opset {version} (for {node.op_type}), got {opset}"
             )
@@ -223,11 +223,12 @@ _OTHER_MEANING = {("GroupNormalization", 18, 21)}
 """Operators whose meaning changed with a version, and nothing that their schemas tell."""
 
 
-def _difference(name: str, arity: int, attributes: Sequence[str], given: int, wanted: int) -> str:
-    """What a node of opset `given` would be in opset `wanted`; "" where it would be the same.
+def difference(name: str, arity: int, attributes: Sequence[str], given: int, wanted: int) -> str:
+    """Returns what a node of opset `given` would be in opset `wanted`; "" where it is the same.
 
-    A later version that adds operands and attributes leaves what does not give them as it was. One
-    that takes some away, or changes a default, means something else.
+    A later version that adds operands and attributes leaves what does not give them as it was, and
+    so does the older one. A later one that takes some away, or changes a default, means something
+    else.
     """
     if not onnx.defs.has(name, max_inclusive_version=wanted):
         return "is, unlike in"
@@ -243,8 +244,8 @@ def _difference(name: str, arity: int, attributes: Sequence[str], given: int, wa
         return changed
     for attribute, described in ours.attributes.items():
         other = theirs.attributes.get(attribute)
-        if attribute not in attributes and (
-            other is None or other.default_value != described.default_value
-        ):
+        if attribute in attributes or (other is None and given > wanted):
+            continue
+        if other is None or other.default_value != described.default_value:
             return changed
     return ""

@@ -50,7 +50,7 @@ def why_no_kernel(
     rows: Mapping[str, Any] = _read()["operators"].get(name, {})
     since = max((int(s) for s in rows if int(s) <= opset), default=0)
     if not since or not rows[str(since)]["kernels"]:
-        return "the provider has no kernel for it"
+        return None if _is_expanded(name, opset) else "the provider has no kernel for it"
     row = rows[str(since)]
     actual = [*_named(row["in"], inputs), *_named(row["out"], outputs)]
     refused: list[str] = []
@@ -60,6 +60,12 @@ def why_no_kernel(
             return None
         refused.append(f"{wrong[0][0]} is {wrong[0][1]}")
     return f"the provider has no kernel for its types ({refused[0]})"
+
+
+def _is_expanded(name: str, opset: int) -> bool:
+    """Whether onnxruntime puts ONNX's function in the place of an operator."""
+    versions = _read()["expanded"].get(name)
+    return bool(versions) and onnx.defs.get_schema(name, opset, "").since_version in versions
 
 
 def _named(formal: Sequence[str], actual: Types) -> list[tuple[tuple[str, ...], str]]:

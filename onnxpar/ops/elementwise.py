@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
@@ -41,6 +42,14 @@ def _mean_body(node: BodyNode) -> Sequence[ir.Value]:
     operands = [node.input(i) for i in range(node.view.arity)]
     total = node.op("Sum", *operands, shape=node.view.out_shape())
     return [node.op("Div", total, node.number(len(operands), total))]
+
+
+def _mean_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The sum by how many they are: CUDA has no Mean."""
+    operands = [node.input(i) for i in range(node.view.arity)]
+    total = node.op("Sum", *operands, shape=node.out_shape())
+    count = node.builder.const(np.array(len(operands)), total.dtype)
+    return (node.op("Div", total, count, shape=node.out_shape()),)
 
 
 def _shrink_body(node: BodyNode) -> Sequence[ir.Value]:
@@ -172,7 +181,9 @@ DEFS = (
     _op("Sum", 6, _sum_rule, zero=True),
     OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body),
     OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True),
-    OpDef("", "Mean", 6, _sum_rule, gradient=BY_BODY, keeps_zero=True, body=_mean_body),
+    OpDef(
+        "", "Mean", 6, _sum_rule, _mean_local, gradient=BY_BODY, keeps_zero=True, body=_mean_body
+    ),
     _op("Max", 6, _extremum_rule, zero=True),
     _op("Min", 6, _extremum_rule, zero=True),
     _op("Clip", 6, _rule(_MONOTONE)),

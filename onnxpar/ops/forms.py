@@ -217,3 +217,19 @@ def copy_or(
     local.__doc__ = special.__doc__
 
     return local
+
+
+def written_out(
+    form: Callable[[LocalNode], Sequence[ir.Value]], axes: Callable[[NodeView], Sequence[int]]
+) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    """Returns the local form for an operator of axes for which CUDA has no kernel in any opset.
+
+    It is written out whatever is split, and copied only where there are no axes.
+    """
+
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        return form(node) if axes(node.view) else node.copy()
+
+    local.__doc__ = form.__doc__
+
+    return local

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.ops.broadcast import axis_names
-from onnxpar.ops.forms import cast, copy_or, count_of, reduce, work_dtype
+from onnxpar.ops.forms import cast, count_of, reduce, work_dtype, written_out
 from onnxpar.ops.gradients.pool import (
     global_average_gradient,
     global_lp_gradient,
@@ -53,6 +53,10 @@ def global_lp_rule(view: NodeView) -> OpRule:
     return _rule(view, "special")
 
 
+def _space(view: NodeView) -> range:
+    return range(2, len(view.shape(0)))
+
+
 def global_lp_local(node: LocalNode) -> Sequence[ir.Value]:
     """The sum of powers of the local part, all-reduced, and its root."""
     shape, made = node.in_shape(0), node.out_shape()
@@ -89,7 +93,7 @@ DEFS = (
         "GlobalLpPool",
         1,
         global_lp_rule,
-        copy_or(global_lp_local),
+        written_out(global_lp_local, _space),
         gradient=global_lp_gradient,
     ),
 )

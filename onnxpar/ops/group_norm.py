@@ -17,6 +17,7 @@ from onnxpar.ops.forms import (
     reduce,
     reduced,
     work_dtype,
+    written_out,
 )
 from onnxpar.ops.gradients.group_norm import (
     group_norm_gradient,
@@ -246,7 +247,7 @@ DEFS: tuple[OpDef, ...] = (
         "MeanVarianceNormalization",
         9,
         mean_variance_norm_rule,
-        copy_or(mean_variance_norm_local),
+        written_out(mean_variance_norm_local, _mvn_axes),
         gradient=mean_variance_norm_gradient(_mvn_axes),
     ),
     OpDef(

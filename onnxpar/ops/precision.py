@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.ops.cuda import has_kernel_in
+from onnxpar.ops.standard_functions import stands_for_in
 
 HALF: Mapping[str, frozenset[str]] = {
     **{op: frozenset({"T"}) for op in ("Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul")},
@@ -29,6 +30,8 @@ FOLLOWING = frozenset({
 })
 # fmt: on
 """Operators of the default domain that take the type of what they are given."""
+WRITTEN_OUT = frozenset({"Dropout"})
+"""Those of them that no rank's graph has: what is written for them has kernels in all types."""
 
 
 def half_operands(
@@ -36,8 +39,9 @@ def half_operands(
 ) -> tuple[frozenset[int], frozenset[int], bool] | None:
     """Returns which operands and results of a node may have 16 bits, and whether they must.
 
-    Where ONNX or onnxruntime's CUDA provider does not have the operator in this type, it keeps
-    float32: a node that falls back to the CPU would cost more than the 16 bits save.
+    Where ONNX, or both onnxruntime's CUDA provider and the runtime's library, do not have the
+    operator in this type, it keeps float32: a node that falls back to the CPU would cost more than
+    the 16 bits save.
 
     Args:
         node: A node.
@@ -53,7 +57,9 @@ def half_operands(
     must = node.op_type in HALF
     if not must and node.op_type not in FOLLOWING:
         return None
-    if not has_kernel_in(node.op_type, opset, dtype):
+    if node.op_type not in WRITTEN_OUT and not (
+        has_kernel_in(node.op_type, opset, dtype) or stands_for_in(node.op_type, opset, dtype)
+    ):
         return None
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     kinds = HALF[node.op_type] if must else _first_tensor_type(schema)

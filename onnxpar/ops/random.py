@@ -44,10 +44,15 @@ def dropout_rule(view: NodeView) -> OpRule:
 
 def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
     """Keeps an element where its random number is at least the ratio, and scales what is kept."""
-    if not drops(node.view.node):
-        y, *mask = node.copy()
-        return [y, *(_masked(node, m) for m in mask)]
     shape = node.out_shape()
+    if not drops(node.view.node):
+        # As it is, and the mask is true: of opset 22, onnxruntime has no Dropout for CUDA.
+        idle_outputs = [node.op("Identity", node.input(0), shape=shape)]
+        if len(node.view.node.outputs) > 1:
+            true = node.builder.const(np.array(True))
+            mask = node.op("Expand", true, node.builder.shape(shape), dtype=BOOL, shape=shape)
+            idle_outputs.append(_masked(node, mask))
+        return idle_outputs
     x = node.input(0)
     number = drawn(node, shape, "uniform")
     ratio = node.builder.const(np.array(0.5), FLOAT)

@@ -16,9 +16,11 @@ from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.host import HOST, LAYER, host_nodes, is_small
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
+from onnxpar.ops.cuda_form import CudaForm, cuda_form
 from onnxpar.ops.functions import FUNCTIONS
+from onnxpar.ops.standard_functions import STANDARD, put
 from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX
-from onnxpar.passes.closure import every_node
+from onnxpar.passes.closure import bodies_of, every_node
 from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
 from onnxpar.passes.weight_layout import WeightLayout, layout
 from onnxpar.sharding import split
@@ -121,12 +123,14 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
     if source.model_version:
         proto.model_version = source.model_version
     # onnxruntime does without an import of a custom domain, ONNX's checker does not.
-    nodes = every_node(pm.builder.nodes)
+    nodes = list(every_node(pm.builder.nodes))
     used = {node.domain: 1 for node in nodes if node.domain not in ("", "ai.onnx")}
+    form = _form(pm, nodes)
     versions = {**used, **source.opset_imports, DOMAIN: DOMAIN_VERSION}
     for domain, version in versions.items():
-        proto.opset_import.add(domain=domain, version=version)
-    for function in _called_functions(pm):
+        standard = domain in ("", "ai.onnx")
+        proto.opset_import.add(domain=domain, version=form.opset if standard else version)
+    for function in _called_functions(pm, form):
         ir.serde.serialize_function_into(proto.functions.add(), function)
     _put_metadata(
         proto,
@@ -168,7 +172,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         elif parameter.name in places.shards:
             weights.append((parameter.name, len(graph.initializer)))
         _put_parameter(graph.initializer.add(), parameter, places, mesh)
-    collectives = tuple(_put_nodes(graph, pm))
+    collectives = tuple(_put_nodes(graph, pm, form))
     return Template(pm, places, proto, collectives, tuple(weights), tuple(shapes))
 
 
@@ -221,12 +225,25 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
     return form.proto
 
 
-def _put_nodes(graph: onnx.GraphProto, pm: PartitionedModel) -> Iterator[tuple[int, ir.Node]]:
+def _form(pm: PartitionedModel, nodes: Sequence[ir.Node]) -> CudaForm:
+    """How the graph is written: the same for all devices, and such that GPUs have kernels for it.
+
+    A model with functions of its own keeps its opset, which they are of.
+    """
+    if pm.source.functions:
+        return CudaForm(pm.builder.opset, frozenset())
+    return cuda_form(nodes, pm.builder.opset)
+
+
+def _put_nodes(
+    graph: onnx.GraphProto, pm: PartitionedModel, form: CudaForm
+) -> Iterator[tuple[int, ir.Node]]:
     outputs = {item.local for item in pm.outputs} | {item.local for item in pm.handed_out}
     on_host = host_nodes(pm.builder.nodes, _given_to_host(pm))
     for index, node in enumerate(pm.builder.nodes):
         proto = graph.node.add()
         ir.serde.serialize_node_into(proto, node)
+        _put_ours(proto, node, form)
         _put_metadata(proto, _layouts(pm, node))
         if node in on_host:
             _put_metadata(proto, {LAYER: HOST})
@@ -235,6 +252,15 @@ def _put_nodes(graph: onnx.GraphProto, pm: PartitionedModel) -> Iterator[tuple[i
                 ir.serde.serialize_value_into(graph.value_info.add(), value)
         if "atoms" in node.meta:
             yield index, node
+
+
+def _put_ours(proto: onnx.NodeProto, node: ir.Node, form: CudaForm) -> None:
+    """Writes a node, and those of its bodies, as operators of ours where the form says so."""
+    if node in form.ours:
+        put(proto, form.opset, DOMAIN)
+    for name, body in bodies_of(node).items():
+        for inner, source in zip(_attribute(proto, name).g.node, body, strict=True):
+            _put_ours(inner, source, form)
 
 
 def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
@@ -344,17 +370,16 @@ def _put_int(node: onnx.NodeProto, name: str, value: int) -> None:
     attribute.i = value
 
 
-def _called_functions(pm: PartitionedModel) -> list[ir.Function]:
+def _called_functions(pm: PartitionedModel, form: CudaForm) -> list[ir.Function]:
     """Returns the functions that the program calls, directly or through others.
 
     They are the model's own, and those of the operators that onnxpar has put in.
     """
     functions = dict(pm.source.functions)
-    opset = pm.builder.opset
     for node in every_node(pm.builder.nodes):
         made = FUNCTIONS.get(node.op_type) if node.domain == DOMAIN else None
         if made is not None and node.op_identifier() not in functions:
-            functions[node.op_identifier()] = made.made(opset)
+            functions[node.op_identifier()] = made.made(form.opset)
     found: dict[tuple[str, str, str], ir.Function] = {}
     waiting = list(pm.builder.nodes)
     while waiting:
@@ -366,4 +391,5 @@ def _called_functions(pm: PartitionedModel) -> list[ir.Function]:
         if identifier in functions and identifier not in found:
             found[identifier] = functions[identifier]
             waiting.extend(functions[identifier])
-    return list(found.values())
+    stand = sorted({node.op_type for node in form.ours})
+    return [*found.values(), *(STANDARD[name].made(form.opset) for name in stand)]

@@ -41,6 +41,7 @@ class Attributes {
   virtual std::optional<int64_t> integer(const char* name) const = 0;
   virtual std::optional<std::string> text(const char* name) const = 0;
   virtual std::optional<std::vector<int64_t>> integers(const char* name) const = 0;
+  virtual std::optional<double> real(const char* name) const = 0;
   // Throw std::invalid_argument where the attribute is absent.
   int64_t need_integer(const char* name) const;
 };

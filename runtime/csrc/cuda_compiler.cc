@@ -199,7 +199,7 @@ const std::vector<Program>& programs() {
   static const std::vector<Program> all = {
       {"gather.cu", floats}, {"loss.cu", floats},       {"philox.cu", {DType::kFloat32}},
       {"pointwise.cu", floats}, {"rows.cu", floats}, {"square_sum.cu", floats},
-      {"update.cu", floats},
+      {"standard.cu", floats}, {"update.cu", floats},
   };
   return all;
 }

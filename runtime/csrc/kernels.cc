@@ -5,6 +5,7 @@
 #include "cuda_compiler.h"
 #include "cuda_driver.h"
 #include "kernels_io.h"
+#include "pool.h"
 
 namespace onnxpar {
 namespace {
@@ -79,6 +80,12 @@ ort::Status* infer_shape(const ort::CustomOp* op, ort::ShapeContext* context) {
         like.shape = labels.shape;
         like.names = labels.names;
       }
+      if (s.like[i].shape == Like::Shape::kPooled && !like.shape.empty()) {
+        const Shape pooled = PoolWindows(ShapeAttributes(context)).results(like.shape);
+        for (size_t d = 2; d < pooled.size(); ++d) like.names[d].clear();
+        like.shape = pooled;
+      }
+      if (s.like[i].type != kAny) like.type = s.like[i].type;
       if (scalar) {
         like.shape.clear();
         like.names.clear();
@@ -117,7 +124,7 @@ TrainingOp make_op(const KernelSpec& of, bool device) {
     const std::vector<int>& inputs = spec(o).inputs;
     return inputs[i < inputs.size() ? i : inputs.size() - 1];
   };
-  op.output_type = [](const ort::CustomOp*, size_t) { return kAny; };
+  op.output_type = [](const ort::CustomOp* o, size_t i) { return spec(o).like[i].type; };
   op.input_type_count = [](const ort::CustomOp* o) { return spec(o).inputs.size(); };
   op.output_type_count = [](const ort::CustomOp* o) { return spec(o).like.size(); };
   op.destroy = [](void* kernel) { delete static_cast<TrainingKernel*>(kernel); };
@@ -151,9 +158,9 @@ std::deque<TrainingOp>& all_ops() {
   static auto* ops = [] {
     auto* made = new std::deque<TrainingOp>();
     for (const auto* specs : {&pointwise_kernels(), &row_kernels(), &loss_kernels(),
-                              &gather_kernels(), &update_kernels()}) {
+                              &gather_kernels(), &update_kernels(), &standard_kernels()}) {
       for (const KernelSpec& one : *specs) {
-        made->push_back(make_op(one, false));
+        if (one.make != nullptr) made->push_back(make_op(one, false));
         made->push_back(make_op(one, true));
       }
     }
@@ -164,8 +171,9 @@ std::deque<TrainingOp>& all_ops() {
 
 }  // namespace
 
-ort::Status* add_kernels(ort::CustomOpDomain* domain) {
+ort::Status* add_kernels(ort::CustomOpDomain* domain, bool has_device) {
   for (TrainingOp& op : all_ops()) {
+    if (op.spec->make == nullptr && !has_device) continue;
     if (ort::Status* status = api().domain_add(domain, &op)) return status;
   }
   return nullptr;

@@ -43,13 +43,17 @@
 //       -> (p' T, m' T, v' T)
 //   AdamWStep: as AdamStep, but its last input is decay D? = 1 - lr weight_decay
 //     These four follow torch.optim; g is first multiplied by `scale`, the coefficient of clipping.
+//   Acos, Acosh, Asin, Asinh, Atan, Atanh, Celu, Cosh, Elu, MaxPool, Selu, Sinh, Tan,
+//   ThresholdedRelu
+//     As ONNX's, on GPUs alone; of MaxPool those of up to three spatial dims and storage_order 0.
 #pragma once
 
 #include "ort_abi.h"
 
 namespace onnxpar {
 
-// Adds the operators to the domain.
-ort::Status* add_kernels(ort::CustomOpDomain* domain);
+// Adds the operators to the domain; those that stand for a standard one only where there is a device:
+// of an operator that is registered onnxruntime expands no function, for want of a kernel either.
+ort::Status* add_kernels(ort::CustomOpDomain* domain, bool has_device);
 
 }  // namespace onnxpar

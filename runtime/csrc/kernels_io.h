@@ -20,10 +20,11 @@ inline constexpr int kInt64 = static_cast<int>(DType::kInt64);
 
 // Shape and type of an output: those of an input, and for some another shape.
 struct Like {
-  enum class Shape { kSame, kScalar, kLoss };
+  enum class Shape { kSame, kScalar, kLoss, kPooled };
   size_t input;
   Shape shape = Shape::kSame;
   bool wide = false;  // 16-bit types become float32
+  int type = kAny;    // where it is not that of the input
 };
 
 struct KernelSpec {
@@ -40,6 +41,7 @@ struct KernelSpec {
   bool optional_outputs;
   // Pairs of input and output that may share memory.
   size_t (*in_place)(int** inputs, int** outputs);
+  // Null where the function that graphs carry does on the host.
   Compute (*make)(const Attributes& attributes, size_t outputs);
   // The same for tensors on a GPU.
   Compute (*make_on_device)(const KernelAttributes& attributes, size_t outputs);
@@ -50,6 +52,7 @@ const std::vector<KernelSpec>& row_kernels();
 const std::vector<KernelSpec>& loss_kernels();
 const std::vector<KernelSpec>& gather_kernels();
 const std::vector<KernelSpec>& update_kernels();
+const std::vector<KernelSpec>& standard_kernels();
 
 template <int... kInputs>
 size_t in_place(int** inputs, int** outputs) {

@@ -233,7 +233,7 @@ ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
       if (ort::Status* status = api().domain_add(domain, &op)) return status;
     }
   }
-  if (ort::Status* status = add_kernels(domain)) return status;
+  if (ort::Status* status = add_kernels(domain, has_device)) return status;
   return api().add_domain(options, domain);
 }
 

@@ -42,6 +42,7 @@ inline constexpr int kDeviceAllocator = 0;  // OrtAllocatorType
 inline constexpr int kLogError = 3;         // OrtLoggingLevel
 inline constexpr int kAttrInt = 1;  // OrtOpAttrType
 inline constexpr int kAttrInts = 2;
+inline constexpr int kAttrFloat = 3;
 inline constexpr int kAttrString = 5;
 
 // The entries of OrtApi in use, typed. The number is the position in the table.
@@ -62,6 +63,7 @@ inline constexpr int kAttrString = 5;
   X(63, symbolic_dims, Status* (*)(const TensorInfo*, const char**, size_t))                    \
   X(65, type_and_shape, Status* (*)(const Value*, TensorInfo**))                                \
   X(69, cpu_memory_info, Status* (*)(int, int, MemoryInfo**))                                   \
+  X(85, attr_float, Status* (*)(const KernelInfo*, const char*, float*))                        \
   X(86, attr_int, Status* (*)(const KernelInfo*, const char*, int64_t*))                        \
   X(87, attr_string, Status* (*)(const KernelInfo*, const char*, char*, size_t*))               \
   X(88, input_count, Status* (*)(const KernelContext*, size_t*))                                \

@@ -135,6 +135,12 @@ std::optional<std::vector<int64_t>> KernelAttributes::integers(const char* name)
   return values;
 }
 
+std::optional<double> KernelAttributes::real(const char* name) const {
+  float value = 0;
+  if (!succeeded(g_api.attr_float(info_, name, &value))) return std::nullopt;
+  return value;
+}
+
 std::string KernelAttributes::node() const {
   size_t size = 0;
   if (!succeeded(g_api.node_name(info_, nullptr, &size)) || size == 0) return {};
@@ -188,6 +194,15 @@ std::optional<std::vector<int64_t>> ShapeAttributes::integers(const char* name) 
   }
   values.resize(bytes / sizeof(int64_t));
   return values;
+}
+
+std::optional<double> ShapeAttributes::real(const char* name) const {
+  const ort::OpAttr* attribute = find(name);
+  if (attribute == nullptr) return std::nullopt;
+  float value = 0;
+  size_t size = 0;
+  check(g_api.read_attr(attribute, ort::kAttrFloat, &value, sizeof(value), &size));
+  return value;
 }
 
 SymbolicTensor inferred_input(const ort::ShapeContext* context, size_t index) {

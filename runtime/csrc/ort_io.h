@@ -52,6 +52,7 @@ class KernelAttributes : public Attributes {
   std::optional<int64_t> integer(const char* name) const override;
   std::optional<std::string> text(const char* name) const override;
   std::optional<std::vector<int64_t>> integers(const char* name) const override;
+  std::optional<double> real(const char* name) const override;
   std::string node() const;
   size_t outputs() const;
 
@@ -65,6 +66,7 @@ class ShapeAttributes : public Attributes {
   std::optional<int64_t> integer(const char* name) const override;
   std::optional<std::string> text(const char* name) const override;
   std::optional<std::vector<int64_t>> integers(const char* name) const override;
+  std::optional<double> real(const char* name) const override;
 
  private:
   const ort::OpAttr* find(const char* name) const;

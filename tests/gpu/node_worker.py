@@ -13,6 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 from onnx import helper
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "kernels"))
 
 from one_node import Attribute, model_of
 
+from onnxpar.ops.standard_functions import STANDARD
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.options import cuda_options
@@ -81,7 +83,7 @@ def _run(
 
 
 def answer(
-    rank: Rank,
+    ranks: Mapping[Queue | None, Rank],
     queue: Queue,
     op: str,
     inputs: Sequence[Array | None],
@@ -95,12 +97,16 @@ def answer(
     With inputs of a `last` run that is made too, and what kernels have met is asked for.
     """
     model = model_of(op, inputs, outputs, attributes)
+    if op in STANDARD:
+        # The CPU has no kernel of ours for it.
+        model.functions.append(ir.to_proto(STANDARD[op].made(22)))
+        model.opset_import[0].version = 22
     feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
     more = {f"i{i}": x for i, x in enumerate(last or ()) if x is not None}
     found: list[list[list[Array]] | str] = []
     for where, times in ((None, 1), (queue, runs)):
         try:
-            found.append(_run(rank, where, model, feeds, times, more))
+            found.append(_run(ranks[where], where, model, feeds, times, more))
         except Exception as error:
             found.append(str(error))
     return found[0], found[1]
@@ -111,13 +117,15 @@ def main() -> None:
     sink = sys.stdout.buffer
     sys.stdout = sys.stderr  # what libraries print is no answer
     queue = Queue(0)
-    with World.threads(1) as world:
+    with World.threads(1) as host, World.threads(1) as device:
+        ranks = {None: host.rank(0), queue: device.rank(0)}
+        ranks[queue].open_device(0, "staged")
         while True:
             try:
                 asked = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            pickle.dump(answer(world.rank(0), queue, **asked), sink)
+            pickle.dump(answer(ranks, queue, **asked), sink)
             sink.flush()
 
 

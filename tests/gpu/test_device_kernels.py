@@ -155,6 +155,103 @@ def test_gelu_far_out(both: Both, op: str) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
 
+# Name, attributes, and the ends of where it is defined.
+STANDARD: list[tuple[str, dict[str, float], float, float]] = [
+    ("Acos", {}, -1, 1),
+    ("Acosh", {}, 1, 9),
+    ("Asin", {}, -1, 1),
+    ("Asinh", {}, -9, 9),
+    ("Atan", {}, -9, 9),
+    ("Atanh", {}, -0.9, 0.9),
+    ("Celu", {"alpha": 0.7}, -9, 9),
+    ("Cosh", {}, -3, 3),
+    ("Elu", {}, -9, 9),
+    ("Elu", {"alpha": 1.5}, -9, 9),
+    ("Selu", {}, -9, 9),
+    ("Selu", {"alpha": 0.5, "gamma": 2.0}, -9, 9),
+    ("Sinh", {}, -3, 3),
+    ("Tan", {}, -1.4, 1.4),
+    ("ThresholdedRelu", {"alpha": 0.25}, -2, 2),
+]
+
+
+def test_standard_operators_of_one_operand(both: Both) -> None:
+    for op, attributes, low, high in STANDARD:
+        for shape in SHAPES:
+            x = np.random.default_rng(9).uniform(low, high, shape).astype(np.float32)
+            (want,), (got,) = both(op, x, **attributes)
+            # Both are within a few units in the last place of a result of at most 30 (10 on most
+            # of the way); where onnxruntime subtracts 1 from a power it errs by a unit of 1.
+            np.testing.assert_allclose(got, want, rtol=16 * UNIT["float32"], atol=8 * 2.0**-24)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(("op", "attributes", "low", "high"), STANDARD, ids=str)
+def test_standard_operators_in_other_types(
+    worker: Process, op: str, attributes: dict[str, float], low: float, high: float, kind: str
+) -> None:
+    # The CPU has no kernels for most: what is wanted is what float32 gives, rounded.
+    x = np.random.default_rng(9).uniform(low, high, (3, 1025)).astype(TYPES[kind])
+    asked, _ = worker.ask(op, [x.astype(np.float32)], attributes, [True])
+    _, found = worker.ask(op, [x], attributes, [True])
+    assert not isinstance(found, str), found
+    assert found[0][0].dtype == (np.float32 if kind == "bfloat16" else TYPES[kind])
+    # As above, the rounding of x to float32 among it: slopes are at most 35 (that of the tangent).
+    error = 64 * 2.0**-24 * (1 + np.abs(asked[0][0].astype(np.float64)))
+    close(found[0][0], asked[0][0], "float32" if kind == "float64" else kind, error)
+
+
+POOLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((2, 3, 9), {"kernel_shape": [3]}),
+    ((2, 3, 8, 7), {"kernel_shape": [2, 3], "strides": [2, 1]}),
+    ((1, 5, 8, 8), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    ((1, 2, 9, 9), {"kernel_shape": [3, 2], "dilations": [2, 3], "pads": [2, 1, 0, 1]}),
+    ((1, 2, 8, 8), {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}),
+    ((1, 2, 5, 5), {"kernel_shape": [2, 2], "strides": [3, 3], "pads": [1] * 4, "ceil_mode": 1}),
+    ((1, 2, 7, 8), {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+    ((1, 2, 7, 8), {"kernel_shape": [4, 4], "strides": [2, 3], "auto_pad": "SAME_LOWER"}),
+    ((1, 2, 7, 8), {"kernel_shape": [3, 3], "strides": [2, 3], "auto_pad": "VALID"}),
+    ((2, 2, 5, 6, 7), {"kernel_shape": [2, 3, 2], "strides": [1, 2, 3]}),
+    ((0, 2, 5, 6), {"kernel_shape": [2, 2]}),
+]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize(("shape", "attributes"), POOLS, ids=str)
+def test_max_pool(
+    both: Both, shape: tuple[int, ...], attributes: dict[str, Any], kind: str
+) -> None:
+    # Few different numbers, so that many windows have their greatest more than once.
+    x = np.random.default_rng(10).integers(-3, 4, shape).astype(TYPES[kind])
+    for outputs in ([True, False], [True, True]):
+        want, got = both("MaxPool", x, outputs=outputs, **attributes)
+        for w, g in zip(want, got, strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_max_pool_in_16_bits(worker: Process, kind: str) -> None:
+    x = normal(11, (2, 3, 9, 8), kind)
+    given = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+    asked, _ = worker.ask("MaxPool", [x.astype(np.float32)], given, [True, True])
+    _, found = worker.ask("MaxPool", [x], given, [True, True])
+    assert not isinstance(found, str), found
+    for want, got in zip(asked[0], found[0], strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_max_pool_that_cannot_be(worker: Process) -> None:
+    x = np.zeros((1, 1, 4, 4), np.float32)
+    for attributes, message in (
+        ({"kernel_shape": [2, 2], "strides": [1]}, "strides has 1 numbers, expected 2"),
+        ({"kernel_shape": [2, 0]}, "kernel_shape has 0, expected at least 1"),
+        ({"kernel_shape": [2, 5]}, "a window of 5 is longer than the dim of size 4"),
+        ({"kernel_shape": [2]}, "expected 1 spatial dims"),
+    ):
+        _, told = worker.ask("MaxPool", [x], attributes, [True, False], runs=1)
+        assert isinstance(told, str) and message in told, told
+
+
 @every_type
 def test_square_sum(both: Both, kind: str) -> None:
     # More tensors than one launch takes, one of several pieces, none of the same alignment.

@@ -27,6 +27,8 @@ FLOAT16, BFLOAT16 = ir.DataType.FLOAT16, ir.DataType.BFLOAT16
         ("", "LayerNormalization", 16, ["float", "float"], ["float"], None),  # onnxruntime's own
         ("", "MaxPool", 21, ["float"], ["float"], None),
         ("", "MaxPool", 22, ["float"], ["float"], "no kernel for it"),  # newer than its kernels
+        ("", "Swish", 24, ["float"], ["float"], None),  # onnxruntime expands it
+        ("", "Celu", 21, ["float"], ["float"], "no kernel for it"),  # the CPU's kernel comes first
     ],
 )
 def test_kernels(
@@ -91,7 +93,7 @@ def test_names_of_types() -> None:
         ("Pad", 21, BFLOAT16, False),
         ("Reshape", 21, BFLOAT16, True),
         ("Where", 21, BFLOAT16, True),
-        ("MaxPool", 22, FLOAT16, False),
+        ("Celu", 21, FLOAT16, False),
     ],
 )
 def test_16_bits_where_the_device_has_a_kernel(
@@ -100,6 +102,24 @@ def test_16_bits_where_the_device_has_a_kernel(
     assert has_kernel_in(op_type, opset, dtype) is expected
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
     assert (half_operands(ir.node(op_type, [x, x]), opset, dtype) is not None) is expected
+
+
+@pytest.mark.parametrize(
+    ("op_type", "opset", "dtype", "expected"),
+    [
+        ("MaxPool", 22, FLOAT16, True),
+        ("MaxPool", 22, BFLOAT16, True),
+        ("MaxPool", 21, BFLOAT16, False),  # ONNX has it since 22
+        ("Dropout", 22, BFLOAT16, True),
+        ("Elu", 22, BFLOAT16, True),
+    ],
+)
+def test_16_bits_where_there_is_another_form(
+    op_type: str, opset: int, dtype: ir.DataType, expected: bool
+) -> None:
+    assert not has_kernel_in(op_type, opset, dtype)
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
+    assert (half_operands(ir.node(op_type, [x]), opset, dtype) is not None) is expected
 
 
 def test_uneven_cuts_become_even_padding() -> None:

@@ -11,7 +11,7 @@ from onnx import helper
 from onnxpar_runtime.library import custom_op_library
 
 Array = np.ndarray
-Attribute = str | int | float
+Attribute = str | int | float | list[int]
 
 
 def session(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
