@@ -22,11 +22,38 @@ g (float[batch, 6] x) => (float[batch, 4] y)
   [product] a = MatMul(x, w)
   [drop] y = Dropout(a, ratio, training)
 }"""
+# Of opset 24 on purpose: Swish needs it, so that the rest cannot be written in opset 21.
+NEWER = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[batch, 4, 8, 8] x) => (float[batch, 4] y)
+  <float[4, 4, 3, 3] k, float[4, 4] w> {
+  [convolution] a = Conv<pads = [1, 1, 1, 1]>(x, k)
+  [unit] b = Elu<alpha = 0.5>(a)
+  [pool] c = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(b)
+  [scaled] d = Selu(c)
+  [cut] e = ThresholdedRelu<alpha = 0.1>(d)
+  [switch] f = SWITCH(e)
+  [drop] h = Dropout(f)
+  [mean] i = ReduceMean<keepdims = 0>(h, axes)
+  [product] y = MatMul(i, w)
+}"""
+
+
+def newer(switch: str) -> ir.Model:
+    text = NEWER.replace("SWITCH", switch).replace(
+        "k, float[4, 4] w>",
+        f"k = {{{', '.join(['0.1'] * 144)}}}, float[4, 4] w = "
+        f"{{{', '.join(['0.2'] * 16)}}}, int64[2] axes = {{2, 3}}>",
+    )
+    return ir.from_onnx_text(text)
 
 
 def small(name: str) -> ir.Model:
     if name == "mlp":
         return mlp.build(image=4, hidden=(12, 8))
+    if name == "lowered":
+        return newer("Tanh")
+    if name == "newer":
+        return newer("Swish")
     if name == "dropout":
         return ir.from_onnx_text(DROPOUT)
     return transformer.build(layers=2, d_model=16, heads=2, vocab=20, max_positions=8)
@@ -47,6 +74,10 @@ def marked(path: Path) -> tuple[set[str], set[str]]:
     [
         ("mlp", None, 1, "dp"),
         ("dropout", None, 4, "dp=2,tp=2"),
+        ("lowered", None, 1, "dp"),
+        ("newer", None, 2, "dp=2"),
+        ("newer", "bfloat16", 1, "dp"),
+        ("lowered", "float16", 1, "dp"),
         ("mlp", "bfloat16", 4, "dp=2,tp=2"),
         ("transformer", None, 4, "dp=2,tp=2"),
         ("transformer", "float16", 1, "dp"),
