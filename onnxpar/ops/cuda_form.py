@@ -4,7 +4,7 @@ A provider that knows an operator only up to some version of its schema has no k
 graph of a newer opset, even where the new version merely admits more types: onnxruntime 1.31 has
 MaxPool, Dropout, Elu and others up to opset 21. So a graph of which all nodes mean the same in an
 older opset is written in that. What still has no kernel is written as an operator of ours, where
-the runtime's library has one.
+the runtime's library has one, or computed in float32, where 16 bits are what is missing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.ops.body import difference
-from onnxpar.ops.cuda import type_name, why_on_host
+from onnxpar.ops.cuda import type_name, why_no_kernel, why_on_host
 from onnxpar.ops.standard_functions import stands_for
 
 _OLDEST = 21
@@ -32,10 +32,12 @@ class CudaForm:
     Attributes:
         opset: Version of the default domain.
         ours: The nodes that are written as operators of the domain `onnxpar`.
+        wide: The nodes whose operands and results of 16 bits are float32, with casts around them.
     """
 
     opset: int
-    ours: frozenset[ir.Node]
+    ours: frozenset[ir.Node] = frozenset()
+    wide: frozenset[ir.Node] = frozenset()
 
 
 def cuda_form(nodes: Iterable[ir.Node], opset: int) -> CudaForm:
@@ -53,11 +55,35 @@ def cuda_form(nodes: Iterable[ir.Node], opset: int) -> CudaForm:
         found = _lacking(standard, version)
         if len(found) < len(lacking):
             best, lacking = version, found
-    return CudaForm(best, frozenset(filter(stands_for, lacking)))
+    ours = frozenset(filter(stands_for, lacking))
+    rest = (node for node in lacking if node not in ours)
+    return CudaForm(best, ours, frozenset(node for node in rest if _is_wider(node, best)))
 
 
 def _lacking(nodes: Sequence[ir.Node], opset: int) -> list[ir.Node]:
     return [node for node in nodes if why_on_host(node, opset) is not None]
+
+
+def is_narrow(value: ir.Value | None) -> bool:
+    """Whether a value has floats of 16 bits, all of which float32 has too."""
+    return value is not None and value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def _is_wider(node: ir.Node, opset: int) -> bool:
+    """Whether a node has a kernel in float32 where it has none in 16 bits."""
+    if not any(map(is_narrow, (*node.inputs, *node.outputs))):
+        return False
+    if any(a.name in _SAYS_TYPE or a.type in _BODIES for a in node.attributes.values()):
+        return False
+    inputs, outputs = (
+        ["float" if is_narrow(v) else type_name(v.type) if v else None for v in values]
+        for values in (node.inputs, node.outputs)
+    )
+    return why_no_kernel("", node.op_type, opset, inputs, outputs) is None
+
+
+_SAYS_TYPE = ("dtype", "output_dtype", "stash_type", "to")
+_BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def _is_same(node: ir.Node, given: int, wanted: int) -> bool:

@@ -16,7 +16,7 @@ from onnxpar.analysis.graph import read_by
 from onnxpar.analysis.host import HOST, LAYER, host_nodes, is_small
 from onnxpar.errors import ArtifactError
 from onnxpar.mesh import Mesh
-from onnxpar.ops.cuda_form import CudaForm, cuda_form
+from onnxpar.ops.cuda_form import CudaForm, cuda_form, is_narrow
 from onnxpar.ops.functions import FUNCTIONS
 from onnxpar.ops.standard_functions import STANDARD, put
 from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX
@@ -26,6 +26,7 @@ from onnxpar.passes.weight_layout import WeightLayout, layout
 from onnxpar.sharding import split
 
 DOMAIN_VERSION = 1
+WIDE = int(ir.DataType.FLOAT)
 _SHAPE_SIZE = 64
 _SCALES = 8
 """Numbers of a Resize's scales at most, one a dim."""
@@ -231,7 +232,7 @@ def _form(pm: PartitionedModel, nodes: Sequence[ir.Node]) -> CudaForm:
     A model with functions of its own keeps its opset, which they are of.
     """
     if pm.source.functions:
-        return CudaForm(pm.builder.opset, frozenset())
+        return CudaForm(pm.builder.opset)
     return cuda_form(nodes, pm.builder.opset)
 
 
@@ -240,27 +241,51 @@ def _put_nodes(
 ) -> Iterator[tuple[int, ir.Node]]:
     outputs = {item.local for item in pm.outputs} | {item.local for item in pm.handed_out}
     on_host = host_nodes(pm.builder.nodes, _given_to_host(pm))
-    for index, node in enumerate(pm.builder.nodes):
-        proto = graph.node.add()
+    for node in pm.builder.nodes:
+        proto = onnx.NodeProto()
         ir.serde.serialize_node_into(proto, node)
-        _put_ours(proto, node, form)
         _put_metadata(proto, _layouts(pm, node))
         if node in on_host:
             _put_metadata(proto, {LAYER: HOST})
+        graph.node.extend(_formed(proto, node, form))
         for value in node.outputs:
             if value not in outputs and value.name and value.type is not None:
                 ir.serde.serialize_value_into(graph.value_info.add(), value)
         if "atoms" in node.meta:
-            yield index, node
+            yield len(graph.node) - 1, node
 
 
-def _put_ours(proto: onnx.NodeProto, node: ir.Node, form: CudaForm) -> None:
-    """Writes a node, and those of its bodies, as operators of ours where the form says so."""
+def _formed(proto: onnx.NodeProto, node: ir.Node, form: CudaForm) -> list[onnx.NodeProto]:
+    """Returns what is written for a node, whose bodies are changed: itself, casts around it."""
+    for name, body in bodies_of(node).items():
+        inner = _attribute(proto, name).g.node
+        made = [_formed(p, n, form) for p, n in zip(inner, body, strict=True)]
+        del inner[:]
+        for nodes in made:
+            inner.extend(nodes)
     if node in form.ours:
         put(proto, form.opset, DOMAIN)
-    for name, body in bodies_of(node).items():
-        for inner, source in zip(_attribute(proto, name).g.node, body, strict=True):
-            _put_ours(inner, source, form)
+    if node not in form.wide:
+        return [proto]
+    before, after = [], []
+    for index in _narrow(node.inputs):
+        wide = f"{proto.name}/wide.{index}"
+        before.append(_cast(wide, proto.input[index], wide, WIDE))
+        proto.input[index] = wide
+    for index in _narrow(node.outputs):
+        name, wide = proto.output[index], f"{proto.name}/wide:{index}"
+        if name:
+            after.append(_cast(wide, wide, name, int(node.outputs[index].dtype or WIDE)))
+            proto.output[index] = wide
+    return [*before, proto, *after]
+
+
+def _narrow(values: Sequence[ir.Value | None]) -> list[int]:
+    return [index for index, value in enumerate(values) if is_narrow(value)]
+
+
+def _cast(name: str, x: str, y: str, to: int) -> onnx.NodeProto:
+    return onnx.helper.make_node("Cast", [x], [y], name=name, to=to)
 
 
 def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:

@@ -1,11 +1,13 @@
 """In which opset, and as what, graphs are written so that CUDA has kernels for their nodes."""
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx import shape_inference
+from onnx.reference import ReferenceEvaluator
 
 from onnxpar.analysis.device import device_data
 from onnxpar.ops.cuda_form import cuda_form
@@ -70,6 +72,43 @@ def test_forms(opset: int, inputs: str, body: str, expected: int, ours: tuple[st
     nodes = list(graph(opset, inputs, body))
     form = cuda_form(nodes, opset)
     assert (form.opset, sorted(n.op_type for n in form.ours)) == (expected, sorted(ours))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "body", "wide"),
+    [
+        ("bfloat16[2,3] x", "z = Greater(x, x) y = Cast<to = 1>(z)", ["Greater"]),
+        ("bfloat16[2,3] x", "z = Clip(x) y = Add(z, z)", ["Clip"]),
+        ("bfloat16[2,3] x", "y = ReduceMax(x)", ["ReduceMax"]),
+        ("bfloat16[2,3] x, int64[4] p", "y = Pad(x, p)", ["Pad"]),
+        ("bfloat16[2,3] x", "y = Elu(x)", []),  # ours
+        ("bfloat16[2,3] x", "y = Hardmax(x)", []),  # of no type
+        ("int8[2,3] x", "y = Equal(x, x)", []),
+    ],
+)
+def test_what_has_kernels_in_float32_alone(inputs: str, body: str, wide: list[str]) -> None:
+    form = cuda_form(list(graph(24, inputs, body)), 24)
+    assert [n.op_type for n in form.wide] == wide
+
+
+def test_casts_around_a_node_without_a_kernel_in_16_bits() -> None:
+    source = """<ir_version: 10, opset_import: ["" : 21]>
+    g (bfloat16[2,6] x, bool more) => (bfloat16[2,6] y, bfloat16[2] w) {
+      z = Add(x, x) w = ReduceMax<keepdims = 0>(x, last)
+      y = If(more) <
+        then_branch = then () => (bfloat16[2,6] p) { p = Clip(z, low) },
+        else_branch = other () => (bfloat16[2,6] q) { q = Identity(z) } >
+    }"""
+    constants = "<int64[1] last = {1}, bfloat16 low = {0}>"
+    proto = emitted(source.replace("w) {", f"w) {constants} {{"))
+    onnx.checker.check_model(proto, full_check=True)
+    model = ir.from_proto(proto)
+    assert device_data({"model": model})["programs"]["model"]["fallbacks"] == []
+    x = np.random.default_rng(2).uniform(-1, 1, (2, 6)).astype(ml_dtypes.bfloat16)
+    session = ReferenceEvaluator(proto)
+    y, w = session.run(None, {"x": x, "more": np.array(True)})
+    np.testing.assert_array_equal(y, np.maximum(x + x, 0))
+    np.testing.assert_array_equal(w, x.max(axis=1))
 
 
 def emitted(source: str) -> onnx.ModelProto:
