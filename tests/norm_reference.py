@@ -71,6 +71,17 @@ class SkipSimplifiedLayerNormalization(OpRun):  # type: ignore[misc]
         return total / root * scale, total, total, total
 
 
+class RMSNormalization(OpRun):  # type: ignore[misc]
+    """In the type of its operand; onnx.reference has statistics in float32 only."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+    ) -> tuple[Array]:
+        return SimplifiedLayerNormalization._run(self, x, scale, axis, epsilon)[:1]
+
+
 class SimplifiedLayerNormalization(OpRun):  # type: ignore[misc]
     """Known to onnxruntime only, in ONNX's own domain."""
 
@@ -78,17 +89,16 @@ class SimplifiedLayerNormalization(OpRun):  # type: ignore[misc]
 
     def _run(
         self, x: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
-    ) -> tuple[Array]:
-        square = np.asarray(x) ** 2
+    ) -> tuple[Array, Array]:
         over = tuple(range(axis % x.ndim, x.ndim))
-        return (
-            np.asarray(x / np.sqrt(np.mean(square, axis=over, keepdims=True) + epsilon) * scale),
-        )
+        root = np.sqrt(np.mean(np.asarray(x) ** 2, axis=over, keepdims=True) + epsilon)
+        return np.asarray(x / root * scale), np.asarray(1 / root)
 
 
 OPERATORS = [
     LRN,
     MeanVarianceNormalization,
+    RMSNormalization,
     SimplifiedLayerNormalization,
     SkipLayerNormalization,
     SkipSimplifiedLayerNormalization,

@@ -87,7 +87,12 @@ _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def _is_same(node: ir.Node, given: int, wanted: int) -> bool:
-    """Whether a node of one opset means the same in an older one."""
+    """Whether a node of one opset means the same in an older one.
+
+    Operators of the default domain that ONNX does not know are onnxruntime's, for any opset.
+    """
+    if not onnx.defs.has(node.op_type, max_inclusive_version=given):
+        return True
     if difference(node.op_type, len(node.inputs), list(node.attributes), given, wanted):
         return False
     if wanted < _WINDOWS <= given and node.attributes.get_int("ceil_mode", 0) != 0:

@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
 from onnxpar.errors import ModelError
+from onnxpar.ops.forms import work_dtype
 from onnxpar.ops.functions import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
 from onnxpar.ops.gradient import GradNode
 from onnxpar.passes.builder import DOMAIN
@@ -93,7 +94,7 @@ def rms_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | No
     """Returns the rule of RMSNormalization (Zhang & Sennrich, 2019).
 
     With x̂ = x · inverse and g = dy · scale: dx = inverse (g - x̂ mean(g x̂)) and dscale = Σ dy x̂ over
-    the leading dims.
+    the leading dims. The inverse is that of the forward node, which gives it as a further output.
     """
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -102,20 +103,51 @@ def rms_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | No
                 f"node {node.view.name!r} ({node.view.node.op_type}): the loss depends on its "
                 "inverse deviation, for which there is no gradient"
             )
-        x, scale = node.input(0), node.input(1)
-        assert x.dtype is not None and scale.dtype is not None
-        dy = node.builder.cast(node.cotangent(), x.dtype)
-        over = axes(node.view)
-        g = node.op("Mul", dy, node.builder.cast(scale, x.dtype)) if node.wants(0) else None
-        pulled = pull_back(node, x, g, over, centre=False)
-        result: list[ir.Value | None] = [pulled.dx, None]
+        scale, over = node.input(1), axes(node.view)
+        dtype = node.input(0).dtype
+        assert dtype is not None and scale.dtype is not None
+        wide = work_dtype(dtype)
+        x, dy = (node.builder.cast(v, wide) for v in (node.input(0), node.cotangent()))
+        normal, inverse = _normal_by_inverse(node, x, over)
+        result: list[ir.Value | None] = [None, None]
+        if node.wants(0):
+            g = node.op("Mul", dy, node.builder.cast(scale, wide))
+            both = node.builder.reduce("ReduceMean", node.op("Mul", g, normal), over, keepdims=True)
+            rest = node.op("Sub", g, node.op("Mul", normal, both))
+            result[0] = node.builder.cast(node.op("Mul", rest, inverse), dtype)
         if node.wants(1):
-            along = node.unbroadcast(node.op("Mul", dy, pulled.normal), 1)
+            along = node.unbroadcast(node.op("Mul", dy, normal), 1)
             result[1] = node.builder.cast(along, scale.dtype)
         return result
 
     gradient.__doc__ = rms_norm_gradient.__doc__
     return gradient
+
+
+_WITH_INVERSE = "SimplifiedLayerNormalization"
+"""The name of RMSNormalization in onnxruntime, which gives the inverse deviation, too."""
+
+
+def _normal_by_inverse(
+    node: GradNode, x: ir.Value, over: Sequence[int]
+) -> tuple[ir.Value, ir.Value]:
+    """Returns x̂ and the inverse root of the mean square, saved by the forward node if it can.
+
+    It cannot where its statistics are narrower than x, nor where RMSNormalization broadcasts its
+    scale: onnxruntime's operator need not.
+    """
+    view, build = node.view, node.builder
+    stash = ir.DataType(view.attr("stash_type", 1))
+    named = view.node.op_type == _WITH_INVERSE
+    if x.dtype == stash and (named or _is_plain(node, over)):
+        view.node.op_type = _WITH_INVERSE
+        kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
+        inverse = node.further_output(1, stash, kept)
+        return node.op("Mul", x, inverse), inverse
+    square = build.reduce("ReduceMean", node.op("Mul", x, x), over, keepdims=True)
+    epsilon = node.number(float(view.attr("epsilon", 1e-5)), x)
+    inverse = node.op("Reciprocal", node.op("Sqrt", node.op("Add", square, epsilon)))
+    return node.op("Mul", x, inverse), inverse
 
 
 @dataclass(frozen=True)
@@ -131,9 +163,7 @@ class Pulled:
     dx: ir.Value | None
 
 
-def pull_back(
-    node: GradNode, x: ir.Value, g: ir.Value | None, axes: Sequence[int], *, centre: bool = True
-) -> Pulled:
+def pull_back(node: GradNode, x: ir.Value, g: ir.Value | None, axes: Sequence[int]) -> Pulled:
     """Emits x̂ = (x - mean) · inverse over `axes` anew, and the cotangent of x from that of x̂.
 
     Args:
@@ -141,12 +171,9 @@ def pull_back(
         x: What is normalised.
         g: The cotangent of x̂, if that of x is wanted.
         axes: The axes that statistics run over.
-        centre: Whether the mean is taken off.
     """
     build = node.builder
-    centred = x
-    if centre:
-        centred = node.op("Sub", x, build.reduce("ReduceMean", x, axes, keepdims=True))
+    centred = node.op("Sub", x, build.reduce("ReduceMean", x, axes, keepdims=True))
     square = node.op("Mul", centred, centred)
     variance = build.reduce("ReduceMean", square, axes, keepdims=True)
     epsilon = node.number(float(node.view.attr("epsilon", 1e-5)), x)
@@ -157,8 +184,7 @@ def pull_back(
         return Pulled(normal, None)
     mean_both = build.reduce("ReduceMean", node.op("Mul", g, normal), axes, keepdims=True)
     rest = node.op("Sub", g, node.op("Mul", normal, mean_both))
-    if centre:
-        rest = node.op("Sub", rest, build.reduce("ReduceMean", g, axes, keepdims=True))
+    rest = node.op("Sub", rest, build.reduce("ReduceMean", g, axes, keepdims=True))
     return Pulled(normal, node.op("Mul", rest, inverse))
 
 
