@@ -22,6 +22,7 @@ from onnxpar.ops.forms import (
     normal_axis,
     reduce,
     reduced,
+    written_out,
 )
 from onnxpar.ops.gradients.search import top_k_gradient
 from onnxpar.ops.local import LocalNode
@@ -67,6 +68,11 @@ def hardmax_rule(view: NodeView) -> OpRule:
         return parse_rule(f"{text} -> {text}" + (f"; whole: {' '.join(joint)}" if joint else ""))
     axis = normal_axis(view, view.attr("axis", -1), len(names))
     return parse_rule(f"{text} -> {text}; special: {names[axis]}")
+
+
+def _hardmax_axes(view: NodeView) -> tuple[int, ...]:
+    """The axis that is searched, where it is one."""
+    return (int(view.attr("axis", -1)),) if view.opset >= 13 else ()
 
 
 def hardmax_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -245,7 +251,7 @@ DEFS = (
         "Hardmax",
         1,
         hardmax_rule,
-        copy_or(hardmax_local),
+        written_out(hardmax_local, _hardmax_axes),
         gradient=NotDifferentiable("constant between its steps"),
     ),
     OpDef(

@@ -30,7 +30,7 @@ struct Window {
   Index before[kSpace] = {0, 0, 0};
 };
 
-Compute max_pool(const Attributes& attributes, size_t outputs) {
+Compute max_pool(const KernelAttributes& attributes, size_t outputs) {
   const PoolWindows windows(attributes);
   if (windows.space() > kSpace) {
     throw std::invalid_argument("kernel_shape has " + std::to_string(windows.space()) +
@@ -59,29 +59,29 @@ Compute max_pool(const Attributes& attributes, size_t outputs) {
 }
 
 template <const char* kKernel>
-Compute plain(const Attributes&, size_t) {
+Compute plain(const KernelAttributes&, size_t) {
   return elementwise(kKernel);
 }
 
-double real(const Attributes& attributes, const char* name, double otherwise) {
+double real(const KernelAttributes& attributes, const char* name, double otherwise) {
   return attributes.real(name).value_or(otherwise);
 }
 
-Compute celu(const Attributes& a, size_t) {
+Compute celu(const KernelAttributes& a, size_t) {
   return elementwise("elementwise_celu", real(a, "alpha", 1));
 }
-Compute elu(const Attributes& a, size_t) {
+Compute elu(const KernelAttributes& a, size_t) {
   return elementwise("elementwise_elu", real(a, "alpha", 1));
 }
-Compute selu(const Attributes& a, size_t) {
+Compute selu(const KernelAttributes& a, size_t) {
   return elementwise("elementwise_selu", real(a, "alpha", 1.67326319217681884765625),
                      real(a, "gamma", 1.05070102214813232421875));
 }
-Compute thresholded_relu(const Attributes& a, size_t) {
+Compute thresholded_relu(const KernelAttributes& a, size_t) {
   return elementwise("elementwise_thresholded_relu", real(a, "alpha", 1));
 }
 
-KernelSpec unary(const char* name, Compute (*make)(const Attributes&, size_t)) {
+KernelSpec unary(const char* name, Compute (*make)(const KernelAttributes&, size_t)) {
   return {name, {kAny}, 0, false, {{0}}, false, in_place<0>, nullptr, make};
 }
 
