@@ -128,22 +128,22 @@ IN_A_BODY = """
     >
 """
 WRITTEN = [
-    ("z = Tanh(x) y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(z)", 21, set()),
-    ("z = Swish(x) y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(z)", 24, {"MaxPool"}),
-    ("z = Swish(x) y = Elu<alpha = 1.5>(z)", 24, {"Elu"}),
-    ("z = Swish(x) y = Selu(z)", 24, {"Selu"}),
-    ("z = Tanh(x) a = Acos(z) y = Sinh(a)", 24, {"Acos", "Sinh"}),
-    ("z = Swish(x) y, m = Dropout(z)", 24, set()),
-    ("z = Swish(x) a = Celu(z) y = Mish(a)", 24, {"Celu"}),
-    ("y = MeanVarianceNormalization(x)", 24, set()),
-    ("y = Mean(x, x, x)", 24, set()),
-    (IN_A_BODY, 24, {"MaxPool"}),
+    ("z = Tanh(x) y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(z)", 21, []),
+    ("z = Swish(x) y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(z)", 24, ["MaxPool"]),
+    ("z = Swish(x) y = Elu<alpha = 1.5>(z)", 24, ["Elu"]),
+    ("z = Swish(x) y = Selu(z)", 24, ["Selu"]),
+    ("z = Tanh(x) a = Acos(z) y = Sinh(a)", 24, ["Acos", "Sinh"]),
+    ("z = Swish(x) y, m = Dropout(z)", 24, []),
+    ("z = Swish(x) a = Celu(z) y = Mish(a)", 24, ["Celu"]),
+    ("y = MeanVarianceNormalization(x)", 24, []),
+    ("y = Mean(x, x, x)", 24, []),
+    (IN_A_BODY, 24, ["MaxPool"]),
 ]
 
 
 @pytest.mark.parametrize(("body", "opset", "ours"), WRITTEN, ids=str)
 def test_what_is_written_computes_the_same_and_leaves_nothing_to_the_host(
-    body: str, opset: int, ours: set[str]
+    body: str, opset: int, ours: list[str]
 ) -> None:
     source = text(24, X, body)
     proto = emitted(source)
@@ -151,8 +151,9 @@ def test_what_is_written_computes_the_same_and_leaves_nothing_to_the_host(
     model = ir.from_proto(proto)
     assert model.opset_imports[""] == opset
     nodes = every_node(model.graph)
-    assert {n.op_type for n in nodes if n.domain == "onnxpar"} == ours
-    assert {name for _, name, _ in model.functions} == ours <= set(STANDARD)
+    assert sorted({n.op_type for n in nodes if n.domain == "onnxpar"}) == ours
+    assert sorted(name for _, name, _ in model.functions) == ours
+    assert set(ours) <= set(STANDARD)
     assert device_data({"model": model})["programs"]["model"]["fallbacks"] == []
     x = np.random.default_rng(1).uniform(-1, 1, (2, 3, 8, 8)).astype(np.float32)
     want, got = (
