@@ -38,6 +38,7 @@ from onnxpar.passes.closure import (
 )
 from onnxpar.passes.expand import expand_unknown, inline_functions
 from onnxpar.passes.nodes import check_inferred, check_operators
+from onnxpar.strategy.annotation import METADATA
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 
 MIN_OPSET = 7
@@ -167,6 +168,7 @@ def normalise(model: ir.Model) -> ir.Model:
         node.name = _name(node)
     # They are of the whole model, and have been read.
     model.device_configurations = ()
+    model.metadata_props.pop(METADATA, None)
     for node in model.graph.all_nodes():
         node.device_configurations = ()
     check_operators(model, opset)

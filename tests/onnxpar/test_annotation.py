@@ -44,6 +44,10 @@ def round_trip(tmp_path: Path, path: Path, strategy: Any, devices: int | None = 
     assert first.read_bytes() == second.read_bytes()
     want = report(path, strategy, tmp_path / "by_strategy", devices=devices)
     assert report(first, None, tmp_path / "by_annotation") == want
+    graphs = sorted((tmp_path / "by_strategy").glob("*.onnx"))
+    assert graphs
+    for graph in graphs:
+        assert (tmp_path / "by_annotation" / graph.name).read_bytes() == graph.read_bytes()
     assert done.differing == ()
     return done
 
