@@ -24,6 +24,7 @@ from onnxpar.analysis.search.find import LEVELS
 from onnxpar.artifacts import write
 from onnxpar.errors import CallError, ModelError, OnnxparError, StrategyError
 from onnxpar.passes.callable import Exportable, Gates, Source, add_gates, source_of, typed
+from onnxpar.passes.load import normalise
 from onnxpar.pipeline import Analysed, analyse, divide
 from onnxpar.strategy import NodeEntry, Strategy, resolve, resolved
 from onnxpar.strategy.decide import search
@@ -365,10 +366,18 @@ class Sharded:
                 ir.DataType.from_numpy(given) if declared is None else declared
                 for given, declared in zip(call.dtypes, self._source.dtypes, strict=True)
             ]
+            if any(shape is None for shape in self._source.shapes):
+                self._check_sizes(call.shapes, types)
             return self._write(folder, dims, types, symbols, values)
 
         program, report = self._runtime.open_program(self.devices, make)
         return Cut(dims, call.dtypes, symbols, report, program)
+
+    def _check_sizes(self, shapes: Sequence[tuple[int, ...]], types: Sequence[ir.DataType]) -> None:
+        """Raises ModelError where sizes of a call do not fit one another: symbols hide that."""
+        model = self._source.make()
+        typed(model, self.inputs, shapes, types)
+        normalise(model)
 
     def _write(
         self,
@@ -390,6 +399,11 @@ class Sharded:
             made=[i for i, e in enumerate(outputs) if e and not any(given.sliced)],
         )
         analysed = analyse(model, symbols)
+        leaving = [analysed.env.shapes.get(v.name or "") for v in analysed.model.graph.outputs]
+        for index, (laid, shape) in enumerate(zip(outputs, leaving, strict=True)):
+            # The rank of what is shaped by data is known to nobody yet.
+            if laid is not None and shape is not None:
+                _check_rank(laid, f"out_strategy[{index}], output {self.outputs[index]!r}", shape)
         strategy = self._strategy(analysed, gates, dims, values)
         seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
         # Slices lie as they are given, which says nothing about the nodes that read them.

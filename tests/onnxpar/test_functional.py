@@ -438,6 +438,22 @@ def test_calls_that_do_not_fit(sharded: Make) -> None:
     assert len(fn.cuts) == 1
 
 
+def test_sizes_that_do_not_fit_one_another_are_told_before_ranks_run(sharded: Make) -> None:
+    """Each is a symbol of its own in the cut, which says nothing of their sizes."""
+    fn = sharded(dense_relu, ((4, 2), None, None))
+    x, weight = numbers(32, 128), numbers(128, 10)
+    with pytest.raises(ModelError, match=r"\(Add\): Incompatible dimensions, .* shape \[32,10\]"):
+        fn(x, weight, numbers(5))
+    assert fn.cuts == []
+
+
+def test_an_out_strategy_of_another_rank_is_told_as_such(sharded: Make) -> None:
+    fn = sharded(dense_relu, ((4, 2), None, None), ((8,),))
+    message = r"^out_strategy\[0\], output 'return_val': expected 2 entries .* \(32, 10\)"
+    with pytest.raises(StrategyError, match=message):
+        fn(numbers(32, 128), numbers(128, 10), numbers(10))
+
+
 def test_a_failed_run_is_cut_again(sharded: Make) -> None:
     @script()
     def rows(x, shape):  # type: ignore[no-untyped-def]
