@@ -4,15 +4,14 @@ import filecmp
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from tempfile import NamedTemporaryFile
 
 import onnx
 from google.protobuf.message import EncodeError
 
 from onnxpar.analysis.plan import Plan
+from onnxpar.artifacts import check_file, new_file
 from onnxpar.errors import ModelError
 from onnxpar.passes.annotate import annotate_proto
 from onnxpar.passes.load import in_memory, read
@@ -70,6 +69,7 @@ def annotate(
             whole or as before then.
     """
     path, out = Path(model), Path(out)
+    check_file(out)
     with blamed_on_model(path):
         proto = read(path)
         strategy = strategy_for(strategy, devices, proto, f"model {str(path)!r}")
@@ -92,11 +92,9 @@ def annotate(
             f"{str(path)!r}: expected a model of less than 2 GiB besides its external files: "
             f"{error}"
         ) from None
-    try:
+    with new_file(out) as name:
         _copy_weights(proto, path.parent, out.parent)
-        _write(out, data)
-    except OSError as error:
-        raise ModelError(f"{str(out)!r}: cannot be written: {error}") from error
+        name.write_bytes(data)
     differing = _differing(plan, again)
     moved = sorted(n for n, part in places.nodes.items() if where.nodes.get(n) != part)
     differing += tuple(name for name in moved if name not in differing)
@@ -161,35 +159,5 @@ def _copy_weights(proto: onnx.ModelProto, source: Path, target: Path) -> None:
                 )
             continue
         new.parent.mkdir(parents=True, exist_ok=True)
-        with _temporary(new) as name:
+        with new_file(new) as name:
             shutil.copyfile(old, name)
-            os.replace(name, new)
-
-
-def _write(out: Path, data: bytes) -> None:
-    with _temporary(out) as name:
-        Path(name).write_bytes(data)
-        os.replace(name, out)
-
-
-class _temporary:
-    """A file beside another that is gone afterwards, unless it was renamed."""
-
-    def __init__(self, beside: Path) -> None:
-        self._beside = beside
-
-    def __enter__(self) -> str:
-        file = NamedTemporaryFile(
-            dir=self._beside.parent, prefix=f".{self._beside.name}.", delete=False
-        )
-        file.close()
-        self._name = file.name
-        # Temporary files are the user's alone; what is written is as open as other files.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(self._name, 0o666 & ~mask)
-        return self._name
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._name)

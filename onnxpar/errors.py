@@ -48,4 +48,4 @@ class ShardingError(OnnxparError):
 
 
 class ArtifactError(OnnxparError):
-    """An output directory that cannot be written, is incomplete, or does not match its manifest."""
+    """Output that cannot be written, or a directory that does not match its manifest."""

@@ -58,7 +58,7 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
                 interrupts.hold()
                 _swap(temporary, out, replaced)
             except OSError as error:
-                raise _cannot_write(out, error) from error
+                raise cannot_write(out, error) from error
         finally:
             interrupts.hold()
             shutil.rmtree(temporary, ignore_errors=True)
@@ -87,7 +87,7 @@ def _may_become(out: Path, force: bool) -> bool:
     try:
         present = {entry.name for entry in os.scandir(out)}
     except OSError as error:
-        raise _cannot_write(out, error) from error
+        raise cannot_write(out, error) from error
     if present and not force:
         raise ArtifactError(
             f"{out}: exists and is not empty; --force replaces an artifact directory"
@@ -151,7 +151,7 @@ def _make_beside(out: Path) -> tuple[Path, int]:
         try:
             temporary.mkdir()
         except OSError as error:
-            raise _cannot_write(out, error) from error
+            raise cannot_write(out, error) from error
         lock = _lock(temporary)
         if lock is not None:
             return temporary, lock
@@ -219,7 +219,8 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _cannot_write(out: Path, error: OSError) -> ArtifactError:
+def cannot_write(out: Path, error: OSError) -> ArtifactError:
+    """Returns what is told of a directory or a file that could not be written, and why."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(f"{out}: the disk is full ({error.strerror}); nothing was written")
     if error.errno == errno.EFBIG:

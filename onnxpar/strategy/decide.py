@@ -25,6 +25,7 @@ from onnxpar.analysis.staged import Split
 from onnxpar.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.program import Program
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.names import check_sizes
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
 from onnxpar.strategy.virtual_stages import assigned
@@ -77,6 +78,8 @@ def settled(strategy: Strategy, program: Program, symbols: Mapping[str, Symbol])
         MachineError: There is no such machine, or its file is malformed.
     """
     if strategy.rest != SEARCH:
+        # They also say where a pipeline is cut.
+        _check_sizes(strategy, program)
         return strategy
     data = decide(replace(strategy, symbols=symbols), program).data
     return replace(
@@ -84,6 +87,10 @@ def settled(strategy: Strategy, program: Program, symbols: Mapping[str, Symbol])
         search=strategy.search,
         recompute=strategy.recompute,
     )
+
+
+def _check_sizes(strategy: Strategy, program: Program) -> None:
+    check_sizes(strategy.search.sizes, program.env.table, f"{strategy.source}: sizes to plan for")
 
 
 def decide(
@@ -112,6 +119,7 @@ def decide(
     Raises:
         OnnxparError: As `settled`.
     """
+    _check_sizes(strategy, program)
     entry = strategy.search
     machine = load_machine(entry.machine)
     limit = machine.memory if entry.memory is None else entry.memory

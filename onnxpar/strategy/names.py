@@ -1,11 +1,12 @@
-"""Names and patterns: nearest names for messages, and which entry holds for which name."""
+"""Names and patterns: nearest names for messages, and which entry holds for which name or size."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from onnxpar.errors import StrategyError
+from onnxpar.errors import StrategyError, SymbolError
+from onnxpar.symbols import SymbolTable
 
 T = TypeVar("T")
 SHOWN = 8
@@ -68,3 +69,26 @@ def match(
         for name in known
         if name in entries or name in found
     }
+
+
+def check_sizes(sizes: Mapping[str, int], table: SymbolTable, where: str) -> None:
+    """Checks sizes to plan for: a plan for others would be one that no run can be.
+
+    Args:
+        sizes: The user's sizes, by symbol.
+        table: The symbols of the model's inputs.
+        where: Where the sizes stand, for messages.
+
+    Raises:
+        StrategyError: No input has such a symbol, or its constraint excludes the size.
+    """
+    for name in sizes:
+        if name not in table:
+            raise StrategyError(
+                f"{where}: expected a symbol of the model's inputs, got {name!r}"
+                f"{nearest(name, table)}"
+            )
+    try:
+        table.check(sizes)
+    except SymbolError as error:
+        raise StrategyError(f"{where}: {error}") from None

@@ -21,7 +21,7 @@ from onnxpar.analysis.propagate import Rules, propagate
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.analysis.shapes import shapes
 from onnxpar.analysis.stages import ONE_PLACE, Places, with_added
-from onnxpar.errors import RuleError, StrategyError
+from onnxpar.errors import RuleError
 from onnxpar.ops.find import find_rules
 from onnxpar.ops.random import stop_dropping
 from onnxpar.ops.running import infer_with_statistics
@@ -34,6 +34,7 @@ from onnxpar.sharding import Sharding
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.decide import settled
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.names import check_sizes
 from onnxpar.strategy.schema import SEARCH
 from onnxpar.symbols import Symbol, dim_str
 from onnxpar.training.buffers import Buffers
@@ -219,10 +220,9 @@ def _micro_batch(
             places=with_added(places, run.added),
         )
 
+    again = strategy.recompute
+    check_sizes(dict(again.sizes), p.env.table, f"{again.where}: 'sizes'")
     sizes = _sizes(strategy)
-    unknown = sorted(set(sizes) - set(p.env.table))
-    if strategy.recompute and unknown:
-        raise StrategyError(f"{strategy.recompute.where}: 'sizes': no symbol {unknown[0]!r}")
     machine = load_machine(strategy.search.machine)
     cost = CostModel(machine, shards.plan.mesh, p.env.table, sizes)
 
@@ -230,7 +230,7 @@ def _micro_batch(
         return held(divided(run), with_added(places, run.added))
 
     whole = Planned(p.model, p.env, p.rules, p.ops, laid.plan)
-    return divided(recomputed(whole, strategy.recompute, Measure(cost, weighed)))
+    return divided(recomputed(whole, again, Measure(cost, weighed)))
 
 
 def _sizes(strategy: Strategy) -> dict[str, int]:

@@ -158,7 +158,9 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
         cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
     with pytest.raises(StrategyError, match=r"expected at most 3 under 'layers'.* got 4"):
         cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, {"layers": 4}))
-    with pytest.raises(StrategyError, match="'sizes': no symbol 'bath'"):
+    with pytest.raises(
+        StrategyError, match=r"'sizes': expected a symbol .*, got 'bath'; nearest: 'batch'"
+    ):
         wanted = {"memory": "200KiB", "sizes": {"bath": 1}}
         cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
 
