@@ -25,6 +25,7 @@ from rich.table import Table
 from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import NodePrice, Price
 from onnxpar.analysis.search.find import GAP, UNLIMITED, Candidate, Told
+from onnxpar.artifacts import check_file, new_file
 from onnxpar.cli.options import AsJson, Devices, OptimizerParallel
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.errors import ModelError, StrategyError
@@ -50,7 +51,7 @@ EXACT = 1e-4
 """A gap that is shown as none."""
 WHOLE = "computed whole"
 """The row of nodes that no device shares with another."""
-_DIGITS = re.compile(r"\d+")
+_DIGITS = re.compile(r"(\d+)")
 
 
 def command(
@@ -107,6 +108,7 @@ def command(
     json_output: AsJson = False,
 ) -> None:
     """Search for a strategy, say why it won, and write it to a file."""
+    check_file(out)
     sizes, constraints = _symbols(symbol or [])
     with blamed_on_model(model):
         proto = read(model)
@@ -135,7 +137,8 @@ def command(
             told=told,
         )
     data = _data(planned, entry)
-    out.write_text(write_strategy(planned.data, _head(planned, entry)), encoding="utf-8")
+    with new_file(out) as file:
+        file.write_text(write_strategy(planned.data, _head(planned, entry)), encoding="utf-8")
     if json_output:
         print(json.dumps(data, indent=1))
         return
@@ -192,10 +195,15 @@ def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:
     constraints = []
     for text in texts:
         match = _SIZE.fullmatch(text)
-        if match is None:
+        if match is not None:
+            sizes[match[1]] = int(match[2])
+        elif ":" in text:
             constraints.append(text)
         else:
-            sizes[match[1]] = int(match[2])
+            raise StrategyError(
+                f"--symbol {text}: expected a size, as in batch=32, or constraints, as in "
+                "batch:divisor=8"
+            )
     return sizes, constraints
 
 
@@ -233,7 +241,8 @@ class Layer:
     """A row of what a run or a micro-batch costs a device.
 
     Attributes:
-        name: Names of its nodes, numbers as `*`; or what it is that no node does.
+        name: Names of its nodes, with `*` for numbers that they differ in; or what it is that no
+            node does.
         strategy: How their operands lie.
         local: The shapes of a node's results on a device.
         nodes: How many there are.
@@ -394,6 +403,8 @@ def _why(planned: Planned) -> str:
             f"{best.name} is best for {AIMS[objective.level]} of what keeps all that is fixed; "
             f"{rival.name}, which does not, takes {ratio:.2f} times as long{more}{proof}."
         )
+    if objective.rank(rival) == objective.rank(best):
+        return f"{best.name} is best for {AIMS[objective.level]}, and so is {rival.name}{proof}."
     return (
         f"{best.name} is best for {AIMS[objective.level]}; the next best is {rival.name}: it takes "
         f"{ratio:.2f} times as long{more}{proof}."
@@ -432,7 +443,10 @@ def _layers(best: Price, plan: Plan) -> list[Layer]:
             s.describe(plan.mesh) for s in chosen.inputs if s is not None and s.rank
         )
         groups.setdefault((_DIGITS.sub("*", node.name), strategy, node.local), []).append(node)
-    found = [_layer(name, strategy, nodes) for (name, strategy, _), nodes in groups.items()]
+    found = [
+        _layer(_common([n.name for n in nodes]), strategy, nodes)
+        for (_, strategy, _), nodes in groups.items()
+    ]
     if whole:
         found.append(replace(_layer(WHOLE, "", whole), local=()))
     rest = (
@@ -441,6 +455,12 @@ def _layers(best: Price, plan: Plan) -> list[Layer]:
         Layer("optimizer", computing=best.updating),
     )
     return [*found, *(row for row in rest if row.computing or row.communication)]
+
+
+def _common(names: list[str]) -> str:
+    """Returns names that are alike but for numbers as one, with `*` for numbers that differ."""
+    parts = zip(*(_DIGITS.split(name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> Layer:

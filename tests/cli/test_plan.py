@@ -60,7 +60,7 @@ def test_shard_carries_out_what_plan_wrote(
     plan = ["plan", str(model), "--strategy", str(fixed), *search, *SIZES, "-o", str(found)]
     assert main([*plan, *(["--loss", loss] if train else [])]) == 0
     shown = capsys.readouterr().out
-    assert "the next best is" in shown or "No other way fits" in shown
+    assert "found is best for speed" in shown
     training = ["--train", "--loss", loss, "--optimizer", "adamw"] if train else []
     by_file = tmp_path / "by_file"
     assert main(["shard", str(model), "--strategy", str(found), "-o", str(by_file), *training]) == 0
@@ -129,6 +129,28 @@ def test_the_rows_of_layers_sum_to_the_plan(
     assert sum(r["communication"] for r in layers) == pytest.approx(best["communicating"])
     names = {row["name"] for row in layers}
     assert {"gradients", "optimizer"} <= names if train else "outputs" in names
+
+
+def test_rows_keep_the_numbers_that_all_their_nodes_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The two products of a feed-forward pair differ in their shapes, those of layers do not."""
+    path = tmp_path / "gpt.onnx"
+    save(transformer.build(transformer.Config(layers=2, d_model=64, heads=4)), path)
+    command = ["plan", str(path), "--devices", "2", *SIZES, "--json"]
+    assert main([*command, "-o", str(tmp_path / "s.yaml")]) == 0
+    rows = {row["name"]: row["nodes"] for row in json.loads(capsys.readouterr().out)["layers"]}
+    assert rows["/layer*/mlp/fc1/MatMul"] == rows["/layer*/mlp/fc2/MatMul"] == 2
+    assert rows["/lm_head/MatMul"] == 1
+
+
+def test_ways_that_are_equally_good_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "two_layer.onnx"
+    save(two_layer.build(), path)
+    assert main(["plan", str(path), "--devices", "2", "-o", str(tmp_path / "s.yaml")]) == 0
+    assert "found is best for speed, and so is dp=2." in capsys.readouterr().out
 
 
 def test_json_has_every_way_with_its_price(
@@ -254,6 +276,16 @@ def test_a_forward_program_runs_once_whatever_its_stages(
         (["--devices", "4", "--memory", "1KiB"], "no strategy fits: the least memory of a device"),
         (["--devices", "4", "--machine", "h1000"], "machine 'h1000': expected a file or one of"),
         ([], "expected a mesh, 'devices' or --devices"),
+        (
+            ["--devices", "4", "--symbol", "bacth=8"],
+            "sizes to plan for: expected a symbol of the model's inputs, got 'bacth'; nearest: 'b",
+        ),
+        (["--devices", "4", "--symbol", "batch=0"], "--symbol: 'batch': expected a number >= 1"),
+        (["--devices", "4", "--symbol", "batch=-1"], "batch=-1: expected a size, as in batch=32"),
+        (
+            ["--devices", "4", "--symbol", "batch=12", "--symbol", "batch:divisor=8"],
+            "symbol 'batch' is 12, which leaves 4 when divided by 8",
+        ),
     ],
 )
 def test_mistakes(
@@ -267,6 +299,38 @@ def test_mistakes(
     assert main(["plan", str(model), *options, "-o", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "annotate"])
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("missing/s.yaml", "its folder {folder}/missing does not exist"),
+        (".", "expected a file to write to, got a directory"),
+    ],
+)
+def test_where_nothing_can_be_written_is_told_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, out: str, message: str
+) -> None:
+    target = tmp_path / out
+    missing = str(tmp_path / "no.onnx")
+    assert main([command, missing, "--strategy", "auto", "--devices", "2", "-o", str(target)]) == 2
+    assert capsys.readouterr().err == (
+        f"onnxpar: error: {target}: {message.format(folder=tmp_path)}\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_strategy_is_written_whole_through_links_and_to_devices(tmp_path: Path) -> None:
+    path, real, link = (tmp_path / name for name in ("m.onnx", "real.yaml", "link.yaml"))
+    onnx.save(onnx.parser.parse_model(CHAIN), path)
+    link.symlink_to(real)
+    command = ["plan", str(path), "--devices", "2", "-o"]
+    assert main([*command, str(link)]) == 0
+    assert link.is_symlink() and "first" in yaml.safe_load(real.read_text())["nodes"]
+    assert main([*command, os.devnull]) == 0
+    assert not Path(os.devnull).is_file()
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, real.name, link.name}
 
 
 CHAIN = """\
