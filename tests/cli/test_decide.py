@@ -201,9 +201,12 @@ def unproved(folder: Path, model: ir.Model, loss: str) -> tuple[Program, Strateg
     save(model, folder / "m.onnx")
     spec = TrainingSpec(parse_loss(loss), parse_optimizer("adamw"))
     wanted = searching(load_strategy("auto", 4))
-    sizes = {"batch": 16, "seq": 64}
+    program = read_program(folder / "m.onnx", {}, spec)
+    sizes = {
+        name: size for name, size in {"batch": 16, "seq": 64}.items() if name in program.env.table
+    }
     entry = wanted.search.model_copy(update={"machine": "cpu", "sizes": sizes})
-    return read_program(folder / "m.onnx", {}, spec), replace(wanted, search=entry)
+    return program, replace(wanted, search=entry)
 
 
 def under(limit: int, wanted: Strategy) -> Strategy:

@@ -85,7 +85,7 @@ class Case:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the model's symbols."""
-        return dict(zip(("batch", "seq"), self.model.shape, strict=False))
+        return dict(zip(("batch", "seq"), self.model.labels, strict=False))
 
     def price(self, program: Program, seeds: Seeds) -> float:
         """Seconds that the cost model gives a step of the plan that follows from seeds."""

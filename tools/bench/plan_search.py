@@ -42,7 +42,9 @@ from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = {"batch": 64, "seq": 64, "target": 48}
+SIZES = {"batch": 64, "seq": 64}
+ALL_SIZES = {**SIZES, "target": 48}
+"""Of all networks; each has some of them."""
 RATIO, HALVING, EXACT, GAP = 1.10, 2.0, 60.0, 0.01
 EXPONENT, LARGEST = 1.1, 30.0
 DEEP = {"gpt2-32": ("gpt2", "32"), "llama-32": ("llama", "32")}
@@ -97,10 +99,12 @@ def zoo() -> list[str]:
     return [*(line.split()[0] for line in listed.stdout.splitlines()), *DEEP, "gpt-7b"]
 
 
-def strategy(algorithm: str, devices: int, machine: str) -> Strategy:
+def strategy(
+    algorithm: str, devices: int, machine: str, sizes: Mapping[str, int] = SIZES
+) -> Strategy:
     """Returns what leaves everything to a search."""
     wanted = searching(load_strategy(f"auto:{algorithm}", devices))
-    entry = wanted.search.model_copy(update={"machine": machine, "sizes": SIZES})
+    entry = wanted.search.model_copy(update={"machine": machine, "sizes": sizes})
     return replace(wanted, search=entry)
 
 
@@ -119,6 +123,7 @@ def compare(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         "| gap | ratio |\n|" + " --- |" * 10
     )
     spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
+    machine = options.machine
     for name in options.zoo or zoo():
         path = exported(name, folder)
         for what, training in (("forward", None), ("training", spec)):
@@ -128,8 +133,8 @@ def compare(options: argparse.Namespace, folder: Path) -> Iterator[str]:
                 label = f"{name} {what}, {devices} devices"
                 begin = f"| {name} | {what} | {nodes} | {devices} |"
                 try:
-                    halved = timed(program, strategy("recursive", devices, options.machine))
-                    exact = timed(program, strategy("ilp", devices, options.machine))
+                    halved = timed(program, strategy("recursive", devices, machine, ALL_SIZES))
+                    exact = timed(program, strategy("ilp", devices, machine, ALL_SIZES))
                 except OnnxparError as error:
                     print(f"{begin} {error} |", flush=True)
                     yield f"{label}: {error}"
