@@ -40,10 +40,10 @@ def new_file(out: Path) -> Iterator[Path]:
                 temporary.unlink()
     except FileNotFoundError as error:
         if target.parent.is_dir():
-            raise cannot_write(out, error) from error
+            raise cannot_write(target, error) from error
         raise ArtifactError(f"{out}: its folder {target.parent} does not exist") from None
     except OSError as error:
-        raise cannot_write(out, error) from error
+        raise cannot_write(target, error) from error
 
 
 def check_file(out: Path) -> None:

@@ -36,6 +36,47 @@ Constraints = Annotated[
         help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
     ),
 ]
+TRAINING = "Training"
+"""Title of the options of training where a command has others."""
+LabelInput = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Input of the model that has the labels. Default: a new input, labels.",
+        rich_help_panel=TRAINING,
+    ),
+]
+IgnoreIndex = Annotated[
+    int | None,
+    typer.Option(
+        help="Label that does not count, for softmax_cross_entropy.", rich_help_panel=TRAINING
+    ),
+]
+Trainable = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        help="Train only these parameters; may be repeated.",
+        rich_help_panel=TRAINING,
+    ),
+]
+Freeze = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        help="Do not train these parameters; may be repeated.",
+        rich_help_panel=TRAINING,
+    ),
+]
+Compute = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE",
+        help="float16 or bfloat16: compute products of a float32 model in it; parameters stay "
+        "float32. bfloat16 runs on CUDA alone.",
+        rich_help_panel=TRAINING,
+    ),
+]
 OptimizerParallel = Annotated[
     int | None,
     typer.Option(

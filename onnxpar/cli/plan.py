@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,11 +27,22 @@ from onnxpar.analysis.plan import Plan
 from onnxpar.analysis.price import NodePrice, Price
 from onnxpar.analysis.search.find import GAP, UNLIMITED, Candidate, Told
 from onnxpar.artifacts import check_file, new_file
-from onnxpar.cli.options import AsJson, Devices, OptimizerParallel
+from onnxpar.cli.options import (
+    TRAINING,
+    AsJson,
+    Compute,
+    Devices,
+    Freeze,
+    IgnoreIndex,
+    LabelInput,
+    OptimizerParallel,
+    Trainable,
+)
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.machine import parse_bytes
 from onnxpar.passes.load import read
+from onnxpar.passes.precision import parse_compute
 from onnxpar.passes.validity import blamed_on_model
 from onnxpar.planning import Planned, plan_strategy, searching
 from onnxpar.strategy import Strategy, strategy_for
@@ -92,11 +104,23 @@ def command(
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(metavar="LOSS", help="Plan training by this loss, as `shard --train`."),
+        typer.Option(
+            metavar="LOSS",
+            help="Plan training by this loss, as `shard --train`.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw or lamb.")
+        str,
+        typer.Option(
+            metavar="NAME", help="sgd, momentum, adam, adamw or lamb.", rich_help_panel=TRAINING
+        ),
     ] = "adamw",
+    label_input: LabelInput = None,
+    ignore_index: IgnoreIndex = None,
+    trainable: Trainable = None,
+    freeze: Freeze = None,
+    compute: Compute = None,
     optimizer_parallel: OptimizerParallel = None,
     stages: Annotated[
         str | None,
@@ -113,9 +137,18 @@ def command(
     with blamed_on_model(model):
         proto = read(model)
     wanted = searching(strategy_for(strategy, devices, proto, f"model {str(model)!r}", AUTO))
+    of_training = {
+        "--label-input": label_input,
+        "--ignore-index": ignore_index,
+        "--trainable": trainable,
+        "--freeze": freeze,
+        "--compute": compute,
+    }
+    stated = {name: value for name, value in of_training.items() if value is not None}
+    if loss is None and (stated or optimizer_parallel is not None):
+        first = next(iter(stated), "--optimizer-parallel")
+        raise ModelError(f"{first}: it is for training; expected --loss as well")
     if optimizer_parallel is not None:
-        if loss is None:
-            raise ModelError("--optimizer-parallel: it is for training; expected --loss as well")
         wanted = wanted.at_level(optimizer_parallel)
     given: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
     try:
@@ -125,7 +158,13 @@ def command(
     entry = _entry(wanted, given, sizes)
     training = None
     if loss is not None:
-        training = TrainingSpec(parse_loss(loss), parse_optimizer(optimizer))
+        training = TrainingSpec(
+            parse_loss(loss, label_input=label_input, ignore_index=ignore_index),
+            parse_optimizer(optimizer),
+            tuple(trainable or ()),
+            tuple(freeze or ()),
+            compute=None if compute is None else parse_compute(compute),
+        )
     with _progress() as told, _uncollected():
         planned = plan_strategy(
             model,
@@ -146,7 +185,7 @@ def command(
     if not console.is_terminal:
         # Names would be cut to fit 80 columns.
         console.width = WIDE
-    training_options = f" --train --loss {loss} --optimizer {optimizer}" if loss else ""
+    training_options = _again(loss, optimizer, stated) if loss is not None else ""
     _print(planned, console)
     console.print(f"written       {out}", markup=False)
     console.print(
@@ -187,6 +226,15 @@ def _progress() -> Iterator[Told]:
             shown.update(task, description=escape(stage), completed=done, total=count or None)
 
         yield told
+
+
+def _again(loss: str, optimizer: str, stated: Mapping[str, Any]) -> str:
+    """The options with which `shard` trains what was planned."""
+    words = ["--train", "--loss", loss, "--optimizer", optimizer]
+    for name, value in stated.items():
+        for one in value if isinstance(value, list) else [value]:
+            words += [name, str(one)]
+    return f" {shlex.join(words)}"
 
 
 def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:

@@ -10,11 +10,17 @@ from rich.markup import escape
 
 from onnxpar.analysis.recompute import AGAIN
 from onnxpar.cli.options import (
+    TRAINING,
+    Compute,
     Constraints,
     Devices,
+    Freeze,
+    IgnoreIndex,
+    LabelInput,
     OptimizerParallel,
     Recompute,
     RecomputeCommunication,
+    Trainable,
 )
 from onnxpar.errors import ModelError, SymbolError
 from onnxpar.passes.precision import parse_compute
@@ -27,7 +33,6 @@ from onnxpar.training.optimizer import StateKind, parse_optimizer
 from onnxpar.training.prepare import TrainingSpec
 
 SHOWN = 5
-TRAINING = "Training"
 
 
 def command(
@@ -68,42 +73,16 @@ def command(
             rich_help_panel=TRAINING,
         ),
     ] = None,
-    label_input: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Input of the model that has the labels. Default: a new input, labels.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    ignore_index: Annotated[
-        int | None,
-        typer.Option(
-            help="Label that does not count, for softmax_cross_entropy.", rich_help_panel=TRAINING
-        ),
-    ] = None,
+    label_input: LabelInput = None,
+    ignore_index: IgnoreIndex = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
             metavar="NAME", help="sgd, momentum, adam, adamw or lamb.", rich_help_panel=TRAINING
         ),
     ] = None,
-    trainable: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Train only these parameters; may be repeated.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    freeze: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Do not train these parameters; may be repeated.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
+    trainable: Trainable = None,
+    freeze: Freeze = None,
     decay: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,15 +95,7 @@ def command(
         list[str] | None,
         typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
     ] = None,
-    compute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE",
-            help="float16 or bfloat16: compute products of a float32 model in it; parameters stay "
-            "float32. bfloat16 runs on CUDA alone.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
+    compute: Compute = None,
     optimizer_parallel: OptimizerParallel = None,
     recompute: Recompute = None,
     recompute_communication: RecomputeCommunication = AGAIN,

@@ -153,6 +153,24 @@ def test_ways_that_are_equally_good_are_called_so(
     assert "found is best for speed, and so is dp=2." in capsys.readouterr().out
 
 
+def test_what_is_frozen_is_planned_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A frozen parameter has no gradient and no moments; `shard` is told what was planned."""
+    path, out = tmp_path / "two_layer.onnx", tmp_path / "s.yaml"
+    save(two_layer.build(inputs=256, hidden=256, outputs=256), path)
+    command = ["plan", str(path), "--devices", "1", "--symbol", "batch=8", "--loss", "mse"]
+    command += ["-o", str(out)]
+    assert main([*command, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["ways"][0]["held_bytes"]
+    frozen = [*command, "--freeze", "matmul1.*"]
+    assert main([*frozen, "--json"]) == 0
+    part = json.loads(capsys.readouterr().out)["ways"][0]["held_bytes"]
+    # Of 256 x 256 numbers of four bytes: a gradient and AdamW's two moments less.
+    assert whole - part == 3 * 256 * 256 * 4
+    assert main(frozen) == 0
+    options = "--train --loss mse --optimizer adamw --freeze 'matmul1.*' -o DIR"
+    assert options in capsys.readouterr().out
+
+
 def test_json_has_every_way_with_its_price(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +289,7 @@ def test_a_forward_program_runs_once_whatever_its_stages(
         (["--devices", "4", "--stages", "3"], "expected numbers that divide the 4 devices, got 3"),
         (["--devices", "4", "--stages", "x"], "--stages: expected a number or auto, got 'x'"),
         (["--devices", "4", "--optimizer-parallel", "1"], "it is for training; expected --loss"),
+        (["--devices", "4", "--freeze", "*"], "--freeze: it is for training; expected --loss"),
         (["--devices", "4", "--algorithm", "magic"], "--algorithm: expected one of recursive, ilp"),
         (["--devices", "4", "--memory", "much"], "--memory: expected a size such as 80GiB"),
         (["--devices", "4", "--memory", "1KiB"], "no strategy fits: the least memory of a device"),
