@@ -88,7 +88,7 @@ void EventHandle::hold(Stream stream) const {
 }
 bool EventHandle::done() const {
   const int result = driver().event_query(event_);
-  if (result == kNotReady) return false;
+  if (result == kNotReady || result == kDeinitialized) return false;
   check(result, "cuEventQuery");
   return true;
 }

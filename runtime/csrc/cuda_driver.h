@@ -22,6 +22,7 @@ using Module = void*;
 using Function = void*;
 
 inline constexpr int kSuccess = 0;
+inline constexpr int kDeinitialized = 4;           // CUDA_ERROR_DEINITIALIZED
 inline constexpr int kNotReady = 600;              // CUDA_ERROR_NOT_READY
 inline constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kEventDisableTiming = 2; // CU_EVENT_DISABLE_TIMING
@@ -125,7 +126,9 @@ class EventHandle {
   void record(Stream stream);
   // What is enqueued on the stream from here on comes after what was recorded last.
   void hold(Stream stream) const;
-  bool done() const;  // throws what the device reports
+  // Throws what the device reports. While the process ends, which takes the driver from threads that
+  // still run, nothing is done any more, and nothing has failed.
+  bool done() const;
   void synchronize() const;
 
  private:

@@ -7,7 +7,8 @@
 namespace onnxpar {
 namespace {
 
-// How long freeing the communicators may take, which waits for the other ranks.
+// How long the end of the communicators is waited for. It may wait for other ranks, and NCCL waits for
+// every CUDA graph that holds calls of a communicator to be freed, also where it is aborted.
 constexpr std::chrono::seconds kPatience{5};
 // How long a call may take from asking whether it may to being in NCCL.
 constexpr std::chrono::milliseconds kBeginning{100};
@@ -15,21 +16,31 @@ constexpr int kNotCapturing = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
 // Frees or aborts communicators, all at once: NCCL waits for what one of them has on the GPU, which
 // may be queued behind a collective of another that only ends when that one is aborted; and ranks
-// may have made their channels in different orders.
+// may have made their channels in different orders. Threads that do not come to an end are left.
 void end_each(const cuda::Device& device, const std::vector<nccl::Comm>& comms,
               int (*end)(nccl::Comm)) {
-  std::vector<std::thread> threads;
+  struct Ending {
+    std::mutex mutex;
+    std::condition_variable over;
+    size_t left = 0;
+  };
+  const auto ending = std::make_shared<Ending>();
+  ending->left = comms.size();
   for (nccl::Comm comm : comms) {
-    threads.emplace_back([&device, comm, end] {
+    std::thread([ending, device, comm, end] {
       try {
         device.adopt_thread();
+        end(comm);
       } catch (const std::exception&) {
-        return;  // the device is gone, and all on it
+        // The device is gone, and all on it.
       }
-      end(comm);
-    });
+      std::lock_guard lock(ending->mutex);
+      --ending->left;
+      ending->over.notify_all();
+    }).detach();
   }
-  for (std::thread& thread : threads) thread.join();
+  std::unique_lock lock(ending->mutex);
+  ending->over.wait_for(lock, kPatience, [&] { return ending->left == 0; });
 }
 
 }  // namespace
@@ -223,14 +234,19 @@ void NcclWatch::end_communicators(std::unique_lock<std::mutex>& lock) {
     return std::all_of(queues_.begin(), queues_.end(),
                        [](const auto& entry) { return entry.second.calling.empty(); });
   });
-  std::vector<nccl::Comm> comms;
-  for (NcclComm* comm : comms_) {
-    if (comm->comm != nullptr) comms.push_back(comm->comm);
-    comm->comm = nullptr;
-  }
+  const std::vector<nccl::Comm> comms = take_communicators();
   lock.unlock();
   end_each(device_, comms, library_.comm_abort);
   lock.lock();
+}
+
+std::vector<nccl::Comm> NcclWatch::take_communicators() {
+  std::vector<nccl::Comm> comms;
+  for (NcclComm* comm : comms_) {
+    const nccl::Comm taken = comm->comm.exchange(nullptr);
+    if (taken != nullptr) comms.push_back(taken);
+  }
+  return comms;
 }
 
 void NcclWatch::close() {
@@ -241,26 +257,7 @@ void NcclWatch::close() {
     wake_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
-  // Freed by another thread, since it may wait for a rank that is gone.
-  struct Freeing {
-    std::mutex mutex;
-    std::condition_variable over;
-    bool done = false;
-  };
-  const auto freeing = std::make_shared<Freeing>();
-  std::vector<nccl::Comm> comms;
-  for (NcclComm* comm : comms_) {
-    if (comm->comm != nullptr) comms.push_back(comm->comm);
-    comm->comm = nullptr;
-  }
-  std::thread([freeing, comms, device = &device_, library = &library_] {
-    end_each(*device, comms, library->comm_destroy);
-    std::lock_guard lock(freeing->mutex);
-    freeing->done = true;
-    freeing->over.notify_all();
-  }).detach();
-  std::unique_lock lock(freeing->mutex);
-  freeing->over.wait_for(lock, kPatience, [&] { return freeing->done; });
+  end_each(device_, take_communicators(), library_.comm_destroy);
 }
 
 }  // namespace onnxpar

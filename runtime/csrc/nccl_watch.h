@@ -77,6 +77,8 @@ class NcclWatch {
   void watch();
   void fail(std::unique_lock<std::mutex>& lock, const std::string& message);
   void end_communicators(std::unique_lock<std::mutex>& lock);
+  // Those that have not ended; the caller ends them.
+  std::vector<nccl::Comm> take_communicators();
   void reap(Queue& queue);
   std::string late(Clock::time_point now);
   std::string waited(const std::string& who) const;

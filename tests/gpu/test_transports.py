@@ -342,6 +342,51 @@ def test_ranks_that_wait_on_the_gpu_are_woken(
         assert all(made[-1] == "CommAbort 0" for made in ranks.values()), dict(ranks)
 
 
+SHUT_DOWN = """
+import os
+import time
+with world(2) as w:
+    def act(rank):
+        run_text(rank, "g (float[n] x) => (float[n] y) { y, t = onnxpar.AllReduce (x) }",
+                 x=np.ones(3, np.float32))
+        os.environ["STANDIN_SHUT_DOWN"] = "1"
+        time.sleep(2)
+        rank.check_device()
+    Team(w).run(act)
+"""
+
+
+def test_a_process_that_ends_is_no_failure_of_the_gpu(program: Program) -> None:
+    """Whoever ends without closing the world: the driver goes while calls are still looked at."""
+    done = program(SHUT_DOWN)
+    assert done.returncode == 0, done.stderr
+
+
+KEPT = """
+with world(2) as w:
+    def act(rank):
+        run_text(rank, "g (float[n] x) => (float[n] y) { y, t = onnxpar.AllReduce (x) }",
+                 x=np.ones(3, np.float32))
+    Team(w).run(act)
+    if ABORTED:
+        w.abort(0, "no more")
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["in order", "aborted"])
+def test_communicators_that_graphs_hold_do_not_hold_up_the_end(
+    program: Program, tmp_path: Path, aborted: bool
+) -> None:
+    """NCCL ends none while a captured CUDA graph has calls of it, not even one that is aborted."""
+    log = tmp_path / "log"
+    more = {"STANDIN_NCCL_KEPT": "1", "STANDIN_LOG": str(log)}
+    done = program(KEPT.replace("ABORTED", str(aborted)), more)
+    assert done.returncode == 0 and done.stdout == "closed\n", done.stderr
+    last = "CommAbort 0" if aborted else "CommDestroy 0"
+    assert all(made[-1] == last for ranks in calls(log).values() for made in ranks.values())
+
+
 def test_processes_end_with_the_message(program: Program) -> None:
     body = """
 import time

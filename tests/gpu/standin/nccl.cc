@@ -8,7 +8,8 @@
 //
 // Environment: STANDIN_NCCL_VERSION (23203), STANDIN_NCCL_FAIL=NAME:N (the N-th call of ncclNAME in
 // this process fails), STANDIN_NCCL_ASYNC=N (from the N-th call on, communicators report a remote
-// error), STANDIN_LOG (a line "nccl" a call, see `note`).
+// error), STANDIN_NCCL_KEPT=1 (a communicator's end never comes, as where a CUDA graph holds it),
+// STANDIN_LOG (a line "nccl" a call, see `note`).
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -113,6 +114,13 @@ int note(const char* name, const Comm* comm, size_t count, const std::string& mo
 void nap() {
   timespec const pause{0, 20000};
   nanosleep(&pause, nullptr);
+}
+
+// NCCL waits here for the CUDA graphs that hold calls of the communicator.
+int end(const char* name, const Comm* comm) {
+  int const result = note(name, comm, 0);
+  while (*setting("STANDIN_NCCL_KEPT") != 0) nap();
+  return result;
 }
 
 template <class Ready>
@@ -405,16 +413,21 @@ int ncclCommInitRankConfig(Comm** made, int size, UniqueId id, int rank, Config*
   return kSuccess;
 }
 
+int ncclCommInitRank(Comm** made, int size, UniqueId id, int rank) {
+  Config config{72, 0xcafebeef, 22700, 1, {}};
+  return ncclCommInitRankConfig(made, size, id, rank, &config);
+}
+
 // Memory is kept: calls of other threads may still look at it.
 int ncclCommDestroy(Comm* comm) {
   if (int const result = usable(comm)) return result;
   comm->ended = true;
-  return note("CommDestroy", comm, 0);
+  return end("CommDestroy", comm);
 }
 int ncclCommAbort(Comm* comm) {
   if (comm->ended.exchange(true)) return error(kInvalidUsage, "a communicator ends twice");
   comm->aborted = true;
-  return note("CommAbort", comm, 0);
+  return end("CommAbort", comm);
 }
 int ncclCommGetAsyncError(Comm* comm, int* result) {
   if (comm->ended) return error(kInvalidUsage, "a communicator is asked after its end");
