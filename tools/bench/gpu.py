@@ -16,8 +16,8 @@
   matrix products would take at the rate of one large product.
 - collectives: AllReduce in a session beside ncclAllReduce itself (tools/bench/gpu_collectives.py).
 
-Exit code: 0; 1 where parity does not hold, or with --check a goal is missed; 3 where there is no
-GPU, and nothing ran.
+Exit code: 0; 1 where parity does not hold or a side of onnxpar's fails, or with --check a goal is
+missed; 3 where there is no GPU, and nothing ran.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from pathlib import Path
 from step import Cuts, Row, SideError, measure
 from step_cases import BATCHES, Job, Side
 
-from onnxpar_runtime.devices import describe, machine, obstacle
+from onnxpar_runtime.devices import SHARES, SHARES_SINCE, describe, machine, obstacle
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 HERE = Path(__file__).resolve().parent
@@ -42,7 +42,6 @@ PARTS = ("parity", "steps", "collectives")
 NOTHING_RAN = 3
 PARITY = 1e-4  # of the loss; rounding grows with training
 EAGER_GOAL, COMPILED_GOAL = 1.0, 1.1
-SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 RANKS = (2, 4)
 
 
@@ -58,9 +57,15 @@ def parity(device: str, cuts: Cuts, quick: bool, tell: Callable[[str], None]) ->
     for model in ("mlp", "gpt"):
         job = Job(model=model, optimizer="adamw", quick=quick)
         for side in sides[1:]:
-            # By pairs: not all that a side needs fits beside all others on one GPU.
-            found = measure([base, side], job, cuts, 1, 0.0)[1]
             name = f"{side.label} {device}"
+            try:
+                # By pairs: not all that a side needs fits beside all others on one GPU.
+                found = measure([base, side], job, cuts, 1, 0.0)[1]
+            except SideError as error:
+                # The others are compared all the same.
+                tell(f"{model:8s} {name:24s} failed: {_last(error)}")
+                wrong.append(f"parity: {model} {name}: failed")
+                continue
             tell(f"{model:8s} {name:24s} {found.difference:12.1e}")
             if not found.difference <= PARITY * found.least:
                 wrong.append(f"parity: {model} {name}: losses differ by {found.difference:.2g}")
@@ -90,8 +95,14 @@ def gemm_rate(device: str, compute: str, quick: bool) -> float:
     return float(done.stdout)
 
 
-def cases(device: str, gpus: int) -> list[tuple[str, str, list[Side]]]:
-    """Returns model, compute type and sides of each table; the first side is the reference."""
+def cases(device: str, gpus: int, shares: bool) -> list[tuple[str, str, list[Side]]]:
+    """Returns model, compute type and sides of each table; the first side is the reference.
+
+    Args:
+        device: `cuda` or `cpu`.
+        gpus: Number of GPUs.
+        shares: Whether NCCL knows ranks that share a GPU.
+    """
 
     def one(system: str, way: str, compute: str) -> Side:
         return Side(system, way, 1, 2, device, compute)
@@ -107,7 +118,7 @@ def cases(device: str, gpus: int) -> list[tuple[str, str, list[Side]]]:
             sides = [one(system, way, compute) for system, way in ways]
             for ranks in RANKS[:1] if gpus < 4 else RANKS:
                 for way in ("dp", "tp"):
-                    for transport in ("nccl", "mpi") if device == "cuda" else ("mpi",):
+                    for transport in ("nccl", "mpi") if gpus >= ranks or shares else ("mpi",):
                         wide = Side("onnxpar", way, ranks, 1, device, compute, transport)
                         sides.append(wide)
             found.append((model, compute, sides))
@@ -115,23 +126,27 @@ def cases(device: str, gpus: int) -> list[tuple[str, str, list[Side]]]:
 
 
 def steps(
-    device: str, gpus: int, cuts: Cuts, quick: bool, rounds: int, tell: Callable[[str], None]
-) -> list[str]:
-    """Times steps; returns which goals do not hold."""
-    if device == "cuda" and gpus == 1:
-        tell("one GPU: several ranks share it, so their steps take longer than one rank's")
-    missed = []
-    rates = {c: gemm_rate(device, c, quick) for _, c, _ in cases(device, gpus)}
+    device: str,
+    tables: Sequence[tuple[str, str, list[Side]]],
+    cuts: Cuts,
+    quick: bool,
+    rounds: int,
+    tell: Callable[[str], None],
+) -> tuple[list[str], list[str]]:
+    """Times the steps of `cases`; returns what failed, and which goals do not hold."""
+    failed, missed = [], []
+    rates = {c: gemm_rate(device, c, quick) for _, c, _ in tables}
     for compute, rate in rates.items():
         tell(f"GEMM {compute or 'float32'}: {rate / 1e12:.2f} TFLOP/s")
     tell(
         f"{'model':8s} {'compute':9s} {'side':18s} {'ms/step':>9s} {'of eager':>9s} "
         f"{'loss diff.':>10s} {'GEMM share':>10s}"
     )
-    for model, compute, sides in cases(device, gpus):
+    for model, compute, sides in tables:
         job = Job(model=model, optimizer="adamw", quick=quick)
         base = sides[0]
         compiled = None
+        told = False  # of the reference
         for side in sides[1:]:
             try:
                 rows = measure([base, side], job, cuts, rounds, 0.05 if quick else 1.0)
@@ -141,13 +156,12 @@ def steps(
                     f"{model:8s} {compute or 'float32':9s} {side.label:18s} failed: {_last(error)}"
                 )
                 if side.system == "onnxpar":
-                    missed.append(f"steps: {model} {compute or 'float32'} {side.label} failed")
+                    failed.append(f"steps: {model} {compute or 'float32'} {side.label} failed")
                 continue
             ideal = products(model, quick) / rates[compute] / side.ranks
-            for row in rows[:1] if side is sides[1] else []:
+            for row in rows[told:]:
                 tell(_line(row, compute, ideal))
-            row = rows[1]
-            tell(_line(row, compute, ideal))
+            told, row = True, rows[1]
             if side.way == "compile":
                 compiled = row.ratio
             if side.system == "onnxpar" and side.ranks == 1:
@@ -162,7 +176,7 @@ def steps(
                             f"steps: {model} {compute or 'float32'}: {ratio:.3f} times PyTorch "
                             f"{name}, at most {goal:.1f} is wanted"
                         )
-    return missed
+    return failed, missed
 
 
 def _line(row: Row, compute: str, ideal: float) -> str:
@@ -179,17 +193,28 @@ def _last(error: SideError) -> str:
 
 
 def collectives(gpus: int, quick: bool, tell: Callable[[str], None]) -> list[str]:
-    """Times AllReduce in sessions beside NCCL's own; returns what does not hold."""
+    """Times AllReduce in sessions beside NCCL's own; returns what failed."""
     ranks = max(2, min(gpus, 8))
     command = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     command += [sys.executable, str(HERE / "gpu_collectives.py"), *(["--quick"] if quick else [])]
-    done = subprocess.run(
-        command, env=mpirun_environment(), capture_output=True, text=True, check=False, timeout=600
+    # Rows that were made before ranks hang or fail are told.
+    process = subprocess.Popen(
+        command, env=mpirun_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    tell(done.stdout.rstrip())
-    if done.returncode:
-        return [f"collectives: failed: {done.stderr.strip().splitlines()[-1:]}"]
-    return []
+    late = ""
+    try:
+        out, errors = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        out, errors = process.communicate()
+        late = " after 600 s"
+    tell(out.rstrip())
+    if process.returncode == 0:
+        return []
+    # What a rank says, which mpirun writes much behind.
+    lines = [line for line in errors.splitlines() if line.strip()]
+    said = [line for line in lines if " | " in line] or lines or ["nothing was said"]
+    return [f"collectives: failed{late}: {said[0]}"]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -216,8 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu":
         print("nothing here runs on a GPU: --device cpu only tries the parts that have a CPU side")
     gpus = len(facts.gpus) if options.device == "cuda" else 0
+    shares = gpus > 0 and facts.nccl >= SHARES_SINCE
     # Ranks of one communicator on one GPU, which NCCL refuses otherwise.
-    os.environ.setdefault(SHARED, "1")
+    os.environ.setdefault(SHARES, "1")
 
     def tell(line: str) -> None:
         print(line, flush=True)
@@ -230,12 +256,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wrong += parity(options.device, cuts, options.quick, tell)
         if "steps" in options.only:
             rounds = 2 if options.quick else options.rounds
-            missed += steps(options.device, gpus, cuts, options.quick, rounds, tell)
-    if "collectives" in options.only and gpus:
-        missed += collectives(gpus, options.quick, tell)
+            if gpus == 1:
+                tell("one GPU: several ranks share it, so their steps take longer than one rank's")
+            tables = cases(options.device, gpus, shares)
+            failed, missed = steps(options.device, tables, cuts, options.quick, rounds, tell)
+            wrong += failed
+    if "collectives" in options.only and (gpus > 1 or shares):
+        wrong += collectives(gpus, options.quick, tell)
     elif "collectives" in options.only:
-        tell("collectives: none without a GPU")
-    for line in (*wrong, *missed):
+        tell("collectives: none without two GPUs, or an NCCL that lets ranks share one")
+    for line in wrong:
+        tell(f"wrong: {line}")
+    for line in missed:
         tell(f"missed: {line}")
     return 1 if wrong or (options.check and missed) else 0
 

@@ -1,0 +1,87 @@
+"""The benches of GPUs run, on libraries that stand in for CUDA, and go on after a failure."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+import gpu
+from step import Cuts, Row, SideError
+from step_cases import Job, Side
+
+BENCH = Path(gpu.__file__).parent
+
+
+def bench(
+    standin: Mapping[str, str], *command: str, **more: str
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **standin, "STANDIN_DEVICES": "2", **more},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_collectives_are_measured(standin_cuda: Mapping[str, str]) -> None:
+    command = str(BENCH / "gpu.py"), "--quick", "--only", "collectives"
+    done = bench(standin_cuda, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^ +(\d+)(?: +[\d.]+){4}$", done.stdout, re.MULTILINE)
+    assert [int(size) for size in rows] == [1 << 10, 1 << 14, 1 << 18]
+    failed = bench(standin_cuda, *command, STANDIN_NCCL_FAIL="AllReduce:40")
+    assert failed.returncode == 1
+    assert re.search(r"wrong: collectives: failed: r\d \| .*NCCL", failed.stdout), failed.stdout
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_products_are_measured(standin_cuda: Mapping[str, str], kind: str) -> None:
+    done = bench(standin_cuda, str(BENCH / "gpu_gemm.py"), "cuda", kind, "64")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
+
+
+def measured(sides: Sequence[Side], job: Job, *_: object) -> list[Row]:
+    """As `step.measure`; tensor parallel and compiled sides fail."""
+    if sides[1].way in ("tp", "compile"):
+        raise SideError("it wrote much\nand then: no memory\n")
+    one = (1.0,)
+    return [Row(job.model, "adamw", side, one, one, one, 0.0, least=1.0) for side in sides]
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cuts:
+    monkeypatch.setattr(gpu, "measure", measured)
+    monkeypatch.setattr(gpu, "gemm_rate", lambda *_: 1e12)
+    return Cuts(tmp_path, quick=True)
+
+
+def test_losses_of_sides_that_run_are_compared(cuts: Cuts) -> None:
+    told: list[str] = []
+    wrong = gpu.parity("cuda", cuts, True, told.append)
+    assert len(wrong) == 4 and all(" tp" in line and "failed" in line for line in wrong)
+    assert sum("failed: and then: no memory" in line for line in told) == 4
+    assert sum(line.endswith(" 0.0e+00") for line in told) == 6  # one, dp2, dp4 of both models
+
+
+def test_steps_of_sides_that_run_are_told(cuts: Cuts) -> None:
+    told: list[str] = []
+    tables = gpu.cases("cuda", 4, shares=False)
+    failed, missed = gpu.steps("cuda", tables, cuts, True, 2, told.append)
+    eager = [line for line in told if "torch one " in line]
+    assert len(eager) == len(tables)  # once each, though the side beside it failed
+    assert len(failed) == 4 * len(tables) and all(" tp" in line for line in failed)
+    assert not missed
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [(1, True), (1, False), (2, False), (4, False)])
+def test_nccl_is_measured_where_it_can_be(gpus: int, shares: bool) -> None:
+    for _, _, sides in gpu.cases("cuda", gpus, shares):
+        nccl = {side.ranks for side in sides if side.transport == "nccl"}
+        assert nccl == {n for n in (2, 4) if gpus >= n or (shares and n == 2)}
