@@ -39,6 +39,8 @@ _MAX_BINDINGS = 8
 _GRAPHS = "cuda.enable_cuda_graph"
 _INITIALIZERS = "session.use_device_allocator_for_initializers"
 _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
+# In its message for a graph of which the host computes a part.
+_NO_CAPTURE = "cannot use the graph capture feature"
 # States that a checkpoint does not hold: they may be overwritten while it is copied.
 _PASSING = ("gradient", "micro_gradient")
 LOSS_WEIGHT = "loss_weight"
@@ -149,13 +151,13 @@ class Loader:
                 "ranks do: it needs --transport nccl"
             )
 
-    def load(self, path: Path, graphs: bool) -> Any:
-        """Returns a session of a rank's graph.
+    def load(self, path: Path, graphs: bool) -> tuple[Any, bool]:
+        """Returns a session of a rank's graph, and whether its runs may be captured.
 
         Args:
             path: The graph.
-            graphs: Whether its runs may be captured; where they may, onnxruntime refuses a graph of
-                which the host computes a part.
+            graphs: Whether they may as far as is known; no graph is captured of which the host
+                computes a part, which only onnxruntime knows.
 
         Raises:
             ArtifactError: onnxruntime refuses the graph.
@@ -189,6 +191,9 @@ class Loader:
             raise
         except Exception as error:
             # onnxruntime has no common base class for what it raises.
+            if graphs and _NO_CAPTURE in str(error):
+                log.warning("%s: is not captured: the host computes a part of it", path)
+                return self.load(path, graphs=False)
             raise ArtifactError(
                 f"{path}: onnxruntime cannot load it: {first_line(error)}"
             ) from None
@@ -199,7 +204,7 @@ class Loader:
                     "option cuda.* may be wrong (onnxruntime says so on stderr)"
                 )
             session.disable_fallback()
-        return session
+        return session, graphs
 
     def run_options(self, graph: int | None) -> Any:
         """Returns how a session is run: on a GPU without waiting for what it enqueues.
@@ -265,8 +270,7 @@ class Executor:
         self.program: Program = manifest.program(program)
         self.rank = loader.rank
         path = manifest.graph_path(program, self.rank.index)
-        self._graphs = loader.graphs and self._repeats()
-        self._session = loader.load(path, self._graphs)
+        self._session, self._graphs = loader.load(path, loader.graphs and self._repeats())
         self._loader, self.queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxpar_runtime.devices import machine, obstacle
+from onnxpar_runtime.devices import SHARES_SINCE, machine, obstacle
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +20,7 @@ STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 256
 # Rounding grows with training; what PyTorch's own CPU and GPU differ by in as many steps is alike.
 TOLERANCE = 1e-4
 STAGES = "stages"
+CAPTURED = ["--ort", "cuda.enable_cuda_graph=1"]
 CUTS = [("dp", 1), ("dp", 2), ("tp", 2), (STAGES, 2), ("dp", 4), ("tp", 4)]
 EXPORTS = {
     "mlp": ["mlp.py", "--hidden", "64", "64"],
@@ -160,10 +161,14 @@ def test_tf32_changes_products_and_only_where_it_is_asked_for(folder: Path) -> N
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", EXPORTS)
-def test_captured_steps_are_equal(folder: Path, model: str) -> None:
-    expected = train(folder, model, "dp", 1, "cuda")
-    captured = train(folder, model, "dp", 1, "cuda", "--ort", "cuda.enable_cuda_graph=1")
+def test_captured_steps_are_equal(folder: Path, model: str, ranks: int) -> None:
+    facts = machine()
+    if ranks > len(facts.gpus) and facts.nccl < SHARES_SINCE:
+        pytest.skip("this NCCL lets no ranks share a GPU, and others are not captured")
+    expected = train(folder, model, "dp", ranks, "cuda")
+    captured = train(folder, model, "dp", ranks, "cuda", *CAPTURED)
     np.testing.assert_allclose(captured, expected, rtol=1e-6)
 
 
@@ -172,17 +177,34 @@ def test_the_comparison_works(folder: Path, axis: str) -> None:
     check_losses(folder, "mlp", axis, 2, "cpu")
 
 
-def test_stages_are_started_on_the_stand_ins_as_on_a_gpu(
-    folder: Path, standin_cuda: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("axis", "options", "word", "count"),
+    [
+        (STAGES, [], "nccl\tSend\t", STEPS * 2 * 2 * 2),  # 4 micro-batches, there and back
+        # The optimizer's steps, on two ranks: the host works out sizes of the training.
+        ("dp", CAPTURED, "graph\t", 2 * (STEPS + 1)),
+    ],
+    ids=["stages", "captured"],
+)
+def test_ranks_are_started_on_the_stand_ins_as_on_a_gpu(
+    folder: Path,
+    standin_cuda: Mapping[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    axis: str,
+    options: Sequence[str],
+    word: str,
+    count: int,
 ) -> None:
     """The losses are none there, but the call is the same, and values go by NCCL."""
     log = tmp_path / "log"
     monkeypatch.setenv("LD_LIBRARY_PATH", standin_cuda["LD_LIBRARY_PATH"])
     monkeypatch.setenv("STANDIN_DEVICES", "2")
     monkeypatch.setenv("STANDIN_LOG", str(log))
-    assert len(train(folder, "mlp", STAGES, 2, "cuda")) == STEPS
-    sends = sum(line.startswith("nccl\tSend\t") for line in log.read_text().splitlines())
-    assert sends == STEPS * 2 * 2 * 2  # 4 micro-batches, there and back
+    assert len(train(folder, "mlp", axis, 2, "cuda", *options)) == STEPS
+    lines = log.read_text().splitlines()
+    assert sum(line.startswith(word) for line in lines) == count
+    assert any(line.startswith("nccl\t") for line in lines)
 
 
 def test_the_profile_is_understood(folder: Path, tmp_path: Path) -> None:
