@@ -110,7 +110,7 @@ leave(found)
     first, second = lines(result.text, 2)
     assert first == second
     for part in (
-        "StrategyError: shard: ",
+        "StrategyError: out_strategy[0], output 'y': expected 2 entries",
         "CallError: input 'x': expected the same element type and shape on all ranks",
         "got float32[4, 32] on rank 0 and float32[5, 32] on rank 1",
         "StrategyError: devices: expected the 2 that mpirun started, got 3",
