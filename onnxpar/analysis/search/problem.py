@@ -261,8 +261,7 @@ class _Builder:
             for c in parts
             for a in c.atoms
         }
-        fixed = self._one(target)
-        return self._one(_Usage(fixed, tuple(sorted(pending))))
+        return self._one(_Usage(self._one(target), tuple(sorted(pending))))
 
     def _one(self, thing: T) -> T:
         """The first of all that are equal."""
@@ -299,7 +298,7 @@ class _Builder:
             self._count(use.item, value.count * seconds[index], value.count * memory[index])
             return
         uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
-        layouts = self._layouts(value, uses) if pin is None else {self._one(pin): pin}
+        layouts = self._layouts(value, uses) if pin is None else [self._one(pin)]
         lying = self._ways_to_lie(value, layouts)
         if not lying:
             return
@@ -308,7 +307,7 @@ class _Builder:
             Variable(value.name, "source", value.count * seconds, value.count * memory)
         )
         here = len(self.variables) - 1
-        self.sources[value.name] = here, tuple(layouts[usage.target] for usage in lying)
+        self.sources[value.name] = here, tuple(usage.target for usage in lying)
         same = tuple(map(id, lying))
         for use, (found, operand) in zip(value.uses, uses, strict=True):
             key = ("source", same, found, operand, value.itemsize, value.trained)
@@ -342,16 +341,15 @@ class _Builder:
         back = self._back(lying.target.with_partial(lying.pending), usage, value)
         return self.weights.communication * seconds + back
 
-    def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> dict[Sharding, Sharding]:
-        """How readers want a value, by the sizes that it has."""
-        layouts: dict[Sharding, Sharding] = {}
+    def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> list[Sharding]:
+        """How readers want a value, each way once."""
+        layouts: dict[Sharding, None] = {}
         for use in dict(zip(uses, value.uses, strict=True)).values():
             for option in self.options[use.item]:
                 wanted_here = option.plan.inputs[use.operand]
                 if wanted_here is not None:
-                    whole = wanted_here.with_partial(())
-                    layouts.setdefault(self._one(whole), whole)
-        return layouts
+                    layouts[self._one(wanted_here.with_partial(()))] = None
+        return list(layouts)
 
     def _read_once(
         self, value: Value, use: Use
