@@ -7,6 +7,7 @@ happened to one rank is printed with its number and ends all of them by MPI_Abor
 
 import logging
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ TRANSPORTS = ("auto", "mpi", "nccl", "threads")
 # Open MPI's mpirun, and the process managers of MPICH's family.
 _RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _INTERRUPTED = 130
+_OWN = re.compile(r"^(?:\x00|-{70,})*((?:r\d+ \||onnxpar: ).*?)(?:-{70,})?$", re.MULTILINE)
 SUPERVISED = "ONNXPAR_SUPERVISED"
 """Set for ranks that a supervisor started."""
 AGREED = 64
@@ -93,6 +95,15 @@ def mpirun_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
         result.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
         result.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
     return result
+
+
+def own_messages(errors: str) -> list[str]:
+    """Returns the lines of mpirun's stderr that are onnxpar's: `r<rank> | …` and `onnxpar: …`.
+
+    mpirun's own reports run into them, by a rule of dashes behind a message, and by the zero byte
+    that ends a report before one.
+    """
+    return _OWN.findall(errors)
 
 
 def guarded(rank: Rank, action: Callable[[], int]) -> int:

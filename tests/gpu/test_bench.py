@@ -40,6 +40,16 @@ def test_collectives_are_measured(standin_cuda: Mapping[str, str]) -> None:
     assert re.search(r"wrong: collectives: failed: r\d \| .*NCCL", failed.stdout), failed.stdout
 
 
+def test_a_rank_is_heard_through_reports_of_mpirun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "mpirun"
+    script.write_text("#!/bin/sh\nprintf 'a | report\\n\\0r1 | no memory\\n' >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(gpu, "find_mpirun", lambda: str(script))
+    assert gpu.collectives(2, True, [].append) == ["collectives: failed: r1 | no memory"]
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_products_are_measured(standin_cuda: Mapping[str, str], kind: str) -> None:
     done = bench(standin_cuda, str(BENCH / "gpu_gemm.py"), "cuda", kind, "64")

@@ -1,7 +1,6 @@
 """Starts mpirun from a test, with a time limit that ends every rank."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages
 
 LIMIT = 90
 """Seconds after which mpirun is killed and the test fails: the cores may be busy."""
@@ -30,11 +29,7 @@ class Outcome:
     @property
     def messages(self) -> list[str]:
         """The lines of stderr that are onnxpar's own."""
-        # prterun writes between a rank's message and its end of line: a rule of dashes, and a zero
-        # byte at the end of what it says of an abort.
-        lines = (re.sub("-{70,}$", "", line.lstrip("\0")) for line in self.err.splitlines())
-        own = ("onnxpar: ", "r0 |", "r1 |", "r2 |", "r3 |")
-        return [line for line in lines if line.startswith(own)]
+        return own_messages(self.err)
 
 
 def start_mpirun(

@@ -17,6 +17,7 @@ from onnxpar_runtime.launch import (
     init,
     mpirun_environment,
     mpirun_place,
+    own_messages,
 )
 from onnxpar_runtime.logs import open_log
 
@@ -54,6 +55,17 @@ def test_environment_as_root(monkeypatch: pytest.MonkeyPatch, user: int, added: 
     environment = mpirun_environment({"A": "b"})
     assert environment["A"] == "b"
     assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in environment) == added
+
+
+def test_own_messages_among_those_of_mpirun() -> None:
+    rule = "-" * 74
+    errors = (
+        f"r1 | no memory{rule}\nMPI_ABORT was invoked on rank 1 | so\n{rule}\n\0r10 | no file\n"
+        f"{rule}r0 | a | b\nonnxpar: warning: r3 | it\nor0 | not this\n\0{rule}\n\0"
+    )
+    expected = ["r1 | no memory", "r10 | no file", "r0 | a | b", "onnxpar: warning: r3 | it"]
+    assert own_messages(errors) == expected
+    assert own_messages(rule) == []
 
 
 def one_rank() -> Rank:

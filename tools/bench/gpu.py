@@ -35,7 +35,7 @@ from step import Cuts, Row, SideError, measure
 from step_cases import BATCHES, Job, Side
 
 from onnxpar_runtime.devices import SHARES, SHARES_SINCE, describe, machine, obstacle
-from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("parity", "steps", "collectives")
@@ -211,9 +211,7 @@ def collectives(gpus: int, quick: bool, tell: Callable[[str], None]) -> list[str
     tell(out.rstrip())
     if process.returncode == 0:
         return []
-    # What a rank says, which mpirun writes much behind.
-    lines = [line for line in errors.splitlines() if line.strip()]
-    said = [line for line in lines if " | " in line] or lines or ["nothing was said"]
+    said = own_messages(errors) or errors.strip().splitlines() or ["nothing was said"]
     return [f"collectives: failed{late}: {said[0]}"]
 
 
