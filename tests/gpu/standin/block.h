@@ -13,16 +13,15 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <tuple>
 #include <utility>
+
+#include "launch.h"
 
 #define __device__
 #define __shared__ static  // one block at a time
 
 namespace standin {
-
-struct Dim3 {
-  unsigned x, y, z;
-};
 
 enum class Wait { kNothing, kWarp, kBlock };
 
@@ -152,15 +151,31 @@ void launch_all(const Kernel& kernel, Dim3 grid, Dim3 block) {
   }
 }
 
+template <class... A>
+class BoundKernel : public Bound {
+ public:
+  BoundKernel(void (*kernel)(A...), Dim3 grid, Dim3 block, const std::tuple<A...>& arguments)
+      : kernel_(kernel), grid_(grid), block_(block), arguments_(arguments) {}
+  void run() override {
+    launch_all([this] { std::apply(kernel_, arguments_); }, grid_, block_);
+  }
+
+ private:
+  void (*const kernel_)(A...);
+  const Dim3 grid_, block_;
+  const std::tuple<A...> arguments_;
+};
+
 template <class... A, size_t... I>
-void launch(void (*kernel)(A...), Dim3 grid, Dim3 block, void** arguments,
+Bound* bind(void (*kernel)(A...), Dim3 grid, Dim3 block, void** arguments,
             std::index_sequence<I...>) {
-  launch_all([&] { kernel(*static_cast<A*>(arguments[I])...); }, grid, block);
+  const std::tuple<A...> values{*static_cast<A*>(arguments[I])...};
+  return new BoundKernel<A...>(kernel, grid, block, values);
 }
 
 template <class... A>
-void launch(void (*kernel)(A...), Dim3 grid, Dim3 block, void** arguments) {
-  launch(kernel, grid, block, arguments, std::index_sequence_for<A...>());
+Bound* bind(void (*kernel)(A...), Dim3 grid, Dim3 block, void** arguments) {
+  return bind(kernel, grid, block, arguments, std::index_sequence_for<A...>());
 }
 
 // The value that the lane `from` of this warp gives.

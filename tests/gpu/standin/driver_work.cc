@@ -5,11 +5,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 
 #include "device.h"
+#include "launch.h"
+#include "streams.h"
 
 extern "C" {
 
@@ -20,14 +22,19 @@ int cudaFree(void* address);
 int cudaHostAlloc(void** address, size_t size, unsigned flags);
 int cudaFreeHost(void* address);
 int cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, void* stream);
-int cudaMemset(void* at, int value, size_t size);
-int cudaStreamCreate(void** stream);
+int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                      size_t height, int kind, void* stream);
+int cudaMemsetAsync(void* at, int value, size_t size, void* stream);
+int cudaStreamCreateWithFlags(void** stream, unsigned flags);
 int cudaStreamDestroy(void* stream);
 int cudaStreamSynchronize(void* stream);
+int cudaStreamWaitEvent(void* stream, void* event, unsigned flags);
 int cudaStreamIsCapturing(void* stream, int* status);
 int cudaThreadExchangeStreamCaptureMode(int* mode);
 int cudaEventCreate(void** event);
 int cudaEventDestroy(void* event);
+int cudaEventRecord(void* event, void* stream);
+int cudaEventQuery(void* event);
 int cudaEventSynchronize(void* event);
 int cudaDeviceGetAttribute(int* value, int attribute, int device);
 }
@@ -40,14 +47,9 @@ constexpr int kNoBinary = 209, kUnsupportedPtx = 222, kNotFound = 500;
 constexpr int kMajor = 75, kMinor = 76;  // attributes: compute capability
 constexpr int kAnyWay = 4;  // cudaMemcpyDefault
 
-struct Dim3 {
-  unsigned x, y, z;
-};
-using Launch = void (*)(Dim3 grid, Dim3 block, void** arguments);
-
 struct Function {
   std::string name;
-  Launch launch;
+  standin::Bind bind;
 };
 
 // A context is the address of a device's place here.
@@ -102,33 +104,33 @@ int cuMemFreeHost(void* address) { return cudaFreeHost(address); }
 int cuMemcpyAsync(void* to, const void* from, size_t size, void* stream) {
   return cudaMemcpyAsync(to, from, size, kAnyWay, stream);
 }
-int cuMemcpy2DAsync_v2(const Copy2D* copy, void*) {
+int cuMemcpy2DAsync_v2(const Copy2D* copy, void* stream) {
   constexpr size_t kMaxPitch = 0x7fffffff;
   if (copy->source_pitch > kMaxPitch || copy->target_pitch > kMaxPitch) return kInvalidValue;
-  StandinAccess access;
-  for (size_t row = 0; row < copy->height; ++row) {
-    memcpy(static_cast<char*>(copy->target) + row * copy->target_pitch,
-           static_cast<const char*>(copy->source) + row * copy->source_pitch, copy->width);
-  }
-  return kSuccess;
+  return cudaMemcpy2DAsync(copy->target, copy->target_pitch, copy->source, copy->source_pitch,
+                           copy->width, copy->height, kAnyWay, stream);
 }
-int cuMemsetD8Async(void* at, unsigned char value, size_t size, void*) {
-  return cudaMemset(at, value, size);
+int cuMemsetD8Async(void* at, unsigned char value, size_t size, void* stream) {
+  return cudaMemsetAsync(at, value, size, stream);
 }
 
-int cuStreamCreate(void** stream, unsigned) { return cudaStreamCreate(stream); }
+int cuStreamCreate(void** stream, unsigned flags) {
+  return cudaStreamCreateWithFlags(stream, flags);
+}
 int cuStreamDestroy_v2(void* stream) { return cudaStreamDestroy(stream); }
 int cuStreamSynchronize(void* stream) { return cudaStreamSynchronize(stream); }
-int cuStreamWaitEvent(void*, void*, unsigned) { return kSuccess; }
+int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  return cudaStreamWaitEvent(stream, event, flags);
+}
 int cuStreamIsCapturing(void* stream, int* status) { return cudaStreamIsCapturing(stream, status); }
 int cuThreadExchangeStreamCaptureMode(int* mode) {
   return cudaThreadExchangeStreamCaptureMode(mode);
 }
 int cuEventCreate(void** event, unsigned) { return cudaEventCreate(event); }
 int cuEventDestroy_v2(void* event) { return cudaEventDestroy(event); }
-int cuEventRecord(void*, void*) { return kSuccess; }
-int cuEventQuery(void*) {
-  return getenv("STANDIN_SHUT_DOWN") != nullptr ? kDeinitialized : kSuccess;
+int cuEventRecord(void* event, void* stream) { return cudaEventRecord(event, stream); }
+int cuEventQuery(void* event) {
+  return getenv("STANDIN_SHUT_DOWN") != nullptr ? kDeinitialized : cudaEventQuery(event);
 }
 int cuEventSynchronize(void* event) { return cudaEventSynchronize(event); }
 
@@ -152,9 +154,9 @@ int cuModuleLoadData(void** module, const void* image) {
 }
 int cuModuleUnload(void*) { return kSuccess; }
 int cuModuleGetFunction(void** function, void* module, const char* name) {
-  void* entry = dlsym(module, (std::string("standin_launch_") + name).c_str());
+  void* entry = dlsym(module, (std::string("standin_bind_") + name).c_str());
   if (entry == nullptr) return kNotFound;
-  *function = new Function{name, reinterpret_cast<Launch>(entry)};
+  *function = new Function{name, reinterpret_cast<standin::Bind>(entry)};
   return kSuccess;
 }
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
@@ -163,9 +165,13 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   static std::mutex one_at_a_time;
   const Function& kernel = *static_cast<Function*>(function);
   standin_log("launch", "%s\t%p", kernel.name.c_str(), stream);
-  std::lock_guard<std::mutex> lock(one_at_a_time);
-  StandinAccess access;
-  kernel.launch({grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments);
-  return kSuccess;
+  // The arguments are the caller's again when this returns.
+  std::shared_ptr<standin::Bound> bound(
+      kernel.bind({grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments));
+  return standin::enqueue(stream, [bound] {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    StandinAccess access;
+    bound->run();
+  });
 }
 }

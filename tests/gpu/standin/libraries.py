@@ -33,7 +33,7 @@ class Library:
 
 RUNTIME = "libcudart.so.13"
 LIBRARIES = (
-    Library(RUNTIME, sources=("cudart.cc",)),
+    Library(RUNTIME, sources=("cudart.cc", "memory.cc", "streams.cc")),
     Library("libcublas.so.13", sources=("cublas.cc",)),
     Library("libcublasLt.so.13", sources=("cublaslt.cc",)),
     Library("libcurand.so.10", "curand"),

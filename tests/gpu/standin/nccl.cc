@@ -1,10 +1,11 @@
 // NCCL without GPUs: ranks are threads or processes, data moves through a file in memory that the
-// ranks of a communicator share, named by its id. A call is carried out at once, so one that waits for
-// other ranks on a GPU waits here in the call.
+// ranks of a communicator share, named by its id. A call is work on its stream, which waits there for the
+// other ranks: in the call where the stand-ins do all at once, else on the device. In the call it waits
+// as NCCL does, the first time that ranks meet, to connect them (NCCL_RUNTIME_CONNECT).
 //
 // As strict as NCCL, and stricter: ranks of a communicator that call different collectives, of other
 // sizes, types or roots, are an error; so are communicators after their end, a send without its receive
-// in the group, and device memory that is none.
+// in the group, and device memory that is none. What is found on the device ncclCommGetAsyncError tells.
 //
 // Environment: STANDIN_NCCL_VERSION (23203), STANDIN_NCCL_FAIL=NAME:N (the N-th call of ncclNAME in
 // this process fails), STANDIN_NCCL_ASYNC=N (from the N-th call on, communicators report a remote
@@ -15,26 +16,30 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "device.h"
+#include "nccl_values.h"
+#include "streams.h"
 
 extern "C" int cudaGetDevice(int* device);
 
 namespace {
 
-constexpr int kSuccess = 0, kSystemError = 2, kInternalError = 3, kInvalidArgument = 4,
+constexpr int kSuccess = 0, kCudaError = 1, kSystemError = 2, kInternalError = 3, kInvalidArgument = 4,
               kInvalidUsage = 5, kRemoteError = 6;
 constexpr int kMostRanks = 8;
 constexpr size_t kSlot = size_t{1} << 16;
@@ -55,11 +60,12 @@ struct Step {  // what a rank is about to do
 };
 struct Box {  // one direction between two ranks
   std::atomic<uint64_t> written, read;  // pieces
+  std::atomic<bool> ends[2];            // whether the sender and the receiver have come
   size_t whole;
   unsigned char data[kSlot];
 };
 struct Shared {
-  std::atomic<int> here;
+  std::atomic<int> here, connecting;
   std::atomic<uint64_t> arrived;  // of all barriers so far
   Step steps[kMostRanks];
   unsigned char slots[kMostRanks][kSlot];
@@ -70,8 +76,14 @@ struct Comm {
   Shared* shared = nullptr;
   int rank = 0, size = 0, device = 0;
   uint64_t barriers = 0;
+  bool connected = false;
   std::atomic<bool> aborted{false}, ended{false};
   std::string id;
+  // Calls are carried out one after the other, on whatever streams.
+  standin::PointRef chain;
+  std::mutex busy;
+  std::atomic<int> failed{kSuccess};
+  std::string failure;  // what has; written before
 };
 
 thread_local std::string last_error;
@@ -82,6 +94,7 @@ struct Message {
   unsigned char* data;
   size_t bytes;
   int peer;
+  void* stream;
 };
 thread_local std::vector<Message> grouped;
 
@@ -138,99 +151,6 @@ bool barrier(Comm& comm) {
   return until(comm, [&] { return comm.shared->arrived >= wanted; });
 }
 
-size_t size_of(int type) {
-  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
-  return type >= 0 && type < 10 ? sizes[type] : 0;
-}
-
-float from_half(uint16_t h) {
-  uint32_t const sign = static_cast<uint32_t>(h & 0x8000) << 16;
-  int const exponent = (h >> 10) & 31;
-  uint32_t const mantissa = h & 1023;
-  float value = 0;
-  if (exponent == 31) {
-    uint32_t const bits = sign | 0x7f800000 | mantissa << 13;
-    memcpy(&value, &bits, 4);
-    return value;
-  }
-  value = exponent == 0 ? static_cast<float>(mantissa) / 16777216.0f
-                        : static_cast<float>(mantissa | 1024) / 1024.0f *
-                              static_cast<float>(exponent >= 15 ? 1 << (exponent - 15) : 1) /
-                              static_cast<float>(exponent < 15 ? 1 << (15 - exponent) : 1);
-  return sign ? -value : value;
-}
-uint16_t to_half(float value) {
-  uint16_t const sign = std::signbit(value) ? 0x8000 : 0;
-  float const size = std::fabs(value);
-  if (std::isnan(value)) return 0x7e00;
-  if (size >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);
-  if (size < 1.0f / 16384) {
-    return static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(size * 16777216.0f)));
-  }
-  int exponent = 0;
-  float const mantissa = std::frexp(size, &exponent);
-  // 2048 carries into the exponent by itself.
-  int const bits = static_cast<int>(std::nearbyint(mantissa * 2048)) - 1024;
-  return static_cast<uint16_t>(sign | (((exponent + 14) << 10) + bits));
-}
-float from_brain(uint16_t b) {
-  uint32_t const bits = static_cast<uint32_t>(b) << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-uint16_t to_brain(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-template <class T>
-T combine(T a, T b, int operation) {
-  switch (operation) {
-    case 0: return static_cast<T>(a + b);
-    case 1: return static_cast<T>(a * b);
-    case 2: return a > b ? a : b;
-    default: return a < b ? a : b;
-  }
-}
-
-template <class T>
-void reduce(unsigned char* into, const unsigned char* from, size_t bytes, int operation) {
-  for (size_t i = 0; i < bytes / sizeof(T); ++i) {
-    T a, b;
-    memcpy(&a, into + i * sizeof(T), sizeof(T));
-    memcpy(&b, from + i * sizeof(T), sizeof(T));
-    a = combine(a, b, operation);
-    memcpy(into + i * sizeof(T), &a, sizeof(T));
-  }
-}
-void reduce(unsigned char* into, const unsigned char* from, size_t bytes, int type, int operation) {
-  switch (type) {
-    case 0: return reduce<int8_t>(into, from, bytes, operation);
-    case 1: return reduce<uint8_t>(into, from, bytes, operation);
-    // Sums and products that wrap are defined for unsigned numbers alone.
-    case 2:
-      return operation < 2 ? reduce<uint32_t>(into, from, bytes, operation)
-                           : reduce<int32_t>(into, from, bytes, operation);
-    case 3: return reduce<uint32_t>(into, from, bytes, operation);
-    case 4:
-      return operation < 2 ? reduce<uint64_t>(into, from, bytes, operation)
-                           : reduce<int64_t>(into, from, bytes, operation);
-    case 5: return reduce<uint64_t>(into, from, bytes, operation);
-    case 7: return reduce<float>(into, from, bytes, operation);
-    case 8: return reduce<double>(into, from, bytes, operation);
-    default: break;
-  }
-  for (size_t i = 0; i < bytes / 2; ++i) {
-    uint16_t a, b;
-    memcpy(&a, into + 2 * i, 2);
-    memcpy(&b, from + 2 * i, 2);
-    a = type == 6 ? to_half(combine(from_half(a), from_half(b), operation))
-                  : to_brain(combine(from_brain(a), from_brain(b), operation));
-    memcpy(into + 2 * i, &a, 2);
-  }
-}
 int usable(Comm* comm) {
   if (comm == nullptr) return error(kInvalidArgument, "comm is null");
   if (comm->ended) return error(kInvalidUsage, "a communicator is used after its end");
@@ -248,13 +168,34 @@ int on_device(const void* memory) {
   return error(kInvalidArgument, "memory is not the device's");
 }
 
+// Where memory is taken to connect ranks.
+void take_memory() {
+  if (*setting("STANDIN_ALLOCATION_WAITS") != 0) standin::wait_for_device();
+}
+
+int interrupted() { return error(kInternalError, "the communicator was aborted"); }
+
+// Puts work on a stream. Its error is that of the call where it was done at once.
+int submit(Comm* comm, void* stream, std::function<int()> work) {
+  const auto outcome = std::make_shared<std::atomic<int>>(kSuccess);
+  const auto guarded = [comm, work, outcome] {
+    std::lock_guard<std::mutex> lock(comm->busy);
+    const int result = comm->aborted ? interrupted() : work();
+    *outcome = result;
+    if (result == kSuccess || comm->aborted || comm->failed != kSuccess) return;
+    comm->failure = last_error;
+    comm->failed = result;
+  };
+  const int queued = standin::enqueue(stream, guarded, &comm->chain);
+  if (queued != kSuccess) return error(kCudaError, "error " + std::to_string(queued) + " of CUDA");
+  return *outcome;
+}
+
 // A collective: ranks compare what they call; then every rank's `bytes` bytes travel in pieces, and
 // take(rank, offset, data, n) sees them in the order of ranks.
 template <class Take>
-int meet(Comm* comm, const std::string& what, const void* in, size_t bytes, Take take) {
-  if (depth != 0) return error(kInvalidUsage, "collectives are not grouped by anyone here");
+int carry_out(Comm* comm, const std::string& what, const void* in, size_t bytes, Take take) {
   Shared& s = *comm->shared;
-  const auto interrupted = [] { return error(kInternalError, "the communicator was aborted"); };
   Step& own = s.steps[comm->rank];
   snprintf(own.what, sizeof own.what, "%s", what.c_str());
   own.bytes = bytes;
@@ -277,8 +218,27 @@ int meet(Comm* comm, const std::string& what, const void* in, size_t bytes, Take
   return barrier(*comm) ? kSuccess : interrupted();
 }
 
+template <class Take>
+int meet(Comm* comm, const std::string& what, const void* in, size_t bytes, void* stream,
+         Take take) {
+  if (depth != 0) return error(kInvalidUsage, "collectives are not grouped by anyone here");
+  if (!comm->connected) {
+    take_memory();
+    ++comm->shared->connecting;
+    if (!until(*comm, [&] { return comm->shared->connecting >= comm->size; })) return interrupted();
+    comm->connected = true;
+  }
+  return submit(comm, stream, [=] { return carry_out(comm, what, in, bytes, take); });
+}
+
+Box& box_of(const Message& message) {
+  Comm& comm = *message.comm;
+  return message.sends ? comm.shared->boxes[comm.rank][message.peer]
+                       : comm.shared->boxes[message.peer][comm.rank];
+}
+
 // All messages of a group, side by side.
-int exchange(std::vector<Message> messages) {
+int exchange(const std::vector<Message>& messages) {
   StandinAccess access;
   struct Under {
     Message message;
@@ -293,10 +253,9 @@ int exchange(std::vector<Message> messages) {
     for (Under& u : all) {
       if (u.over) continue;
       Comm& comm = *u.message.comm;
-      if (comm.aborted) return error(kInternalError, "the communicator was aborted");
+      if (comm.aborted) return interrupted();
       if (!busy.insert({&comm, u.message.sends ? u.message.peer : ~u.message.peer}).second) continue;
-      Box& box = u.message.sends ? comm.shared->boxes[comm.rank][u.message.peer]
-                                 : comm.shared->boxes[u.message.peer][comm.rank];
+      Box& box = box_of(u.message);
       size_t const n = u.message.bytes - u.at < kSlot ? u.message.bytes - u.at : kSlot;
       if (u.message.sends ? box.written != box.read : box.written == box.read) continue;
       if (u.message.sends) {
@@ -322,15 +281,33 @@ int exchange(std::vector<Message> messages) {
   for (Under& u : all) {
     if (!u.message.sends) continue;
     Comm& comm = *u.message.comm;
-    Box& box = comm.shared->boxes[comm.rank][u.message.peer];
-    if (!until(comm, [&] { return box.read == box.written; })) {
-      return error(kInternalError, "the communicator was aborted");
-    }
+    Box& box = box_of(u.message);
+    if (!until(comm, [&] { return box.read == box.written; })) return interrupted();
   }
   return kSuccess;
 }
 
-int point(Comm* comm, bool sends, const void* data, size_t count, int type, int peer) {
+// A group: the kernel of one communicator on one stream.
+int launch(std::vector<Message> messages) {
+  if (messages.empty()) return kSuccess;
+  const Message& first = messages.front();
+  for (const Message& m : messages) {
+    if (m.comm == first.comm && m.stream == first.stream) continue;
+    return error(kInvalidUsage, "groups are of one communicator and stream here");
+  }
+  bool connected = true;
+  for (const Message& m : messages) {
+    if (!box_of(m).ends[m.sends].exchange(true)) connected = false;
+  }
+  if (!connected) take_memory();
+  for (const Message& m : messages) {
+    if (!until(*m.comm, [&] { return box_of(m).ends[!m.sends].load(); })) return interrupted();
+  }
+  return submit(first.comm, first.stream, [messages] { return exchange(messages); });
+}
+
+int point(Comm* comm, bool sends, const void* data, size_t count, int type, int peer,
+          void* stream) {
   if (int const result = usable(comm)) return result;
   if (int const result = note(sends ? "Send" : "Recv", comm, count, std::to_string(peer))) {
     return result;
@@ -339,12 +316,12 @@ int point(Comm* comm, bool sends, const void* data, size_t count, int type, int 
   if (peer < 0 || peer >= comm->size) return error(kInvalidArgument, "no such peer");
   if (size_of(type) == 0) return error(kInvalidArgument, "no such type");
   grouped.push_back({comm, sends, static_cast<unsigned char*>(const_cast<void*>(data)),
-                     count * size_of(type), peer});
+                     count * size_of(type), peer, stream});
   if (depth != 0) return kSuccess;
   std::vector<Message> messages;
   messages.swap(grouped);
   if (peer == comm->rank) return error(kInvalidUsage, "a message to oneself outside of a group");
-  return exchange(messages);
+  return launch(messages);
 }
 
 int checked(Comm* comm, const char* name, const void* in, const void* out, size_t count, int type,
@@ -373,7 +350,9 @@ const char* ncclGetErrorString(int result) {
                                       "in progress"};
   return result >= 0 && result < 8 ? texts[result] : "unknown";
 }
-const char* ncclGetLastError(Comm*) { return last_error.c_str(); }
+const char* ncclGetLastError(Comm* comm) {
+  return comm != nullptr && comm->failed != kSuccess ? comm->failure.c_str() : last_error.c_str();
+}
 
 int ncclGetUniqueId(UniqueId* id) {
   if (int const result = note("GetUniqueId", nullptr, 0)) return result;
@@ -406,6 +385,7 @@ int ncclCommInitRankConfig(Comm** made, int size, UniqueId id, int rank, Config*
   close(file);
   if (memory == MAP_FAILED) return error(kSystemError, "shared memory");
   comm->shared = static_cast<Shared*>(memory);
+  take_memory();
   ++comm->shared->here;
   until(*comm, [&] { return comm->shared->here == comm->size; });
   if (rank == 0) shm_unlink(id.data);
@@ -422,17 +402,19 @@ int ncclCommInitRank(Comm** made, int size, UniqueId id, int rank) {
 int ncclCommDestroy(Comm* comm) {
   if (int const result = usable(comm)) return result;
   comm->ended = true;
+  standin::wait(comm->chain);
   return end("CommDestroy", comm);
 }
 int ncclCommAbort(Comm* comm) {
   if (comm->ended.exchange(true)) return error(kInvalidUsage, "a communicator ends twice");
   comm->aborted = true;
+  standin::wait(comm->chain);
   return end("CommAbort", comm);
 }
 int ncclCommGetAsyncError(Comm* comm, int* result) {
   if (comm->ended) return error(kInvalidUsage, "a communicator is asked after its end");
   const char* text = setting("STANDIN_NCCL_ASYNC");
-  *result = *text != 0 && calls >= atoi(text) ? kRemoteError : kSuccess;
+  *result = *text != 0 && calls >= atoi(text) ? kRemoteError : comm->failed.load();
   return kSuccess;
 }
 
@@ -446,21 +428,21 @@ int ncclGroupEnd(void) {
   std::vector<Message> messages;
   messages.swap(grouped);
   if (int const result = note("GroupEnd", nullptr, messages.size())) return result;
-  return exchange(messages);
+  return launch(messages);
 }
-int ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, void*) {
-  return point(comm, true, data, count, type, peer);
+int ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, void* stream) {
+  return point(comm, true, data, count, type, peer, stream);
 }
-int ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void*) {
-  return point(comm, false, data, count, type, peer);
+int ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* stream) {
+  return point(comm, false, data, count, type, peer, stream);
 }
 
 int ncclAllReduce(const void* in, void* out, size_t count, int type, int operation, Comm* comm,
-                  void*) {
+                  void* stream) {
   std::string const what = "AllReduce " + std::to_string(type) + " " + std::to_string(operation);
   if (int const result = checked(comm, "AllReduce", in, out, count, type, what)) return result;
-  return meet(comm, what, in, count * size_of(type),
-              [&](int r, size_t begin, const unsigned char* data, size_t n) {
+  return meet(comm, what, in, count * size_of(type), stream,
+              [=](int r, size_t begin, const unsigned char* data, size_t n) {
                 unsigned char* to = static_cast<unsigned char*>(out) + begin;
                 if (r == 0) {
                   memcpy(to, data, n);
@@ -470,39 +452,42 @@ int ncclAllReduce(const void* in, void* out, size_t count, int type, int operati
               });
 }
 int ncclReduceScatter(const void* in, void* out, size_t count, int type, int operation, Comm* comm,
-                      void*) {
+                      void* stream) {
   std::string const what =
       "ReduceScatter " + std::to_string(type) + " " + std::to_string(operation);
   if (int const result = checked(comm, "ReduceScatter", in, out, count, type, what)) return result;
   size_t const block = count * size_of(type);
   size_t const first = block * static_cast<size_t>(comm->rank);
-  std::vector<unsigned char> result(block * static_cast<size_t>(comm->size));
-  int const met = meet(comm, what, in, result.size(),
-                       [&](int r, size_t begin, const unsigned char* data, size_t n) {
-                         if (r == 0) {
-                           memcpy(result.data() + begin, data, n);
-                         } else {
-                           reduce(result.data() + begin, data, n, type, operation);
-                         }
-                       });
-  StandinAccess access;
-  if (met == kSuccess) memcpy(out, result.data() + first, block);
-  return met;
+  return meet(comm, what, in, block * static_cast<size_t>(comm->size), stream,
+              [=](int r, size_t begin, const unsigned char* data, size_t n) {
+                size_t const from = std::max(begin, first);
+                size_t const to = std::min(begin + n, first + block);
+                if (from >= to) return;
+                unsigned char* own = static_cast<unsigned char*>(out) + (from - first);
+                if (r == 0) {
+                  memcpy(own, data + (from - begin), to - from);
+                } else {
+                  reduce(own, data + (from - begin), to - from, type, operation);
+                }
+              });
 }
-int ncclAllGather(const void* in, void* out, size_t count, int type, Comm* comm, void*) {
+int ncclAllGather(const void* in, void* out, size_t count, int type, Comm* comm, void* stream) {
   std::string const what = "AllGather " + std::to_string(type);
   if (int const result = checked(comm, "AllGather", in, out, count, type, what)) return result;
   size_t const block = count * size_of(type);
-  return meet(comm, what, in, block, [&](int r, size_t begin, const unsigned char* data, size_t n) {
-    memcpy(static_cast<unsigned char*>(out) + static_cast<size_t>(r) * block + begin, data, n);
-  });
+  return meet(comm, what, in, block, stream,
+              [=](int r, size_t begin, const unsigned char* data, size_t n) {
+                size_t const at = static_cast<size_t>(r) * block + begin;
+                memcpy(static_cast<unsigned char*>(out) + at, data, n);
+              });
 }
-int ncclBroadcast(const void* in, void* out, size_t count, int type, int root, Comm* comm, void*) {
+int ncclBroadcast(const void* in, void* out, size_t count, int type, int root, Comm* comm,
+                  void* stream) {
   std::string const what = "Broadcast " + std::to_string(type) + " " + std::to_string(root);
   if (int const result = checked(comm, "Broadcast", in, out, count, type, what)) return result;
   if (root < 0 || root >= comm->size) return error(kInvalidArgument, "no such root");
-  return meet(comm, what, in, count * size_of(type),
-              [&](int r, size_t begin, const unsigned char* data, size_t n) {
+  return meet(comm, what, in, count * size_of(type), stream,
+              [=](int r, size_t begin, const unsigned char* data, size_t n) {
                 if (r == root) memcpy(static_cast<unsigned char*>(out) + begin, data, n);
               });
 }

@@ -97,7 +97,8 @@ int nvrtcDestroyProgram(Program** program) {
 
 int nvrtcCompileProgram(Program* program, int count, const char* const* options) {
   std::string defines;
-  std::string all = program->source + read(fs::path(STANDIN_HERE) / "block.h");
+  std::string all = program->source;
+  for (const char* header : {"block.h", "launch.h"}) all += read(fs::path(STANDIN_HERE) / header);
   for (const auto& header : program->headers) all += header.second;
   for (int i = 0; i < count; ++i) {
     const std::string option = options[i];
@@ -135,9 +136,9 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
     const std::string text = read(flat);
     std::ofstream out(main, std::ios::app);
     for (const std::string& name : kernels(text)) {
-      out << "extern \"C\" void standin_launch_" << name
+      out << "extern \"C\" standin::Bound* standin_bind_" << name
           << "(standin::Dim3 grid, standin::Dim3 block, void** arguments) {\n"
-          << "  standin::launch(&" << name << ", grid, block, arguments);\n}\n";
+          << "  return standin::bind(&" << name << ", grid, block, arguments);\n}\n";
     }
     out.close();
     // A trap where a wide access is not aligned or an index is out of its array.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -75,3 +76,62 @@ def test_the_log_tells_copies(python: Run, tmp_path: Path) -> None:
     assert python(["-c", RUN], {"STANDIN_LOG": str(log)}).returncode == 0
     copies = [line.split("\t") for line in log.read_text().splitlines() if "memcpy" in line]
     assert [(line[1], line[2]) for line in copies] == [("HtoD", "24"), ("DtoH", "24")]
+
+
+# -- with STANDIN_ASYNC: time passes on the device -------------------------------------------------
+
+
+def direct(python: Run, case: str, seed: int | None, **more: str) -> dict[str, Any]:
+    """Returns what a case of `direct.py` found."""
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", **more}
+    if seed is not None:
+        settings["STANDIN_ASYNC"] = str(seed)
+    done = python([str(HERE / "direct.py"), case], settings)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ("waits", {"held": (7, None), "free": (7, 0)}),
+        ("legacy", {"blocking": (7, None), "others": (7, 0)}),
+        ("sources", {"pageable": (7, None), "pinned": (7, 9)}),
+        ("freed", {"before": (7, None), "behind": (255, None), "pinned": (7, 255)}),
+        ("events", {"new": (0, None), "waited": (0, None), "recorded": (0, 600)}),
+    ],
+)
+def test_what_nothing_keeps_in_order_shows(
+    python: Run, case: str, wanted: Mapping[str, tuple[int, int | None]]
+) -> None:
+    """What is right, or never else; and what comes of it where time passes, for some seed."""
+    at_once = direct(python, case, None)
+    assert {name: set(seen) for name, seen in at_once.items()} == {
+        name: {right} for name, (right, _) in wanted.items()
+    }
+    seeds = [direct(python, case, seed) for seed in range(3)]
+    for name, (right, wrong) in wanted.items():
+        others = {value for found in seeds for value in found[name]} - {right}
+        assert others == ({wrong} - {None}), name
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_graphs_are_replayed_and_captures_broken(python: Run, seed: int | None) -> None:
+    found = direct(python, "capture", seed)
+    assert found == {
+        "joined": 0,
+        "captured": 0,  # nothing was done yet
+        "launched": 7,
+        "unjoined": 904,  # cudaErrorStreamCaptureUnjoined
+        "legacy": [906, 901],  # …Implicit; …Invalidated
+        "malloc": [900, 901],  # …Unsupported; …Invalidated
+        "event": [0, 907],  # cudaErrorCapturedEvent
+    }
+
+
+@pytest.mark.parametrize(("queues", "ended"), [(1, False), (2, True), (32, True)])
+def test_kernels_that_wait_hold_up_their_queue(python: Run, queues: int, ended: bool) -> None:
+    """Two communicators in different orders: with a queue for both no rank comes to an end."""
+    more = {"STANDIN_DEVICES": "2", "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
+    assert direct(python, "crossed", 1, **more) == {"ended": ended}
