@@ -101,7 +101,8 @@ void NcclWatch::submit(int queue, NcclComm& comm, const Call& call, cuda::Stream
       check_alive(who);
     }
     Queue& here = queues_[queue];
-    reap(here);
+    // A thread that captures must not ask for events: it would end the capture.
+    if (capturing == kNotCapturing) reap(here);
     here.calling = who;
     here.called = Clock::now();
     if (!spare_.empty()) {

@@ -58,8 +58,10 @@ def loss_of(w: Array, x: Array, classes: NDArray[np.int64]) -> tuple[float, Arra
     return -float(log[rows, classes].mean()), x.T @ slope / len(x), float(hits)
 
 
-def trained(rate: float, batch: int, epochs: int, seed: int) -> tuple[list[float], Array]:
-    """Returns the losses and the weight of a run of SGD in float64.
+def trained(
+    rate: float, batch: int, epochs: int, seed: int, steps: int | None = None
+) -> tuple[list[float], Array]:
+    """Returns the losses and the weight of a run of SGD in float64, or of its first steps.
 
     The order of samples is what `--seed` promises: a permutation by PCG64 of (seed, epoch).
     """
@@ -68,6 +70,8 @@ def trained(rate: float, batch: int, epochs: int, seed: int) -> tuple[list[float
     for epoch in range(1, epochs + 1):
         order = np.random.default_rng([seed, epoch]).permutation(len(x))
         for begin in range(0, len(x), batch):
+            if len(losses) == steps:
+                return losses, w
             rows = order[begin : begin + batch]
             loss, gradient, _ = loss_of(w, x[rows], classes[rows])
             losses.append(loss)

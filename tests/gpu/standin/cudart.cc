@@ -1,6 +1,6 @@
-// A CUDA runtime without a GPU: devices, and kernels, which take their turn on streams and do nothing.
-// Memory is in memory.cc, time in streams.cc. What is not here returns success and is generated (see
-// libraries.py).
+// A CUDA runtime without a GPU: devices, and kernels, which take their turn on streams and compute nothing,
+// but for those in provider_kernels.cc. Memory is in memory.cc, time in streams.cc. What is not here returns
+// success and is generated (see libraries.py).
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "device.h"
+#include "provider_kernels.h"
 #include "streams.h"
 
 namespace {
@@ -174,7 +175,7 @@ const char* cudaGetErrorString(int error) {
   }
 }
 
-// Kernels: known by name; they take their turn, and compute nothing.
+// Kernels: known by name.
 void** __cudaRegisterFatBinary(void*) { return static_cast<void**>(handle()); }
 void __cudaUnregisterFatBinary(void** binary) { free(binary); }
 void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*,
@@ -197,9 +198,10 @@ int __cudaPopCallConfiguration(Dim3* grid, Dim3* block, size_t* shared, void** s
   *stream = pushed.stream;
   return kSuccess;
 }
-int cudaLaunchKernel(const void* function, Dim3, Dim3, void**, size_t, void* stream) {
-  standin_log("launch", "%s\t%p", name_of(function), stream);
-  return standin::enqueue(stream, nullptr);
+int cudaLaunchKernel(const void* function, Dim3, Dim3, void** arguments, size_t, void* stream) {
+  const char* const name = name_of(function);
+  standin_log("launch", "%s\t%p", name, stream);
+  return standin::enqueue(stream, standin::provider_kernel(name, arguments));
 }
 int __cudaLaunchKernel(const void* function, Dim3 grid, Dim3 block, void** arguments, size_t shared,
                        void* stream) {

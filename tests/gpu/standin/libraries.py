@@ -1,9 +1,9 @@
 """Builds stand-in CUDA libraries with which onnxruntime's real CUDA provider loads without a GPU.
 
 The provider's own kernel registry, partitioning, memory planning and Memcpy insertion then work as
-they do on a GPU: only the device is missing. Memory is the host's (zero when new), streams do
-everything at once, kernels of the provider are launched into nothing, so that values computed by
-them are meaningless (zeros mostly), while copies are real.
+they do on a GPU: only the device is missing. Memory is the host's (zero when new), kernels of the
+provider compute nothing, so that values computed by them are meaningless (zeros mostly), while
+copies and cuBLAS's matrix products are real.
 
 Which functions a library must have is read from the provider itself (`nm`): each is generated as
 one that returns success, unless a source beside this file defines it.
@@ -33,8 +33,8 @@ class Library:
 
 RUNTIME = "libcudart.so.13"
 LIBRARIES = (
-    Library(RUNTIME, sources=("cudart.cc", "memory.cc", "streams.cc")),
-    Library("libcublas.so.13", sources=("cublas.cc",)),
+    Library(RUNTIME, sources=("cudart.cc", "memory.cc", "provider_kernels.cc", "streams.cc")),
+    Library("libcublas.so.13", sources=("cublas.cc",), needs=(RUNTIME,)),
     Library("libcublasLt.so.13", sources=("cublaslt.cc",)),
     Library("libcurand.so.10", "curand"),
     Library("libcuda.so.1", "cu", ("driver.cc", "driver_work.cc"), needs=(RUNTIME,)),

@@ -167,8 +167,8 @@ int allocate(void** address, size_t size) {
 }
 
 // Ends what CUDA may make wait for all that the device does.
-int halt() {
-  if (int const result = standin::forbidden()) return result;
+int halt(const char* call) {
+  if (int const result = standin::forbidden(call)) return result;
   if (getenv("STANDIN_ALLOCATION_WAITS") != nullptr) standin::wait_for_device();
   return kSuccess;
 }
@@ -187,13 +187,13 @@ void standin_open(void) { memory().protect(1); }
 void standin_close(void) { memory().protect(-1); }
 
 int cudaMalloc(void** address, size_t size) {
-  int const result = halt();
+  int const result = halt("cudaMalloc");
   return result != kSuccess ? result : allocate(address, size);
 }
 int cudaFree(void* address) {
   if (address == nullptr) return kSuccess;
   if (!memory().is_live(address)) return kInvalidValue;
-  if (int const result = standin::forbidden()) return result;
+  if (int const result = standin::forbidden("cudaFree")) return result;
   standin::wait_for_device();
   memory().release(address);
   return kSuccess;
@@ -208,7 +208,7 @@ int cudaFreeAsync(void* address, void* stream) {
   return standin::enqueue(stream, [address] { memory().release(address); });
 }
 int cudaHostAlloc(void** address, size_t size, unsigned) {
-  if (int const result = halt()) return result;
+  if (int const result = halt("cudaHostAlloc")) return result;
   size_t const whole = (size + kPage) / kPage * kPage;
   *address = aligned_alloc(kPage, whole);
   if (*address == nullptr) return kOutOfMemory;

@@ -32,7 +32,7 @@
 #include <vector>
 
 #include "device.h"
-#include "nccl_values.h"
+#include "numbers.h"
 #include "streams.h"
 
 extern "C" int cudaGetDevice(int* device);

@@ -135,6 +135,11 @@ struct Capture {
   std::vector<Work> work;
   bool open = true, spoilt = false;
   std::map<Stream*, bool> joined;  // the other streams: whether what they do is waited for
+
+  void spoil(const char* how) {
+    standin_log("spoilt", "%s", how);
+    spoilt = true;
+  }
 };
 
 struct Event {
@@ -204,7 +209,8 @@ struct Timeline {
     if (&stream != &devices.at(stream.device).legacy) return false;
     for (Stream* other : streams) {
       if (!other->capture || !other->blocking || other->device != stream.device) continue;
-      other->capture->spoilt = spoils = true;
+      other->capture->spoil("work on the legacy stream");
+      spoils = true;
     }
     return spoils;
   }
@@ -266,7 +272,7 @@ int enqueue_and_wait(void* handle, Work work) {
     std::lock_guard<std::mutex> lock(t.mutex);
     Stream* stream = t.find(handle);
     if (stream != nullptr && stream->capture) {
-      stream->capture->spoilt = true;
+      stream->capture->spoil("the stream is waited for");
       return kUnsupported;
     }
   }
@@ -296,7 +302,7 @@ bool is_captured(void* handle) {
   return stream != nullptr && stream->capture != nullptr;
 }
 
-int forbidden() {
+int forbidden(const char* call) {
   Timeline& t = timeline();
   std::lock_guard<std::mutex> lock(t.mutex);
   const std::thread::id self = std::this_thread::get_id();
@@ -305,7 +311,7 @@ int forbidden() {
     const bool own = capture->thread == self && capture->mode <= kOwnThread;
     const bool any = capture->mode == kGlobal && capture_mode == kGlobal;
     if (capture_mode > kOwnThread || !(own || any)) continue;
-    capture->spoilt = true;
+    capture->spoil(call);
     result = kUnsupported;
   }
   return result;
@@ -347,7 +353,7 @@ int cudaStreamQuery(void* handle) {
 }
 int cudaDeviceSynchronize(void) {
   standin_log("synchronize", "device");
-  if (const int result = forbidden()) return result;
+  if (const int result = forbidden("cudaDeviceSynchronize")) return result;
   wait_for_device();
   return kSuccess;
 }
@@ -402,14 +408,14 @@ int cudaStreamWaitEvent(void* handle, void* event_handle, unsigned) {
     return kSuccess;
   }
   if (stream->capture && event.stream != nullptr) {
-    stream->capture->spoilt = true;
+    stream->capture->spoil("an event that was recorded outside is waited for");
     return kIsolation;
   }
   if (!reached(event.point)) t.put(*stream, nullptr, event.point);
   return kSuccess;
 }
 int cudaEventQuery(void* handle) {
-  if (const int result = forbidden()) return result;
+  if (const int result = forbidden("cudaEventQuery")) return result;
   Timeline& t = timeline();
   std::lock_guard<std::mutex> lock(t.mutex);
   const Event& event = *static_cast<Event*>(handle);
@@ -418,7 +424,7 @@ int cudaEventQuery(void* handle) {
 }
 int cudaEventSynchronize(void* handle) {
   standin_log("synchronize", "event");
-  if (const int result = forbidden()) return result;
+  if (const int result = forbidden("cudaEventSynchronize")) return result;
   PointRef point;
   {
     Timeline& t = timeline();

@@ -26,7 +26,7 @@ void wait_for_device();
 bool is_captured(void* stream);
 // The error of a call that this thread must not make, such as one for memory, while a stream is
 // captured; the capture is spoilt then.
-int forbidden();
+int forbidden(const char* call);
 
 }  // namespace standin
 #pragma GCC visibility pop

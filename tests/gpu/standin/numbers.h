@@ -1,4 +1,4 @@
-// NCCL's types and reductions on the host. 16-bit floats are rounded at every step, as by NCCL.
+// Numbers on the device: NCCL's types and reductions, and 16-bit floats, rounded at every step.
 #pragma once
 #include <cmath>
 #include <cstddef>
