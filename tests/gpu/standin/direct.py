@@ -120,7 +120,7 @@ def sources() -> dict[str, list[int]]:
 
 
 def freed() -> dict[str, list[int]]:
-    """What is read of memory that is freed: before and behind that on its stream, and of the host."""
+    """What is read of memory that is freed, before and behind that on its stream, and pinned."""
     found: dict[str, list[int]] = {"behind": [], "before": [], "pinned": []}
     for on, _ in pairs():
         data, other, later = memory(), memory(), memory()
