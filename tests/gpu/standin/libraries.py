@@ -1,9 +1,9 @@
 """Builds stand-in CUDA libraries with which onnxruntime's real CUDA provider loads without a GPU.
 
 The provider's own kernel registry, partitioning, memory planning and Memcpy insertion then work as
-they do on a GPU: only the device is missing. Memory is the host's (zero when new), kernels of the
-provider compute nothing, so that values computed by them are meaningless (zeros mostly), while
-copies and cuBLAS's matrix products are real.
+they do on a GPU: only the device is missing. Memory is the host's (zero when new). Copies, cuBLAS's
+products and the kernels of `provider_kernels.cc` are real; other kernels of the provider compute
+nothing, so that values computed by them are meaningless (zeros mostly).
 
 Which functions a library must have is read from the provider itself (`nm`): each is generated as
 one that returns success, unless a source beside this file defines it.
