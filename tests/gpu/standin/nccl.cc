@@ -185,6 +185,8 @@ int submit(Comm* comm, void* stream, std::function<int()> work) {
     if (result == kSuccess || comm->aborted || comm->failed != kSuccess) return;
     comm->failure = last_error;
     comm->failed = result;
+    standin_log("nccl", "failed\t%s\t%d/%d\t%d\t%s", comm->id.c_str(), comm->rank, comm->size, result,
+                last_error.c_str());
   };
   const int queued = standin::enqueue(stream, guarded, &comm->chain);
   if (queued != kSuccess) return error(kCudaError, "error " + std::to_string(queued) + " of CUDA");

@@ -2,8 +2,8 @@
 
 Under mpirun (ONNXPAR_TEST_TRANSPORT=mpi) this process is one rank and the suite runs at that size;
 otherwise all ranks are threads. With ONNXPAR_TEST_DEVICE (nccl or staged) sessions are on the CUDA
-provider, and tensors of collectives on a GPU. A test is written once: it says what each rank does
-and expects.
+provider, and tensors of collectives on GPUs: one, or as many as STANDIN_DEVICES says. A test is
+written once: it says what each rank does and expects.
 """
 
 import os
@@ -24,6 +24,7 @@ T = TypeVar("T")
 Array = NDArray[Any]
 UNDER_MPI = os.environ.get("ONNXPAR_TEST_TRANSPORT") == "mpi"
 ON_DEVICE = os.environ.get("ONNXPAR_TEST_DEVICE", "")
+DEVICES = int(os.environ.get("STANDIN_DEVICES", "1"))
 PROVIDER = "CUDAExecutionProvider" if ON_DEVICE else "CPUExecutionProvider"
 HEADER = '<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]>\n'
 LIMIT_S = 60
@@ -80,10 +81,10 @@ class Team:
 
 
 def open_devices(world: World) -> World:
-    """Gives every rank of this process the GPU that the suite runs on, if it does."""
+    """Gives every rank of this process a GPU, if the suite runs on GPUs."""
     if ON_DEVICE:
         for r in world.local_ranks:
-            world.rank(r).open_device(0, ON_DEVICE)
+            world.rank(r).open_device(r % DEVICES, ON_DEVICE)
     return world
 
 
@@ -97,7 +98,10 @@ def session(
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     rank.register(options)
-    made = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
+    settings = {"device_id": str(rank.index % DEVICES)} if ON_DEVICE else {}
+    made = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=[(PROVIDER, settings)]
+    )
     assert made.get_providers()[0] == PROVIDER
     return made
 

@@ -224,6 +224,8 @@ def test_a_graph_without_a_rank_is_refused_by_name() -> None:
     options.register_custom_ops_library(str(custom_op_library()))
 
     class Bare:
+        index = 0
+
         def register(self, _: object) -> None:
             """The library is registered already, without a rank."""
 
