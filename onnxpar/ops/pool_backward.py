@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.analysis.shapes import NodeView
+from onnxpar.mesh import Atoms
 from onnxpar.ops.gradients.pool import MAX_POOL_GRAD, SUM_POOL_GRAD
 from onnxpar.ops.halo import Covering, Split, skipped, window
 from onnxpar.ops.local import LocalNode
@@ -108,7 +109,8 @@ def sum_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     if view.attr("mean", 0):
         dy = divided_by_counts(node, dy, shape, dims, all_dims=True)
         share = 1 / prod(d.kernel for d in dims)
-    if all(_is_tiled(view, dim, shape[2 + d], out[2 + d]) for d, dim in enumerate(dims)):
+    split = split_dims(node, dims)
+    if all(_is_tiled(node, dim, split.get(d, ())) for d, dim in enumerate(dims)):
         return (_tiled(node, dy, shape, dims, share),)
     # Batch and channels are one dim: the kernel is the same for all.
     rows, one = shape[0] * shape[1], list(out)
@@ -119,14 +121,17 @@ def sum_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     return (node.builder.reshape(y, out),)
 
 
-def _is_tiled(view: NodeView, dim: Spatial, results: Dim, size: Dim) -> bool:
-    """Whether windows cover a dim side by side, on each device too."""
+def _is_tiled(node: LocalNode, dim: Spatial, atoms: Atoms) -> bool:
+    """Whether windows cover a dim side by side, on each device too.
+
+    Results and image are cut at the same windows only where the results are split evenly.
+    """
     plain = (dim.stride, dim.dilation, dim.before) == (dim.kernel, 1, 0)
-    table = view.table
+    table = node.view.table
     return (
         plain
         and table.equal(dim.size, dim.results * dim.stride)
-        and table.equal(size, results * dim.stride)
+        and (not atoms or table.divisible(dim.results, node.mesh.count(atoms)))
     )
 
 
