@@ -23,6 +23,9 @@ would otherwise seem to have all of it.
 Latency and bandwidth are those of the cost model: a collective of n ranks takes as many rounds of
 latency as log2 n (AllReduce: twice that) and sends the bytes of a ring. `overlap` is 0: the CPU
 runtime computes and communicates in turns.
+
+Where other processes took a tenth of a core or more of the ranks' machines meanwhile, that is told,
+on stderr and in the file: what was measured is what they left, and differs from hour to hour.
 """
 
 import argparse
@@ -33,7 +36,7 @@ from dataclasses import dataclass
 from math import ceil, exp, log, log2
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, process_time
 
 import numpy as np
 import onnx.parser
@@ -55,6 +58,7 @@ VECTOR = 1 << 23  # elements: 32 MiB
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 FEWEST = 5  # rounds
 ROUND = 0.06  # seconds; a process keeps a core for some milliseconds
+BUSY = 0.1  # cores that others may take
 SEGMENT = 1e-3  # seconds of computing between two collectives
 TILE, SEGMENTS = 256, 16  # products of so many rows and columns; stretches of computing in a run
 
@@ -266,6 +270,29 @@ def host_memory(rank: Rank) -> int:
     return int(rank.all_reduce(np.array([total // here]), op="min")[0])
 
 
+def computed() -> float | None:
+    """Seconds of processor time that this machine has spent so far, None where it does not say."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    except FileNotFoundError:
+        return None
+    names = "user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal"
+    ticks = dict(zip(names, map(int, words[1:]), strict=False))
+    busy = sum(n for name, n in ticks.items() if name not in ("idle", "iowait"))
+    return busy / os.sysconf("SC_CLK_TCK")
+
+
+def taken_by_others(rank: Rank, measure: Callable[[], None]) -> float:
+    """Measures; returns how many cores processes that are no ranks have had meanwhile."""
+    here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", rank.world.size))
+    before, own, begin = computed(), process_time(), perf_counter()
+    measure()
+    after, own, seconds = computed(), process_time() - own, perf_counter() - begin
+    # A rank's share of what its machine has done, less its own: over all ranks, what others did.
+    share = 0.0 if before is None or after is None else (after - before) / here - own
+    return float(rank.all_reduce(np.array([share / seconds]), op="sum")[0])
+
+
 def main() -> int:
     """Measures as one of the ranks; rank 0 writes the file."""
     parser = argparse.ArgumentParser(
@@ -296,11 +323,18 @@ def main() -> int:
         measurements = len(TYPES) + 3 + 6 * (len(blocks) + (size > 1))
         threads = arguments.threads or threads_per_rank(size, len(rank.world.local_ranks))
         bench = Bench(rank, threads, arguments.seconds / measurements)
-        data = measure(bench, blocks, memory, arguments.name)
+        data: dict[str, object] = {}
+        others = taken_by_others(
+            rank, lambda: data.update(measure(bench, blocks, memory, arguments.name))
+        )
         if rank.index == 0:
             head = f"# Measured by tools/calibrate.py: {size} ranks, {threads} threads each"
             if size == 1:
                 head += "; the link is that of the preset cpu"
+            if others >= BUSY:
+                busy = f"other processes took {others:.1f} cores while this was measured"
+                print(f"warning: {busy}; measure again on a quiet machine", file=sys.stderr)
+                head += f"; {busy}"
             text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None)
             arguments.out.write_text(f"{head}.\n{text}", encoding="utf-8")
             print(text, end="")

@@ -1,5 +1,6 @@
 """tools/calibrate.py writes a machine file that is read, of numbers that a computer may have."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,27 @@ def test_what_it_writes_is_read(ranks: int, blocks: tuple[int, ...], tmp_path: P
         assert 1e6 < link.bandwidth < 1e12
         assert 0 < link.latency < 1
         assert 0 <= link.wait < 1
+
+
+def test_a_busy_machine_is_told(tmp_path: Path) -> None:
+    out = tmp_path / "machine.yaml"
+    command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, TOOL, "-o", str(out)]
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            done = subprocess.run(
+                [*command, "--seconds", "0.2"],
+                check=True,
+                env=mpirun_environment(),
+                timeout=120,
+                capture_output=True,
+                text=True,
+            )
+        finally:
+            other.kill()
+    told = re.search(r"other processes took (\d+\.\d) cores while this was measured", done.stderr)
+    assert told and float(told[1]) > 0
+    assert told[0] in out.read_text().splitlines()[0]
+    assert load_machine(str(out)).links
 
 
 @pytest.mark.parametrize(
