@@ -25,7 +25,7 @@ class Program:
         model: The normalised model.
         env: Its shapes.
         rules: The rule of each of its nodes.
-        links: Of each cotangent its primal.
+        links: Of each cotangent its primals.
         gradients: The output that is the gradient of each trained parameter, by name.
         moments: Tensors like a trained parameter that its optimizer keeps.
         forward: The model, before a loss is appended to it.
@@ -35,7 +35,7 @@ class Program:
     model: ir.Model
     env: ShapeEnv
     rules: Rules
-    links: Mapping[str, str]
+    links: Mapping[str, tuple[str, ...]]
     gradients: Mapping[str, str]
     moments: int
     forward: ir.Model

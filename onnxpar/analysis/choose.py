@@ -7,10 +7,11 @@ axis that could split a matrix and is left idle counts before all of these. It d
 else, so that it is the same on every machine.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from onnxpar.analysis.dual import Dual
 from onnxpar.analysis.plan import (
     Factors,
     NodePlan,
@@ -82,11 +83,39 @@ class Chooser:
     parameter_axes: tuple[Atoms, ...]
     cost: ReshardCost
 
-    def choose(self, rule: OpRule, view: NodeView, situation: Situation) -> NodePlan:
-        """Returns the cheapest plan of a node in a situation."""
+    def choose(
+        self,
+        rule: OpRule,
+        view: NodeView,
+        situation: Situation,
+        implied: Dual | None = None,
+    ) -> NodePlan:
+        """Returns the cheapest plan of a node in a situation.
+
+        Args:
+            rule: The node's rule.
+            view: The node.
+            situation: What the choice may look at.
+            implied: How it lies by another node's plan: it is divided so if it can be.
+        """
+        if implied is not None:
+            follows = self._following(rule, view, situation, implied)
+            found = self._cheapest(rule, view, situation, [follows, {}][: 1 + implied.adds])
+            if found is not None:
+                return found
+        found = self._cheapest(rule, view, situation, self._candidates(rule, view, situation))
+        return found or shardings(rule, view, {}, self.mesh)
+
+    def _cheapest(
+        self,
+        rule: OpRule,
+        view: NodeView,
+        situation: Situation,
+        candidates: Iterable[dict[str, DimSharding]],
+    ) -> NodePlan | None:
         best: tuple[tuple[int, ...], NodePlan] | None = None
         seen: list[tuple[Factors, Mapping[int, tuple[Atoms, str]]]] = []
-        for factors in self._candidates(rule, view, situation):
+        for factors in candidates:
             for carried in self._carries(rule, factors, situation):
                 if (factors, carried) in seen:
                     continue
@@ -101,11 +130,30 @@ class Chooser:
                 )
                 if best is None or price < best[0]:
                     best = (price, plan)
-        if best is None:
-            return shardings(rule, view, {}, self.mesh)
-        return best[1]
+        return None if best is None else best[1]
 
     # -- candidates ------------------------------------------------------------------------------
+
+    def _following(
+        self,
+        rule: OpRule,
+        view: NodeView,
+        situation: Situation,
+        implied: Dual,
+    ) -> dict[str, DimSharding]:
+        """The factors by which operands and outputs lie as implied, else as operands were made."""
+        mesh, table, sizes = self.mesh, self.table, factor_sizes(rule, view)
+        lying = [s or made for s, made in zip(implied.inputs, situation.operands, strict=True)]
+        pairs = (
+            *zip(rule.inputs, lying, strict=False),
+            *zip(rule.outputs, implied.outputs, strict=False),
+        )
+        proposals = [
+            project(operand, sharding, sizes, mesh, table, rule.scaled)
+            for operand, sharding in pairs
+            if sharding is not None and not operand.mode
+        ]
+        return self._merge(rule, proposals)
 
     def _candidates(
         self, rule: OpRule, view: NodeView, situation: Situation

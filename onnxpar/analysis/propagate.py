@@ -14,6 +14,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from onnxpar.analysis.choose import Chooser, Situation, leaving
+from onnxpar.analysis.dual import Dual, dual
 from onnxpar.analysis.entering import entering
 from onnxpar.analysis.pending import Hints, pending_hints
 from onnxpar.analysis.plan import (
@@ -27,7 +28,7 @@ from onnxpar.analysis.plan import (
 )
 from onnxpar.analysis.reshard import cheapest_way, reachable
 from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.analysis.shapes import GRADIENT_OF, NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, structure
 from onnxpar.ops.cost import CostFn
 from onnxpar.ops.rule import OpRule
@@ -96,7 +97,7 @@ def propagate(
     env: ShapeEnv,
     rules: Rules,
     seeds: Seeds,
-    links: Mapping[str, str] | None = None,
+    links: Mapping[str, tuple[str, ...]] | None = None,
     known: Alike | None = None,
 ) -> Plan:
     """Returns a plan for the whole model.
@@ -106,7 +107,7 @@ def propagate(
         env: Its shapes.
         rules: The rule of each of its nodes.
         seeds: What the user fixed; always kept.
-        links: Of each cotangent its primal, by name. A cotangent is proposed to be split as its
+        links: Of each cotangent its primals, by name. A cotangent is proposed to be split as its
             primal is (which of the two is partial says nothing of the other: they are dual). An
             output whose primal is a parameter is its gradient: it leaves split as the parameter
             is, and may still be partial, since it is reduced once a step.
@@ -189,7 +190,7 @@ class _Walk:
     seeds: Seeds
     known: Alike
     wishes: Mapping[str, Sharding]
-    links: Mapping[str, str]
+    links: Mapping[str, tuple[str, ...]]
     decided: dict[object, NodePlan]
     hints: Hints
     values: dict[str, Sharding] = field(default_factory=dict)
@@ -241,8 +242,8 @@ class _Walk:
 
     def _parameter(self, gradient: str) -> Sharding | None:
         """How the parameter lies, or the rearranged parameter, whose gradient a value is."""
-        primal = self.links.get(gradient)
-        return self.values.get(primal) if primal in self.parametric else None
+        primals = self.links.get(gradient, ())
+        return next((self.values.get(p) for p in primals if p in self.parametric), None)
 
     def _visit(self, node: ir.Node) -> None:
         name = node.name or ""
@@ -317,7 +318,8 @@ class _Walk:
             tuple(self._parameter(n) for n in outs),
             tuple(self.hints.joined.get(n, frozenset()) for n in outs),
         )
-        key = (self.known.kinds[node.name or ""], laid, later)
+        implied = self._implied(node)
+        key = (self.known.kinds[node.name or ""], laid, later, implied)
         if key not in self.decided:
             parts = tuple(self.known.parts.get(n) if n is not None else None for n in names)
             itemsizes = tuple(
@@ -328,8 +330,15 @@ class _Walk:
                 self.seeds.mesh, self.env.table, self.seeds.parameter_axes, self._cost
             )
             situation = Situation(*laid, parts, *later, itemsizes)
-            self.decided[key] = chooser.choose(rule, view, situation)
+            self.decided[key] = chooser.choose(rule, view, situation, implied)
         return self.decided[key]
+
+    def _implied(self, node: ir.Node) -> Dual | None:
+        """How a backward node lies where its forward node has a strategy."""
+        name = node.metadata_props.get(GRADIENT_OF, "")
+        if name not in self.seeds.nodes:
+            return None
+        return dual(node, self.rules.views[name].node, self.plans[name], self.links)
 
     def _versions(self, name: str) -> tuple[Sharding, ...]:
         made = self.values.get(name)
@@ -337,9 +346,10 @@ class _Walk:
 
     def _wish(self, name: str) -> Sharding | None:
         """The split that a value's later users want; for a cotangent, that of its primal."""
-        primal = self.values.get(self.links.get(name, ""))
-        if primal is not None and primal.split_atoms:
-            return primal.with_partial(())
+        for primal in self.links.get(name, ()):
+            made = self.values.get(primal)
+            if made is not None and made.split_atoms:
+                return made.with_partial(())
         return self.wishes.get(name)
 
     def _cost(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> int:

@@ -399,7 +399,7 @@ def forward_places(graph: ir.Graph, virtual_stages: int) -> Places:
 def training_places(
     graph: ir.Graph,
     virtual_stages: int,
-    links: Mapping[str, str],
+    links: Mapping[str, tuple[str, ...]],
     gradients: Collection[str],
     variables: Collection[str],
     *,
@@ -410,7 +410,7 @@ def training_places(
     Args:
         graph: Forward, loss and backward.
         virtual_stages: Number of virtual stages.
-        links: Of each cotangent its primal.
+        links: Of each cotangent its primals.
         gradients: The outputs that are gradients of parameters.
         variables: Names of the parameters that are trained.
         split: Whether a backward is two places: what earlier ones wait for, and, after it, the
@@ -444,7 +444,9 @@ def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _urgent(graph: ir.Graph, links: Mapping[str, str], variables: frozenset[str]) -> set[ir.Node]:
+def _urgent(
+    graph: ir.Graph, links: Mapping[str, tuple[str, ...]], variables: frozenset[str]
+) -> set[ir.Node]:
     """The backward nodes that cotangents of activations come from."""
     found: set[ir.Node] = set()
     wanted: set[ir.Value] = set()
@@ -452,8 +454,7 @@ def _urgent(graph: ir.Graph, links: Mapping[str, str], variables: frozenset[str]
         if GRADIENT_OF not in node.metadata_props:
             continue
         activation = any(
-            (primal := links.get(v.name or "")) is not None and primal not in variables
-            for v in node.outputs
+            not variables.issuperset(links.get(v.name or "", ())) for v in node.outputs
         )
         if activation or any(v in wanted for v in node.outputs):
             found.add(node)

@@ -35,13 +35,14 @@ class Differentiated:
 
     Attributes:
         env: Shapes of all values, new ones included.
-        links: The primal of each cotangent, and of each contribution to one, by name.
+        links: The primals of each cotangent, and of each contribution to one, by name: several
+            where nodes hand it on as it is.
         gradients: Name of the gradient of each variable that was reached; it is an output.
         unreached: The other variables, each with the reason.
     """
 
     env: ShapeEnv
-    links: Mapping[str, str]
+    links: Mapping[str, tuple[str, ...]]
     gradients: Mapping[str, str]
     unreached: Mapping[str, str]
 
@@ -164,10 +165,10 @@ class _Autodiff:
         if shared or len([p for p in walk.parts.values() if total in p]) > 1:
             total = self.builder.op("Identity", total, shape=self.builder.shape_of(total))
         if total.name != wanted:
-            link = walk.links.pop(total.name or "", name)
+            primals = walk.links.pop(total.name or "", ())
             self.builder.rename(total, wanted)
-            walk.links[total.name or ""] = link
-        walk.links[total.name or ""] = name
+            walk.links[total.name or ""] = primals
+        walk.link(total, value)
         self.model.graph.outputs.append(total)
         return total.name or ""
 
@@ -189,7 +190,7 @@ class _Backward:
     sources: Sequence[ir.Value]
     opsets: Mapping[str, int]
     what: str
-    links: dict[str, str] = field(default_factory=dict)
+    links: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parts: dict[ir.Value, list[ir.Value]] = field(default_factory=dict)
     done: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
@@ -200,7 +201,7 @@ class _Backward:
         """Walks from values whose cotangents are given."""
         for value, cotangent in cotangents.items():
             self.parts.setdefault(value, []).append(cotangent)
-            self.links.setdefault(cotangent.name or "", value.name or "")
+            self.link(cotangent, value)
         for node in reversed(self.forward):
             if any(out in self.parts for out in node.outputs):
                 self._node(node, self.varying)
@@ -264,7 +265,7 @@ class _Backward:
                 continue
             self._check(node, index, value, made)
             self.parts.setdefault(value, []).append(made)
-            self.links.setdefault(made.name or "", value.name or "")
+            self.link(made, value)
 
     def _check(self, node: ir.Node, index: int, value: ir.Value, made: ir.Value) -> None:
         want, have = self.builder.shapes.get(value.name or ""), self.builder.shape_of(made)
@@ -276,6 +277,11 @@ class _Backward:
                 f"node {node.name!r} ({node.op_type}): the gradient of input {index} must be "
                 f"{value.dtype} {want}, its rule made {made.dtype} {have}"
             )
+
+    def link(self, cotangent: ir.Value, primal: ir.Value) -> None:
+        """Takes note that a value is a cotangent, or a contribution to it, of another one."""
+        known = self.links.get(cotangent.name or "", ())
+        self.links[cotangent.name or ""] = tuple(dict.fromkeys((*known, primal.name or "")))
 
     def total(self, value: ir.Value) -> ir.Value | None:
         """Returns the cotangent of a value: the sum of what its users contributed."""
@@ -301,14 +307,14 @@ class _Backward:
         assert total is not None
         if len(parts) > 1:
             self.builder.rename(total, f"{GRADIENT_PREFIX}{value.name}")
-        self.links.setdefault(total.name or "", value.name or "")
+        self.link(total, value)
         self.done[value] = total
         return total
 
     def _added(self, left: ir.Value, right: ir.Value, value: ir.Value) -> ir.Value:
         """The sum of two parts of a value's cotangent, where the second was made."""
         for part in (left, right):
-            self.links.setdefault(part.name or "", value.name or "")
+            self.link(part, value)
         kept = self.builder.metadata
         self.builder.metadata = {**kept, **part_entry(right.producer())}
         total = self.builder.op("Add", left, right, shape=self.builder.shape_of(value))

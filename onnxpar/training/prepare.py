@@ -67,7 +67,7 @@ class Prepared:
         env: Its shapes.
         rules: The sharding rule of each of its nodes.
         ops: The operator definition of each node that has one, by node name.
-        links: Of each cotangent its primal, and of each new running statistic the old one.
+        links: Of each cotangent its primals, and of each new running statistic the old one.
         loss: The loss.
         gradients: Name of the gradient of each parameter that is trained; it is an output.
         updated: Of each output that is a new running statistic the old one.
@@ -85,7 +85,7 @@ class Prepared:
     env: ShapeEnv
     rules: Rules
     ops: Mapping[str, OpDef]
-    links: Mapping[str, str]
+    links: Mapping[str, tuple[str, ...]]
     loss: LossInfo
     gradients: Mapping[str, str]
     updated: Mapping[str, str]
@@ -185,7 +185,7 @@ def prepare_training(
         rules,
         ops,
         # A statistic leaves as it lies, as a gradient leaves split as its parameter.
-        {**found.links, **running.updated},
+        {**found.links, **{new: (old,) for new, old in running.updated.items()}},
         info,
         found.gradients,
         running.updated,

@@ -247,7 +247,7 @@ def test_a_preset_that_the_search_does_not_better_wins(
     path, out = tmp_path / "gpt.onnx", tmp_path / "s.yaml"
     save(transformer.build(transformer.Config(layers=1, d_model=64, heads=4)), path)
     training = ["--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
-    options = ["--devices", "8", "--machine", "cpu", "--symbol", "batch=8", "--symbol", "seq=32"]
+    options = ["--devices", "8", "--machine", "cpu", "--symbol", "batch=16", "--symbol", "seq=64"]
 
     def by(level: int) -> list[dict[str, float]]:
         command = ["plan", str(path), *options, *training, "--level", str(level)]

@@ -7,7 +7,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.shapes import NodeView, ShapeEnv
+from onnxpar.analysis.shapes import GRADIENT_OF, NodeView, ShapeEnv
 from onnxpar.analysis.structure import Parts, merged, structure
 from onnxpar.ops.cost import CostFn
 from onnxpar.ops.rule import ANY, OpRule
@@ -17,6 +17,22 @@ WEIGHT = 1024
 """Elements from which a parameter, or an input of real numbers, counts as a weight. What depends on
 no weight (masks, positions, tokens) is computed whole on every device, and sliced for nothing where
 it is read."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An operand or a result of a node that is kept until its backward.
+
+    Attributes:
+        made: Whether it is a result.
+        index: Which one.
+        share: The part of the value that counts here, among all nodes whose backward reads it: they
+            may have it in one layout.
+    """
+
+    made: bool
+    index: int
+    share: float
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,7 @@ class Item:
         fixed: Whether there is nothing to choose: it is computed replicated.
         trained: Whether its results vary with a trained parameter, so that it has a backward.
         parts: For each operand, the parts of its dims.
+        saved: What its backward reads of its operands and results.
         kind: A number; nodes of the same have the same options and costs.
         pin: Its name where the user fixed it, else "".
         cost: What a device computes and moves for it, where its operator says that.
@@ -42,6 +59,7 @@ class Item:
     fixed: bool
     trained: bool
     parts: tuple[tuple[Parts, ...] | None, ...]
+    saved: tuple["Saved", ...]
     kind: int
     pin: str = ""
     cost: CostFn | None = None
@@ -122,6 +140,7 @@ def flow(
     nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
     parts = structure(nodes, rules.rules, rules.views, env.table)
     parts = merged(nodes, rules.rules, rules.views, env.table, parts)
+    saved = _saved(model, rules)
     varying: set[str] = set(trained)
     weighty = set(trained)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
@@ -150,10 +169,12 @@ def flow(
         )
         backward = any((v.name or "") in varying for v in node.outputs)
         seen = tuple(parts.get(n) for n in names)
-        kind = kinds.setdefault(_kind(rule, view, fixed, backward, seen), len(kinds))
+        keeps = saved.get(name, ())
+        key = (*_kind(rule, view, fixed, backward, seen), keeps)
+        kind = kinds.setdefault(key, len(kinds))
         pin = name if name in pinned else ""
         count = rules.costs.get(name)
-        items.append(Item(name, rule, view, fixed, backward, seen, kind, pin, count))
+        items.append(Item(name, rule, view, fixed, backward, seen, keeps, kind, pin, count))
         for position, operand in enumerate(rule.inputs):
             if view.has(position) and operand.mode != ANY and names[position] in env.shapes:
                 uses.setdefault(names[position], []).append(Use(index, position))
@@ -181,6 +202,27 @@ def flow(
             )
         )
     return Flow(tuple(items), tuple(values), env.table)
+
+
+def _saved(model: ir.Model, rules: Rules) -> dict[str, tuple[Saved, ...]]:
+    """Returns of each node what its backward reads of its operands and results."""
+    read: dict[str, set[str]] = {}
+    for node in model.graph:
+        forward = node.metadata_props.get(GRADIENT_OF)
+        if forward is not None:
+            read.setdefault(forward, set()).update(v.name or "" for v in node.inputs if v)
+    places: dict[str, list[tuple[str, bool, int]]] = {}
+    for name in read.keys() & rules.views.keys():
+        node = rules.views[name].node
+        for made, values in ((False, node.inputs), (True, node.outputs)):
+            found = {v.name or "": i for i, v in enumerate(values) if v is not None}
+            for value in read[name] & found.keys() - model.graph.initializers.keys():
+                places.setdefault(value, []).append((name, made, found[value]))
+    saved: dict[str, list[Saved]] = {}
+    for readers in places.values():
+        for name, made, index in readers:
+            saved.setdefault(name, []).append(Saved(made, index, 1 / len(readers)))
+    return {n: tuple(sorted(s, key=lambda s: (s.made, s.index))) for n, s in saved.items()}
 
 
 def _kind(

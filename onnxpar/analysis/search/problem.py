@@ -29,6 +29,10 @@ Table = NDArray[np.float64]
 MOMENTS = 2
 """Tensors like a trained parameter that are held besides it and its gradient."""
 _UPDATE_PASSES = 7
+_WORKING = 0.25
+"""The share of every result that counts as held besides what is saved for the backward. One node's
+results are there at a time, but a sum knows no largest: without this the least memory is sought by
+products whose results are pending, whole, on every device."""
 
 
 @dataclass(frozen=True)
@@ -219,13 +223,24 @@ class _Builder:
                 )
                 if item.trained:
                     seconds[i] += self.cost.filling(item.rule, item.view, option.plan, trained)
-                    memory[i] = sum(
-                        self.cost.elements(s) * int(v.dtype.itemsize)
-                        for s, v in zip(option.plan.outputs, item.view.node.outputs, strict=True)
-                        if v.dtype is not None
-                    )
+                    memory[i] = self._held(item, option)
             self._units[key] = seconds, memory
         return self._units[key]
+
+    def _held(self, item: Item, option: Option) -> float:
+        """Bytes that a node adds to what a device holds when its backward begins."""
+        node, plan = item.view.node, option.plan
+        made = list(zip(node.outputs, plan.outputs, strict=True))
+        read = list(zip(node.inputs, plan.inputs, strict=False))
+        parts = [
+            *((_WORKING, pair) for pair in made),
+            *((s.share, (made if s.made else read)[s.index]) for s in item.saved),
+        ]
+        return sum(
+            share * self.cost.elements(lies) * int(value.dtype.itemsize)
+            for share, (value, lies) in parts
+            if value is not None and value.dtype is not None and lies is not None
+        )
 
     def _trained(self, item: Item) -> tuple[int, ...]:
         """The operands of a node that a cotangent comes back along."""

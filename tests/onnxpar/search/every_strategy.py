@@ -7,6 +7,7 @@ of the search. A forward program is one of which nothing is trained.
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations, product
 from math import inf, prod
 from typing import Generic, TypeVar
@@ -17,6 +18,7 @@ from onnxpar.analysis.search.find import Candidate, SearchSpec, find
 from onnxpar.analysis.search.flow import Flow, Item, Value, flow
 from onnxpar.analysis.search.options import Option, options
 from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import GRADIENT_OF
 from onnxpar.machine import Link, Machine
 from onnxpar.mesh import Mesh
 from onnxpar.program import Program
@@ -122,6 +124,7 @@ class Case:
             seconds = held = 0.0
             for of_item, c in zip(computed, choice, strict=True):
                 seconds, held = seconds + of_item[c][0], held + of_item[c][1]
+            held += self._waiting(choice)
             seconds += sum(known(choice) for known in made)
             if seconds == inf:
                 continue
@@ -161,11 +164,41 @@ class Case:
         ]
 
     def _kept(self, item: Item, option: Option) -> float:
-        """Bytes of the results that the backward needs."""
+        """Bytes of a quarter of the results."""
         if not item.trained:
             return 0.0
         pairs = zip(option.plan.outputs, item.view.node.outputs, strict=True)
-        return sum(self.cost.elements(s) * v.dtype.itemsize for s, v in pairs if v.dtype)
+        return sum(self.cost.elements(s) * v.dtype.itemsize for s, v in pairs if v.dtype) / 4
+
+    @cached_property
+    def _saved(self) -> list[list[tuple[int, bool, int, int]]]:
+        """Of each value that backward nodes read: where the nodes that these are of have it."""
+        places = {
+            (item.name, v.name): (number, made, index, v.dtype.itemsize)
+            for number, item in enumerate(self.flow.items)
+            for made, values in enumerate((item.view.node.inputs, item.view.node.outputs))
+            for index, v in enumerate(values)
+            if v is not None and v.dtype is not None
+        }
+        graph = self.program.model.graph
+        readers: dict[str, set[str]] = {}
+        for node in graph:
+            of = node.metadata_props.get(GRADIENT_OF)
+            for v in node.inputs if of is not None else ():
+                if v is not None and v.name not in graph.initializers and (of, v.name) in places:
+                    readers.setdefault(v.name, set()).add(of)
+        return [[places[of, name] for of in sorted(found)] for name, found in readers.items()]
+
+    def _waiting(self, choice: Sequence[int]) -> float:
+        """Bytes of what the backward reads: in the mean where several nodes have it."""
+        total = 0.0
+        for places in self._saved:
+            for number, made, index, itemsize in places:
+                plan = self.found[number][choice[number]].plan
+                lies = (plan.outputs if made else plan.inputs)[index]
+                if lies is not None:
+                    total += self.cost.elements(lies) * itemsize / len(places)
+        return total
 
     # -- values ----------------------------------------------------------------------------------
 
