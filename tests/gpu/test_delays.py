@@ -85,6 +85,35 @@ def test_training(
         np.testing.assert_allclose(load_file(file)["w"], wanted, rtol=0, atol=1e-5)
 
 
+READS = """
+from ctypes import c_int, c_size_t
+import numpy as np
+from onnxpar_runtime.cuda import Queue
+SIZE = 4096
+for queue in [Queue(0) for _ in range(8)]:
+    memory = queue.runtime.handle("cudaMalloc", c_size_t(SIZE))
+    into = queue.pinned((SIZE,), np.dtype(np.uint8))
+
+    def fill(value):
+        size = c_size_t(SIZE)
+        queue.runtime.call("cudaMemsetAsync", memory, c_int(value), size, queue.stream)
+
+    for value in range(1, 9):
+        fill(value)
+        queue.read(memory.value, into)
+        queue.before_writing()
+        fill(0)
+        queue.finish_reading()
+        assert (into == value).all(), (value, into)
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_read_is_not_overwritten(standin_cuda: Mapping[str, str], seed: int) -> None:
+    """By streams of every pace, which have queues of their own."""
+    run(standin_cuda, 1, ["-c", READS], CUDA_DEVICE_MAX_CONNECTIONS="32", **settings(seed))
+
+
 PIPELINES = {
     "1f1b": {"devices": 2, "pipeline": {"stages": 2, "micro_batches": 4}},
     "interleaved": {

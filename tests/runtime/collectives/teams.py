@@ -24,7 +24,7 @@ T = TypeVar("T")
 Array = NDArray[Any]
 UNDER_MPI = os.environ.get("ONNXPAR_TEST_TRANSPORT") == "mpi"
 ON_DEVICE = os.environ.get("ONNXPAR_TEST_DEVICE", "")
-DEVICES = int(os.environ.get("STANDIN_DEVICES", "1"))
+DEVICES = int(os.environ.get("STANDIN_DEVICES", "1")) or 1
 PROVIDER = "CUDAExecutionProvider" if ON_DEVICE else "CPUExecutionProvider"
 HEADER = '<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]>\n'
 LIMIT_S = 60
