@@ -75,8 +75,9 @@ def command(
     strategy: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE",
-            help="What is fixed, the rest being searched for. Default: the model's annotations.",
+            metavar="FILE|AXES",
+            help="What is fixed, the rest being searched for: a file, or only the mesh, as "
+            "dp=2,tp=4. Default: the model's annotations.",
         ),
     ] = None,
     algorithm: Annotated[
