@@ -100,7 +100,8 @@ class Chooser:
         """
         if implied is not None:
             follows = self._following(rule, view, situation, implied)
-            found = self._cheapest(rule, view, situation, [follows, {}][: 1 + implied.adds])
+            ways = [follows, {}] if implied.adds else [follows]
+            found = self._cheapest(rule, view, situation, ways)
             if found is not None:
                 return found
         found = self._cheapest(rule, view, situation, self._candidates(rule, view, situation))

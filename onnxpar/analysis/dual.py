@@ -34,8 +34,8 @@ class Dual:
 
 def dual(
     node: ir.Node, forward: ir.Node, plan: NodePlan, links: Mapping[str, tuple[str, ...]]
-) -> Dual:
-    """Returns how a backward node lies by its forward node's plan.
+) -> Dual | None:
+    """Returns how a backward node lies by its forward node's plan; None if that says nothing of it.
 
     Args:
         node: The backward node.
@@ -59,4 +59,6 @@ def dual(
     )
     sums = [lies(v, made) for v in node.outputs]
     adds = sums[0] is not None and all(lies(v, made) is not None for v in node.inputs)
-    return Dual(inputs, tuple(sums if adds else (lies(v, read) for v in node.outputs)), adds)
+    outputs = tuple(sums if adds else (lies(v, read) for v in node.outputs))
+    # What fills a cotangent with zeros reads nothing of the forward node.
+    return Dual(inputs, outputs, adds) if any(s is not None for s in (*inputs, *outputs)) else None

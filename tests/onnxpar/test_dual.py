@@ -109,6 +109,34 @@ def test_the_backward_of_columns_and_rows() -> None:
     assert {name: backward(program, plan.nodes, name) for name in STRATEGY} == expected
 
 
+def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
+    """They read nothing of the forward node, which therefore says nothing of them."""
+    proto = onnx.parser.parse_model("""\
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (float[batch, 64] x) => (float[batch, 32] y) 
+        <int64[1] low = {0}, int64[1] middle = {32}, int64[1] high = {64}>
+        {
+            [product] a = MatMul(x, w)
+            [front] b = Slice(a, low, middle, one)
+            [back] c = Slice(a, middle, high, one)
+            [sum] y = Add(b, c)
+        }
+        """)
+    proto.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 64), np.float32), "w"))
+    proto.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.int64), "one"))
+    program = trained(normalise(ir.from_proto(proto)), "mse", {"batch": Symbol(divisor=4)})
+    wanted = {"product": [ROWS, WHOLE], "front": [ROWS], "back": [ROWS], "sum": [ROWS, ROWS]}
+    nodes = {name: {"in": operands} for name, operands in wanted.items()}
+    strategy = Strategy.from_dict({"mesh": {"tp": 4}, "nodes": nodes})
+    plan = program.plan(resolve(strategy, program.model, program.rules, program.env))
+    rows = ((0, 1), (), ())
+    for name in "front", "back":
+        made = {kind: found[-1] for kind, found in backward(program, plan.nodes, name)}
+        assert {kind: made[kind] for kind in ("Expand", "Concat")} == dict.fromkeys(
+            ("Expand", "Concat"), rows
+        )
+
+
 @pytest.mark.parametrize("devices", [2, 4, 6])
 @pytest.mark.parametrize("algorithm", ["recursive", "ilp"])
 def test_a_step_costs_what_the_search_counts(devices: int, algorithm: str) -> None:
