@@ -1,5 +1,6 @@
 """The collectives under mpirun: the suite of the threads transport, and how failures end a job."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,12 +44,14 @@ MESSAGES = {"ONNXPAR_SHARED_MEMORY": "0"}
 both_ways = pytest.mark.parametrize("way", [MEMORY, MESSAGES], ids=["memory", "messages"])
 
 
+# Some of them, and all in the full tier.
+WORLDS = [(1, MEMORY), (4, MEMORY), (2, MESSAGES), (2, MEMORY), (4, MESSAGES)]
+NAMES = ["1", "4-memory", "2-messages", "2-memory", "4-messages"]
+COUNT = 5 if os.environ.get("ONNXPAR_FULL") else 3
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("ranks", "way"),
-    [(1, MEMORY), (2, MEMORY), (4, MEMORY), (2, MESSAGES), (4, MESSAGES)],
-    ids=["1", "2-memory", "4-memory", "2-messages", "4-messages"],
-)
+@pytest.mark.parametrize(("ranks", "way"), WORLDS[:COUNT], ids=NAMES[:COUNT])
 def test_the_suite_at(job: Start, ranks: int, way: dict[str, str]) -> None:
     arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", str(SUITE)]
     result = job(ranks, arguments, 180, {"ONNXPAR_TEST_TRANSPORT": "mpi"} | way)

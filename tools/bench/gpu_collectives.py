@@ -30,7 +30,8 @@ from onnxpar_runtime.tensors import to_ort
 
 SIZES = [1 << n for n in (10, 14, 18, 22, 24, 26, 28)]
 QUICK = SIZES[:3]
-LINKS, ROUNDS, WARM = 16, 9, 2
+LINKS, WARM = 16, 2
+ROUNDS, QUICK_ROUNDS = 9, 3
 UNIQUE_ID_BYTES = 128  # ncclUniqueId
 FLOAT32, SUM = 7, 0  # ncclDataType_t, ncclRedOp_t
 
@@ -131,14 +132,15 @@ def measure(quick: bool) -> None:
         rank.open_device(index, way)
     raw = Raw(queue, index)
     first = comm.Get_rank() == 0
+    rounds = QUICK_ROUNDS if quick else ROUNDS
     if first:
-        print(f"AllReduce of {comm.Get_size()} ranks, us a call, {ROUNDS} rounds")
+        print(f"AllReduce of {comm.Get_size()} ranks, us a call, {rounds} rounds")
         print(f"{'bytes':>10s} {'NCCL':>10s} {'session':>10s} {'ratio':>6s} {'staged':>10s}")
     for size in QUICK if quick else SIZES:
         ways = {"raw": raw.on(size)}
         ways |= {way: in_session(rank, queue, index, size) for way, rank in ranks.items()}
         took: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(WARM + ROUNDS):
+        for _ in range(WARM + rounds):
             for way, run in ways.items():
                 comm.Barrier()
                 start = time.perf_counter()
@@ -160,7 +162,7 @@ def measure(quick: bool) -> None:
 def main() -> int:
     """Measures; an error on one rank ends all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes only")
+    parser.add_argument("--quick", action="store_true", help="small sizes, fewer rounds")
     quick: bool = parser.parse_args().quick
     world = World.mpi()
 
