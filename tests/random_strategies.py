@@ -69,8 +69,9 @@ def pinned(analysed: Analysed, seeds: Seeds, seed: int) -> Seeds:
         factors = {f: (Component(sizes[f], a),) for f, a in zip(places, atoms, strict=True) if a}
         outs: list[Sharding | None] = []
         for operand, value in zip(rule.outputs, view.node.outputs, strict=True):
-            shape = analysed.env.shapes[value.name or ""]
-            asked = draw.random() < 0.25 and not operand.mode
+            # An optional result that is not there has neither name nor shape.
+            shape = analysed.env.shapes.get(value.name or "", ())
+            asked = draw.random() < 0.25 and not operand.mode and bool(value.name)
             outs.append(Sharding.of(shape, _atoms(draw, mesh, len(shape))) if asked else None)
         nodes[name] = NodeSeed(name, factors, tuple(outs) if any(outs) else (), "seed")
     parameters = {

@@ -1,0 +1,159 @@
+"""Random programs trained under random strategies: all devices together differentiate as one does.
+
+The loss is the sum of all results, each weighted at random. Forward nodes have strategies of their
+own, which their backward nodes follow; parameters and inputs lie at random. As in
+`test_programs.py` a case is one seed, `ONNXPAR_FUZZ_SEED` shifts the seeds and `ONNXPAR_FULL` runs
+many more; `case(seed)` repeats a failure.
+"""
+
+import os
+import random
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from lockstep import Array, run_model
+from random_builder import F32
+from random_programs import feeds, program
+from random_strategies import document, pinned
+
+from onnxpar.analysis.propagate import propagate
+from onnxpar.analysis.seeds import Seeds
+from onnxpar.analysis.shapes import GRADIENT_OF, shapes
+from onnxpar.errors import ShardingError
+from onnxpar.mesh import Mesh
+from onnxpar.passes.autodiff import Differentiated, differentiate
+from onnxpar.passes.builder import ir_shape
+from onnxpar.passes.expand import expand_by_body
+from onnxpar.passes.global_graph import GlobalBuilder
+from onnxpar.passes.load import normalise, symbol_table
+from onnxpar.passes.partition import partition
+from onnxpar.passes.partitioned import PartitionedModel
+from onnxpar.pipeline import Analysed, find_rules
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.symbols import Symbol
+
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+CASES = 600 if os.environ.get("ONNXPAR_FULL") else 40
+BATCHES = 20
+LOSS, WEIGHT = "onnxpar.loss", "onnxpar.weight."
+# As in test_programs.py; a LayerNormalization of float64 has its statistics in float32.
+EXACT, ROUNDED = 1e-9, 2e-3
+
+
+def trained(
+    proto: onnx.ModelProto, constraints: dict[str, Symbol]
+) -> tuple[Analysed, Differentiated] | None:
+    """The program, its loss, and gradients by its parameters and inputs; None without a loss."""
+    model = normalise(ir.from_proto(proto))
+    graph = model.graph
+    builder = GlobalBuilder.over(
+        graph, model.opset_imports[""], shapes(model, symbol_table(model, constraints))
+    )
+    variables = [
+        v
+        for v in (*graph.inputs, *graph.initializers.values())
+        if v.dtype is not None and v.dtype.is_floating_point() and (v.name or "")[0] in "wx"
+    ]
+    kind = variables[0].dtype
+    total: ir.Value | None = None
+    for result in [v for v in graph.outputs if v.dtype == kind]:
+        shape = builder.shape_of(result)
+        weight = ir.Value(name=f"{WEIGHT}{result.name}")
+        builder.declare(weight, kind, shape)
+        weight.shape = ir_shape(shape)
+        graph.inputs.append(weight)
+        part = builder.op("Mul", result, weight, shape=shape)
+        part = builder.reduce("ReduceSum", part, range(len(shape))) if shape else part
+        total = part if total is None else builder.op("Add", total, part, shape=[])
+    if total is None:
+        return None
+    del graph.outputs[:]
+    builder.rename(total, LOSS)
+    graph.outputs.append(total)
+    expand_by_body(model, builder, variables, total)
+    done = differentiate(model, builder.env, LOSS, [v.name or "" for v in variables])
+    return Analysed(model, done.env, *find_rules(model, done.env)), done
+
+
+def cut(analysed: Analysed, done: Differentiated, seeds: Seeds) -> PartitionedModel:
+    a = analysed
+    plan = propagate(a.model, a.env, a.rules, seeds, done.links)
+    return partition(a.model, a.env, a.rules, a.ops, plan)
+
+
+def divided(analysed: Analysed, done: Differentiated, seed: int) -> PartitionedModel | None:
+    """The program by the strategy of a seed; None where a random split is refused."""
+    inputs = [v for v in analysed.model.graph.inputs if not (v.name or "").startswith(WEIGHT)]
+    ranks = {v.name or "": v.shape.rank() for v in inputs if v.shape}
+    strategy = Strategy.from_dict(document(seed, ranks))
+    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    backward = {n.name for n in analysed.model.graph if GRADIENT_OF in n.metadata_props}
+    drawn = pinned(analysed, seeds, seed)
+    forward = {name: found for name, found in drawn.nodes.items() if name not in backward}
+    try:
+        return cut(analysed, done, replace(drawn, nodes=forward))
+    except ShardingError as error:
+        assert "'n" in str(error), "a refusal names its node"
+        return None
+
+
+def case(seed: int) -> bool:
+    """Runs a case; whether its strategy was taken."""
+    draw = random.Random(f"sizes {seed}")
+    divisor = draw.choice([1, 1, 1, 2, 4])
+    proto = program(seed)
+    found = trained(proto, {"batch": Symbol(divisor=divisor)} if divisor > 1 else {})
+    if found is None:
+        return False
+    analysed, done = found
+    parted = divided(analysed, done, seed)
+    if parted is None:
+        return False
+    one = cut(analysed, done, Seeds(Mesh.of(), {}, {}))
+    narrow = any(n.op_type == "LayerNormalization" for n in proto.graph.node)
+    narrow |= any(a.i == F32 for n in proto.graph.node for a in n.attribute if a.name == "to")
+    narrow |= any(i.type.tensor_type.elem_type == F32 for i in proto.graph.input)
+    symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
+    data = feeds(proto, symbols, seed) | weights(analysed, symbols, seed)
+    opset = proto.opset_import[0].version
+    # Few operators have float64 in onnxruntime.
+    want = run_model(one, data, opset, symbols, reference=True)
+    got = run_model(parted, data, opset, symbols, reference=True)
+    assert got.keys() == want.keys() == {LOSS, *done.gradients.values()}
+    # Of all gradients, since each may be the difference of some that are larger.
+    scale = max(1.0, *(float(np.abs(array).max()) for array in want.values()))
+    assert np.isfinite(scale), "the whole program itself overflows"
+    for name, array in want.items():
+        where = f"{name!r} at {symbols}"
+        assert got[name].dtype == array.dtype and got[name].shape == array.shape, where
+        error = float(np.abs(got[name] - array).max())
+        bound = (ROUNDED if narrow else EXACT) * scale
+        assert error <= bound, f"{where}: expected an error up to {bound:.1e}, got {error:.1e}"
+    return True
+
+
+def weights(analysed: Analysed, symbols: dict[str, int], seed: int) -> dict[str, Array]:
+    """What the results are weighted by."""
+    rng, env = np.random.default_rng(seed), analysed.env
+    made: dict[str, Array] = {}
+    for value in analysed.model.graph.inputs:
+        name = value.name or ""
+        if name.startswith(WEIGHT) and value.dtype is not None:
+            shape = [int(env.table.evaluate(d, symbols)) for d in env.shapes[name]]
+            made[name] = rng.standard_normal(shape).astype(value.dtype.numpy())
+    return made
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_training_programs(batch: int) -> None:
+    taken = 0
+    count = CASES // BATCHES
+    for seed in range(SEED + batch * count, SEED + (batch + 1) * count):
+        try:
+            taken += case(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert taken, "some random strategies are taken"
