@@ -205,7 +205,7 @@ def _nothing_fits(
             said = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
             told.append(
                 "what is not known to divide evenly is padded or gathered: where every size does, "
-                f"{said} saves that memory"
+                f"{said} may save that memory"
             )
     return "; ".join(told)
 
