@@ -474,6 +474,16 @@ def program(seed: int, pieces: int = 10) -> onnx.ModelProto:
     return build(p, ends)
 
 
+def is_narrow(model: onnx.ModelProto) -> bool:
+    """Whether a value is rounded to float32 midway, which is no better in float64."""
+    return any(
+        attribute.i == F32
+        for node in model.graph.node
+        for attribute in node.attribute
+        if attribute.name == "to"
+    ) or any(value.type.tensor_type.elem_type == F32 for value in model.graph.input)
+
+
 def feeds(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> dict[str, Array]:
     """Random inputs of a model at the given sizes."""
     rng = np.random.default_rng(seed)

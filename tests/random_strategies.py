@@ -1,14 +1,17 @@
 """Random strategies for any model, each from one seed."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import onnx_ir as ir
 
 from onnxpar.analysis.plan import factor_sizes
 from onnxpar.analysis.seeds import NodeSeed, Seeds
 from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Analysed
 from onnxpar.sharding import Component, Sharding
+from onnxpar.strategy import Strategy, resolve
 
 MESHES = (
     {"dp": 2},
@@ -43,6 +46,13 @@ def document(seed: int, inputs: Mapping[str, int]) -> dict[str, Any]:
     if draw.random() < 0.15:
         data["rest"] = draw.choice(["data_parallel", "replicate"])
     return data
+
+
+def seeds_of(analysed: Analysed, inputs: Iterable[ir.Value], seed: int) -> Seeds:
+    """Returns the seeds of a random strategy for a program with these inputs."""
+    ranks = {v.name or "": v.shape.rank() for v in inputs if v.shape}
+    strategy = Strategy.from_dict(document(seed, ranks))
+    return resolve(strategy, analysed.model, analysed.rules, analysed.env)
 
 
 def _names(draw: random.Random, axes: list[str], rank: int) -> list[Any]:

@@ -12,14 +12,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 from lockstep import evaluator, run_model
-from random_builder import F32, Array
-from random_programs import feeds, program
-from random_strategies import document, pinned
+from random_builder import Array
+from random_programs import feeds, is_narrow, program
+from random_strategies import pinned, seeds_of
 
 from onnxpar.errors import ShardingError
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.pipeline import analyse, divide
-from onnxpar.strategy import Strategy, resolve
 from onnxpar.symbols import Symbol
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -35,9 +34,7 @@ def cut(
 ) -> PartitionedModel | None:
     """The model divided by the strategy of a seed; None where a random split is refused."""
     analysed = analyse(ir.from_proto(model), constraints)
-    ranks = {v.name or "": v.shape.rank() for v in analysed.model.graph.inputs if v.shape}
-    strategy = Strategy.from_dict(document(seed, ranks))
-    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    seeds = seeds_of(analysed, analysed.model.graph.inputs, seed)
     if seed % 2 == 0:
         return divide(analysed, seeds)
     try:
@@ -58,9 +55,7 @@ def case(seed: int) -> bool:
         return False
     # Without optimizations: onnxruntime's scale fusion rounds scales of float64 to float32.
     whole = evaluator(model, reference=False)
-    # A value rounded to float32 midway is no better in float64.
-    narrow = any(a.i == F32 for n in model.graph.node for a in n.attribute if a.name == "to")
-    narrow |= any(i.type.tensor_type.elem_type == F32 for i in model.graph.input)
+    narrow = is_narrow(model)
     for _ in range(2):
         symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
         data = feeds(model, symbols, seed)

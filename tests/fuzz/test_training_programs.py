@@ -15,9 +15,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 from lockstep import Array, run_model
-from random_builder import F32
-from random_programs import feeds, program
-from random_strategies import document, pinned
+from random_programs import feeds, is_narrow, program
+from random_strategies import pinned, seeds_of
 
 from onnxpar.analysis.propagate import propagate
 from onnxpar.analysis.seeds import Seeds
@@ -32,7 +31,6 @@ from onnxpar.passes.load import normalise, symbol_table
 from onnxpar.passes.partition import partition
 from onnxpar.passes.partitioned import PartitionedModel
 from onnxpar.pipeline import Analysed, find_rules
-from onnxpar.strategy import Strategy, resolve
 from onnxpar.symbols import Symbol
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -87,9 +85,7 @@ def cut(analysed: Analysed, done: Differentiated, seeds: Seeds) -> PartitionedMo
 def divided(analysed: Analysed, done: Differentiated, seed: int) -> PartitionedModel | None:
     """The program by the strategy of a seed; None where a random split is refused."""
     inputs = [v for v in analysed.model.graph.inputs if not (v.name or "").startswith(WEIGHT)]
-    ranks = {v.name or "": v.shape.rank() for v in inputs if v.shape}
-    strategy = Strategy.from_dict(document(seed, ranks))
-    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    seeds = seeds_of(analysed, inputs, seed)
     backward = {n.name for n in analysed.model.graph if GRADIENT_OF in n.metadata_props}
     drawn = pinned(analysed, seeds, seed)
     forward = {name: found for name, found in drawn.nodes.items() if name not in backward}
@@ -113,9 +109,8 @@ def case(seed: int) -> bool:
     if parted is None:
         return False
     one = cut(analysed, done, Seeds(Mesh.of(), {}, {}))
-    narrow = any(n.op_type == "LayerNormalization" for n in proto.graph.node)
-    narrow |= any(a.i == F32 for n in proto.graph.node for a in n.attribute if a.name == "to")
-    narrow |= any(i.type.tensor_type.elem_type == F32 for i in proto.graph.input)
+    # The operator has its statistics in float32.
+    narrow = any(n.op_type == "LayerNormalization" for n in proto.graph.node) or is_narrow(proto)
     symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
     data = feeds(proto, symbols, seed) | weights(analysed, symbols, seed)
     opset = proto.opset_import[0].version

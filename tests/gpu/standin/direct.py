@@ -155,8 +155,10 @@ def events() -> dict[str, list[int]]:
 def capture() -> dict[str, Any]:
     """What graphs do, and what breaks a capture."""
     main, side, data, other = stream(0), stream(), memory(), memory()
-    begin = lambda: call("cudaStreamBeginCapture", main, c_int(0))  # noqa: E731
     graph = c_void_p()
+
+    def begin() -> None:
+        call("cudaStreamBeginCapture", main, c_int(0))
 
     def end() -> int:
         return cuda.cudaStreamEndCapture(main, byref(graph))
