@@ -59,7 +59,7 @@ class Item:
     fixed: bool
     trained: bool
     parts: tuple[tuple[Parts, ...] | None, ...]
-    saved: tuple["Saved", ...]
+    saved: tuple[Saved, ...]
     kind: int
     pin: str = ""
     cost: CostFn | None = None
