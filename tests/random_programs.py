@@ -484,6 +484,17 @@ def is_narrow(model: onnx.ModelProto) -> bool:
     ) or any(value.type.tensor_type.elem_type == F32 for value in model.graph.input)
 
 
+def taken(case: Callable[[int], bool], seeds: range) -> int:
+    """Returns how many cases are taken; the message of one that fails names its seed."""
+    count = 0
+    for seed in seeds:
+        try:
+            count += case(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    return count
+
+
 def feeds(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> dict[str, Array]:
     """Random inputs of a model at the given sizes."""
     rng = np.random.default_rng(seed)

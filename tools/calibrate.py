@@ -37,6 +37,7 @@ from math import ceil, exp, log, log2
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter, process_time
+from typing import TypeVar
 
 import numpy as np
 import onnx.parser
@@ -48,6 +49,7 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import session_options, threads_per_rank
 
+T = TypeVar("T")
 SIDE = 512
 TYPES = {
     "float32": ("float", np.float32),
@@ -282,15 +284,15 @@ def computed() -> float | None:
     return busy / os.sysconf("SC_CLK_TCK")
 
 
-def taken_by_others(rank: Rank, measure: Callable[[], None]) -> float:
-    """Measures; returns how many cores processes that are no ranks have had meanwhile."""
+def watched(rank: Rank, action: Callable[[], T]) -> tuple[T, float]:
+    """Returns what `action` does, and how many cores processes that are no ranks had meanwhile."""
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", rank.world.size))
     before, own, begin = computed(), process_time(), perf_counter()
-    measure()
+    done = action()
     after, own, seconds = computed(), process_time() - own, perf_counter() - begin
     # A rank's share of what its machine has done, less its own: over all ranks, what others did.
     share = 0.0 if before is None or after is None else (after - before) / here - own
-    return float(rank.all_reduce(np.array([share / seconds]), op="sum")[0])
+    return done, float(rank.all_reduce(np.array([share / seconds]), op="sum")[0])
 
 
 def main() -> int:
@@ -323,10 +325,7 @@ def main() -> int:
         measurements = len(TYPES) + 3 + 6 * (len(blocks) + (size > 1))
         threads = arguments.threads or threads_per_rank(size, len(rank.world.local_ranks))
         bench = Bench(rank, threads, arguments.seconds / measurements)
-        data: dict[str, object] = {}
-        others = taken_by_others(
-            rank, lambda: data.update(measure(bench, blocks, memory, arguments.name))
-        )
+        data, others = watched(rank, lambda: measure(bench, blocks, memory, arguments.name))
         if rank.index == 0:
             head = f"# Measured by tools/calibrate.py: {size} ranks, {threads} threads each"
             if size == 1:

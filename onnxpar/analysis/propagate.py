@@ -4,7 +4,8 @@ Forward over the nodes in topological order, each choosing by how its operands l
 once more with what later nodes turned out to want as further proposals, so that information flows
 in both directions, and again while something new is seen of pending reductions (`pending`).
 Parameters and values made only of parameters stay *free* until a node wants them, and take the
-sharding that it wants: laying out a weight costs nothing.
+sharding that it wants: laying out a weight costs nothing. The backward of a node that has a
+strategy is divided as the node is (`dual`).
 """
 
 from collections.abc import Mapping, Sequence
