@@ -120,7 +120,8 @@ def append_loss(model: ir.Model, spec: LossSpec) -> LossInfo:
     """Appends the scalar `onnxpar.loss` to the model's outputs. The model given is changed.
 
     Softmax cross-entropy takes logits [N, C], or [batch, positions, C] which it flattens, and int64
-    labels of the same dims without C. The others take labels like the prediction. Logits and
+    labels of the same dims without C. C may be symbolic, as in the logits [batch, batch] of a
+    contrastive loss. The others take labels like the prediction. Logits and
     predictions of 16 bits are widened, so the loss is float32, or float64 where they are.
 
     Args:
@@ -194,14 +195,25 @@ def _argmax(builder: GlobalBuilder, logits: ir.Value) -> ir.Value:
     """
     # onnxruntime compares no bfloat16.
     x = builder.cast(logits, work_dtype(logits.dtype))
-    shape, classes = builder.shape_of(x), _classes(logits)
+    shape = builder.shape_of(x)
     last = [len(shape) - 1]
     top = builder.reduce("ReduceMax", x, last, keepdims=True)
-    number = builder.const(np.arange(classes), _INT32)
-    none = builder.const(classes, _INT32)
+    number, none = _numbered(builder, x)
     at_top = builder.op("Equal", x, top, shape=shape, dtype=_BOOL)
     place = builder.op("Where", at_top, number, none, shape=shape, dtype=_INT32)
     return builder.cast(builder.reduce("ReduceMin", place, last), INT64)
+
+
+def _numbered(builder: GlobalBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The numbers of the classes in the last dim of `x`, int32 [C], and how many they are."""
+    *leading, classes = builder.shape_of(x)
+    if isinstance(classes, int):
+        return builder.const(np.arange(classes), _INT32), builder.const(classes, _INT32)
+    zero, one = builder.const(0), builder.const(1)
+    count = builder.op("Gather", builder.shape_value(x), builder.const(len(leading)), shape=())
+    builder.contents[count.name or ""] = (classes,)
+    number = builder.op("Range", zero, count, one, shape=(classes,))
+    return builder.cast(number, _INT32), builder.cast(count, _INT32)
 
 
 def _builder(model: ir.Model, scope: str) -> GlobalBuilder:
@@ -263,30 +275,12 @@ def _find_output(graph: ir.Graph, spec: LossSpec) -> ir.Value:
     for axis, dim in enumerate(value.shape):
         if not isinstance(dim, int) and dim.value is None:
             raise ModelError(f"{what}: the size of dim {axis} is unknown")
-    if spec.kind is LossKind.SOFTMAX_CROSS_ENTROPY:
-        if len(value.shape) not in (2, 3):
-            raise ModelError(
-                f"{what}: expected [N, C] or [batch, positions, C], the classes last, got "
-                f"{_shape_text(value)}; other forms can be a node of the model (--loss output:NAME)"
-            )
-        _classes(value)
-    return value
-
-
-def _classes(logits: ir.Value) -> int:
-    """The number of classes.
-
-    Raises:
-        ModelError: It is not a number.
-    """
-    assert logits.shape is not None
-    size = logits.shape[len(logits.shape) - 1]
-    if not isinstance(size, int):
+    if spec.kind is LossKind.SOFTMAX_CROSS_ENTROPY and len(value.shape) not in (2, 3):
         raise ModelError(
-            f"loss {LossKind.SOFTMAX_CROSS_ENTROPY}: output {logits.name!r}: expected a number of "
-            f"classes in the last dim, got {_shape_text(logits)}"
+            f"{what}: expected [N, C] or [batch, positions, C], the classes last, got "
+            f"{_shape_text(value)}; other forms can be a node of the model (--loss output:NAME)"
         )
-    return size
+    return value
 
 
 def _labels(builder: GlobalBuilder, spec: LossSpec, source: ir.Value) -> ir.Value:
@@ -368,8 +362,7 @@ def _softmax_cross_entropy(
     if len(leading) > 1:
         # The operator wants the classes in dim 1: merging the others moves no data, a Transpose
         # would move all of it.
-        target = builder.const([-1, int(classes)])
-        scores = builder.op("Reshape", scores, target, shape=(rows, classes))
+        scores = builder.op("Flatten", scores, shape=(rows, classes), axis=len(leading))
         wanted = builder.op("Reshape", wanted, builder.const([-1]), shape=(rows,))
     options: dict[str, Any] = {"reduction": "mean"}
     if spec.ignore_index is not None:

@@ -1,6 +1,6 @@
 """Random batches to train on, and what their integers may be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.expressions import ExpressionError, Size, evaluate
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.shapes import bind_symbols
 from onnxpar_runtime.training.programs import EVALUATION
@@ -52,8 +53,7 @@ class Random:
         custom_ops: Further custom-op libraries.
 
     Raises:
-        OnnxparRuntimeError: As `onnxpar_runtime.verify.index_bounds`; or the number of classes is
-            not known.
+        OnnxparRuntimeError: As `onnxpar_runtime.verify.index_bounds`.
     """
 
     def __init__(self, whole: Manifest, seed: int, custom_ops: Sequence[str] = ()) -> None:
@@ -61,18 +61,24 @@ class Random:
         training, program = whole.trained(), whole.program(EVALUATION)
         self._loss, self._program = training.loss, program
         self._rng = np.random.default_rng(seed)
-        self._bounds: dict[str, int] = {}
+        # Sizes of outputs may be symbolic, as of the logits [batch, batch] of a contrastive loss.
+        self._classes: dict[str, Size] = {}
         if training.loss.kind == CROSS_ENTROPY and training.loss.labels is not None:
-            self._bounds[training.loss.labels] = _classes(whole)
-        asked = tuple(s for s in program.inputs if s.name not in self._bounds)
-        with closing(_Evaluated(whole, custom_ops, self._bounds)) as reference:
+            self._classes[training.loss.labels] = _classes(whole)
+        asked = tuple(s for s in program.inputs if s.name not in self._classes)
+        with closing(_Evaluated(whole, custom_ops, self._classes)) as reference:
             smallest = smallest_case(whole, program)
-            found = index_bounds(reference, replace(program, inputs=asked), smallest)
-        self._bounds |= found
+            self._bounds = index_bounds(reference, replace(program, inputs=asked), smallest)
 
     def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
-        """Returns new inputs and labels; not all labels are ignored."""
-        feeds = random_feeds(self._program, values, self._bounds, self._rng)
+        """Returns new inputs and labels; not all labels are ignored.
+
+        Raises:
+            InputError: The number of classes depends on data.
+        """
+        classes = {n: _evaluated(n, size, values) for n, size in self._classes.items()}
+        bounds = {**self._bounds, **classes}
+        feeds = random_feeds(self._program, values, bounds, self._rng)
         loss = self._loss
         if loss.labels is None:
             return feeds
@@ -86,23 +92,28 @@ class Random:
         return feeds
 
 
-def _classes(whole: Manifest) -> int:
+def _classes(whole: Manifest) -> Size:
     """Returns the number of classes: the last dim of the logits, which the manifest names."""
     outputs = whole.program(EVALUATION).outputs
     name = whole.trained().spec["loss"]["output"] or outputs[0].name
-    size = next(s.shape[-1] for s in outputs if s.name == name)
-    if not isinstance(size, int):
+    return next(s.shape[-1] for s in outputs if s.name == name)
+
+
+def _evaluated(labels: str, classes: Size, values: Mapping[str, int]) -> int:
+    try:
+        return evaluate(classes, values)
+    except ExpressionError as error:
         raise InputError(
-            f"output {name!r}: no random labels for {size} classes: give inputs with --inputs"
-        )
-    return size
+            f"labels {labels!r}: no random ones for {classes} classes: {error} (give inputs with "
+            "--inputs)"
+        ) from None
 
 
 class _Evaluated:
     """The undivided evaluation without the labels, as what says which indices it refuses."""
 
     def __init__(
-        self, whole: Manifest, custom_ops: Sequence[str], classes: Mapping[str, int]
+        self, whole: Manifest, custom_ops: Sequence[str], classes: Collection[str]
     ) -> None:
         self._trainer = Trainer(
             whole.directory,
