@@ -13,8 +13,12 @@ of which nothing can be folded, merged or fused away. They become initializers a
 under the names of `state_dict()` and laid out as there. The price is one Transpose for each
 `nn.Linear`, which onnxruntime computes with the product.
 
-Parameters that require no gradient are marked as buffers, which `onnxpar shard --train` does not
-train. Nodes are named by their module: `/h.0/attn/c_attn/Gemm`.
+Each initializer is marked, in PyTorch's own metadata, as PARAMETER or BUFFER: parameters of the
+module that require a gradient, scalars too, and all else, such as buffers, parameters that require
+none and what PyTorch makes itself (slopes, masks, the ones of a norm that has no scale). `onnxpar
+shard --train` trains the former. Nodes are named by their module: `/h.0/attn/c_attn/Gemm`.
+
+`plain_export` is what PyTorch writes by itself, for comparison.
 """
 
 import argparse
@@ -33,6 +37,7 @@ import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 from _exporter import EXTERNAL_BYTES, IR_VERSION, weight_bytes
+from onnx_shape_inference import infer_symbolic_shapes
 
 OPSET = 20
 """The default: what PyTorch's exporter writes without rewriting (18) brought to Gelu's opset."""
@@ -74,31 +79,39 @@ def export(example: Example, opset: int = OPSET) -> ir.Model:
         opset: Version of the default operator domain, 18 or more.
 
     Raises:
-        ValueError: A dim is of no input, or there are more names than outputs.
+        ValueError: A dim is of no input or was fixed by PyTorch, or there are more names than
+            outputs.
         torch.onnx.OnnxExporterError: PyTorch cannot export it.
     """
-    for name in example.dims:
-        if name not in example.inputs:
-            raise ValueError(f"dims of {name!r}: expected one of {', '.join(example.inputs)}")
     module = example.module
-    model = _translate(example, opset)
+    model = _translate(example, optimize=False, opset=opset)
     graph = model.graph
-    if len(graph.outputs) < len(example.outputs):
-        raise ValueError(
-            f"{len(example.outputs)} names for outputs, of which there are {len(graph.outputs)}"
-        )
-    del graph.outputs[len(example.outputs) :]
     for value, name in zip(graph.outputs, example.outputs, strict=True):
         value.name = name
     _canonical_names(graph, module)
+    if any(isinstance(part, _RECURRENT) for part in module.modules()):
+        _correct_shapes(model)
     _simplify(model, frozenset(module.state_dict()))
-    for name, parameter in module.named_parameters():
-        if name in graph.initializers and not parameter.requires_grad:
-            graph.initializers[name].metadata_props[_KIND] = "BUFFER"
+    _mark(graph, module)
     _name_nodes(graph)
     model.ir_version = IR_VERSION
     model.producer_name = "export_torch"
     return model
+
+
+def plain_export(example: Example, *, optimize: bool, opset: int | None = None) -> ir.Model:
+    """Returns what `torch.onnx.export` gives, without further outputs than the example names.
+
+    Args:
+        example: The module and its inputs. The names of its outputs are only counted.
+        optimize: Whether PyTorch simplifies the graph, as it does unless it is told not to.
+        opset: Version of the default operator domain; None for PyTorch's choice.
+
+    Raises:
+        ValueError: As `export`.
+        torch.onnx.OnnxExporterError: PyTorch cannot export it.
+    """
+    return _translate(example, optimize=optimize, opset=opset)
 
 
 def save(model: ir.Model, path: Path) -> None:
@@ -111,8 +124,11 @@ def save(model: ir.Model, path: Path) -> None:
     ir.save(model, path, external_data=f"{path.name}.data" if large else None)
 
 
-def _translate(example: Example, opset: int) -> ir.Model:
-    """PyTorch's own translation, nothing simplified."""
+def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Model:
+    """PyTorch's own translation, less the outputs that have no name."""
+    for name in example.dims:
+        if name not in example.inputs:
+            raise ValueError(f"dims of {name!r}: expected one of {', '.join(example.inputs)}")
     symbols = {}
     for dims in example.dims.values():
         for symbol in dims.values():
@@ -122,6 +138,7 @@ def _translate(example: Example, opset: int) -> ir.Model:
         name: {axis: symbols[s] for axis, s in example.dims.get(name, {}).items()}
         for name in example.inputs
     }
+    _forget_recurrent()
     with warnings.catch_warnings(), _silent("torch.onnx", "torch.export"):
         # Of PyTorch's internals, and of modules that are exported in training mode, as they may.
         warnings.simplefilter("ignore")
@@ -133,15 +150,44 @@ def _translate(example: Example, opset: int) -> ir.Model:
             input_names=list(example.inputs),
             opset_version=opset,
             dynamo=True,
-            optimize=False,
+            optimize=optimize,
             verbose=False,
         )
     assert program is not None
     model: ir.Model = program.model
     found = model.opset_imports.get("", 0)
-    if found != opset:
+    if opset is not None and found != opset:
         raise ValueError(f"opset {opset}: PyTorch wrote opset {found}")
+    _check_open(model.graph, example)
+    outputs = model.graph.outputs
+    if len(outputs) < len(example.outputs):
+        raise ValueError(
+            f"{len(example.outputs)} names for outputs, of which there are {len(outputs)}"
+        )
+    del outputs[len(example.outputs) :]
     return model
+
+
+def _forget_recurrent() -> None:
+    """Clears what PyTorch remembers of how it dispatches LSTM and GRU.
+
+    Its exporter replaces both by loops of open length for as long as it traces. But it finds only
+    what it looked up before, once a module has been traced or run so, and then fixes the length.
+    """
+    for operator in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+        operator._dispatch_cache.clear()
+
+
+def _check_open(graph: ir.Graph, example: Example) -> None:
+    """Raises ValueError for a dim that PyTorch has fixed, which it does without a word."""
+    for value in graph.inputs:
+        for axis, symbol in example.dims.get(value.name or "", {}).items():
+            assert value.shape is not None
+            if isinstance(size := value.shape[axis], int):
+                raise ValueError(
+                    f"input {value.name!r}, dim {axis} ({symbol}): expected it to stay open, got "
+                    f"{size}: the module can be traced at this size only"
+                )
 
 
 @contextmanager
@@ -158,13 +204,49 @@ def _silent(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
+_RECURRENT = (torch.nn.LSTM, torch.nn.GRU)
+
+
+def _correct_shapes(model: ir.Model) -> None:
+    """Opens dims of values for which PyTorch notes the traced length, behind LSTM and GRU.
+
+    It would say of the output that it has that length, and constants could be folded from it.
+    """
+    dims = [dim for value in model.graph.inputs for dim in value.shape or ()]
+    symbols = {str(dim.value) for dim in dims if isinstance(dim, ir.SymbolicDim)}
+    values = [value for node in model.graph for value in node.outputs]
+    noted = [value.shape for value in values]
+    for value in values:
+        value.shape = None
+    infer_symbolic_shapes(model, warn_on_missing=False)
+    for value, shape in zip(values, noted, strict=True):
+        found = value.shape
+        if shape is not None and found is not None and len(found) == len(shape):
+            open_dims = [not isinstance(f, int) and f.free_symbols() <= symbols for f in found]
+            pairs = zip(open_dims, found, shape, strict=True)
+            shape = ir.Shape([f if is_open else s for is_open, f, s in pairs])
+        value.shape = shape
+
+
 def _canonical_names(graph: ir.Graph, module: torch.nn.Module) -> None:
-    """Gives a tensor that has several names the one of `named_parameters()`."""
+    """Makes one of a tensor that has several names: that of `named_parameters()`."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     for name, tensor in module.state_dict(keep_vars=True).items():
         wanted = first.get(id(tensor), name)
-        if wanted != name and name in graph.initializers and wanted not in graph.initializers:
+        if wanted == name or name not in graph.initializers:
+            continue
+        if wanted in graph.initializers:
+            graph.initializers[name].replace_all_uses_with(graph.initializers[wanted])
+            del graph.initializers[name]
+        else:
             graph.initializers[name].name = wanted
+
+
+def _mark(graph: ir.Graph, module: torch.nn.Module) -> None:
+    """Tells parameters that are to be trained from all other initializers."""
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    for name, value in graph.initializers.items():
+        value.metadata_props[_KIND] = "PARAMETER" if name in trained else "BUFFER"
 
 
 def _simplify(model: ir.Model, kept: frozenset[str]) -> None:
