@@ -40,6 +40,7 @@ Array = NDArray[Any]
 # are some ten to a hundred units of rounding of their type, since sums are formed in another order.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 _MAX_INDEX = 1 << 20
+_NOTHING_KNOWN: Mapping[str, "Span"] = {}
 NEWEST_IR = 13  # that onnxruntime 1.31 reads; onnx 1.23 writes 14
 
 
@@ -227,9 +228,12 @@ def verify(
         else:
             chosen = [complete_case(manifest, program, c) for c in cases]
             chosen = chosen or default_cases(manifest, program)
-            bounds = index_bounds(reference, program, smallest_case(manifest, program))
             rng = np.random.default_rng(settings.seed)
-            runs = [(c, random_feeds(program, c, bounds, rng)) for c in chosen]
+            spans: dict[str, Span] = {}
+            runs = []
+            for case in chosen:
+                spans = index_spans(reference, program, case, spans)
+                runs.append((case, drawn_feeds(reference, program, case, spans, rng)))
         with ThreadsGroup(
             directory,
             program=settings.program,
@@ -403,12 +407,6 @@ def _picks(symbol: Symbol, devices: int) -> list[int]:
     return list(dict.fromkeys(picks))[:3]
 
 
-def smallest_case(manifest: Manifest, program: Program) -> dict[str, int]:
-    """Returns the smallest value of each symbol that its constraint allows."""
-    offers = _offers(manifest, program, lambda symbol: symbol.admissible(1, 64))
-    return {name: min(values) for name, values in offers.items()}
-
-
 def random_feeds(
     program: Program,
     values: Mapping[str, int],
@@ -441,22 +439,79 @@ def _shapes(outputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in outputs.items()}
 
 
-def index_bounds(
-    reference: Reference, program: Program, values: Mapping[str, int]
-) -> dict[str, int]:
-    """Returns, for each integer input, one more than the largest value to draw.
+@dataclass(frozen=True)
+class Span:
+    """What an integer input may hold.
+
+    Attributes:
+        low: The smallest value that the model takes everywhere at once: 0, or 1 where it refuses
+            nothing but zeros, as of a mask.
+        limit: The smallest value above that the model refuses; None where there is none up to 2^20.
+    """
+
+    low: int
+    limit: int | None
+
+    @property
+    def high(self) -> int:
+        """One more than the largest value to draw: what takes any is no index, but a mask."""
+        return 2 if self.limit is None else self.limit
+
+
+def drawn_feeds(
+    reference: Reference,
+    program: Program,
+    values: Mapping[str, int],
+    spans: Mapping[str, Span],
+    rng: np.random.Generator,
+) -> dict[str, Array]:
+    """Returns random inputs whose integers are in the spans, with zeros among them.
+
+    Where all zeros are refused, the model is asked whether it takes the zeros drawn.
+    """
+    feeds = random_feeds(program, values, {name: span.high for name, span in spans.items()}, rng)
+    raised = {n: np.maximum(feeds[n], span.low) for n, span in spans.items() if span.low}
+    if raised:
+        try:
+            reference.run(feeds)
+        except Exception:  # as in `index_spans`
+            return feeds | raised
+    return feeds
+
+
+def index_spans(
+    reference: Reference,
+    program: Program,
+    values: Mapping[str, int],
+    known: Mapping[str, Span] = _NOTHING_KNOWN,
+) -> dict[str, Span]:
+    """Returns for each integer input what it may hold at these values of the symbols.
 
     An input that is used as an index is refused by the undivided model where it is out of range. So
-    the model is asked: the bound is the smallest refused value, found by doubling and bisection. An
-    input that no value up to 2^20 is refused for is no index (a mask, a flag) and gets zeros and
-    ones.
+    the model is asked: the limit is the smallest refused value, found by doubling and bisection,
+    while the others hold zeros, or ones where the model refuses zeros.
+
+    Args:
+        reference: The undivided model.
+        program: Its inputs.
+        values: Values of the symbols: what is in range may depend on them.
+        known: Spans at other values, which are tried first.
+
+    Raises:
+        InputError: The model fails with zeros and with ones, or an input decides a shape.
     """
     integers = [s for s in program.inputs if DTYPES[s.dtype].dtype.kind in "iu"]
-    floats = random_feeds(program, values, {s.name: 1 for s in integers}, np.random.default_rng(0))
-
     if not integers:
         return {}
-    usual = _shapes(_reference_run(reference, floats, values))
+    floats = random_feeds(program, values, {s.name: 1 for s in integers}, np.random.default_rng(0))
+    base, usual = 0, {}
+    try:
+        usual = _shapes(reference.run(floats))
+    except Exception:
+        # Of the two errors that of ones is the reason: no mask of a batch is nothing but zeros.
+        base = 1
+        floats |= {s.name: np.ones_like(floats[s.name]) for s in integers}
+        usual = _shapes(_reference_run(reference, floats, values))
 
     def admits(spec: TensorSpec, value: int) -> bool:
         feeds = dict(floats)
@@ -473,17 +528,31 @@ def index_bounds(
             )
         return True
 
-    bounds = {}
+    spans = {}
     for spec in integers:
-        top = min(_MAX_INDEX, int(np.iinfo(DTYPES[spec.dtype].dtype).max))
-        low, high = 0, 1
-        while high < top and admits(spec, high):
-            low, high = high, high * 2
-        if high >= top:
-            bounds[spec.name] = 2
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if admits(spec, middle) else (low, middle)
-        bounds[spec.name] = high
-    return bounds
+        least = 1 if base and not admits(spec, 0) else 0
+        limit = _limit(partial(admits, spec), spec, base, known.get(spec.name))
+        spans[spec.name] = Span(least, limit)
+    return spans
+
+
+def _limit(
+    admits: Callable[[int], bool], spec: TensorSpec, base: int, known: Span | None
+) -> int | None:
+    """Returns the smallest value above `base`, which is admitted, that is not, as far as asked."""
+    top = min(_MAX_INDEX, int(np.iinfo(DTYPES[spec.dtype].dtype).max))
+    if known is not None:
+        if known.limit is None and admits(top // 2):
+            return None
+        limit = known.limit or 0
+        if limit > base and admits(limit - 1) and not admits(limit):
+            return limit
+    low, high = base, base + 1
+    while high < top and admits(high):
+        low, high = high, high * 2
+    if high >= top:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if admits(middle) else (low, middle)
+    return high

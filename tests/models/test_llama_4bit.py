@@ -153,6 +153,15 @@ def test_divided_steps_equal_the_undivided_model(
         assert case.ok, case
 
 
+def test_random_steps_and_prompts_at_the_sizes_given(model: Path, tmp_path: Path) -> None:
+    """No sizes fit all: a cache of one has no room for a step's 8, nor a mask for the other's."""
+    out = shard(model, "dp=2,tp=2", tmp_path / "out").out
+    step, full = "batch=2,seq=1,total=8,past=32", "batch=3,seq=1,total=32,past=32"
+    cases = execute.verify(out, model, cases=[step, full, "batch=2,seq=5,total=5,past=5"])
+    assert [case.symbols["past"] for case in cases] == [32, 32, 5]
+    assert all(case.ok for case in cases), cases
+
+
 def collectives(divided: PartitionedModel) -> Counter[str]:
     return Counter(c.op for c in divided.builder.collectives)
 

@@ -12,9 +12,11 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify import (
     ModelReference,
     Settings,
+    Span,
     default_cases,
     difference_of,
-    index_bounds,
+    drawn_feeds,
+    index_spans,
     verify,
 )
 
@@ -141,9 +143,68 @@ def test_integers_stay_in_range(tmp_path: Path) -> None:
     )
     model = hand_made.undivided(tmp_path / "m.onnx", text)
     program = Manifest.load(directory).program("model")
-    bounds = index_bounds(ModelReference(model), program, {"n": 1})
-    assert bounds == {"ids": 37, "small": 3, "mask": 2}
+    for known in ({}, {"ids": Span(0, 37), "small": Span(0, 4), "mask": Span(0, None)}):
+        spans = index_spans(ModelReference(model), program, {"n": 1}, known)
+        assert {n: (s.low, s.high) for n, s in spans.items()} == {
+            "ids": (0, 37), "small": (0, 3), "mask": (0, 2),
+        }  # fmt: skip
     assert all(c.ok for c in verify(directory, model))
+
+
+# `mask` is counted as a decoder counts the tokens of its cache: none is refused, and so is what the
+# cache has no room for. A cache of fewer than eight is too short.
+CACHE = (
+    "g (float[past] cache, int64[total] mask, int64[seq] ids) => (float[seq] y) {"
+    "  axes = Constant<value_ints = [0]>()  count = ReduceSum<keepdims: int = 0>(mask, axes)"
+    "  room = Shape(cache)  row = Squeeze(room)  below = Sub(count, row)"
+    "  one = Constant<value_int = 1>()  last = Sub(below, one)  a = Gather(cache, last)"
+    "  seven = Constant<value_int = 7>()  b = Gather(cache, seven)  c = Gather(cache, ids)"
+    "  s = Add(a, b)  y = Add(c, s) }"
+)
+
+
+def cached(out: Path) -> Path:
+    whole = {n: [[(n, [])]] for n in ("past", "total", "seq")}
+    return hand_made.write(
+        out,
+        [CACHE] * 2,
+        atoms=[2],
+        inputs=[
+            hand_made.tensor("cache", "float32", ["past"], whole["past"]),
+            hand_made.tensor("mask", "int64", ["total"], whole["total"]),
+            hand_made.tensor("ids", "int64", ["seq"], whole["seq"]),
+        ],
+        outputs=[hand_made.tensor("y", "float32", ["seq"], whole["seq"])],
+    )
+
+
+def test_integers_stay_in_the_range_of_each_case(tmp_path: Path) -> None:
+    """What is in range depends on the symbols, and at their smallest values nothing is."""
+    model = hand_made.undivided(tmp_path / "m.onnx", CACHE)
+    directory = cached(tmp_path / "a")
+    program = Manifest.load(directory).program("model")
+    reference = ModelReference(model)
+    spans = index_spans(reference, program, {"past": 12, "total": 4, "seq": 3})
+    # 4 of up to 6 are 24, twice the room: the last element, counted from either end.
+    assert spans == {"mask": Span(1, 7), "ids": Span(0, 12)}
+    spans = index_spans(reference, program, {"past": 12, "total": 24, "seq": 3}, spans)
+    assert spans == {"mask": Span(1, 2), "ids": Span(0, 12)}
+    cases = [{"past": 12, "total": 24, "seq": 3}, {"past": 8, "total": 1, "seq": 9}]
+    found = verify(directory, model, cases)
+    assert [c.symbols for c in found] == cases and all(c.ok for c in found)
+    with pytest.raises(InputError, match=r"model fails at past=1, total=24, seq=3: .*idx"):
+        verify(directory, model, [{"past": 1, "total": 24, "seq": 3}])
+
+
+def test_zeros_are_drawn_where_not_all_may_be_zeros(tmp_path: Path) -> None:
+    reference = ModelReference(hand_made.undivided(tmp_path / "m.onnx", CACHE))
+    program = Manifest.load(cached(tmp_path / "a")).program("model")
+    rng = np.random.default_rng(0)
+    for total, zeros in ((24, True), (1, False)):
+        values = {"past": 12, "total": total, "seq": 3}
+        spans = {"mask": Span(1, 2), "ids": Span(0, 12)}
+        masks = [drawn_feeds(reference, program, values, spans, rng)["mask"] for _ in range(20)]
+        assert all(mask.sum() for mask in masks) and zeros == any((m == 0).any() for m in masks)
 
 
 def test_size_inputs_are_not_guessed(tmp_path: Path) -> None:

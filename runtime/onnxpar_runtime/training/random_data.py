@@ -14,7 +14,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.shapes import bind_symbols
 from onnxpar_runtime.training.programs import EVALUATION
 from onnxpar_runtime.training.trainer import Trainer
-from onnxpar_runtime.verify import index_bounds, random_feeds, smallest_case
+from onnxpar_runtime.verify import Span, index_spans, random_feeds
 
 Array = NDArray[Any]
 CROSS_ENTROPY = "softmax_cross_entropy"
@@ -50,13 +50,20 @@ class Random:
     Args:
         whole: The artifacts for one device, which are asked for the indices that they refuse.
         seed: Seed.
+        cases: All values of the symbols that batches are drawn at.
         custom_ops: Further custom-op libraries.
 
     Raises:
-        OnnxparRuntimeError: As `onnxpar_runtime.verify.index_bounds`.
+        OnnxparRuntimeError: As `onnxpar_runtime.verify.index_spans`.
     """
 
-    def __init__(self, whole: Manifest, seed: int, custom_ops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        whole: Manifest,
+        seed: int,
+        cases: Sequence[Mapping[str, int]],
+        custom_ops: Sequence[str] = (),
+    ) -> None:
         """Finds the bounds of the integers."""
         training, program = whole.trained(), whole.program(EVALUATION)
         self._loss, self._program = training.loss, program
@@ -67,8 +74,11 @@ class Random:
             self._classes[training.loss.labels] = _classes(whole)
         asked = tuple(s for s in program.inputs if s.name not in self._classes)
         with closing(_Evaluated(whole, custom_ops, self._classes)) as reference:
-            smallest = smallest_case(whole, program)
-            self._bounds = index_bounds(reference, replace(program, inputs=asked), smallest)
+            self._spans: dict[frozenset[tuple[str, int]], dict[str, Span]] = {}
+            spans: dict[str, Span] = {}
+            for case in cases:
+                spans = index_spans(reference, replace(program, inputs=asked), case, spans)
+                self._spans[frozenset(case.items())] = spans
 
     def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
         """Returns new inputs and labels; not all labels are ignored.
@@ -77,8 +87,11 @@ class Random:
             InputError: The number of classes depends on data.
         """
         classes = {n: _evaluated(n, size, values) for n, size in self._classes.items()}
-        bounds = {**self._bounds, **classes}
+        spans = self._spans[frozenset(values.items())]
+        bounds = {name: span.high for name, span in spans.items()} | classes
         feeds = random_feeds(self._program, values, bounds, self._rng)
+        for name, span in spans.items():
+            feeds[name] = np.maximum(feeds[name], span.low)
         loss = self._loss
         if loss.labels is None:
             return feeds

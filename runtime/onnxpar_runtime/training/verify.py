@@ -95,7 +95,8 @@ def verify_training(
     start = partial(
         TrainerGroup, custom_ops=settings.custom_ops, seed=settings.seed, loss_scale=scale
     )
-    draw: Draws = Given(feeds) if feeds else Random(whole, settings.seed, settings.custom_ops)
+    draw: Draws
+    draw = Given(feeds) if feeds else Random(whole, settings.seed, chosen, settings.custom_ops)
     rate = RATES[kind] if settings.lr is None else settings.lr
     hyper = Rates(hyperparameters(kind, _settings(kind)), rate)
     with (
