@@ -17,6 +17,7 @@ from onnx_shape_inference import SYM_DATA_KEY
 
 from onnxpar.errors import ModelError
 from onnxpar.symbols import Dim, SymbolTable, as_dim
+from onnxpar.symbols.expr import fraction
 
 CONST_LIMIT = 65536
 GRADIENT_OF = "onnxpar.gradient_of"
@@ -82,7 +83,7 @@ def read_shapes(values: Iterable[ir.Value], table: SymbolTable) -> ShapeEnv:
         if data is not None:
             items = json.loads(data)
             if all(item is not None for item in items):
-                contents[name] = tuple(as_dim(item) for item in items)
+                contents[name] = tuple(_proved(as_dim(item), table) for item in items)
         elif (
             value.const_value is not None
             and value.dtype in _INTEGERS
@@ -93,10 +94,16 @@ def read_shapes(values: Iterable[ir.Value], table: SymbolTable) -> ShapeEnv:
 
 
 def _proved(size: Dim, table: SymbolTable) -> Dim:
-    """A size without the ends of slices that constraints show to lie inside."""
-    if isinstance(size, int) or not size.has(sympy.Min, sympy.Max):
+    """A size without ends of slices that constraints show to lie inside, and quotients computed."""
+    if isinstance(size, int):
+        return size
+    if not size.has(sympy.Min, sympy.Max) and not any(_by_size(f) for f in size.atoms(sympy.floor)):
         return size
     return as_dim(table.normal(size))
+
+
+def _by_size(rounded: sympy.Expr) -> bool:
+    return bool(fraction(rounded.args[0])[1].free_symbols)
 
 
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)

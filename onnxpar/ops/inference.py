@@ -16,6 +16,7 @@ from onnx_shape_inference import ShapeInferenceContext, registry
 from onnxpar.ops import quantized_inference, resize_inference
 from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
 from onnxpar.ops.control_inference import CONTROL
+from onnxpar.ops.size_values import EVALUATED, put_values
 from onnxpar.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
@@ -99,17 +100,53 @@ def infer_expand(library: InferFn, context: ShapeInferenceContext, node: ir.Node
 
 
 def infer_split(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Split: parts of sizes that are known only when the model runs are not equal parts."""
+    """Split: parts of sizes that are no constants are as large as they say, not equal parts."""
     library(context, node)
     sizes = node.inputs[1] if len(node.inputs) > 1 else None
-    if sizes is None or _elements(context, sizes) is not None:
+    if sizes is None or sizes.const_value is not None:
         return
+    known = context.get_symbolic_value(sizes)
     data, axis = node.inputs[0], node.attributes.get("axis")
-    for output in node.outputs:
+    for index, output in enumerate(node.outputs):
         if data is not None and data.shape is not None:
             dims = list(data.shape)
-            dims[0 if axis is None else axis.as_int()] = context.new_symbolic_dim()
+            part = None if known is None or len(known) != len(node.outputs) else known[index]
+            dims[0 if axis is None else axis.as_int()] = (
+                context.new_symbolic_dim() if part is None else part
+            )
             output.shape = ir.Shape(dims)
+
+
+def infer_pad(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Pad: pads that are expressions count as numbers do."""
+    library(context, node)
+    data, pads, axes = (node.inputs[i] if i < len(node.inputs) else None for i in (0, 1, 3))
+    if pads is None or pads.const_value is not None or data is None or data.shape is None:
+        return
+    known = _elements(context, pads)
+    at = range(len(data.shape)) if axes is None else _elements(context, axes)
+    if known is None or at is None or len(known) != 2 * len(at):
+        return
+    dims = list(data.shape)
+    for place, axis in enumerate(at):
+        size = _readable(context, dims[axis]) if isinstance(axis, int) else None
+        if size is None:
+            return
+        dims[axis] = _as_library(as_dim(size + known[place] + known[place + len(at)]))
+    node.outputs[0].shape = ir.Shape(dims)
+
+
+def infer_range(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Range: the number of elements where both ends are integers, whichever way it counts."""
+    library(context, node)
+    known = [_elements(context, value) for value in node.inputs[:3]]
+    if any(items is None or len(items) != 1 for items in known):
+        return
+    start, limit, step = (items[0] for items in known if items is not None)
+    if not isinstance(step, int) or step == 0:
+        return
+    count = _round_up(sympy.sympify((limit - start) * (1 if step > 0 else -1)), abs(step))
+    node.outputs[0].shape = ir.Shape([_as_library(count)])
 
 
 def infer_reshape(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
@@ -169,29 +206,33 @@ def _length(
 ) -> Dim | None:
     """The number of elements that a slice keeps of a dim; None where it cannot be said."""
     size = _readable(context, dim)
-    if size is None or not isinstance(step, int) or not isinstance(start, int) or step == 0:
+    if size is None or not isinstance(step, int) or step == 0:
         return None
     if step < 0:
         everything = step == -1 and start in (-1, 2**63 - 1, _FAR) and isinstance(end, int)
         return size if everything and isinstance(end, int) and end <= -_FAR else None
     to_the_end = isinstance(end, int) and end >= _FAR
-    if to_the_end and start < 0:
-        return _round_up(sympy.Min(size, -start), step)
-    if not to_the_end and not isinstance(end, int) and not _at_least_zero(end):
+    first, last = _counts_from(start), _counts_from(end)
+    if first is None or last is None:
         return None
-    low = sympy.Min(start, size) if start >= 0 else sympy.Max(0, size + start)
+    if to_the_end and first < 0:
+        return _round_up(sympy.Min(size, -start), step)
+    low = sympy.Min(start, size) if first > 0 else sympy.Max(0, size + start)
     if to_the_end:
         high = sympy.sympify(size)
-    elif isinstance(end, int) and end < 0:
+    elif last < 0:
         high = sympy.Max(0, size + end)
     else:
         high = sympy.Min(end, size)
     return _round_up(high - low, step)
 
 
-def _at_least_zero(size: Dim) -> bool:
-    low, _ = NO_CONSTRAINTS.bounds(size)
-    return low is not None and low >= 0
+def _counts_from(bound: Dim) -> int | None:
+    """1 for a bound that counts from the start, -1 from the end; None where it may do either."""
+    low, high = NO_CONSTRAINTS.bounds(bound)
+    if low is not None and low >= 0:
+        return 1
+    return -1 if high is not None and high < 0 else None
 
 
 def _round_up(length: sympy.Expr, step: int) -> Dim:
@@ -226,7 +267,7 @@ _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "M
 _COMPARISONS = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 _BITS = ("And", "Or", "Xor", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 
-CORRECTIONS: tuple[tuple[str, int, InferFn], ...] = (
+_SHAPES: tuple[tuple[str, int, InferFn], ...] = (
     ("ConstantOfShape", 9, infer_constant_of_shape),
     ("Slice", 10, infer_slice),
     *_wrapped(infer_broadcast, *_ARITHMETIC, *_COMPARISONS, *_BITS),
@@ -235,4 +276,24 @@ CORRECTIONS: tuple[tuple[str, int, InferFn], ...] = (
     *CONTROL,
     *resize_inference.CORRECTIONS,
     *_wrapped(infer_split, "Split"),
+    *_wrapped(infer_pad, "Pad"),
+    *_wrapped(infer_range, "Range"),
 )
+
+
+def _and_values() -> tuple[tuple[str, int, InferFn], ...]:
+    """Every correction of shapes; of operators whose elements are followed, every version."""
+    found = {(op_type, version): infer for op_type, version, infer in _SHAPES}
+    for op_type in EVALUATED:
+        for version in registry.version_boundaries("", op_type):
+            infer = found.get((op_type, version)) or _library(op_type, version)
+            found[op_type, version] = partial(_with_values, infer)
+    return tuple((op_type, version, infer) for (op_type, version), infer in found.items())
+
+
+def _with_values(infer: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    infer(context, node)
+    put_values(context, node)
+
+
+CORRECTIONS = _and_values()

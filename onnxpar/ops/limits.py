@@ -1,17 +1,23 @@
-"""Greatest sizes that a model's own tables set.
+"""Greatest and least sizes that a model itself sets.
 
 A table of positions is cut to the length of the sequence, `table[:, :seq]`, and added to it. A
 slice beyond the end is shorter than asked for, so its size is min(64, seq), and the sum fails for
 longer sequences. All that a model can be run at has thus seq <= 64, which makes that size seq.
+
+A convolution or pool of an image smaller than its windows has no result, so every size at which the
+model runs is one at which each of them has. From this follows that what an exporter computes of
+such sizes, rounded towards zero, is never negative.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations, zip_longest
 
 import onnx_ir as ir
 import sympy
 
-from onnxpar.symbols import Dim, as_dim
+from onnxpar.symbols import Dim, as_dim, symbols_of
+from onnxpar.symbols.expr import value_of
 
 _BROADCASTING = frozenset(
     (
@@ -20,6 +26,13 @@ _BROADCASTING = frozenset(
         "Pow", "Sub", "Sum", "Where", "Xor",
     )
 )  # fmt: skip
+_WINDOWED = frozenset(
+    (
+        "AveragePool", "Conv", "ConvInteger", "ConvTranspose", "LpPool", "MaxPool", "QLinearConv",
+    )
+)  # fmt: skip
+_FAR = 1 << 20
+"""Least sizes beyond this are not looked for."""
 
 
 def size_limits(graph: ir.Graph) -> dict[str, int]:
@@ -34,6 +47,58 @@ def size_limits(graph: ir.Graph) -> dict[str, int]:
             for name, most in _met(node):
                 limits[name] = min(most, limits.get(name, most))
     return limits
+
+
+def least_sizes(graph: ir.Graph) -> dict[str, int]:
+    """Returns the least size of each symbol at which every convolution and pool has a result.
+
+    Args:
+        graph: A graph whose shapes are inferred.
+    """
+    sizes = {
+        as_dim(d.value)
+        for node in graph
+        if node.domain in ("", "ai.onnx") and node.op_type in _WINDOWED
+        for d in tuple(node.outputs[0].shape or ())[2:]
+        if not isinstance(d, int) and d.value is not None
+    }
+    least: dict[str, int] = {}
+    for size in sizes:
+        if isinstance(size, int) or len(symbols_of(size)) != 1 or not _grows(size):
+            continue
+        (name,) = symbols_of(size)
+        found = _first(partial(_is_positive, size, name))
+        if found is not None:
+            least[name] = max(found, least.get(name, 1))
+    return least
+
+
+def _is_positive(size: sympy.Expr, name: str, value: int) -> bool:
+    return value_of(size, {name: value}) >= 1
+
+
+def _grows(size: sympy.Expr) -> bool:
+    """Whether a greater symbol never makes the size smaller."""
+    if isinstance(size, sympy.Mul):
+        number, rest = size.as_coeff_Mul()
+        return bool(number >= 0) and not isinstance(rest, sympy.Mul) and _grows(rest)
+    if isinstance(size, sympy.Add | sympy.Max | sympy.Min | sympy.floor):
+        return all(_grows(arg) for arg in size.args)
+    return bool(size.is_Symbol or size.is_Rational)
+
+
+def _first(holds: Callable[[int], bool]) -> int | None:
+    """The least number from 1 for which something holds that holds for all greater ones, too."""
+    high = 1
+    while not holds(high):
+        high *= 2
+        if high > _FAR:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def _met(node: ir.Node) -> Iterator[tuple[str, int]]:

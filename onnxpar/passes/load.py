@@ -7,7 +7,7 @@ size, and the shape of every value is inferred as an expression in those names.
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from onnx_shape_inference import (
 from onnxpar.errors import ModelError
 from onnxpar.ops.control_inference import BRANCHES
 from onnxpar.ops.inference import correct_inference
-from onnxpar.ops.limits import size_limits
+from onnxpar.ops.limits import least_sizes, size_limits
 from onnxpar.ops.packed_heads import unpack_heads
 from onnxpar.passes.closure import (
     close,
@@ -163,9 +163,7 @@ def normalise(model: ir.Model) -> ir.Model:
     if opset > onnx.defs.onnx_opset_version():
         newest = onnx.defs.onnx_opset_version()
         raise ModelError(f"expected an opset version of at most {newest}, got {opset}")
-    # Messages name nodes, so those without a name have one before anything is checked.
-    for node in model.graph:
-        node.name = _name(node)
+    name_nodes(model.graph)
     # They are of the whole model, and have been read.
     model.device_configurations = ()
     model.metadata_props.pop(METADATA, None)
@@ -217,13 +215,14 @@ def _infer(model: ir.Model, opset: int) -> None:
                 if output.dtype == ir.DataType.UNDEFINED:
                     output.type = None
     # Models declare names for output dims that differ from what follows from the inputs; the
-    # inferred expressions are the ones that splits can be reasoned about with.
+    # inferred expressions are the ones that splits can be reasoned about with. Nor does the library
+    # adopt names: it takes long over sizes that are quotients, and finds nothing that is used.
     library = logging.getLogger("onnx_shape_inference")
     level = library.level
     library.setLevel(logging.ERROR)
     correct_inference()
     try:
-        infer_symbolic_shapes(model, warn_on_missing=False)
+        infer_symbolic_shapes(model, warn_on_missing=False, adopt_declared_symbols=False)
     except (ShapeInferenceError, OpUsageError, ValueError) as error:
         if "inference failed for" in str(error):
             # That says no reason; ONNX's own inference does.
@@ -315,6 +314,12 @@ def _name(node: ir.Node) -> str:
     return node.name or (f"{node.op_type}_{node.outputs[0].name}" if node.outputs else "node")
 
 
+def name_nodes(graph: ir.Graph) -> None:
+    """Names nodes without a name, since messages name nodes."""
+    for node in graph:
+        node.name = _name(node)
+
+
 def _name_nodes(graph: ir.Graph) -> None:
     taken: set[str] = set()
     for node in graph:
@@ -371,4 +376,9 @@ def symbol_table(model: ir.Model, constraints: Mapping[str, Symbol]) -> SymbolTa
         symbol = found.get(name)
         if symbol is not None and symbol.min < most and not symbol.min < symbol.max <= most:
             found[name] = replace(symbol, max=most)
+    for name, least in least_sizes(model.graph).items():
+        symbol = found.get(name)
+        if symbol is not None and symbol.min < least:
+            with suppress(ValueError):  # Where the user's own constraints admit no such size.
+                found[name] = replace(symbol, min=least)
     return SymbolTable(found)

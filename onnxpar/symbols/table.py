@@ -174,11 +174,18 @@ class SymbolTable(Mapping[str, Symbol]):
             facts = self._form_facts(numerator)
             if denominator.is_Integer and facts.divisor % int(denominator) == 0:
                 return sympy.expand((numerator - facts.remainder % int(denominator)) / denominator)
+            if denominator.free_symbols and (exact := self._divide_out(numerator, denominator)):
+                return exact
         elif isinstance(expr, sympy.Max):
             args = self._undominated(args, 1)
         elif isinstance(expr, sympy.Min):
             args = self._undominated(args, -1)
         return sympy.expand(canonical(expr.func(*args)))
+
+    def _divide_out(self, numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | None:
+        """The exact quotient of two integers, as `4*(n - 1)` by `n - 1` is 4."""
+        quotient = sympy.cancel(numerator / denominator)
+        return sympy.expand(quotient) if fraction(quotient)[1] == 1 else None
 
     def _undominated(self, args: list[sympy.Expr], sign: int) -> list[sympy.Expr]:
         """Drops arguments that another one is at least (sign 1) or at most (sign -1)."""
