@@ -18,9 +18,9 @@ from google.protobuf.message import EncodeError
 
 from onnxpar.artifacts.manifest import dtype_name
 from onnxpar.errors import ArtifactError, ModelError
-from onnxpar.passes.load import in_memory, normalise, read
+from onnxpar.passes.load import in_memory, read
 from onnxpar.strategy.names import SHOWN, nearest
-from onnxpar.training.trainable import untie
+from onnxpar.training.recognise import recognise
 
 LARGEST = (1 << 31) - (1 << 24)
 """Bytes of weights from which on they stand in a file of their own: a message of protobuf has less
@@ -42,7 +42,8 @@ class Exported:
         path: The model.
         tensors: How many initializers have other weights.
         kept: How many have those of the file.
-        untied: Whether the graph is the normalised one, since layers have their own now.
+        untied: Whether the graph is no longer the file's, since what exporters did to parameters
+            was undone.
         external: The file with the weights, where they are too many for one file.
     """
 
@@ -57,8 +58,8 @@ class Exported:
         text = f"{self.path}: {self.tensors} tensors as trained, {self.kept} as they were"
         if self.untied:
             text += (
-                "; layers whose equal tensors the exporter had merged have their own, so the graph "
-                "is the normalised one"
+                "; the graph is the one that was trained, in which what the exporter had merged, "
+                "folded or dropped of parameters is as it was"
             )
         return text + (f"; weights in {self.external.name}" if self.external else "")
 
@@ -77,10 +78,9 @@ def put_weights(model: Path, weights: Path, out: Path) -> Exported:
     """
     tensors = _tensors(weights)
     found = in_memory(read(model), model)
-    untied = any(name not in found.graph.initializers for name in tensors)
-    if untied:
-        found = normalise(found)
-        untie(found)
+    before = _wiring(found.graph)
+    recognise(found)
+    untied = _wiring(found.graph) != before
     initializers = found.graph.initializers
     missing = [name for name in tensors if name not in initializers]
     if missing:
@@ -99,6 +99,11 @@ def put_weights(model: Path, weights: Path, out: Path) -> Exported:
         if n not in tensors and v.dtype is not None and v.dtype.is_floating_point()
     )  # fmt: skip
     return Exported(out, len(tensors), kept, untied, external)
+
+
+def _wiring(graph: ir.Graph) -> list[list[str | None]]:
+    """Returns the names of what each node reads."""
+    return [[None if v is None else v.name for v in node.inputs] for node in graph]
 
 
 def _tensors(path: Path) -> Mapping[str, ir.ExternalTensor]:

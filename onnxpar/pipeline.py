@@ -32,6 +32,7 @@ from onnxpar.strategy.write import plan_data, write_strategy
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining, divide_training
 from onnxpar.training.prepare import TrainingSpec
+from onnxpar.training.recognise import recognised
 from onnxpar.training.staging import Staging
 
 NOTE = """The strategy as resolved: `onnxpar shard MODEL --strategy` of this file divides alike.
@@ -322,14 +323,10 @@ def _shard(
         programs, pipeline, first = forward.programs, forward.pipeline, forward.whole
         strategy = forward.strategy
     else:
-        originals = frozenset(loaded.graph.initializers)
-        # Those of bodies become the model's, and may have to take another name.
-        inner = [v for g in loaded.graphs() for v in g.initializers.values()]
-        normal = normalise(loaded)
-        originals |= {v.name or "" for v in inner if v.is_initializer()}
+        parameters = recognised(loaded, training.ties)
         if dumper:
-            dumper.model("normalised", normal)
-        divided = divide_training(normal, originals, strategy, constraints, training)
+            dumper.model("normalised", parameters.model)
+        divided = divide_training(parameters, strategy, constraints, training)
         programs, pipeline, strategy = divided.programs, divided.pipeline, divided.strategy
         first = pipeline.whole[0] if pipeline is not None else programs[0]
         clock.lap("divide")

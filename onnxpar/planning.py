@@ -13,7 +13,7 @@ from onnxpar.analysis.propagate import Rules
 from onnxpar.analysis.search.find import Found, Told
 from onnxpar.analysis.staged import Split
 from onnxpar.machine import Machine
-from onnxpar.passes.load import load, normalise
+from onnxpar.passes.load import load
 from onnxpar.passes.validity import blamed_on_model
 from onnxpar.pipeline import analyse
 from onnxpar.program import Program
@@ -24,6 +24,7 @@ from onnxpar.strategy.schema import SEARCH
 from onnxpar.strategy.ways import Objective, Pricing, Way
 from onnxpar.symbols import Symbol
 from onnxpar.training.prepare import TrainingSpec, prepare_training
+from onnxpar.training.recognise import recognised
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,7 @@ def read_program(
     loaded = load(path)
     if training is None:
         return analyse(loaded, symbols).program
-    originals = frozenset(loaded.graph.initializers)
-    prepared = prepare_training(normalise(loaded), originals, symbols, training)
+    prepared = prepare_training(recognised(loaded, training.ties), symbols, training)
     return prepared.program(training, parallel)
 
 

@@ -247,7 +247,7 @@ def _show_nodes(found: Sequence[Json], console: Console) -> None:
 
 def _show_training(training: Json, console: Console) -> None:
     """Prints every tensor of the model, whether it is trained and, where it is not, why."""
-    tensors = training["tensors"]
+    tensors = [t for t in training["tensors"] if t["parameter"]]
     trained = [t for t in tensors if t["trained"]]
     elements, of = (sum(t["elements"] for t in group) for group in (trained, tensors))
     text = (
@@ -259,12 +259,13 @@ def _show_training(training: Json, console: Console) -> None:
     console.print(escape(text))
     for notice in training["notices"]:
         console.print(escape(f"notice: {notice}"))
-    table = _table("tensor", "elements", "trained", "read by")
-    for t in tensors:
+    table = _table("tensor", "elements", "trained", "rule", "read by")
+    for t in training["tensors"]:
         why = "yes" if t["trained"] else f"no: {t['reason']}"
         readers = ", ".join(t["used_by"])
         shared = t["trained"] and len(t["used_by"]) > 1
-        _row(table, t["name"], f"{t['elements']:,}", why, readers + (" (shared)" * shared))
+        readers += " (shared)" * shared
+        _row(table, t["name"], f"{t['elements']:,}", why, t["rule"], readers)
     console.print(table)
 
 

@@ -56,7 +56,8 @@ Trainable = Annotated[
     list[str] | None,
     typer.Option(
         metavar="GLOB",
-        help="Train only these parameters; may be repeated.",
+        help="Train these tensors too, though they may be constants or --freeze matches them; may "
+        "be repeated.",
         rich_help_panel=TRAINING,
     ),
 ]
@@ -65,6 +66,15 @@ Freeze = Annotated[
     typer.Option(
         metavar="GLOB",
         help="Do not train these parameters; may be repeated.",
+        rich_help_panel=TRAINING,
+    ),
+]
+Tie = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="A=B",
+        help="Train these two tensors of equal elements, maybe transposed, as one, A; may be "
+        "repeated.",
         rich_help_panel=TRAINING,
     ),
 ]

@@ -36,6 +36,7 @@ from onnxpar.cli.options import (
     IgnoreIndex,
     LabelInput,
     OptimizerParallel,
+    Tie,
     Trainable,
 )
 from onnxpar.cli.shard import parse_symbols
@@ -121,6 +122,7 @@ def command(
     ignore_index: IgnoreIndex = None,
     trainable: Trainable = None,
     freeze: Freeze = None,
+    tie: Tie = None,
     compute: Compute = None,
     optimizer_parallel: OptimizerParallel = None,
     stages: Annotated[
@@ -143,6 +145,7 @@ def command(
         "--ignore-index": ignore_index,
         "--trainable": trainable,
         "--freeze": freeze,
+        "--tie": tie,
         "--compute": compute,
     }
     stated = {name: value for name, value in of_training.items() if value is not None}
@@ -165,6 +168,7 @@ def command(
             tuple(trainable or ()),
             tuple(freeze or ()),
             compute=None if compute is None else parse_compute(compute),
+            ties=tuple(tie or ()),
         )
     with _progress() as told, _uncollected():
         planned = plan_strategy(

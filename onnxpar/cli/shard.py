@@ -20,6 +20,7 @@ from onnxpar.cli.options import (
     OptimizerParallel,
     Recompute,
     RecomputeCommunication,
+    Tie,
     Trainable,
 )
 from onnxpar.errors import ModelError, SymbolError
@@ -83,6 +84,7 @@ def command(
     ] = None,
     trainable: Trainable = None,
     freeze: Freeze = None,
+    tie: Tie = None,
     decay: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,6 +110,7 @@ def command(
         "--optimizer": optimizer,
         "--trainable": trainable,
         "--freeze": freeze,
+        "--tie": tie,
         "--decay": decay,
         "--no-decay": no_decay,
         "--compute": compute,
@@ -127,6 +130,7 @@ def command(
             tuple(decay or ()),
             tuple(no_decay or ()),
             None if compute is None else parse_compute(compute),
+            tuple(tie or ()),
         )
     else:
         given = [name for name, value in wanted.items() if value is not None]
@@ -231,8 +235,15 @@ def _trained(training: DividedTraining, device: str) -> list[str]:
         *_states(training, device),
     ]
     told = selection.told(unreached)
+    constants = [t for t in told if not t.parameter and t.elements > 1]
+    if constants:
+        lines.append(
+            f"constants     {count(len(constants), 'tensor')} of "
+            f"{sum(t.elements for t in constants):,} elements, among them {constants[0].name}; "
+            "onnxpar inspect lists all, with the rule that tells"
+        )
     groups = (
-        ("not trained", [f"{t.name}: {t.reason}" for t in told if not t.trained]),
+        ("not trained", [f"{t.name}: {t.reason}" for t in told if t.parameter and not t.trained]),
         (
             "shared",
             [f"{t.name}, by {', '.join(t.used_by)}" for t in selection.shared(unreached)],

@@ -41,6 +41,7 @@ from onnxpar.training.buffers import Buffers
 from onnxpar.training.loss import LossInfo, append_loss, append_metrics
 from onnxpar.training.optimizer import ParameterInfo, StateKind, state_name
 from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
+from onnxpar.training.recognise import Recognised
 from onnxpar.training.recompute import Measure, recomputed
 from onnxpar.training.stage_memory import fullest_stage
 from onnxpar.training.staging import Staging, plan_copies
@@ -78,8 +79,7 @@ class DividedTraining:
 
 
 def divide_training(
-    model: ir.Model,
-    originals: frozenset[str],
+    recognised: Recognised,
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
@@ -87,8 +87,7 @@ def divide_training(
     """Plans and partitions the programs that train a model. The model given is used up.
 
     Args:
-        model: The normalised model.
-        originals: Names of the initializers that the file had; others were constants.
+        recognised: The normalised model, and what its initializers were.
         strategy: How to divide it.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
@@ -100,16 +99,16 @@ def divide_training(
     parallel = strategy.optimizer_parallel
     staging: Staging | None = None
     if strategy.pipeline is None:
-        prepared = prepare_training(model, originals, symbols, spec)
+        prepared = prepare_training(recognised, symbols, spec)
         strategy = settled(strategy, prepared.program(spec, parallel), symbols)
     else:
         if strategy.rest == SEARCH:
             # What is searched is the program before it is cut; the plan says where.
-            whole = prepare_training(model.clone(), originals, symbols, spec)
+            whole = prepare_training(recognised.clone(), symbols, spec)
             strategy = settled(strategy, whole.program(spec, parallel), symbols)
         assert strategy.pipeline is not None
         staging = Staging(strategy, strategy.pipeline)
-        prepared = prepare_training(model, originals, symbols, spec, staging.put)
+        prepared = prepare_training(recognised, symbols, spec, staging.put)
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
     shards = _planned(prepared, strategy, trained)

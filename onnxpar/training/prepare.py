@@ -23,7 +23,8 @@ from onnxpar.program import Program
 from onnxpar.symbols import Symbol
 from onnxpar.training.loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
 from onnxpar.training.optimizer import NEW, OptimizerKind, moments_of
-from onnxpar.training.trainable import FROZEN, Selection, select, untie
+from onnxpar.training.recognise import Recognised
+from onnxpar.training.trainable import FROZEN, Selection, select
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class TrainingSpec:
     Attributes:
         loss: What is minimised.
         optimizer: By what.
-        trainable: Patterns of the parameters to train; none means all.
-        freeze: Patterns of parameters not to train.
+        trainable: Patterns of tensors to train besides the parameters of the file.
+        freeze: Patterns of parameters not to train; those of `trainable` win.
         decay: Patterns of parameters with weight decay, besides those of two dims or more.
         no_decay: Patterns of parameters that it does not apply to, whatever their dims.
         compute: Type that products are computed in, "float16" or "bfloat16"; None for the model's.
+        ties: `A=B` each, for tensors that are one parameter.
     """
 
     loss: LossSpec
@@ -47,12 +49,14 @@ class TrainingSpec:
     decay: tuple[str, ...] = ()
     no_decay: tuple[str, ...] = ()
     compute: str | None = None
+    ties: tuple[str, ...] = ()
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "TrainingSpec":
         """Returns what the manifest says: `TrainingSpec.of(asdict(spec)) == spec`."""
         loss = LossSpec(**{**entry["loss"], "kind": LossKind(entry["loss"]["kind"])})
-        patterns = {key: tuple(entry[key]) for key in ("trainable", "freeze", "decay", "no_decay")}
+        lists = ("trainable", "freeze", "decay", "no_decay", "ties")
+        patterns = {key: tuple(entry[key]) for key in lists}
         return TrainingSpec(
             loss, OptimizerKind(entry["optimizer"]), **patterns, compute=entry["compute"]
         )
@@ -117,8 +121,7 @@ Stager = Callable[[ir.Model, ShapeEnv, Collection[str]], Mapping[str, Copy]]
 
 
 def prepare_training(
-    model: ir.Model,
-    originals: frozenset[str],
+    recognised: Recognised,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
     stager: Stager | None = None,
@@ -126,8 +129,7 @@ def prepare_training(
     """Appends loss and backward to a model. The model given is used up.
 
     Args:
-        model: The normalised model.
-        originals: Names of the initializers that the file had; others were constants.
+        recognised: The normalised model, and what its initializers were.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
         stager: Puts the forward nodes into pipeline parts, where there are several.
@@ -136,16 +138,14 @@ def prepare_training(
         OnnxparError: The loss or the parameters do not fit the model, or an operator between them
             has no gradient.
     """
-    before = set(model.graph.initializers)
-    notices = list(untie(model))
-    originals |= set(model.graph.initializers) - before
+    model, notices = recognised.model, list(recognised.notices)
     idle = idle_dropouts(model.graph)
     if idle:
         notices.append(
             f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and drop "
             "nothing; export the model in training mode to train with them"
         )
-    selection = select(model, originals, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
+    selection = select(model, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
     if not selection.trained:
         raise ModelError("nothing to train: no floating-point parameter is left")
     frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
@@ -172,6 +172,7 @@ def prepare_training(
         [n for n in variables if n in model.graph.initializers],
         {name: copy.original for name, copy in copies.items()},
     )
+    selection.ask(found.gradients)
     if not found.gradients:
         raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
     rules, ops = find_rules(model, found.env)

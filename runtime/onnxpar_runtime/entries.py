@@ -420,14 +420,18 @@ class TrainingTensor:
         name: Its name.
         elements: Number of its elements.
         trained: Whether the optimizer changes it.
+        parameter: Whether it is a parameter; others are constants and running statistics.
         reason: Why it is not trained; empty where it is.
+        rule: By what that is known.
         used_by: Names of the nodes that read it.
     """
 
     name: str
     elements: int
     trained: bool
+    parameter: bool
     reason: str
+    rule: str
     used_by: tuple[str, ...]
 
 

@@ -359,7 +359,9 @@ class _Reader(JsonReader):
                     name=self.get(entry, "name", str, f"{where}.tensors"),
                     elements=self.get(entry, "elements", int, f"{where}.tensors"),
                     trained=self.get(entry, "trained", bool, f"{where}.tensors"),
+                    parameter=self.get(entry, "parameter", bool, f"{where}.tensors"),
                     reason=self.get(entry, "reason", str, f"{where}.tensors"),
+                    rule=self.get(entry, "rule", str, f"{where}.tensors"),
                     used_by=self.names(entry, "used_by", f"{where}.tensors"),
                 )
                 for entry in self.get(raw, "tensors", list, where)

@@ -13,7 +13,6 @@ from onnxpar.analysis.plan import NodePlan
 from onnxpar.analysis.search.find import SearchSpec, find
 from onnxpar.analysis.shapes import GRADIENT_OF
 from onnxpar.machine import PRESETS
-from onnxpar.passes.load import normalise
 from onnxpar.planning import searching
 from onnxpar.program import Program
 from onnxpar.sharding import Sharding
@@ -22,6 +21,7 @@ from onnxpar.symbols import Symbol
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec, prepare_training
+from onnxpar.training.recognise import recognised
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>
@@ -53,7 +53,7 @@ SIZES = {"batch": 16, "seq": 64}
 
 def trained(model: ir.Model, loss: str, symbols: dict[str, Symbol]) -> Program:
     spec = TrainingSpec(parse_loss(loss), parse_optimizer("adamw"))
-    prepared = prepare_training(model, frozenset(model.graph.initializers), symbols, spec)
+    prepared = prepare_training(recognised(model), symbols, spec)
     return prepared.program(spec, Strategy.from_dict({"devices": 4}).optimizer_parallel)
 
 
@@ -63,7 +63,7 @@ def block() -> Program:
     for name in "tuvw":
         weight = numpy_helper.from_array(np.zeros((64, 64), np.float32), name)
         proto.graph.initializer.append(weight)
-    return trained(normalise(ir.from_proto(proto)), "mse", {"batch": Symbol(divisor=4)})
+    return trained(ir.from_proto(proto), "mse", {"batch": Symbol(divisor=4)})
 
 
 def splits(sharding: Sharding | None) -> tuple[tuple[int, ...], ...]:
@@ -124,7 +124,7 @@ def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
         """)
     proto.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 64), np.float32), "w"))
     proto.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.int64), "one"))
-    program = trained(normalise(ir.from_proto(proto)), "mse", {"batch": Symbol(divisor=4)})
+    program = trained(ir.from_proto(proto), "mse", {"batch": Symbol(divisor=4)})
     wanted = {"product": [ROWS, WHOLE], "front": [ROWS], "back": [ROWS], "sum": [ROWS, ROWS]}
     nodes = {name: {"in": operands} for name, operands in wanted.items()}
     strategy = Strategy.from_dict({"mesh": {"tp": 4}, "nodes": nodes})
@@ -141,7 +141,7 @@ def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
 @pytest.mark.parametrize("algorithm", ["recursive", "ilp"])
 def test_a_step_costs_what_the_search_counts(devices: int, algorithm: str) -> None:
     """Where sizes are not known to divide, so that few splits can be handed on."""
-    program = trained(normalise(transformer.build(GPT)), "softmax_cross_entropy", {})
+    program = trained(transformer.build(GPT), "softmax_cross_entropy", {})
     wanted = searching(Strategy.from_dict({"devices": devices, "search": {"sizes": SIZES}}))
     spec = SearchSpec(PRESETS["cpu"], algorithm, sizes=SIZES)
     found = find(

@@ -215,7 +215,7 @@ def on_terminal(stream: TextIO) -> bool:
 
 def what_is_trained(training: Training) -> list[str]:
     """Returns lines that say how much of the model is trained, what is not, and what is shared."""
-    tensors = training.tensors
+    tensors = [t for t in training.tensors if t.parameter]
     trained = [t for t in tensors if t.trained]
     elements, of = (sum(t.elements for t in group) for group in (trained, tensors))
     lines = [

@@ -11,12 +11,12 @@ import onnx_ir as ir
 from random_builder import F32, Program, Value, build
 
 from onnxpar.analysis.optimizer_parallel import OptimizerParallel
-from onnxpar.passes.load import normalise
 from onnxpar.program import Program as Planned
 from onnxpar.symbols import dim_symbol
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec, prepare_training
+from onnxpar.training.recognise import recognised
 
 WIDTHS = (4, 8, 12)
 
@@ -116,7 +116,12 @@ def network(seed: int, pieces: int, parallel: OptimizerParallel) -> Planned:
     while len(p.values) - len(p.inputs) < pieces:
         draw.choices(names, weights)[0](p)
     loss = draw.choice(["mse", "mse", "softmax_cross_entropy", "mae"])
-    model = normalise(ir.from_proto(build(p, [p.values[-1]])))
-    spec = TrainingSpec(parse_loss(loss), parse_optimizer("adam"))
-    originals = frozenset(t.name for t in p.initializers if t.name[0] == "w")
-    return prepare_training(model, originals, {}, spec).program(spec, parallel)
+    names = [t.name for t in p.initializers if t.data_type == F32]
+    spec = TrainingSpec(
+        parse_loss(loss),
+        parse_optimizer("adam"),
+        trainable=tuple(n for n in names if n[0] == "w"),
+        freeze=tuple(n for n in names if n[0] != "w"),
+    )
+    model = recognised(ir.from_proto(build(p, [p.values[-1]])))
+    return prepare_training(model, {}, spec).program(spec, parallel)

@@ -13,13 +13,13 @@ from onnxpar.analysis.search.find import SearchSpec, find
 from onnxpar.analysis.seeds import Seeds
 from onnxpar.machine import PRESETS, Link
 from onnxpar.mesh import Mesh
-from onnxpar.passes.load import normalise
 from onnxpar.program import Program
 from onnxpar.sharding import Sharding
 from onnxpar.symbols import Symbol
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec, prepare_training
+from onnxpar.training.recognise import recognised
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>
@@ -40,10 +40,10 @@ def products(second: str, parallel: OptimizerParallel = NOT_PARALLEL) -> Program
     for name in sorted({"w", second}):
         weight = numpy_helper.from_array(np.zeros((256, 256), np.float32), name)
         proto.graph.initializer.append(weight)
-    model = normalise(ir.from_proto(proto))
+    model = recognised(ir.from_proto(proto))
     spec = TrainingSpec(parse_loss("mse"), parse_optimizer("adam"))
     symbols = {"batch": Symbol(divisor=4)}
-    prepared = prepare_training(model, frozenset({"w", second}), symbols, spec)
+    prepared = prepare_training(model, symbols, spec)
     return prepared.program(spec, parallel)
 
 
