@@ -107,7 +107,8 @@ class _Small(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         x = (pixel_values - self.mean) / self.deviation
         x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
-        logits: torch.Tensor = self.head(x.mean((2, 3)))
+        # Not x.mean(): PyTorch 2.13 would name the result as it does the buffer, "mean".
+        logits: torch.Tensor = self.head(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
         return logits
 
 

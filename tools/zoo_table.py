@@ -1,15 +1,26 @@
 #!/usr/bin/env python3
-"""Divides the networks of `models/zoo.py`, verifies them and compares their training with PyTorch.
+"""Trains the networks of `models/zoo.py` beside PyTorch, or verifies them, and prints a table.
 
-    tools/zoo_table.py                            # all networks, prints a markdown table
-    tools/zoo_table.py gpt2 llama --strategy tp=2
+    tools/zoo_table.py                                          # all networks
+    tools/zoo_table.py gpt2 llama --exporter ours --strategy tp=2
+    tools/zoo_table.py --results zoo.jsonl                      # goes on where it was interrupted
+    tools/zoo_table.py --verify gpt2                            # the other table
 
-For each network and strategy:
+For each network, exporter and strategy: what is trained, and three losses of AdamW from the same
+weights and batches, both as PyTorch has them. The exporters are `ours` (`models/export_torch.py`),
+`plain` (`torch.onnx.export`) and `unoptimised` (the same with `optimize=False`). What must hold:
+- as many tensors and elements are trained as parameters get a gradient in PyTorch, and as many have
+  weight decay, which is for tensors with more than one dim;
+- each loss is within 1e-5 of PyTorch's, relative; or, where the network is ill conditioned, within
+  four times what PyTorch's losses in 32 bits differ from its own in 64: both sides round, each in
+  an order of its own, and one tells of the other the size only;
+- with `ours`, the names of what is trained are those of PyTorch.
+
+With `--verify`, for each network and strategy, exported by `ours`:
 - `verify` of the forward program, and of three AdamW steps, at two settings of the symbols;
 - five AdamW steps on the same weights and batches as PyTorch: each loss within 1e-4 of PyTorch's,
   and then each running statistic (PyTorch mixes the unbiased variance in, ONNX that of the batch,
-  so PyTorch's is rescaled);
-- that as many parameters are trained as the module has and uses.
+  so PyTorch's is rescaled).
 
 PyTorch's module is in training mode, with Dropout off. Embeddings that leave out a padding token
 (`padding_idx`) have no gradient there in PyTorch, which the exported graph does not say: batches
@@ -25,36 +36,39 @@ anything does not hold.
 """
 
 import argparse
-import copy
 import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from threading import Timer
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from export_torch import Example
+    from _zoo import Network
+    from zoo_pytorch import Arrays, Trained
 
 ROOT = Path(__file__).resolve().parents[1]
 STRATEGIES = ("dp=2", "tp=2", "dp=2,tp=2")
+EXPORTERS = ("ours", "plain", "unoptimised")
 SETTINGS: tuple[Mapping[str, int], ...] = (
-    {"batch": 4, "seq": 8, "target": 6},
-    {"batch": 3, "seq": 5, "target": 7},
+    {"batch": 4, "seq": 8, "target": 6, "nodes": 6, "edges": 10},
+    {"batch": 3, "seq": 5, "target": 7, "nodes": 5, "edges": 7},
 )
 VERIFIED_STEPS = 3
 STEPS = 5
 LOSS_TOLERANCE = 1e-4
-DECAY = 1e-2
-FIRST_TOKEN = 3  # what comes before are special tokens, padding among them
-LIMITS = {"token_type_ids": 2}
-"""Integers of inputs that are not tokens are below these."""
+COMPARED_STEPS = 3
+COMPARED_TOLERANCE = 1e-5
+ROUNDING = 4.0
+"""How many times PyTorch's own distance from 64 bits losses may be from PyTorch's."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +89,45 @@ OWN = {"resnet50": Settings(({"batch": 8}, {"batch": 7}), 3e-5)}
 
 
 @dataclass
-class Row:
-    """What is found of one network under one strategy; see `HEADER`."""
+class Compared:
+    """How training by one exporter under one strategy compares with PyTorch; see `COMPARED`."""
+
+    model: str
+    exporter: str
+    strategy: str
+    trained: str = ""
+    frozen: int = 0
+    expected: str = ""
+    loss: str = ""
+    bound: str = ""
+    seconds: float = 0.0
+    problem: str = ""
+
+    def text(self) -> str:
+        """Returns the row of the markdown table."""
+        cells = [
+            self.model, self.exporter, self.strategy,
+            self.trained + (f", {self.frozen} frozen" if self.frozen else ""), self.expected,
+            self.loss, self.bound, f"{self.seconds:.1f}", _held(self.problem),
+        ]  # fmt: skip
+        return "| " + " | ".join(cells) + " |"
+
+
+COMPARED = (
+    "| model | exporter | strategy | trained | PyTorch | loss | bound | s | holds |\n|"
+    + " --- |" * 9
+)
+"""Trained: elements / tensors, and how many the user has to freeze. Loss: largest relative
+difference of a loss from PyTorch's. Seconds: `shard`."""
+
+
+@dataclass
+class Verified:
+    """What is found of one network under one strategy; see `VERIFIED`."""
 
     model: str
     strategy: str
+    exporter: str = "ours"
     nodes: int = 0
     replicated: str = ""
     forward: str = ""
@@ -91,113 +139,335 @@ class Row:
 
     def text(self) -> str:
         """Returns the row of the markdown table."""
-        held = "yes" if not self.problem else f"no: {self.problem}"
         cells = [
             self.model, self.strategy, str(self.nodes or ""), self.replicated, self.forward,
             self.training, self.bytes, f"{self.seconds:.1f}" if self.seconds else "", self.loss,
-            held,
+            _held(self.problem),
         ]  # fmt: skip
         return "| " + " | ".join(cells) + " |"
 
 
-HEADER = (
+VERIFIED = (
     "| model | strategy | nodes | without a rule | collectives forward | in a micro-batch | bytes "
     "| shard, s | loss | holds |\n|" + " --- |" * 10
 )
 """Bytes: sent by a device forward and in a micro-batch, at the first setting. Seconds: `shard` with
 training. Loss: largest relative difference of a loss from PyTorch's."""
 
+Row = Compared | Verified
 
-def table(names: Sequence[str], strategies: Sequence[str], limit: float, opset: int) -> bool:
-    """Prints the table; returns whether everything holds."""
-    print(HEADER, flush=True)
+
+def _held(problem: str) -> str:
+    return f"no: {problem}" if problem else "yes"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a table is of.
+
+    Attributes:
+        exporters: Names of `EXPORTERS`.
+        strategies: Presets.
+        opset: Of the exports by `ours`; PyTorch chooses that of the others.
+        verify: Whether the table is that of `--verify`.
+    """
+
+    exporters: tuple[str, ...]
+    strategies: tuple[str, ...]
+    opset: int
+    verify: bool
+
+    def rows(self, name: str) -> list[Row]:
+        """Returns the rows of one network, empty."""
+        if self.verify:
+            return [Verified(name, s) for s in self.strategies]
+        return [Compared(name, e, s) for e in self.exporters for s in self.strategies]
+
+    def read(self, line: str) -> Row:
+        """Returns the row of a line of JSON."""
+        return (Verified if self.verify else Compared)(**json.loads(line))
+
+
+def table(names: Sequence[str], wanted: Wanted, limit: float, results: Path | None) -> bool:
+    """Prints the table; returns whether everything holds.
+
+    Args:
+        names: The networks.
+        wanted: What is wanted of each.
+        limit: Seconds for each.
+        results: Where rows are kept as lines of JSON, and those that hold are not made again.
+    """
+    print(VERIFIED if wanted.verify else COMPARED, flush=True)
+    kept: list[Row] = []
+    if results is not None and results.exists():
+        kept = [wanted.read(line) for line in results.read_text().splitlines()]
+    holding = {_key(row): row for row in kept if not row.problem}
     held = True
     for name in names:
-        rows = measure(name, strategies, limit, opset)
+        rows = wanted.rows(name)
         for row in rows:
+            if (old := holding.get(_key(row))) is not None:
+                print(old.text(), flush=True)
+        for row in measure(name, [r for r in rows if _key(r) not in holding], wanted, limit):
             print(row.text(), flush=True)
             held &= not row.problem
+            if results is not None:
+                with results.open("a") as file:
+                    print(json.dumps(asdict(row)), file=file)
     return held
 
 
-def measure(name: str, strategies: Sequence[str], limit: float, opset: int) -> list[Row]:
-    """Runs one network in a process of its own; returns a row for each strategy."""
-    command = [sys.executable, __file__, name, "--task", "--opset", str(opset)]
-    command += [part for s in strategies for part in ("--strategy", s)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-        out, problem = done.stdout, ""
-        if done.returncode:
-            problem = (done.stderr.strip().splitlines() or ["it was killed"])[-1][:200]
-            problem = f"exit code {done.returncode}: {problem}"
-    except subprocess.TimeoutExpired as error:
-        out = (error.stdout or b"").decode()
-        problem = f"not done in {limit:.0f} s"
-    rows = [Row(**json.loads(line)) for line in out.splitlines() if line.startswith("{")]
-    missing = [s for s in strategies if s not in {row.strategy for row in rows}]
-    return rows + [Row(name, s, problem=problem) for s in missing]
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.model, row.exporter, row.strategy
 
 
-def task(name: str, strategies: Sequence[str], opset: int) -> None:
-    """Prints a JSON line for each strategy."""
+def measure(name: str, rows: Sequence[Row], wanted: Wanted, limit: float) -> Iterator[Row]:
+    """Makes rows of one network in a process of its own, and gives each as it comes."""
+    if not rows:
+        return
+    pairs = [part for row in rows for part in ("--pair", f"{row.exporter}:{row.strategy}")]
+    command = [sys.executable, __file__, name, *pairs, "--opset", str(wanted.opset)]
+    command += ["--verify"] if wanted.verify else []
+    missing = {_key(row): row for row in rows}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        timer = Timer(limit, process.kill)
+        began = perf_counter()
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                row = wanted.read(line)
+                del missing[_key(row)]
+                yield row
+        code = process.wait()
+        timer.cancel()
+        errors.seek(0)
+        told = (errors.read().strip().splitlines() or ["it was killed"])[-1][:200]
+    late = perf_counter() - began >= limit
+    for row in missing.values():
+        row.problem = f"not done in {limit:.0f} s" if late else f"exit code {code}: {told}"
+        yield row
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an exporter made of a network.
+
+    Attributes:
+        path: The file.
+        loss: The loss, as an option of `shard`.
+        freeze: What the user has to freeze: parameters that require no gradient, of which the
+            exporters of PyTorch do not tell.
+    """
+
+    path: Path
+    loss: str
+    freeze: tuple[str, ...]
+
+
+class Bench:
+    """One network, exported and trained by PyTorch once for all rows.
+
+    Attributes:
+        name: Its name.
+        made: The network.
+        settings: With what it is trained.
+        folder: Where files go.
+        opset: Of the exports by `ours`.
+    """
+
+    def __init__(self, name: str, folder: Path, opset: int) -> None:
+        """Makes the network."""
+        import zoo
+
+        self.name = name
+        self.made: Network = zoo.example(name)
+        self.settings = OWN.get(name, Settings())
+        self.folder = folder
+        self.opset = opset
+        self._exported: dict[str, Exported | Exception] = {}
+
+    def exported(self, exporter: str) -> Exported:
+        """Returns what an exporter makes of the network, which it is asked for once."""
+        if exporter not in self._exported:
+            try:
+                self._exported[exporter] = self._export(exporter)
+            except Exception as error:
+                self._exported[exporter] = error
+        found = self._exported[exporter]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _export(self, exporter: str) -> Exported:
+        from export_torch import export, plain_export, save
+
+        if exporter == "ours":
+            model = export(self.made, self.opset)
+        else:
+            model = plain_export(self.made, optimize=exporter == "plain")
+        path = self.folder / f"{self.name}.{exporter}.onnx"
+        save(model, path)
+        kind, colon, _ = self.made.loss.partition(":")
+        loss = kind + colon + ((model.graph.outputs[0].name or "") if colon else "")
+        still = [n for n, p in self.made.module.named_parameters() if not p.requires_grad]
+        frozen = tuple(name for name in still if name in model.graph.initializers)
+        return Exported(path, loss, () if exporter == "ours" else frozen)
+
+    @cached_property
+    def batches(self) -> "list[Arrays]":
+        """Of five steps, at the settings in turn."""
+        from zoo_pytorch import random_batch
+
+        rng = np.random.default_rng(0)
+        turns = self.settings.symbols
+        sizes = [turns[step % len(turns)] for step in range(1, STEPS + 1)]
+        return [random_batch(self.made, symbols, rng) for symbols in sizes]
+
+    @cached_property
+    def theirs(self) -> "Trained":
+        """What PyTorch comes to."""
+        from zoo_pytorch import train
+
+        return train(self.made, self.batches, self.settings.rate)
+
+    @cached_property
+    def exact(self) -> "Trained":
+        """What PyTorch comes to in 64 bits."""
+        import torch
+        from zoo_pytorch import train
+
+        return train(self.made, self.batches, self.settings.rate, torch.float64)
+
+    def shard(self, row: Row, out: Path) -> Any:
+        """Divides training by AdamW; returns the summary."""
+        from onnxpar.pipeline import shard
+        from onnxpar.training.loss import parse_loss
+        from onnxpar.training.optimizer import parse_optimizer
+        from onnxpar.training.prepare import TrainingSpec
+
+        exported = self.exported(row.exporter)
+        spec = TrainingSpec(
+            parse_loss(exported.loss), parse_optimizer("adamw"), freeze=exported.freeze
+        )
+        began = perf_counter()
+        summary = shard(exported.path, row.strategy, out, force=True, training=spec)
+        row.seconds = perf_counter() - began
+        return summary
+
+    def ranks(self, directory: Path, steps: int) -> "Trained":
+        """Trains the ranks."""
+        from zoo_pytorch import DECAY, Trained
+
+        from onnxpar_runtime.training.group import TrainerGroup
+        from onnxpar_runtime.training.hyper import Settings as Optimizer
+        from onnxpar_runtime.training.hyper import hyperparameters
+
+        scalars = hyperparameters("adamw", Optimizer(weight_decay=DECAY))
+        with TrainerGroup(directory) as group:
+            states = group.manifest.trained().states
+            kept = [n for n, state in states.items() if state.kind == "statistic"]
+            gradients = [state for state in states.values() if state.kind == "gradient"]
+            trained = {g.parameter: tuple(map(int, g.spec.shape)) for g in gradients}
+            losses = [
+                group.train_step([batch], scalars.at(step, self.settings.rate)).loss
+                for step, batch in enumerate(self.batches[:steps], 1)
+            ]
+            return Trained(losses, {name: group.gather(name) for name in kept}, trained)
+
+
+def task(name: str, pairs: Sequence[str], opset: int, verify: bool) -> None:
+    """Prints a line of JSON for each pair of exporter and strategy."""
     sys.path.insert(0, str(ROOT / "models"))
-    import zoo
-    from export_torch import export, save
-
-    made = zoo.example(name)
     with tempfile.TemporaryDirectory(prefix="onnxpar-zoo-") as folder:
-        path = Path(folder) / f"{name}.onnx"
-        save(export(made, opset), path)
-        for strategy in strategies:
-            row = Row(name, strategy)
-            for check in (check_forward, check_training):
-                try:
-                    check(row, made, path)
-                except Exception as error:
-                    text = str(error).splitlines() or [""]
-                    row.problem = f"{type(error).__name__}: {text[0][:300]}".replace("|", "\\|")
-                    break
+        bench = Bench(name, Path(folder), opset)
+        for pair in pairs:
+            exporter, strategy = pair.split(":")
+            row = Verified(name, strategy) if verify else Compared(name, exporter, strategy)
+            try:
+                if isinstance(row, Verified):
+                    check_forward(row, bench)
+                    check_training(row, bench)
+                else:
+                    compare(row, bench)
+            except Exception as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                text = f"{type(error).__name__}: {' '.join(lines)[:400]}"
+                row.problem = text.replace("|", "\\|")
             print(json.dumps(asdict(row)), flush=True)
 
 
-def check_forward(row: Row, made: "Example", path: Path) -> None:
+def compare(row: Compared, bench: Bench) -> None:
+    """Trains by an exporter's graph, and by PyTorch."""
+    out = bench.folder / "compared"
+    bench.shard(row, out)
+    theirs = bench.theirs
+    row.expected = f"{theirs.elements:,} / {len(theirs.parameters)}"
+    ours = bench.ranks(out, COMPARED_STEPS)
+    row.trained = f"{ours.elements:,} / {len(ours.parameters)}"
+    row.frozen = len(bench.exported(row.exporter).freeze)
+    expected = theirs.losses[:COMPARED_STEPS]
+    worst = _apart(ours.losses, expected)
+    row.loss = f"{worst:.0e}"
+    bound = COMPARED_TOLERANCE
+    if worst > bound:
+        noise = _apart(expected, bench.exact.losses[:COMPARED_STEPS])
+        bound = max(bound, ROUNDING * noise)
+    row.bound = f"{bound:.0e}"
+    problems = []
+    if row.trained != row.expected:
+        problems.append(f"{row.trained} are trained, in PyTorch {row.expected}")
+    elif ours.decayed != theirs.decayed:
+        problems.append(f"{ours.decayed:,} elements decay, in PyTorch {theirs.decayed:,}")
+    if row.exporter == "ours" and (names := ours.parameters.keys() ^ theirs.parameters.keys()):
+        problems.append(f"trained or not, unlike in PyTorch: {sorted(names)[:8]}")
+    if worst > bound:
+        problems.append(f"losses differ by {worst:.1e} from PyTorch's")
+    row.problem = "; ".join(problems)
+
+
+def check_forward(row: Verified, bench: Bench) -> None:
     """Divides the forward program and verifies it."""
     from onnxpar import execute
     from onnxpar.pipeline import shard
 
-    out = path.with_name("forward")
+    path = bench.exported(row.exporter).path
+    out = bench.folder / "forward"
     summary = shard(path, row.strategy, out, force=True)
     totals = summary.report["totals"]
     row.nodes = totals["nodes"]
     row.forward = _counts(totals["collectives_by_op"])
     kinds = Counter(item["op_type"] for item in summary.report["replicated"])
     row.replicated = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    cases = execute.verify(out, path, cases=_cases(out, _settings(row.model)))
+    cases = execute.verify(out, path, cases=_cases(out, bench.settings))
     row.bytes = str(cases[0].bytes_expected)
     _demand(cases)
 
 
-def check_training(row: Row, made: "Example", path: Path) -> None:
+def check_training(row: Verified, bench: Bench) -> None:
     """Divides training, verifies three steps, and compares five losses with PyTorch's."""
     from onnxpar import execute
-    from onnxpar.pipeline import shard
-    from onnxpar.training.loss import parse_loss
-    from onnxpar.training.optimizer import parse_optimizer
-    from onnxpar.training.prepare import TrainingSpec
 
-    out = path.with_name("training")
-    spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
-    began = perf_counter()
-    summary = shard(path, row.strategy, out, force=True, training=spec)
-    row.seconds = perf_counter() - began
-    first = summary.report["totals"]
-    row.training = _counts(first["collectives_by_op"])
-    settings = _settings(row.model)
+    path = bench.exported(row.exporter).path
+    out = bench.folder / "training"
+    row.training = _counts(bench.shard(row, out).report["totals"]["collectives_by_op"])
+    settings = bench.settings
     chosen = _cases(out, settings)
     cases = execute.verify(out, path, cases=chosen, steps=VERIFIED_STEPS, lr=settings.rate)
     row.bytes += f" / {cases[0].bytes_expected}"
     _demand(cases)
-    worst, statistic = _from_pytorch(out, made, settings, own=row.model in OWN)
+    ours, theirs = bench.ranks(out, STEPS), bench.theirs
+    _same_names("trained", ours.parameters, theirs.parameters)
+    if row.model in OWN:
+        if (apart := _apart(theirs.losses, bench.exact.losses)) > LOSS_TOLERANCE:
+            raise AssertionError(f"PyTorch's losses differ by {apart:.1e} from its own in 64 bits")
+        if (apart := _furthest(theirs, bench.exact)) > LOSS_TOLERANCE:
+            raise AssertionError(f"PyTorch's statistics differ by {apart:.1e} from its own so")
+    _same_names("running statistics", ours.statistics, theirs.statistics)
+    worst, statistic = _apart(ours.losses, theirs.losses), _furthest(ours, theirs)
     row.loss = f"{worst:.0e}"
     if worst > LOSS_TOLERANCE:
         row.problem = f"losses differ by {worst:.1e} from PyTorch's"
@@ -205,8 +475,12 @@ def check_training(row: Row, made: "Example", path: Path) -> None:
         row.problem = f"running statistics differ by {statistic:.1e} from PyTorch's"
 
 
-def _settings(name: str) -> Settings:
-    return OWN.get(name, Settings())
+def _same_names(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raises AssertionError with the names that only one side has."""
+    if ours.keys() != theirs.keys():
+        raise AssertionError(
+            f"{what} or not, unlike in PyTorch: {sorted(ours.keys() ^ theirs.keys())}"
+        )
 
 
 def _counts(kinds: Mapping[str, int]) -> str:
@@ -232,60 +506,11 @@ def _demand(cases: Sequence[Any]) -> None:
             raise AssertionError(f"verify at {symbols}: {(case.problems or ('',))[0]}")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What training came to.
-
-    Attributes:
-        losses: The loss of each step.
-        statistics: Running statistics after the last, by name.
-        parameters: Names of the parameters that have a gradient.
-    """
-
-    losses: Sequence[float]
-    statistics: Mapping[str, Any]
-    parameters: frozenset[str]
-
-
-def _from_pytorch(
-    directory: Path, made: "Example", settings: Settings, *, own: bool
-) -> tuple[float, float]:
-    """Returns how far losses and running statistics are from PyTorch's, the furthest, relative.
-
-    Args:
-        directory: The artifacts.
-        made: The network.
-        settings: With what both are trained.
-        own: Whether PyTorch's losses must be near its own in 64 bits.
-
-    Raises:
-        AssertionError: They are not, or other parameters are trained than in PyTorch.
-    """
-    import torch
-
-    ours, batches = _ranks(directory, settings)
-    theirs = _pytorch(made, batches, settings.rate, torch.float32)
-    if ours.parameters != theirs.parameters:
-        raise AssertionError(
-            f"trained or not, unlike in PyTorch: {sorted(ours.parameters ^ theirs.parameters)}"
-        )
-    if own:
-        exact = _pytorch(made, batches, settings.rate, torch.float64)
-        if (apart := _apart(theirs.losses, exact.losses)) > LOSS_TOLERANCE:
-            raise AssertionError(f"PyTorch's losses differ by {apart:.1e} from its own in 64 bits")
-        if (apart := _furthest(theirs, exact)) > LOSS_TOLERANCE:
-            raise AssertionError(f"PyTorch's statistics differ by {apart:.1e} from its own so")
-    if ours.statistics.keys() != theirs.statistics.keys():
-        names = sorted(ours.statistics.keys() ^ theirs.statistics.keys())
-        raise AssertionError(f"running statistics or not, unlike in PyTorch: {names}")
-    return _apart(ours.losses, theirs.losses), _furthest(ours, theirs)
-
-
 def _apart(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
-def _furthest(found: Trained, expected: Trained) -> float:
+def _furthest(found: "Trained", expected: "Trained") -> float:
     """Returns how far a running statistic is off, of its largest element."""
     return max(
         (
@@ -296,110 +521,20 @@ def _furthest(found: Trained, expected: Trained) -> float:
     )
 
 
-def _ranks(directory: Path, settings: Settings) -> tuple[Trained, list[dict[str, Any]]]:
-    """Trains the ranks; returns what came of it, and the batches."""
-    from onnxpar_runtime.training.group import TrainerGroup
-    from onnxpar_runtime.training.hyper import Settings as Optimizer
-    from onnxpar_runtime.training.hyper import hyperparameters
-
-    rng = np.random.default_rng(0)
-    scalars = hyperparameters("adamw", Optimizer(weight_decay=DECAY))
-    with TrainerGroup(directory) as group:
-        states = group.manifest.trained().states
-        kept = [n for n, state in states.items() if state.kind == "statistic"]
-        trained = frozenset(s.parameter for s in states.values() if s.kind == "gradient")
-        turns = [settings.symbols[step % len(settings.symbols)] for step in range(1, STEPS + 1)]
-        batches = [_batch(group.manifest, rng, symbols) for symbols in turns]
-        losses = [
-            group.train_step([batch], scalars.at(step, settings.rate)).loss
-            for step, batch in enumerate(batches, 1)
-        ]
-        return Trained(losses, {name: group.gather(name) for name in kept}, trained), batches
-
-
-def _pytorch(
-    made: "Example", batches: Sequence[Mapping[str, Any]], rate: float, dtype: Any
-) -> Trained:
-    """Trains a copy of the module in that type; variances are those of the batches."""
-    import torch
-
-    module = copy.deepcopy(made.module).to(dtype).train()
-    norms = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
-    for norm in norms.values():
-        norm.register_forward_pre_hook(_keep)
-        norm.register_forward_hook(_of_the_batch)
-    used = list(module.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in used if p.ndim > 1], "weight_decay": DECAY},
-            {"params": [p for p in used if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        rate,
-    )
-    losses = []
-    for batch in batches:
-        tensors = {n: torch.tensor(a) for n, a in batch.items()}
-        labels = tensors.pop("labels")
-        inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-        optimizer.zero_grad()
-        loss = _loss(module(**inputs), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    statistics = {
-        f"{name}.{kind}": getattr(norm, kind).numpy()
-        for name, norm in norms.items()
-        for kind in ("running_mean", "running_var")
-    }
-    reached = frozenset(n for n, p in module.named_parameters() if p.grad is not None)
-    return Trained(losses, statistics, reached)
-
-
-def _keep(norm: Any, _: Any) -> None:
-    norm.variance_before = norm.running_var.clone()
-
-
-def _of_the_batch(norm: Any, inputs: Any, _: Any) -> None:
-    """Replaces what was mixed in, the unbiased variance, by that of the batch."""
-    count = inputs[0].numel() / inputs[0].shape[1]
-    kept = norm.variance_before * (1 - norm.momentum)
-    # A new tensor, since the backward pass keeps the old one.
-    norm.running_var = kept + (norm.running_var - kept) * (count - 1) / count
-
-
-def _loss(result: Any, labels: Any) -> Any:
-    import torch
-
-    logits = result if isinstance(result, torch.Tensor) else result.logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-def _batch(manifest: Any, rng: np.random.Generator, symbols: Mapping[str, int]) -> dict[str, Any]:
-    """Returns random inputs, and labels below 10, which every network has as classes."""
-    feeds = {}
-    for spec in manifest.program("training_model").inputs:
-        shape = [symbols[d] if isinstance(d, str) else d for d in spec.shape]
-        if spec.dtype != "int64":
-            feeds[spec.name] = rng.standard_normal(shape).astype(spec.dtype)
-        elif spec.name == "labels" or spec.name in LIMITS:
-            feeds[spec.name] = rng.integers(0, LIMITS.get(spec.name, 10), shape)
-        else:
-            feeds[spec.name] = rng.integers(FIRST_TOKEN, 96, shape)
-    return feeds
-
-
 def main() -> int:
-    """Prints the table, or runs one network of it."""
+    """Prints the table, or makes rows of one network."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("names", nargs="*", help="networks; default: all")
     parser.add_argument("--strategy", action="append", help="may be repeated; default: three")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for each network")
-    parser.add_argument("--opset", type=int, default=20, help="of the export")
-    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--exporter", action="append", choices=EXPORTERS, help="may be repeated")
+    parser.add_argument("--verify", action="store_true", help="verify, too; by ours alone")
+    parser.add_argument("--results", type=Path, help="lines of JSON; what holds is not run again")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for each network")
+    parser.add_argument("--opset", type=int, default=20, help="of the export by ours")
+    parser.add_argument("--pair", action="append", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    strategies = tuple(options.strategy or STRATEGIES)
-    if options.task:
-        task(options.names[0], strategies, options.opset)
+    if options.pair:
+        task(options.names[0], options.pair, options.opset, options.verify)
         return 0
     listed = subprocess.run(
         [sys.executable, str(ROOT / "models" / "zoo.py"), "--list"],
@@ -411,8 +546,13 @@ def main() -> int:
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"{unknown[0]}: expected one of {', '.join(known)}")
-    held = table(options.names or known, strategies, options.limit, options.opset)
-    return 0 if held else 1
+    wanted = Wanted(
+        tuple(options.exporter or EXPORTERS),
+        tuple(options.strategy or STRATEGIES),
+        options.opset,
+        options.verify,
+    )
+    return 0 if table(options.names or known, wanted, options.limit, options.results) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""What PyTorch computes of a network of the zoo: its outputs, and its losses as it trains."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from _zoo import Network
+from torch import nn
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+DECAY = 1e-2
+"""Weight decay of tensors with more than one dim."""
+
+LABELS = "labels"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training came to.
+
+    Attributes:
+        losses: The loss of each step.
+        statistics: Running statistics after the last, by name.
+        parameters: Sizes of the parameters that have a gradient, by name.
+    """
+
+    losses: Sequence[float]
+    statistics: Mapping[str, npt.NDArray[Any]]
+    parameters: Mapping[str, tuple[int, ...]]
+
+    @property
+    def elements(self) -> int:
+        """How many elements the parameters have."""
+        return sum(int(np.prod(sizes)) for sizes in self.parameters.values())
+
+    @property
+    def decayed(self) -> int:
+        """How many elements have weight decay."""
+        shapes = [sizes for sizes in self.parameters.values() if len(sizes) > 1]
+        return sum(int(np.prod(sizes)) for sizes in shapes)
+
+
+def random_inputs(made: Network, symbols: Mapping[str, int], rng: np.random.Generator) -> Arrays:
+    """Returns inputs at these sizes: integers of their range, and normal numbers."""
+    feeds: Arrays = {}
+    for name, traced in made.inputs.items():
+        dims = made.dims.get(name, {})
+        shape = [symbols[dims[i]] if i in dims else n for i, n in enumerate(traced.shape)]
+        if traced.dtype == torch.int64:
+            feeds[name] = rng.integers(*made.integers[name], shape)
+        else:
+            feeds[name] = rng.standard_normal(shape).astype(np.float32)
+    return feeds
+
+
+def random_batch(made: Network, symbols: Mapping[str, int], rng: np.random.Generator) -> Arrays:
+    """Returns inputs, and labels where the loss needs any."""
+    feeds = random_inputs(made, symbols, rng)
+    if not made.loss.startswith("output:"):
+        logits = outputs(made, feeds)[0]
+        feeds[LABELS] = rng.integers(0, made.labels, logits.shape[:-1])
+    return feeds
+
+
+def outputs(made: Network, feeds: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+    """Returns the outputs that the network names, as the module computes them."""
+    with torch.no_grad():
+        found = made.module(**{name: torch.tensor(array) for name, array in feeds.items()})
+    return [tensor.numpy() for tensor in _named(found, made.outputs)]
+
+
+def train(
+    made: Network, batches: Sequence[Arrays], rate: float, dtype: torch.dtype = torch.float32
+) -> Trained:
+    """Trains a copy of the module by AdamW in that type, in training mode.
+
+    Running variances are those of the batches, as ONNX has them; PyTorch mixes the unbiased in.
+    """
+    module = copy.deepcopy(made.module).to(dtype).train()
+    norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    for norm in norms.values():
+        norm.register_forward_pre_hook(_keep)
+        norm.register_forward_hook(_of_the_batch)
+    used = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in used if p.ndim > 1], "weight_decay": DECAY},
+            {"params": [p for p in used if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        rate,
+    )
+    losses = []
+    for batch in batches:
+        tensors = dict(_tensors(batch, dtype))
+        labels = tensors.pop(LABELS, None)
+        optimizer.zero_grad()
+        loss = _loss(made, module(**tensors), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    statistics = {
+        f"{name}.{kind}": getattr(norm, kind).numpy()
+        for name, norm in norms.items()
+        for kind in ("running_mean", "running_var")
+    }
+    reached = {n: tuple(p.shape) for n, p in module.named_parameters() if p.grad is not None}
+    return Trained(losses, statistics, reached)
+
+
+def _tensors(batch: Arrays, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, array in batch.items():
+        tensor = torch.tensor(array)
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _loss(made: Network, found: Any, labels: torch.Tensor | None) -> torch.Tensor:
+    first = _named(found, made.outputs)[0]
+    if labels is None:
+        return first
+    return nn.functional.cross_entropy(first.flatten(0, -2), labels.flatten())
+
+
+def _named(found: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    """The outputs of those names; a module that returns one tensor has only one."""
+    return [found] if isinstance(found, torch.Tensor) else [found[name] for name in names]
+
+
+def _keep(norm: Any, _: Any) -> None:
+    norm.variance_before = norm.running_var.clone()
+
+
+def _of_the_batch(norm: Any, inputs: Any, _: Any) -> None:
+    """Replaces what was mixed in, the unbiased variance, by that of the batch."""
+    count = inputs[0].numel() / inputs[0].shape[1]
+    kept = norm.variance_before * (1 - norm.momentum)
+    # A new tensor, since the backward pass keeps the old one.
+    norm.running_var = kept + (norm.running_var - kept) * (count - 1) / count
