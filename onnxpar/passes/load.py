@@ -37,6 +37,7 @@ from onnxpar.passes.closure import (
     uncapture,
 )
 from onnxpar.passes.expand import expand_unknown, inline_functions
+from onnxpar.passes.fold import fold_constants
 from onnxpar.passes.nodes import check_inferred, check_operators
 from onnxpar.strategy.annotation import METADATA
 from onnxpar.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
@@ -177,6 +178,12 @@ def normalise(model: ir.Model) -> ir.Model:
         raise ModelError(f"the graph has a cycle: {_cycle(model.graph)}") from error
     hand_on_results(model)
     inline_functions(model)
+    weights = {
+        value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.dtype is not None and value.dtype.is_floating_point()
+    }
     for step in (
         common.RemoveInitializersFromInputsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
@@ -185,10 +192,14 @@ def normalise(model: ir.Model) -> ir.Model:
         model = step(model).model
     inline_constant_branches(model, BRANCHES)
     lift_constants(model)
+    fold_constants(model, opset, weights)
     unpack_heads(model)
     _name_nodes(model.graph)
     _name_dims(model.graph)
     _infer(model, opset)
+    # Types are known now, and with them what CastLike makes.
+    if fold_constants(model, opset, weights):
+        _infer(model, opset)
 
     def changed() -> None:
         uncapture(model.graph)

@@ -1,0 +1,173 @@
+"""Which nodes of constants can be computed when a model is read, and their values.
+
+Only what is exact is computed: integers and booleans, moves of elements, casts, and those
+operations on float32 and float64 that IEEE 754 rounds in one way. An exponential or a sine is left
+to the kernels, whose last bits differ from those of any other library. ONNX's reference
+implementation computes; `tests/onnxpar/test_fold.py` compares it with onnxruntime.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+
+Array = NDArray[Any]
+
+FOLD_BYTES = 16 << 10
+"""Size of the largest tensor that is read or made, so that files hardly grow."""
+
+_MOVES = frozenset(
+    (
+        "Compress", "Concat", "Expand", "Flatten", "Gather", "GatherND",
+        "Identity", "Reshape", "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze",
+        "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+    )
+)  # fmt: skip
+_CASTS = frozenset(("Cast", "CastLike"))
+_SHAPES = frozenset(("Shape", "Size"))
+_MADE = frozenset(("ConstantOfShape", "Range"))
+_EXACT = frozenset(
+    (
+        "Abs", "Add", "And", "Ceil", "Clip", "Div", "Equal", "Floor", "Greater", "GreaterOrEqual",
+        "Less", "LessOrEqual", "Max", "Min", "Mul", "Neg", "Not", "Or", "Sign", "Sqrt", "Sub",
+        "Xor",
+    )
+)  # fmt: skip
+_INTEGERS_ONLY = frozenset(
+    (
+        "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "CumSum", "Mod",
+        "NonZero", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum",
+    )
+)  # fmt: skip
+FOLDABLE = _MOVES | _CASTS | _SHAPES | _MADE | _EXACT | _INTEGERS_ONLY
+"""Operators of the default domain that are computed at all."""
+
+_INTEGERS = tuple(ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32, 64))
+_FLOATS = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_MOVED = frozenset((*_INTEGERS, *_FLOATS, ir.DataType.BOOL))
+_COMPUTED = _MOVED - {ir.DataType.FLOAT16}
+
+
+def is_foldable(node: ir.Node) -> bool:
+    """Whether a node's results can be computed if its operands are known."""
+    return (
+        node.domain in ("", "ai.onnx")
+        and node.op_type in FOLDABLE
+        and bool(node.inputs)
+        and not any(a.is_ref() for a in node.attributes.values())
+    )
+
+
+def reads(node: ir.Node) -> tuple[int, ...]:
+    """Returns the operands whose elements a foldable node reads; of the others the type counts."""
+    if node.op_type in _SHAPES:
+        return ()
+    return (0,) if node.op_type == "CastLike" else tuple(range(len(node.inputs)))
+
+
+def fold_node(
+    node: ir.Node, operands: Sequence[Array | None], opset: int
+) -> tuple[Array, ...] | None:
+    """Returns the results of a foldable node; None where they are not known exactly, or large.
+
+    Args:
+        node: The node.
+        operands: Its operands; None for absent ones and those that `reads` does not name.
+        opset: Version of the default domain.
+    """
+    if node.op_type in _SHAPES:
+        return _sizes(node)
+    present = [x for x in operands if x is not None]
+    if not all(_admitted(node, x) for x in present) or _too_large(node, operands):
+        return None
+    if node.op_type in _CASTS:
+        return _cast(node, present[0])
+    if node.op_type in ("Div", "Mod") and present[1].dtype.kind in "iu" and not present[1].all():
+        return None
+    names = [None if x is None else f"x{i}" for i, x in enumerate(operands)]
+    proto = ir.to_proto(
+        ir.Node(
+            "",
+            node.op_type,
+            [None if name is None else ir.Value(name=name) for name in names],
+            tuple(node.attributes.values()),
+            outputs=[ir.Value(name=f"y{i}") for i in range(len(node.outputs))],
+        )
+    )
+    feeds = {name: x for name, x in zip(names, operands, strict=True) if name is not None}
+    try:
+        with np.errstate(all="ignore"):
+            found = ReferenceEvaluator(proto, opsets={"": opset}).run(None, feeds)
+    except Exception:  # Whatever is wrong is told when the node is checked.
+        return None
+    results = tuple(np.asarray(x) for x in found)
+    if any(x.nbytes > FOLD_BYTES or x.dtype.kind not in "biuf" for x in results):
+        return None
+    return results
+
+
+def _sizes(node: ir.Node) -> tuple[Array] | None:
+    """Shape or Size of a constant, which says nothing of its elements: it may be trained."""
+    value = node.inputs[0]
+    tensor = None if value is None or not value.is_initializer() else value.const_value
+    if tensor is None:
+        return None
+    shape = tuple(tensor.shape.numpy())
+    if node.op_type == "Size":
+        return (np.array(prod(shape), np.int64),)
+    start, end = (node.attributes.get(name) for name in ("start", "end"))
+    kept = slice(None if start is None else start.as_int(), None if end is None else end.as_int())
+    return (np.array(shape[kept], np.int64),)
+
+
+def _admitted(node: ir.Node, x: Array) -> bool:
+    try:
+        kind = ir.DataType.from_numpy(x.dtype)
+    except TypeError:
+        return False
+    if node.op_type in _INTEGERS_ONLY:
+        return x.dtype.kind in "iub" and kind in _COMPUTED
+    return kind in (_MOVED if node.op_type in _MOVES | _CASTS | _MADE else _COMPUTED)
+
+
+def _too_large(node: ir.Node, operands: Sequence[Array | None]) -> bool:
+    """Whether a result is seen to be large before it is made."""
+    limit = FOLD_BYTES
+    if node.op_type in ("Expand", "ConstantOfShape"):
+        target = operands[-1]
+        return target is None or prod(max(int(n), 1) for n in target.ravel()) > limit
+    if node.op_type == "Tile":
+        x, repeats = operands[0], operands[1]
+        return x is None or repeats is None or x.size * prod(map(int, repeats.ravel())) > limit
+    if node.op_type == "Range":
+        start, end, step = (0 if x is None else int(x.ravel()[0]) for x in operands)
+        return step == 0 or abs(end - start) // abs(step) > limit
+    return False
+
+
+def _cast(node: ir.Node, x: Array) -> tuple[Array] | None:
+    """A cast without doubt: no number that the type has not, and no string."""
+    kind: ir.DataType | None
+    if node.op_type == "Cast":
+        kind = ir.DataType(node.attributes["to"].as_int())
+    else:
+        like = node.inputs[1]
+        kind = None if like is None else like.dtype
+    if kind not in _MOVED:
+        return None
+    target = np.dtype(kind.numpy())
+    if target.kind in "iu":
+        limits = np.iinfo(target)
+        if x.dtype.kind == "f" and not (
+            np.isfinite(x).all() and (np.abs(x) < 2.0 ** (limits.bits - 1)).all()
+        ):
+            return None
+        if target.kind == "u" and x.dtype.kind == "f" and (x < 0).any():
+            return None
+    with np.errstate(over="ignore"):
+        result = x.astype(target)
+    return (result,) if result.nbytes <= FOLD_BYTES else None
