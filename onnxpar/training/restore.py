@@ -177,7 +177,6 @@ class _Restorer:
         nodes = list(ir.traversal.RecursiveGraphIterator(self.graph))
         self.order = {id(node): i for i, node in enumerate(nodes)}
         self.taken = names_of(self.graph)
-        # A tool may have dropped all marks; without any, a missing one means nothing.
         self.marks = any(kind_of(v) for v in self.graph.initializers.values())
         self.tensors = [self._tensor(v) for v in self.graph.initializers.values() if is_floating(v)]
         self.by_value = {id(t.value): t for t in self.tensors}
@@ -198,7 +197,10 @@ class _Restorer:
         if own or sources:
             return _Tensor(value, own, True, False)
         if name in targets:
-            return _Tensor(value, (targets[name],), False, self.marks)
+            # A tool may have dropped all marks: then what its readers were made for tells.
+            reads = [self.signature.read_by(node) for node, _ in value.uses()]
+            other = any(found and targets[name] not in found for found in reads)
+            return _Tensor(value, (targets[name],), False, self.marks or other)
         return _Tensor(value, (), False, False)
 
     def _explain(self, operator: _Operator) -> None:
@@ -269,7 +271,7 @@ class _Restorer:
             uses = sorted(tensor.value.uses(), key=lambda u: (self.order[id(u[0])], u[1]))
             found: dict[Key, list[tuple[ir.Node, int]]] = {}
             for node, index in uses:
-                found.setdefault(self._key(tensor, node, index), []).append((node, index))
+                found.setdefault(self._key(tensor, node), []).append((node, index))
             tensor.key = (
                 tensor.own_key if tensor.own_key in found or not found else next(iter(found))
             )
@@ -289,7 +291,7 @@ class _Restorer:
                     f"which the exporter had merged since they were equal; they are back: {shown}"
                 )
 
-    def _key(self, tensor: _Tensor, node: ir.Node, index: int) -> Key:
+    def _key(self, tensor: _Tensor, node: ir.Node) -> Key:
         """Returns the placeholders that an initializer stands for in one place."""
         own, text = tensor.own_key, operator_of(node)
         if not text:
@@ -301,13 +303,14 @@ class _Restorer:
             return own
         # From here on it was merged, or its operator reads it by a name that is gone. Only tensors
         # of equal elements, and parameters that were copied, are equal by chance.
+        if not own and operator.left and not operator.taken:
+            self._take_constants(operator)
+        if own and operator.left and id(tensor) not in operator.taken:
+            operator.taken[id(tensor)] = self._take(operator, tensor)
         if id(tensor) in operator.taken:
             return operator.taken[id(tensor)]
-        if own and operator.left:
-            operator.taken[id(tensor)] = self._take(operator, tensor)
-            return operator.taken[id(tensor)]
         if not own:
-            return self._of_constant(operator, tensor, node, index)
+            return CONSTANT
         if operator.aliases:
             return self._of_module(tensor, node)
         return CONSTANT if is_uniform(tensor.value) else own
@@ -322,30 +325,24 @@ class _Restorer:
         operator.left.remove(best)
         return frozenset({best.name})
 
-    def _of_constant(self, operator: _Operator, tensor: _Tensor, node: ir.Node, index: int) -> Key:
-        """Returns what a constant stands for where its operator reads parameters nobody has.
+    def _take_constants(self, operator: _Operator) -> None:
+        """Finds the constants that stand for the parameters of an operator that nobody has.
 
         A constant that came first was merged with parameters of other operators. Scale and bias of
         the operator that group norms are written with are constants for certain.
         """
-        if not operator.left or not is_uniform(tensor.value):
-            return CONSTANT
         candidates = {
-            id(value): None
-            for other in sorted(operator.nodes, key=lambda n: self.order[id(n)])
-            if not is_instance_norm(other) or len(operator.nodes) == 1
-            for value in other.inputs
-            if value is not None
-            and (found := self.by_value.get(id(value))) is not None
-            and not found.own
-            and len({operator_of(n) for n, _ in value.uses()}) > 1
+            id(tensor): None
+            for node in sorted(operator.nodes, key=lambda n: self.order[id(n)])
+            if not is_instance_norm(node) or len(operator.nodes) == 1
+            for value in node.inputs
+            if value is not None and (tensor := self.by_value.get(id(value))) is not None
+            if not tensor.own and is_uniform(value)
+            if len({operator_of(n) for n, _ in value.uses()}) > 1
         }
-        position = (
-            list(candidates).index(id(tensor.value)) if id(tensor.value) in candidates else -1
-        )
-        if position < 0 or len(candidates) != len(operator.left):
-            return CONSTANT
-        return frozenset({operator.left[position].name})
+        if len(candidates) == len(operator.left):
+            for key, placeholder in zip(candidates, operator.left, strict=True):
+                operator.taken[key] = frozenset({placeholder.name})
 
     def _of_module(self, tensor: _Tensor, node: ir.Node) -> Key:
         """Returns the placeholder of the module that a node stands in, most like the own one."""
