@@ -256,6 +256,10 @@ class GraphBuilder:
             if isinstance(expr, sympy.ceiling):
                 less = self.op("Sub", denominator, self.const([1]), shape=[1])
                 numerator = self.op("Add", numerator, less, shape=[1])
+            if not all(self._at_least_zero(part) for part in (top, bottom)):
+                # Div rounds towards zero; a number without what Mod leaves is divided exactly.
+                rest = self.op("Mod", numerator, denominator, shape=[1])
+                numerator = self.op("Sub", numerator, rest, shape=[1])
             return self.op("Div", numerator, denominator, shape=[1])
         if expr.is_Mul and any(f.is_Rational and not f.is_Integer for f in expr.args):
             top, bottom = sympy.fraction(expr)
@@ -280,6 +284,10 @@ class GraphBuilder:
         for arg in expr.args[1:]:
             total = self.op(kind, total, self.size(arg), shape=[1])
         return total
+
+    def _at_least_zero(self, expr: sympy.Expr) -> bool:
+        low, _ = self.table.bounds(int(expr) if expr.is_Integer else expr)
+        return low is not None and low >= 0
 
     def shape(self, dims: Sequence[Dim]) -> ir.Value:
         """Returns a shape as int64 [len(dims)]: one constant where all of it is static."""
