@@ -3,12 +3,14 @@
 
     tools/zoo_table.py                                          # all networks
     tools/zoo_table.py gpt2 llama --exporter ours --strategy tp=2
-    tools/zoo_table.py --results zoo.jsonl                      # goes on where it was interrupted
+    tools/zoo_table.py --results zoo.jsonl --models exported    # goes on where it was interrupted
     tools/zoo_table.py --verify gpt2                            # the other table
 
-For each network, exporter and strategy: what is trained, and three losses of AdamW from the same
-weights and batches, both as PyTorch has them. The exporters are `ours` (`models/export_torch.py`),
-`plain` (`torch.onnx.export`) and `unoptimised` (the same with `optimize=False`). What must hold:
+For each network, exporter and strategy: the outputs of the undivided model at two settings of the
+symbols, what is trained, and three losses of AdamW from the same weights and batches, all beside
+PyTorch's. The exporters are `ours` (`models/export_torch.py`), `plain` (`torch.onnx.export`) and
+`unoptimised` (the same with `optimize=False`). What must hold:
+- each output is within 2e-5 of PyTorch's, of its largest element;
 - as many tensors and elements are trained as parameters get a gradient in PyTorch, and as many have
   weight decay, which is for tensors with more than one dim;
 - each loss is within 1e-5 of PyTorch's, relative; or, where the network is ill conditioned, within
@@ -50,6 +52,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
 if TYPE_CHECKING:
     from _zoo import Network
@@ -67,6 +70,7 @@ STEPS = 5
 LOSS_TOLERANCE = 1e-4
 COMPARED_STEPS = 3
 COMPARED_TOLERANCE = 1e-5
+FORWARD_TOLERANCE = 2e-5
 ROUNDING = 4.0
 """How many times PyTorch's own distance from 64 bits losses may be from PyTorch's."""
 
@@ -95,6 +99,7 @@ class Compared:
     model: str
     exporter: str
     strategy: str
+    forward: str = ""
     trained: str = ""
     frozen: int = 0
     expected: str = ""
@@ -106,7 +111,7 @@ class Compared:
     def text(self) -> str:
         """Returns the row of the markdown table."""
         cells = [
-            self.model, self.exporter, self.strategy,
+            self.model, self.exporter, self.strategy, self.forward,
             self.trained + (f", {self.frozen} frozen" if self.frozen else ""), self.expected,
             self.loss, self.bound, f"{self.seconds:.1f}", _held(self.problem),
         ]  # fmt: skip
@@ -114,10 +119,11 @@ class Compared:
 
 
 COMPARED = (
-    "| model | exporter | strategy | trained | PyTorch | loss | bound | s | holds |\n|"
-    + " --- |" * 9
+    "| model | exporter | strategy | forward | trained | PyTorch | loss | bound | s | holds |\n|"
+    + " --- |" * 10
 )
-"""Trained: elements / tensors, and how many the user has to freeze. Loss: largest relative
+"""Forward: largest difference of an output from PyTorch's, of its largest element. Trained:
+elements / tensors, and how many the user has to freeze. Loss: largest relative
 difference of a loss from PyTorch's. Seconds: `shard`."""
 
 
@@ -170,12 +176,14 @@ class Wanted:
         strategies: Presets.
         opset: Of the exports by `ours`; PyTorch chooses that of the others.
         verify: Whether the table is that of `--verify`.
+        models: Folder that exported networks are taken from and put into; None for none.
     """
 
     exporters: tuple[str, ...]
     strategies: tuple[str, ...]
     opset: int
     verify: bool
+    models: Path | None
 
     def rows(self, name: str) -> list[Row]:
         """Returns the rows of one network, empty."""
@@ -228,6 +236,7 @@ def measure(name: str, rows: Sequence[Row], wanted: Wanted, limit: float) -> Ite
     pairs = [part for row in rows for part in ("--pair", f"{row.exporter}:{row.strategy}")]
     command = [sys.executable, __file__, name, *pairs, "--opset", str(wanted.opset)]
     command += ["--verify"] if wanted.verify else []
+    command += ["--models", str(wanted.models)] if wanted.models is not None else []
     missing = {_key(row): row for row in rows}
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -259,12 +268,14 @@ class Exported:
     Attributes:
         path: The file.
         loss: The loss, as an option of `shard`.
+        forward: Largest difference of an output from PyTorch's, of its largest element.
         freeze: What the user has to freeze: parameters that require no gradient, of which the
             exporters of PyTorch do not tell.
     """
 
     path: Path
     loss: str
+    forward: float
     freeze: tuple[str, ...]
 
 
@@ -277,9 +288,10 @@ class Bench:
         settings: With what it is trained.
         folder: Where files go.
         opset: Of the exports by `ours`.
+        models: Folder of exported networks; None for none.
     """
 
-    def __init__(self, name: str, folder: Path, opset: int) -> None:
+    def __init__(self, name: str, folder: Path, opset: int, models: Path | None) -> None:
         """Makes the network."""
         import zoo
 
@@ -288,6 +300,7 @@ class Bench:
         self.settings = OWN.get(name, Settings())
         self.folder = folder
         self.opset = opset
+        self.models = models
         self._exported: dict[str, Exported | Exception] = {}
 
     def exported(self, exporter: str) -> Exported:
@@ -305,17 +318,36 @@ class Bench:
     def _export(self, exporter: str) -> Exported:
         from export_torch import export, plain_export, save
 
-        if exporter == "ours":
-            model = export(self.made, self.opset)
-        else:
-            model = plain_export(self.made, optimize=exporter == "plain")
-        path = self.folder / f"{self.name}.{exporter}.onnx"
-        save(model, path)
+        opset = f"{self.opset}." if exporter == "ours" else ""
+        path = (self.models or self.folder) / f"{self.name}.{opset}{exporter}.onnx"
+        if not path.exists():
+            if exporter == "ours":
+                made = export(self.made, self.opset)
+            else:
+                made = plain_export(self.made, optimize=exporter == "plain")
+            save(made, path)
+        model = ir.load(path)
         kind, colon, _ = self.made.loss.partition(":")
         loss = kind + colon + ((model.graph.outputs[0].name or "") if colon else "")
         still = [n for n, p in self.made.module.named_parameters() if not p.requires_grad]
         frozen = tuple(name for name in still if name in model.graph.initializers)
-        return Exported(path, loss, () if exporter == "ours" else frozen)
+        return Exported(path, loss, self._forward(path), () if exporter == "ours" else frozen)
+
+    def _forward(self, path: Path) -> float:
+        from onnxruntime import InferenceSession
+        from zoo_pytorch import outputs, random_inputs
+
+        session = InferenceSession(path, providers=["CPUExecutionProvider"])
+        worst = 0.0
+        for symbols in self.settings.symbols:
+            feeds = random_inputs(self.made, symbols, np.random.default_rng(1))
+            found, wanted = session.run(None, feeds), outputs(self.made, feeds)
+            pairs = list(zip(found, wanted, strict=True))
+            if any(f.shape != w.shape for f, w in pairs):
+                shapes = [(f.shape, w.shape) for f, w in pairs]
+                raise AssertionError(f"outputs and PyTorch's have the shapes {shapes}")
+            worst = max(worst, *(float(np.abs(f - w).max() / np.abs(w).max()) for f, w in pairs))
+        return worst
 
     @cached_property
     def batches(self) -> "list[Arrays]":
@@ -379,11 +411,11 @@ class Bench:
             return Trained(losses, {name: group.gather(name) for name in kept}, trained)
 
 
-def task(name: str, pairs: Sequence[str], opset: int, verify: bool) -> None:
+def task(name: str, pairs: Sequence[str], opset: int, verify: bool, models: Path | None) -> None:
     """Prints a line of JSON for each pair of exporter and strategy."""
     sys.path.insert(0, str(ROOT / "models"))
     with tempfile.TemporaryDirectory(prefix="onnxpar-zoo-") as folder:
-        bench = Bench(name, Path(folder), opset)
+        bench = Bench(name, Path(folder), opset, models)
         for pair in pairs:
             exporter, strategy = pair.split(":")
             row = Verified(name, strategy) if verify else Compared(name, exporter, strategy)
@@ -403,12 +435,13 @@ def task(name: str, pairs: Sequence[str], opset: int, verify: bool) -> None:
 def compare(row: Compared, bench: Bench) -> None:
     """Trains by an exporter's graph, and by PyTorch."""
     out = bench.folder / "compared"
-    bench.shard(row, out)
-    theirs = bench.theirs
+    exported, theirs = bench.exported(row.exporter), bench.theirs
+    row.forward = f"{exported.forward:.0e}"
+    row.frozen = len(exported.freeze)
     row.expected = f"{theirs.elements:,} / {len(theirs.parameters)}"
+    bench.shard(row, out)
     ours = bench.ranks(out, COMPARED_STEPS)
     row.trained = f"{ours.elements:,} / {len(ours.parameters)}"
-    row.frozen = len(bench.exported(row.exporter).freeze)
     expected = theirs.losses[:COMPARED_STEPS]
     worst = _apart(ours.losses, expected)
     row.loss = f"{worst:.0e}"
@@ -418,6 +451,8 @@ def compare(row: Compared, bench: Bench) -> None:
         bound = max(bound, ROUNDING * noise)
     row.bound = f"{bound:.0e}"
     problems = []
+    if exported.forward > FORWARD_TOLERANCE:
+        problems.append(f"outputs differ by {exported.forward:.1e} from PyTorch's")
     if row.trained != row.expected:
         problems.append(f"{row.trained} are trained, in PyTorch {row.expected}")
     elif ours.decayed != theirs.decayed:
@@ -529,12 +564,13 @@ def main() -> int:
     parser.add_argument("--exporter", action="append", choices=EXPORTERS, help="may be repeated")
     parser.add_argument("--verify", action="store_true", help="verify, too; by ours alone")
     parser.add_argument("--results", type=Path, help="lines of JSON; what holds is not run again")
+    parser.add_argument("--models", type=Path, help="folder of exported networks, made once")
     parser.add_argument("--limit", type=float, default=900, help="seconds for each network")
     parser.add_argument("--opset", type=int, default=20, help="of the export by ours")
     parser.add_argument("--pair", action="append", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pair:
-        task(options.names[0], options.pair, options.opset, options.verify)
+        task(options.names[0], options.pair, options.opset, options.verify, options.models)
         return 0
     listed = subprocess.run(
         [sys.executable, str(ROOT / "models" / "zoo.py"), "--list"],
@@ -551,7 +587,10 @@ def main() -> int:
         tuple(options.strategy or STRATEGIES),
         options.opset,
         options.verify,
+        options.models,
     )
+    if options.models is not None:
+        options.models.mkdir(parents=True, exist_ok=True)
     return 0 if table(options.names or known, wanted, options.limit, options.results) else 1
 
 
