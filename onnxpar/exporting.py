@@ -1,14 +1,14 @@
 """A trained model as one ONNX file: the model that was cut, with other weights.
 
-The weights come in a safetensors file, named as the initializers. Where training gave layers their
-own of what an exporter had merged (`onnxpar.training.trainable.untie`), the file's own graph cannot
-hold them: then what is written is the graph that was trained, in the normalised form, untied.
+The weights come in a safetensors file, named as the initializers. Where training undid what an
+exporter had done to parameters (`onnxpar.training.recognise`), the file's own graph cannot hold
+them: then what is written is the graph with that undone.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -64,13 +64,14 @@ class Exported:
         return text + (f"; weights in {self.external.name}" if self.external else "")
 
 
-def put_weights(model: Path, weights: Path, out: Path) -> Exported:
+def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ()) -> Exported:
     """Writes a model with weights of a safetensors file in the place of its own.
 
     Args:
         model: The model that was cut for training.
         weights: Tensors by the names of initializers, in the initializers' shapes.
         out: The file to write, which may be the model itself.
+        ties: `A=B` each, as it was cut (`--tie`).
 
     Raises:
         ModelError: It is not the model that was trained, or cannot be read.
@@ -79,7 +80,7 @@ def put_weights(model: Path, weights: Path, out: Path) -> Exported:
     tensors = _tensors(weights)
     found = in_memory(read(model), model)
     before = _wiring(found.graph)
-    recognise(found)
+    recognise(found, ties)
     untied = _wiring(found.graph) != before
     initializers = found.graph.initializers
     missing = [name for name in tensors if name not in initializers]

@@ -52,9 +52,13 @@ def export(
         Path | None,
         typer.Option(metavar="MODEL", help="For .onnx: the model that was cut and trained."),
     ] = None,
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A=B", help="For .onnx: as `shard` was given it; may be repeated."),
+    ] = None,
     verify: Verify = False,
 ) -> None:
     """Write the trained parameters: the model with them, or by name for PyTorch."""
     from onnxpar import execute
 
-    typer.echo(execute.export_checkpoint(source, output, model, verify=verify))
+    typer.echo(execute.export_checkpoint(source, output, model, tie or (), verify=verify))

@@ -259,13 +259,13 @@ def _show_training(training: Json, console: Console) -> None:
     console.print(escape(text))
     for notice in training["notices"]:
         console.print(escape(f"notice: {notice}"))
-    table = _table("tensor", "elements", "trained", "rule", "read by")
+    table = _table("tensor", "elements", "trained", "read by", "rule")
     for t in training["tensors"]:
         why = "yes" if t["trained"] else f"no: {t['reason']}"
         readers = ", ".join(t["used_by"])
         shared = t["trained"] and len(t["used_by"]) > 1
         readers += " (shared)" * shared
-        _row(table, t["name"], f"{t['elements']:,}", why, t["rule"], readers)
+        _row(table, t["name"], f"{t['elements']:,}", why, readers, t["rule"])
     console.print(table)
 
 

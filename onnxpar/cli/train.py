@@ -71,8 +71,15 @@ def command(
         int, typer.Option(metavar="K", help="Steps in which the learning rate rises from 0.")
     ] = 0,
     evaluate: Annotated[
-        bool, typer.Option("--eval", help="Evaluate on the test part of SOURCE after each epoch.")
+        bool,
+        typer.Option(
+            "--eval", help="Evaluate after each epoch, on the test part of SOURCE if it has one."
+        ),
     ] = False,
+    eval_data: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="Evaluate after each epoch, on this; of any kind."),
+    ] = None,
     parameters: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Begin with these, as --save wrote them.")
     ] = None,
@@ -155,6 +162,7 @@ def command(
         weight_decay=weight_decay,
         clip_norm=clip_norm,
         evaluate=evaluate,
+        eval_data=eval_data,
         parameters=parameters,
         save=save,
         checkpoint=checkpoint,

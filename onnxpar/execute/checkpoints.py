@@ -1,5 +1,6 @@
 """Other files of a checkpoint: for another mesh, for another program."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -39,13 +40,16 @@ def merge_checkpoint(source: Path, target: Path, *, verify: bool) -> str:
     return _told(reshard.merge(source, target, verify=verify))
 
 
-def export_checkpoint(source: Path, output: Path, model: Path | None, *, verify: bool) -> str:
+def export_checkpoint(
+    source: Path, output: Path, model: Path | None, ties: Sequence[str] = (), *, verify: bool
+) -> str:
     """Writes the trained parameters, by name or in their model; returns what to tell.
 
     Args:
         source: The checkpoint, or a folder of them.
         output: A `.safetensors` or `.onnx` file.
         model: The model that was cut and trained, for a `.onnx` file.
+        ties: `A=B` each, as the model was cut (`--tie`).
         verify: Whether to compare SHA-256 of the source's files.
 
     Raises:
@@ -69,7 +73,7 @@ def export_checkpoint(source: Path, output: Path, model: Path | None, *, verify:
         with TemporaryDirectory(prefix=".onnxpar-export-", dir=output.absolute().parent) as folder:
             weights = Path(folder, "weights.safetensors")
             made = reshard.export_weights(source, weights, verify=verify)
-            return f"{put_weights(model, weights, output)}; after step {made.step}"
+            return f"{put_weights(model, weights, output, ties)}; after step {made.step}"
     except OSError as error:
         raise ArtifactError(f"{output}: cannot be written: {error.strerror or error}") from None
 

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from _declared import read
 from numpy.typing import NDArray
 from training_cases import batch_of, cut
 
@@ -91,11 +92,29 @@ def test_merged_tensors_have_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     batch["x"] *= np.arange(1, 9, dtype=np.float32)
     wanted = trained(directory, batch)
     told = exported(tmp_path, tmp_path / "m.onnx", capsys)
-    assert "8 tensors as trained, 0 as they were; layers whose equal tensors" in told
+    assert "8 tensors as trained, 0 as they were; the graph is the one that was trained" in told
     got = run(tmp_path / "trained.onnx", batch["x"])
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     names = {t.name for t in onnx.load(tmp_path / "trained.onnx").graph.initializer}
     assert {"ones", "ones.1", "ones.2", "zeros", "zeros.1"} <= names
+
+
+def test_tied_tensors_are_both_as_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A head whose weight is the transpose of the table, as an exporter folds it."""
+    table = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
+    text = """net (int64[batch] ids) => (float[batch, 12] y)
+    <float[12, 8] "embed.weight", float[8, 12] "onnx::MatMul_7">
+    { e = Gather("embed.weight", ids) h = Tanh(e) y = MatMul(h, "onnx::MatMul_7") }"""
+    model = read(text, **{"embed.weight": table, "onnx::MatMul_7": table.T})
+    directory = cut(tmp_path / "m", model, "tp=2")
+    batch = batch_of(directory, np.random.default_rng(0), batch=8)
+    wanted = trained(directory, batch)
+    told = exported(tmp_path, tmp_path / "m.onnx", capsys)
+    assert "1 tensors as trained, 0 as they were; the graph is the one that was trained" in told
+    got = run(tmp_path / "trained.onnx", batch["ids"])
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
