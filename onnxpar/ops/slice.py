@@ -18,7 +18,12 @@ from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.forms import normal_axis
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.gradients.elementwise import where_gradient
-from onnxpar.ops.gradients.slice import concat_gradient, slice_gradient, split_gradient
+from onnxpar.ops.gradients.slice import (
+    Cut,
+    concat_gradient,
+    slice_gradient,
+    split_gradient,
+)
 from onnxpar.ops.gradients.view import expand_gradient
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.registry import OpDef
@@ -172,32 +177,33 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Zeros where nothing was taken.
-
-    Raises:
-        ModelError: Where an axis is cut is not known before the model runs.
-    """
+    """Zeros where nothing was taken."""
     view = node.view
-    steps: dict[int, tuple[Dim, int]] = {}
+    cuts: dict[int, Cut] = {}
     for axis, position in _slices(view).items():
         if _keeps_all(view, axis, position):
             continue
-        start = _bounds(view, "starts", 1, position)
-        step = _bounds(view, "steps", 4, position)
         size, taken = view.shape(0)[axis], view.out_shape()[axis]
-        if start is None or not isinstance(step, int):
-            raise ModelError(
-                f"node {view.name!r} (Slice): where axis {axis} is cut must be known for a gradient"
-            )
-        if isinstance(start, int):
-            if isinstance(size, int):
-                start = slice(start, None, step).indices(size)[0]
-            elif start < 0:
-                start = size + start
-        steps[axis] = (start, step)
-        if view.table.equal(taken, size) and step == 1:
-            del steps[axis]
-    return [slice_gradient(node, steps)]
+        given = _bounds(view, "steps", 4, position)
+        step = given if isinstance(given, int) else None
+        if step != 1 or not view.table.equal(taken, size):
+            cuts[axis] = Cut(position, _first(view, position, size, step), step)
+    return [slice_gradient(node, cuts)]
+
+
+def _first(view: NodeView, position: int, size: Dim, step: int | None) -> Dim | None:
+    """The index from which on an axis is taken, counted from the front; None where it is unsure."""
+    start = _bounds(view, "starts", 1, position)
+    if start is None or step is None:
+        return None
+    if isinstance(start, int) and isinstance(size, int):
+        return slice(start, None, step).indices(size)[0]
+    least, most = view.table.bounds(start)
+    if least is not None and least >= 0:
+        return start
+    from_behind = most is not None and most < 0
+    least, _ = view.table.bounds(size + start)
+    return size + start if from_behind and least is not None and least >= 0 else None
 
 
 def expand_rule(view: NodeView) -> OpRule:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxpar.errors import ModelError
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.gradients.gather import indexed_gradient
-from onnxpar.symbols import Dim, dim_str
+from onnxpar.symbols import Dim, as_dim, dim_str
 
 # As numpy.pad calls what the operator does.
 _COPIES = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
@@ -34,73 +34,90 @@ def pad_gradient(
         raise ModelError(
             f"{what}: a gradient needs opset {_MIN_OPSET}, the model has {node.builder.opset}"
         )
-    ends: dict[int, tuple[int, int]] = {}
-    for axis, (before, after) in amounts.items():
-        if not isinstance(before, int) or not isinstance(after, int):
-            raise ModelError(
-                f"{what}: the pads must be known for a gradient, got {dim_str(before)} and "
-                f"{dim_str(after)} along axis {axis}"
-            )
-        ends[axis] = before, after
     dy = node.cotangent()
     if mode != "constant":
-        return [_copied(node, dy, mode, ends)]
-    dx = _uncut(node, _cropped(node, dy, ends), ends) if node.wants(0) or node.wants(2) else None
+        return [_copied(node, dy, mode, amounts)]
+    for axis, ends in amounts.items():
+        for end in ends:
+            least, most = node.builder.table.bounds(end)
+            if (least is None or least < 0) and (most is None or most > 0):
+                raise ModelError(
+                    f"{what}: whether it is added or cut must be known for a gradient, got "
+                    f"{dim_str(ends[0])} and {dim_str(ends[1])} along axis {axis}"
+                )
+    added = {axis: _parts(node, ends, 1) for axis, ends in amounts.items()}
+    cut = {axis: _parts(node, ends, -1) for axis, ends in amounts.items()}
+    dx = dy
+    if node.wants(0) or node.wants(2):
+        dx = _uncut(node, _cropped(node, dy, added), cut)
     if not node.wants(2):
         return [dx]
     # The border alone: exactly zero elsewhere.
-    assert dx is not None
-    pads = _border(len(node.shape(dy)), ends)
-    zero = node.number(0, dy)
-    inside = node.op("Pad", dx, node.builder.const(pads), zero, shape=node.shape(dy))
+    pads = node.builder.sizes(_border(len(node.shape(dy)), amounts))
+    inside = node.op("Pad", dx, pads, node.number(0, dy), shape=node.shape(dy))
     border = node.op("Sub", dy, inside)
     total = node.builder.reduce("ReduceSum", border, range(len(node.shape(dy))))
     return [dx, None, node.builder.reshape_like(total, node.input(2))]
 
 
-def _border(rank: int, ends: Mapping[int, tuple[int, int]]) -> np.ndarray:
-    pads = np.zeros((2, rank), np.int64)
-    for axis, both in ends.items():
-        pads[:, axis] = both
-    return pads.ravel()
+def _parts(node: GradNode, ends: tuple[Dim, Dim], sign: int) -> tuple[Dim, Dim]:
+    """The pads of that sign, made positive; zero where they are of the other."""
+    before, after = (
+        as_dim(sign * end) if (node.builder.table.bounds(sign * end)[0] or 0) >= 0 else 0
+        for end in ends
+    )
+    return before, after
 
 
-def _cropped(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[int, int]]) -> ir.Value:
+def _border(rank: int, ends: Mapping[int, tuple[Dim, Dim]]) -> list[Dim]:
+    """The pads as the operator has them: those before every axis, then those after."""
+    none = (0, 0)
+    return [ends.get(axis, none)[side] for side in (0, 1) for axis in range(rank)]
+
+
+def _some(ends: Mapping[int, tuple[Dim, Dim]]) -> dict[int, tuple[Dim, Dim]]:
+    return {axis: both for axis, both in ends.items() if both != (0, 0)}
+
+
+def _cropped(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[Dim, Dim]]) -> ir.Value:
     """The cotangent without what was added."""
-    added = {axis: (max(b, 0), max(a, 0)) for axis, (b, a) in ends.items() if b > 0 or a > 0}
+    added = _some(ends)
     if not added:
         return dy
-    shape = list(node.shape(dy))
-    for axis, (before, after) in added.items():
-        shape[axis] = shape[axis] - before - after
-    starts = [before for before, _ in added.values()]
-    stops = [-after if after else np.iinfo(np.int64).max for _, after in added.values()]
-    bounds = (node.builder.const(np.array(v, np.int64)) for v in (starts, stops, list(added)))
-    return node.op("Slice", dy, *bounds, shape=shape)
+    before = node.shape(dy)
+    shape = list(before)
+    for axis, (first, last) in added.items():
+        shape[axis] = shape[axis] - first - last
+    starts = node.builder.sizes([first for first, _ in added.values()])
+    stops = node.builder.sizes([before[axis] - last for axis, (_, last) in added.items()])
+    axes = node.builder.const(list(added))
+    return node.op("Slice", dy, starts, stops, axes, shape=shape)
 
 
-def _uncut(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[int, int]]) -> ir.Value:
+def _uncut(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[Dim, Dim]]) -> ir.Value:
     """The cotangent with zeros for what a negative pad took away."""
-    cut = {axis: (max(-b, 0), max(-a, 0)) for axis, (b, a) in ends.items() if b < 0 or a < 0}
+    cut = _some(ends)
     if not cut:
         return dy
-    pads = node.builder.const(_border(len(node.shape(dy)), cut))
+    pads = node.builder.sizes(_border(len(node.shape(dy)), cut))
     return node.op("Pad", dy, pads, node.number(0, dy), shape=node.shape(node.input(0)))
 
 
 def _copied(
-    node: GradNode, dy: ir.Value, mode: str, ends: Mapping[int, tuple[int, int]]
+    node: GradNode, dy: ir.Value, mode: str, amounts: Mapping[int, tuple[Dim, Dim]]
 ) -> ir.Value:
     """Adds the cotangents up where a border was copied from, axis by axis."""
     what = f"node {node.view.name!r} (Pad)"
     if mode not in _COPIES:
         raise ModelError(f"{what}: expected a mode of {', '.join(_COPIES)}, got {mode!r}")
-    for axis, both in ends.items():
+    for axis, (before, after) in amounts.items():
         size = node.shape(node.input(0))[axis]
-        if not isinstance(size, int) or min(both) < 0:
+        both = (before, after) if isinstance(before, int) and isinstance(after, int) else None
+        if not isinstance(size, int) or both is None or min(both) < 0:
             raise ModelError(
-                f"{what}: a gradient of mode {mode!r} needs a constant size and no negative pads, "
-                f"got {dim_str(size)} and {both} along axis {axis}"
+                f"{what}: a gradient of mode {mode!r} needs a constant size and constant pads of "
+                f"at least 0, got {dim_str(size)} and the pads {dim_str(before)} and "
+                f"{dim_str(after)} along axis {axis}"
             )
         places = np.pad(np.arange(size, dtype=np.int64), both, mode=_COPIES[mode])  # type: ignore[call-overload]
         shape = list(node.shape(dy))

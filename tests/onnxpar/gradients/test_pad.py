@@ -49,6 +49,48 @@ def test_chosen_axes() -> None:
     ).check()
 
 
+MULTIPLE = """f = Shape<start=1, end=2>(x)
+n = Neg(f)
+m = Mod(n, k)
+p = Concat<axis=0>({ends})
+y = Pad(x, p, {border}, a)"""
+"""Up to a multiple of k, as what works on windows does."""
+
+
+@pytest.mark.parametrize(
+    ("ends", "more"), [("z, m", (0, 1)), ("m, z", (1, 0)), ("m, m", (1, 1))], ids=str
+)
+@pytest.mark.parametrize("border", ["", "c"])
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_a_border_that_is_computed(
+    ends: str, more: tuple[int, int], border: str, size: int
+) -> None:
+    def torch(torch: Any, x: Any, c: Any = 0.0) -> Any:
+        before, after = (-size % 4 * n for n in more)
+        ends = [torch.ones(5, n, 2, dtype=x.dtype) * c for n in (before, after)]
+        return torch.cat([ends[0], x, ends[1]], 1)
+
+    GradCase(
+        MULTIPLE.format(ends=ends, border=border),
+        {"x": "double[N,S,2]"} | ({"c": "double"} if border else {}),
+        torch,
+        sizes={"N": 5, "S": size},
+        consts={"k": ints(4), "z": ints(0), "a": ints(1)},
+        split=4,
+    ).check()
+
+
+def test_a_border_that_may_be_cut_is_refused() -> None:
+    case = GradCase(
+        "f = Shape<start=1, end=2>(x)\n m = Sub(f, k)\n p = Concat<axis=0>(z, m)\n"
+        "y = Pad(x, p, , a)",
+        {"x": "double[N,S,2]"},
+        consts={"k": ints(4), "z": ints(0), "a": ints(1)},
+    )
+    with pytest.raises(ModelError, match=r"whether it is added or cut .* got 0 and S - 4 along"):
+        _ = case.program
+
+
 @pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
 @pytest.mark.parametrize("shape", ["double[N,4,3]", "double[4,4,3]"])
 def test_borders_that_are_copied(mode: str, shape: str) -> None:

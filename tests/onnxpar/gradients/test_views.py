@@ -146,6 +146,30 @@ def test_slice(
     ).check()
 
 
+END = 2**63 - 1
+"""As exporters write "to the end"; -END is "to the beginning"."""
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize(
+    ("start", "end", "step"),
+    [(0, END, 2), (1, END, 3), (-2, END, 2), (0, -1, 2), (-1, -END, -1), (END, -END, -1)],
+)
+def test_a_slice_of_a_symbolic_size(start: int, end: int, step: int, size: int) -> None:
+    def torch(torch: Any, x: Any) -> Any:
+        last = None if end in (END, -END) else end
+        taken = list(range(size))[slice(start, last, step)]
+        return x.index_select(1, torch.tensor(taken, dtype=torch.int64))
+
+    GradCase(
+        "y = Slice(x, b, e, a, s)",
+        {"x": "double[N,S,2]"},
+        torch,
+        sizes={"N": 5, "S": size},
+        consts={"b": ints(start), "e": ints(end), "a": ints(1), "s": ints(step)},
+    ).check()
+
+
 @pytest.mark.parametrize("ratio", [None, 0.3])
 def test_dropout(ratio: float | None) -> None:
     operands, consts = ("x, , t", {}) if ratio is None else ("x, r, t", {"r": np.float32(ratio)})
