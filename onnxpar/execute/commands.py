@@ -85,6 +85,7 @@ def train(
     weight_decay: float | None = None,
     clip_norm: float | None = None,
     evaluate: bool = False,
+    eval_data: str | None = None,
     parameters: Path | None = None,
     save: Path | None = None,
     checkpoint: Path | None = None,
@@ -123,6 +124,7 @@ def train(
         weight_decay: Weight decay.
         clip_norm: Largest 2-norm of all gradients together.
         evaluate: Whether to evaluate after each epoch.
+        eval_data: The source to evaluate on, which implies `evaluate`; None for that of `data`.
         parameters: Safetensors file of global parameters to begin with.
         save: Safetensors file for the trained global parameters.
         checkpoint: Folder for checkpoints.
@@ -164,6 +166,7 @@ def train(
         warmup=warmup,
         settings=settings,
         evaluate=evaluate,
+        eval_data=eval_data,
         parameters=parameters,
         save=save,
         checkpoints=_saving(checkpoint, every, keep),

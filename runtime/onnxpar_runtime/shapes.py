@@ -131,7 +131,10 @@ def check_equal_sizes(program: Program, values: Mapping[str, int]) -> None:
 
 
 def check_index_ranges(
-    program: Program, arrays: Mapping[str, NDArray[Any]], values: Mapping[str, int]
+    program: Program,
+    arrays: Mapping[str, NDArray[Any]],
+    values: Mapping[str, int],
+    of: str = " of this rank's part",
 ) -> None:
     """Checks the elements of a rank's inputs that operators read as indices.
 
@@ -139,6 +142,7 @@ def check_index_ranges(
         program: The program.
         arrays: This rank's part of each input; padding holds zeros.
         values: Global values of the symbols.
+        of: What a place is of, for people.
 
     Raises:
         InputError: One is out of range; names input, range, element, its place and the node.
@@ -159,8 +163,7 @@ def check_index_ranges(
             besides = "" if demand.ignored is None else f", or {demand.ignored}"
             raise InputError(
                 f"input {demand.input!r}: expected elements from {low} to {high}{besides} for node "
-                f"{demand.node!r} ({demand.op_type}), got {array[tuple(place)]} at {place} of this "
-                "rank's part"
+                f"{demand.node!r} ({demand.op_type}), got {array[tuple(place)]} at {place}{of}"
             )
 
 

@@ -1,5 +1,6 @@
 """`onnxpar train` and `onnxpar eval` on one device, and the mistakes that can be made."""
 
+import importlib
 import json
 import re
 import signal
@@ -112,6 +113,127 @@ def test_begins_with_what_was_saved(
     assert json.loads(log.read_text())["loss"] == pytest.approx(loss, rel=2e-6)
 
 
+def npz(path: Path, count: int, **changed: np.ndarray) -> str:
+    """Writes so many of the digits that are held out as arrays of the inputs."""
+    x, classes = linear.digits(test=True)
+    arrays = {"x": x[:count].astype(np.float32), "labels": classes[:count]}
+    np.savez(path, **{**arrays, **changed})
+    return f"npz:{path}"
+
+
+NOT_HELD_OUT = "notice: --eval evaluates on the data that is trained on: "
+
+
+def test_evaluates_on_data_of_its_own(
+    sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved, held_out = tmp_path / "w.safetensors", npz(tmp_path / "a.npz", 300)
+    arguments = ["train", str(sgd), *RUN, "--steps", "5", "--save", str(saved), "--print-every"]
+    x, classes = (array[:300] for array in linear.digits(test=True))
+    for more in (["0"], ["0", "--eval"]):  # implied
+        assert main([*arguments, *more, "--eval-data", held_out]) == 0
+        _, told, _ = capfd.readouterr().out.splitlines()
+        assert told.startswith("epoch: 1 evaluated on 300 samples: loss is ")
+        loss, _, accuracy = linear.loss_of(load_file(saved)["w"].astype(float), x, classes)
+        assert float(told.split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
+        assert f"accuracy is {accuracy:.2%}" in told
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "told"),
+    [
+        ("npz", [], True),
+        ("npz", ["--eval-data", "npz"], False),  # the user has said so
+        ("digits:train", [], True),
+        ("digits", [], False),
+    ],
+)
+def test_evaluation_on_the_training_data_is_told_once(
+    sgd: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    data: str,
+    more: list[str],
+    told: bool,
+) -> None:
+    named = {"npz": npz(tmp_path / "a.npz", 300)}
+    options = ["--data", named.get(data, data), "--epochs", "2", "--eval"]
+    options += [named.get(option, option) for option in more]
+    assert main(["train", str(sgd), *RUN, *options]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    notices = [(n, line) for n, line in enumerate(lines) if line.startswith("notice")]
+    # Right after what is trained, before the first step.
+    expected = f"{NOT_HELD_OUT}{named.get(data, data)} has no part of its own for testing; name "
+    assert notices == ([(1, expected + "other data by --eval-data")] if told else [])
+    assert sum(" evaluated on " in line for line in lines) == 2
+
+
+FUNCTIONS = """
+import numpy as np
+
+ASKED = []
+
+def batches(batch_size):
+    ASKED.append(batch_size)
+    for _ in range(2):
+        yield {"x": np.ones((batch_size, 64), np.float32), "labels": np.zeros(batch_size, int)}
+
+def parted(batch_size, train):
+    ASKED.append((batch_size, train))
+    yield from batches(batch_size + (not train))
+"""
+
+
+def test_a_function_is_asked_for_batches_of_the_size_that_training_has(
+    sgd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "of_mine.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = importlib.import_module("of_mine").ASKED
+    arguments = ["train", str(sgd), *RUN, "--batch-size", "6", "--steps", "2", "--eval", "--data"]
+    for options, samples, calls in (
+        (["of_mine:batches"], 12, [6, 6]),
+        (["of_mine:parted"], 14, [(6, True), 6, (6, False), 7]),
+        (["digits", "--eval-data", "of_mine:batches"], 12, [6]),
+        (["digits", "--eval-data", "of_mine:parted"], 14, [(6, False), 7]),
+    ):
+        asked.clear()
+        assert main([*arguments, *options]) == 0
+        out = capfd.readouterr().out
+        assert f"epoch: 1 evaluated on {samples} samples: " in out and asked == calls
+        # What takes `train` may hold data out.
+        assert (NOT_HELD_OUT in out) == (options == ["of_mine:batches"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"labels": np.zeros(300)}, "input 'labels': expected int64, got float64, which is not"),
+        ({"y": np.zeros(300)}, "inputs: expected ['x', 'labels'], got ['labels', 'x', 'y']: "),
+        ({"labels": np.zeros(299, int)}, "expected the same number of samples in dim 0 of ['x', "),
+        ({"x": np.zeros((300, 63), np.float32)}, "input 'x', dim 1: expected 64, got 63"),
+        (
+            {"labels": np.arange(300) // 29},
+            "input 'labels': expected elements from 0 to 9 for node 'onnxpar.loss/",
+        ),
+    ],
+)
+def test_data_to_evaluate_on_is_checked_before_the_first_step(
+    sgd: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    changed: dict[str, np.ndarray],
+    message: str,
+) -> None:
+    held_out = npz(tmp_path / "a.npz", 300, **changed)
+    assert main(["train", str(sgd), *RUN, "--eval-data", held_out]) == 2
+    printed = capfd.readouterr()
+    assert printed.err.startswith(f"onnxpar: error: --eval-data {held_out}: {message}")
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert main(["eval", str(sgd), "--data", held_out, "--device", "cpu"]) == 2
+    assert f"--data {held_out}: {message}" in capfd.readouterr().err
+
+
 def test_accumulation_and_schedule(sgd: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     more = ["--accumulate", "3", "--schedule", "linear", "--warmup", "2", "--steps", "6"]
@@ -147,6 +269,9 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
         (["--data", "words"], "--data words: expected digits[:train|:test], npz:FILE, idx:DIR"),
         (["--data", "npz:nowhere.npz"], "nowhere.npz: no such file"),
         (["--data", "idx:nowhere"], "nowhere: none of the files train-images-idx3-ubyte"),
+        (["--eval-data", "words"], "--eval-data words: expected digits[:train|:test], npz:FILE"),
+        (["--eval-data", "npz:nowhere.npz"], "nowhere.npz: no such file"),
+        (["--eval-data", "no.such:f"], "--eval-data no.such:f: No module named 'no'"),
         (["--batch-size", "0"], "--batch-size and --accumulate: expected numbers >= 1"),
         (["--epochs", "0"], "--epochs: expected a number >= 1, got 0"),
         (["--lr", "-1"], "--lr: expected a number >= 0, got -1"),

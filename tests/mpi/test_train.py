@@ -52,6 +52,25 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
 
 
+def test_what_is_evaluated_on_is_checked_before_a_rank_waits(tmp_path: Path) -> None:
+    """And told once: by the first rank."""
+    directory, (x, classes) = linear.cut(tmp_path, 2), linear.digits(test=True)
+    x = x.astype(np.float32)
+    np.savez(tmp_path / "a.npz", x=x, labels=classes)
+    np.savez(tmp_path / "b.npz", x=x, labels=classes + 1)
+    data = ["--data", f"npz:{tmp_path / 'a.npz'}", "--batch-size", "100", "--lr", "0.5"]
+    outcome = train(2, directory, *data, "--eval")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("notice: --eval evaluates on the data that is trained on") == 1
+    wrong = f"npz:{tmp_path / 'b.npz'}"
+    outcome = train(2, directory, *data, "--eval-data", wrong)
+    assert outcome.code == 2 and "step" not in outcome.out
+    (message,) = outcome.messages
+    assert message.startswith(
+        f"onnxpar: error: --eval-data {wrong}: input 'labels': expected elements from 0 to 9"
+    )
+
+
 def test_the_threads_of_one_rank_are_refused(tmp_path: Path) -> None:
     outcome = train(2, regression(tmp_path / "a"), *DIGITS, "--transport", "threads")
     assert outcome.code == 2
@@ -79,7 +98,8 @@ def module(folder: Path, body: str) -> dict[str, str]:
             "def f():\n    rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
             "    yield from [GOOD] * (2 + rank)\n",
             2,
-            "onnxpar: error: --data: the batches of some ranks have ended before those of others",
+            "onnxpar: error: --data stream_of_mine:f: the batches of some ranks have ended before "
+            "those of others",
         ),
         (
             "def f():\n    yield GOOD\n"

@@ -151,6 +151,8 @@ def write(
                     "elements": int(np.prod(spec["shape"])),
                     "trained": True,
                     "reason": "",
+                    "parameter": True,
+                    "rule": "",
                     "used_by": [],
                 }
                 for name, (spec, _) in shards.items()

@@ -259,7 +259,7 @@ def steps_from(
     """
     for number, batch in enumerate(stream.open(request), 1):
         parts = batch if isinstance(batch, tuple) else (batch,)
-        where = f"--data {stream.name}: batch {number}"
+        where = f"{stream.name}: batch {number}"
         counts = [_count(part, specs, where) for part in parts]
         # With a dict for each data rank their rows together are the batch.
         if accumulate == 1:
@@ -437,7 +437,7 @@ def training_data(
             raise LaunchError(f"--accumulate: expected a number >= 1, got {accumulate}")
         return TrainingData(source, specs, dim, batch, accumulate, seed, None)
     if batch is None:
-        raise LaunchError(f"--batch-size: expected with --data {source.name}")
+        raise LaunchError(f"--batch-size: expected with {source.name}")
     plan = plan_training(source.count, batch, accumulate, dim)
     return TrainingData(source, specs, dim, batch, accumulate, seed, plan, own)
 

@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +45,7 @@ from onnxpar_runtime.training.programs import (
 from onnxpar_runtime.training.replicas import ReplicaCheck
 from onnxpar_runtime.training.runner import Traced
 from onnxpar_runtime.training.schedule import Schedule
-from onnxpar_runtime.training.sources import open_source, places
+from onnxpar_runtime.training.sources import Samples, check_samples, open_source, places
 from onnxpar_runtime.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class TrainingRun:
         schedule: `constant`, `linear` or `cosine`.
         warmup: Warm-up steps.
         settings: The optimizer's settings.
-        evaluate: Whether to evaluate on the source's test part after each epoch.
+        evaluate: Whether to evaluate after each epoch, on the source's test part where it has one.
+        eval_data: The source to evaluate on instead, which implies `evaluate`; None for `data`.
         parameters: Safetensors file of global parameters to begin with, or None.
         save: Safetensors file for the trained global parameters, or None.
         checkpoints: When checkpoints are written, and where; None for none.
@@ -115,6 +116,7 @@ class TrainingRun:
     warmup: int = 0
     settings: Settings = _DEFAULTS
     evaluate: bool = False
+    eval_data: str | None = None
     parameters: str | Path | None = None
     save: str | Path | None = None
     checkpoints: Saving | None = None
@@ -125,6 +127,11 @@ class TrainingRun:
     loss_scale: str | None = None
     check_replicas: int | None = None
     trace: str | Path | None = None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether anything is evaluated."""
+        return self.evaluate or self.eval_data is not None
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         manifest = begin(rank, "train", directory, how.log_dir, wanted.save, how.transport)
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         checkpoint = _checkpoint(rank, manifest, wanted)
-        first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluate else ()))
+        first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluates else ()))
         trainer = _trainer(
             rank, manifest, how, first, wanted.seed, wanted.parameters, wanted.loss_scale
         )
@@ -298,8 +305,8 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     )
     total = total_steps(data, wanted.epochs, wanted.steps)
     held_out = None
-    if wanted.evaluate:
-        held_out = _evaluation_data(manifest, rank, wanted.data, None, wanted.seed)
+    if wanted.evaluates:
+        held_out = _held_out(manifest, rank, wanted)
     schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
     if wanted.trace is not None:
         if manifest.pipeline is None:
@@ -341,9 +348,8 @@ def _train(
     ):
         for line in what_is_trained(trainer.training):
             reporter.tell(line)
-        for plan in (prepared.data.plan, prepared.evaluation and prepared.evaluation.plan):
-            if plan and plan.notice:
-                reporter.tell(f"notice: {plan.notice}")
+        for notice in _notices(wanted, prepared):
+            reporter.tell(f"notice: {notice}")
         for line in lines:
             reporter.tell(line)
         if wanted.trace is not None:
@@ -370,6 +376,19 @@ def _train(
             save(trainer, wanted.save)
             reporter.tell(f"wrote {wanted.save}")
     return done
+
+
+def _notices(wanted: TrainingRun, prepared: _Prepared) -> Iterator[str]:
+    """Returns what people should know of the data."""
+    held_out = prepared.evaluation
+    for plan in (prepared.data.plan, held_out and held_out.plan):
+        if plan and plan.notice:
+            yield plan.notice
+    if held_out is not None and wanted.eval_data is None and not held_out.source.parted:
+        yield (
+            f"--eval evaluates on the data that is trained on: {wanted.data} has no part of its "
+            "own for testing; name other data by --eval-data"
+        )
 
 
 def _waiting(traced: Traced | None) -> str:
@@ -426,19 +445,39 @@ def save(trainer: Trainer, path: str | Path) -> None:
 # -- evaluation -----------------------------------------------------------------------------------
 
 
+def _held_out(manifest: Manifest, rank: int, wanted: TrainingRun) -> EvaluationData:
+    """Returns what a run evaluates on after each epoch."""
+    found = _evaluation_data(
+        manifest,
+        rank,
+        wanted.data if wanted.eval_data is None else wanted.eval_data,
+        None,
+        wanted.seed,
+        "--data" if wanted.eval_data is None else "--eval-data",
+    )
+    # A function is asked for batches of the size that the run has; others are put together here.
+    return replace(found, batch=wanted.batch_size) if found.plan is None else found
+
+
 def _evaluation_data(
-    manifest: Manifest, rank: int, data: str, batch: int | None, seed: int
+    manifest: Manifest, rank: int, data: str, batch: int | None, seed: int, option: str = "--data"
 ) -> EvaluationData:
     labels = manifest.trained().loss.labels
-    specs = manifest.program(EVALUATION).inputs
-    return evaluation_data(
-        open_source(data, specs, labels, "test"),
+    program = manifest.program(EVALUATION)
+    specs = program.inputs
+    source = open_source(data, specs, labels, "test", option)
+    found = evaluation_data(
+        source,
         specs,
         BatchDim.of(manifest, specs),
         batch=batch,
         seed=seed,
         own=places(specs, manifest.atoms, rank, labels),
     )
+    if isinstance(source, Samples) and found.plan is not None:
+        # Else a mistake would show at the end of the first epoch.
+        check_samples(manifest, program, source, {*found.plan.full, *found.plan.last})
+    return found
 
 
 def _check_metric(metric: str | None, manifest: Manifest) -> None:

@@ -172,7 +172,7 @@ def fit(
     reporter.begin(limit, start.step)
     done, last, skipped = start.step, start.epoch, start.skipped
     loss = float("nan") if start.loss is None else start.loss
-    together = isinstance(data.source, Stream)
+    together = data.source.name if isinstance(data.source, Stream) else None
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
         begin, samples, told = time.perf_counter(), 0, done
         while (item := _next(items, trainer.rank, together)) is not None:
@@ -234,19 +234,20 @@ def _numbered(
                 return
         skip = 0
         if done == before:
-            raise InputError(f"--data {data.source.name}: epoch {epoch} has no batches")
+            raise InputError(f"{data.source.name}: epoch {epoch} has no batches")
 
 
-def _next(items: Iterator[Numbered], rank: Rank, together: bool) -> Numbered | None:
+def _next(items: Iterator[Numbered], rank: Rank, together: str | None) -> Numbered | None:
     """Returns the next step, None after the last.
 
     Args:
         items: The steps.
         rank: This rank.
-        together: Whether the ranks must agree that there is one, as where the user's own function
-            says so on each rank by itself; the others would wait for a rank that has ended.
+        together: Name of the stream of which the ranks must agree that there is one, since the
+            user's own function says so on each rank by itself; the others would wait for a rank
+            that has ended. None where nothing has to be agreed on.
     """
-    if not together:
+    if together is None:
         return next(items, None)
     error: OnnxparRuntimeError | None = None
     item = None
@@ -259,7 +260,9 @@ def _next(items: Iterator[Numbered], rank: Rank, together: bool) -> Numbered | N
     except SymbolValueError as differs:
         if differs is error:
             raise
-        ended = InputError("--data: the batches of some ranks have ended before those of others")
+        ended = InputError(
+            f"{together}: the batches of some ranks have ended before those of others"
+        )
         ended.agreed = True
         raise ended from None
     return item
@@ -276,7 +279,7 @@ def evaluate(trainer: Trains, data: EvaluationData) -> Evaluated:
     """
     weighted, samples, labels = 0.0, 0, 0
     correct: int | None = None
-    together = isinstance(data.source, Stream)
+    together = data.source.name if isinstance(data.source, Stream) else None
     numbered = ((1, number, step) for number, step in enumerate(data.steps(), 1))
     with Ahead(numbered) as items:
         while (item := _next(items, trainer.rank, together)) is not None:
@@ -291,7 +294,7 @@ def evaluate(trainer: Trains, data: EvaluationData) -> Evaluated:
             if result.get("correct") is not None:
                 correct = (correct or 0) + int(result["correct"])
     if not samples:
-        raise InputError(f"--data {data.source.name}: there is nothing to evaluate on")
+        raise InputError(f"{data.source.name}: there is nothing to evaluate on")
     return Evaluated(weighted / labels if labels else float("nan"), samples, correct, labels)
 
 

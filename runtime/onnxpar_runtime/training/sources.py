@@ -1,4 +1,4 @@
-"""Where training data comes from: the texts of `--data`, and what they open.
+"""Where training data comes from: the texts of `--data` and `--eval-data`, and what they open.
 
 A source is either `Samples`, arrays in memory whose rows are put together to batches here, or a
 `Stream`, batches that somebody else puts together. Every rank opens the same source; which rows a
@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 from onnxpar_runtime.boxes import block, coordinates
 from onnxpar_runtime.data import convert, read_npz
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.manifest import TensorSpec
+from onnxpar_runtime.errors import InputError, SymbolValueError
+from onnxpar_runtime.manifest import Manifest, Program, TensorSpec
+from onnxpar_runtime.shapes import (
+    bind_symbols,
+    check_equal_sizes,
+    check_index_ranges,
+    check_symbols,
+)
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, resize
 
 Array = NDArray[Any]
@@ -74,16 +80,18 @@ class Samples:
     """Samples in memory.
 
     Attributes:
-        name: What people know them by.
+        name: What people know them by: the option and its text.
         rows: Arrays with one row a sample, all of the same length, by input.
         whole: Arrays of the inputs that every batch takes whole.
         count: Number of samples.
+        parted: Whether its two parts, for training and for testing, are different samples.
     """
 
     name: str
     rows: Arrays
     whole: Arrays
     count: int
+    parted: bool = False
 
     def take(self, indices: NDArray[np.int64], own: Mapping[str, Place] | None = None) -> Arrays:
         """Returns the batch of these samples.
@@ -126,12 +134,14 @@ class Stream:
     """Batches from a function of the user's.
 
     Attributes:
-        name: What people know it by.
+        name: What people know it by: the option and its text.
         open: Returns the batches of an epoch.
+        parted: Whether it is told which batches are trained on.
     """
 
     name: str
     open: Callable[[Request], Iterator[Batch]]
+    parted: bool = False
 
 
 Source = Samples | Stream
@@ -149,7 +159,11 @@ def per_sample(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
 
 
 def open_source(
-    text: str, specs: Sequence[TensorSpec], labels: str | None, part: str = "train"
+    text: str,
+    specs: Sequence[TensorSpec],
+    labels: str | None,
+    part: str = "train",
+    option: str = "--data",
 ) -> Source:
     """Opens the source that a text such as `digits`, `npz:FILE` or `idx:DIR` names.
 
@@ -163,24 +177,27 @@ def open_source(
         specs: The program's inputs.
         labels: The input that takes the labels, None where no input does.
         part: `train` or `test`: which half of a source that has two, if `text` does not say.
+        option: What the text was given by, for messages.
 
     Raises:
         InputError: The text is none of the forms, the data cannot be read, or it does not fit the
             inputs.
     """
     kind, _, rest = text.partition(":")
+    name = f"{option} {text}"
     if kind == "digits" and rest in ("", "train", "test"):
         images, classes = handwritten_digits()
         held_out = np.arange(len(images)) % TEST_EVERY == 0
         chosen = held_out if (rest or part) == "test" else ~held_out
-        return _classified(text, images[chosen], classes[chosen], specs, labels)
+        found = _classified(name, images[chosen], classes[chosen], specs, labels)
+        return replace(found, parted=not rest)
     if kind == "npz" and rest:
-        return samples(text, read_npz(Path(rest)), specs)
+        return samples(name, read_npz(Path(rest)), specs)
     if kind == "idx" and rest:
-        return _classified(text, *mnist_files(rest, part), specs, labels)
+        return replace(_classified(name, *mnist_files(rest, part), specs, labels), parted=True)
     if kind not in ("digits", "npz", "idx") and rest:
-        return _function(text, kind, rest)
-    raise InputError(f"--data {text}: expected {FORMS}")
+        return _function(name, kind, rest)
+    raise InputError(f"{name}: expected {FORMS}")
 
 
 def samples(name: str, arrays: Arrays, specs: Sequence[TensorSpec]) -> Samples:
@@ -192,13 +209,13 @@ def samples(name: str, arrays: Arrays, specs: Sequence[TensorSpec]) -> Samples:
     try:
         arrays = convert(specs, arrays)
     except InputError as error:
-        raise InputError(f"--data {name}: {error}") from None
+        raise InputError(f"{name}: {error}") from None
     names = per_sample(specs)
     lengths = {n: len(arrays[n]) for n in names}
     count = lengths[names[0]]
     if count == 0 or any(length != count for length in lengths.values()):
         raise InputError(
-            f"--data {name}: expected the same number of samples in dim 0 of {list(names)}, and "
+            f"{name}: expected the same number of samples in dim 0 of {list(names)}, and "
             f"at least one, got {list(lengths.values())}"
         )
     return Samples(
@@ -209,8 +226,32 @@ def samples(name: str, arrays: Arrays, specs: Sequence[TensorSpec]) -> Samples:
     )
 
 
+def check_samples(
+    manifest: Manifest, program: Program, source: Samples, sizes: Iterable[int]
+) -> None:
+    """Checks that batches of these numbers of samples fit a program, before any is made.
+
+    Elements that operators read as indices, such as labels, are checked too: of all samples, at the
+    sizes of the largest batch.
+
+    Raises:
+        InputError: They do not; names source, input, expected and got.
+    """
+    for number, size in enumerate(sorted(set(sizes), reverse=True)):
+        shapes = {name: (size, *array.shape[1:]) for name, array in source.rows.items()}
+        shapes |= {name: array.shape for name, array in source.whole.items()}
+        try:
+            values = bind_symbols(program.inputs, shapes)
+            check_symbols(manifest.symbols, values)
+            check_equal_sizes(program, values)
+            if number == 0:
+                check_index_ranges(program, {**source.rows, **source.whole}, values, "")
+        except (InputError, SymbolValueError) as error:
+            raise InputError(f"{source.name}: {error}") from None
+
+
 def _classified(
-    text: str,
+    name: str,
     images: NDArray[np.float32],
     classes: NDArray[np.int64],
     specs: Sequence[TensorSpec],
@@ -221,23 +262,23 @@ def _classified(
     targets = [spec for spec in specs if spec.name == labels]
     if len(inputs) != 1 or len(targets) != 1:
         raise InputError(
-            f"--data {text}: expected a program with one input for images and one for labels, got "
+            f"{name}: expected a program with one input for images and one for labels, got "
             f"{[spec.name for spec in specs]} with labels {labels!r}"
         )
     (image,), (target,) = inputs, targets
     wanted = DTYPES[target.dtype].dtype
     if wanted.kind not in "iufV" or any(size != 1 for size in target.shape[1:]):
         raise InputError(
-            f"--data {text}: labels are classes: expected an integer or floating input [batch], "
+            f"{name}: labels are classes: expected an integer or floating input [batch], "
             f"with dims of 1 besides, got {labels!r} {target.dtype} {list(target.shape)}"
         )
     dtype = DTYPES[image.dtype].dtype
     if dtype.kind not in "fV":
         raise InputError(
-            f"--data {text}: images are from 0 to 1: expected a floating input, got "
+            f"{name}: images are from 0 to 1: expected a floating input, got "
             f"{image.name!r} {image.dtype}"
         )
-    height, width = _image_size(text, image)
+    height, width = _image_size(name, image)
     if images.shape[1:] != (height, width):
         images = resize(images, height, width).astype(np.float32)
     shape = (len(images), *(int(size) for size in image.shape[1:]))
@@ -245,10 +286,10 @@ def _classified(
         image.name: images.reshape(shape).astype(dtype),
         target.name: classes.astype(wanted).reshape(len(images), *([1] * len(target.shape[1:]))),
     }
-    return Samples(text, {s.name: rows[s.name] for s in specs}, {}, len(images))
+    return Samples(name, {s.name: rows[s.name] for s in specs}, {}, len(images))
 
 
-def _image_size(text: str, spec: TensorSpec) -> tuple[int, int]:
+def _image_size(name: str, spec: TensorSpec) -> tuple[int, int]:
     """Returns height and width of the images that an input takes."""
     sizes = [size for size in spec.shape[1:] if size != 1]
     if all(isinstance(size, int) for size in sizes):
@@ -258,12 +299,12 @@ def _image_size(text: str, spec: TensorSpec) -> tuple[int, int]:
         if side and side * side == sizes[0]:
             return side, side
     raise InputError(
-        f"--data {text}: expected an input [batch, height, width], with dims of 1 besides, or "
+        f"{name}: expected an input [batch, height, width], with dims of 1 besides, or "
         f"[batch, n] with a square number n, got {spec.name!r} {list(spec.shape)}"
     )
 
 
-def _function(text: str, module: str, name: str) -> Stream:
+def _function(name: str, module: str, attribute: str) -> Stream:
     """Returns the stream of a function that is called once an epoch.
 
     It is given those of the fields of `Request` that it has parameters for.
@@ -272,13 +313,13 @@ def _function(text: str, module: str, name: str) -> Stream:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"--data {text}: {error}; expected {FORMS}") from None
+        raise InputError(f"{name}: {error}; expected {FORMS}") from None
     try:
         taken = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise InputError(f"--data {text}: {name!r} in {module!r} is no function") from None
+        raise InputError(f"{name}: {attribute!r} in {module!r} is no function") from None
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     def batches(request: Request) -> Iterator[Batch]:
@@ -286,14 +327,14 @@ def _function(text: str, module: str, name: str) -> Stream:
         given = {k: v for k, v in offered.items() if anything or k in taken}
         result = function(**given)
         if not isinstance(result, Iterable):
-            raise InputError(f"--data {text}: expected an iterator of dicts, got {result!r:.80}")
+            raise InputError(f"{name}: expected an iterator of dicts, got {result!r:.80}")
         for number, item in enumerate(result, 1):
             parts = item if isinstance(item, tuple) else (item,)
             if not parts or not all(isinstance(part, Mapping) for part in parts):
                 raise InputError(
-                    f"--data {text}: batch {number}: expected a dict of arrays, or a tuple of "
+                    f"{name}: batch {number}: expected a dict of arrays, or a tuple of "
                     f"dicts, one for each data rank, got {type(item).__name__}"
                 )
             yield item
 
-    return Stream(text, batches)
+    return Stream(name, batches, parted=anything or "train" in taken)

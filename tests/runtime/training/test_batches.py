@@ -34,7 +34,7 @@ def dim(**constraint: int) -> BatchDim:
 
 def samples(count: int) -> Samples:
     rows = {"x": np.arange(2 * count, dtype=np.float32).reshape(count, 2)}
-    return Samples("made", rows, {"mask": np.ones(2, np.float32)}, count)
+    return Samples("--data made", rows, {"mask": np.ones(2, np.float32)}, count)
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def stream(*batches: Batch) -> Stream:
         del request
         return iter(batches)
 
-    return Stream("made", opened)
+    return Stream("--data made", opened)
 
 
 def rows(start: int, count: int) -> dict[str, Any]:

@@ -52,6 +52,30 @@ def test_a_trainer_that_is_there(tmp_path: Path) -> None:
     np.testing.assert_allclose(again.loss, loss, rtol=1e-11)
 
 
+def test_a_trainer_that_is_there_evaluates_on_other_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference, everything, held_out = Reference(), batch_of(8, 1), batch_of(5, 2)
+    for name, arrays in (("a", everything), ("b", held_out)):
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    wanted = commands.TrainingRun(
+        f"npz:{tmp_path / 'a.npz'}", lr=0.1, batch_size=8, print_every=0,
+        eval_data=f"npz:{tmp_path / 'b.npz'}",
+    )  # fmt: skip
+    with TrainerGroup(regression(tmp_path / "a")) as group:
+        group.each(lambda rank: commands.train_with(group.members[rank], wanted))
+        cut_short = replace(wanted, eval_data=f"npz:{tmp_path / 'c.npz'}")
+        np.savez(tmp_path / "c.npz", **{name: array[:, :1] for name, array in held_out.items()})
+        with pytest.raises(InputError, match=r"--eval-data npz:.*c\.npz: input 'x', dim 1: exp"):
+            group.each(lambda rank: commands.train_with(group.members[rank], cut_short))
+    rows = order(8, 0, 1)
+    hyper = hyperparameters("momentum", Settings()).at(1, 0.1)
+    reference.step({name: array[rows] for name, array in everything.items()}, hyper)
+    loss, _ = reference.gradient(held_out)
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "evaluated" in line]
+    assert told == f"epoch: 1 evaluated on 5 samples: loss is {loss:.7g}"
+
+
 def test_all_ranks_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = []
 

@@ -164,7 +164,7 @@ def stream(*batches: Batch) -> Stream:
         del request
         return iter(batches)
 
-    return Stream("made", opened)
+    return Stream("--data made", opened)
 
 
 def test_a_stream(tmp_path: Path) -> None:
