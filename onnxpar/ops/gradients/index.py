@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.errors import ModelError
+from onnxpar.ops.fallback import readable
 from onnxpar.ops.gradient import GradNode
 from onnxpar.passes.builder import DOMAIN
 from onnxpar.symbols import Dim
@@ -76,7 +77,7 @@ def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None
     if node.wants(0):
         found[0] = dy
         if reduction == "none":
-            zeros = _zeros(node, node.shape(updates), dy.dtype)
+            zeros = _zeros_like(node, updates, dy.dtype)
             found[0] = node.op(op_type, dy, indices, zeros, **flags)
     if node.wants(2):
         found[2] = node.op(read, dy, indices, shape=node.shape(updates), **flags)
@@ -109,3 +110,12 @@ def one_hot_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def _zeros(node: GradNode, shape: Sequence[Dim], dtype: ir.DataType | None) -> ir.Value:
     zero = node.builder.const(np.array(0), dtype)
     return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
+
+
+def _zeros_like(node: GradNode, like: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    shape = node.shape(like)
+    if readable(node.view, shape):
+        return _zeros(node, shape, dtype)
+    # A size that depends on data, as that of what a mask chooses, is read off the value.
+    zero = node.builder.const(np.array(0), dtype)
+    return node.op("Expand", zero, node.builder.shape_value(like), shape=shape)
