@@ -116,8 +116,8 @@ def restore(model: ir.Model, signature: Signature) -> tuple[str, ...]:
         Notices of what was changed, and of parameters of the module that the file lacks.
     """
     work = _Restorer(model, signature)
-    work.add_biases()
     work.split()
+    work.add_biases()
     work.invert()
     work.tie()
     return (*work.notices, *work.missing())
@@ -254,7 +254,7 @@ class _Restorer:
             if len(node.inputs) <= place[0]:
                 node.resize_inputs(place[0] + 1)
             node.replace_input_with(place[0], value)
-            tensor = _Tensor(value, (bias,), False, False)
+            tensor = _Tensor(value, (bias,), False, False, frozenset({bias.name}))
             self.tensors.append(tensor)
             self.by_value[id(value)] = tensor
             operator.left.remove(bias)

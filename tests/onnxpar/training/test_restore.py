@@ -90,8 +90,8 @@ def P(*shape: int, value: float | None = None) -> Any:
     return nn.Parameter(torch.randn(*shape) if value is None else torch.full(shape, value))
 
 
-def layers(count: int) -> Any:
-    first = nn.Linear(8, 8)
+def layers(count: int, first: Any = None) -> Any:
+    first = first or nn.Linear(8, 8)
     return nn.ModuleList(copy.deepcopy(first) for _ in range(count))
 
 
@@ -139,6 +139,7 @@ CASES = {
     "an exponential": lambda: Net(lambda n, x: x * n.s.exp(), s=P(value=0.5)),
     "a negative exponential": lambda: Net(lambda n, x: x * -torch.exp(n.s.float()), s=P(8)),
     "a zero bias": lambda: Net(lambda n, x: n.fc(x), fc=_without_bias()),
+    "copied layers with zero biases": lambda: Net(_through, layers=layers(2, _without_bias())),
     "one and a parameter": lambda: Net(lambda n, x: x * (1.0 + n.s), s=P(8)),
     "a number": lambda: Net(lambda n, x: x * n.s + n.t, s=P(value=1.5), t=P(1)),
     "buffers that equal parameters": lambda: Net(
