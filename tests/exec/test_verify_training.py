@@ -19,7 +19,9 @@ from training_cases import cut
 from onnxpar import execute
 from onnxpar.cli import main
 from onnxpar.pipeline import shard
+from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.random_data import Random
 from onnxpar_runtime.training.verify import TrainingCase
 from onnxpar_runtime.verify import default_cases
 
@@ -159,6 +161,35 @@ def test_a_loss_that_is_no_number(artifacts: Path, tmp_path: Path) -> None:
     change = scaled("onnxpar.loss", float("inf"))
     (problem,) = problems(changed(artifacts, tmp_path / "a", "training_model", change), artifacts)
     assert problem.startswith("step 1: expected loss ") and "the loss is inf" in problem
+
+
+PICKS = """<ir_version: 10, opset_import: ["" : 18]>
+g (float[batch, seq] x, int64[batch, 3] at) => (float[batch, 4] y)
+<float[3, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}> {
+  a = GatherElements<axis: int = 1>(x, at)
+  seven = Constant<value_ints = [7]>()
+  b = Gather<axis: int = 1>(x, seven)
+  s = Add(a, b)
+  y = MatMul(s, w)
+}"""
+
+
+def test_integers_are_in_the_range_of_each_case(tmp_path: Path) -> None:
+    """What is picked of a sequence depends on its length, and short ones have no seventh."""
+    model = ir.from_proto(onnx.parser.parse_model(PICKS))
+    out = cut(tmp_path / "a", model, "dp=2", loss="mse")
+    cases = [{"batch": 30, "seq": 20}, {"batch": 9, "seq": 8}]
+    texts = [",".join(f"{name}={value}" for name, value in case.items()) for case in cases]
+    found = execute.verify(out, tmp_path / "a.onnx", cases=texts, steps=2)
+    assert all(case.ok for case in found) and [dict(case.symbols) for case in found] == cases
+    shard(tmp_path / "a.onnx", "replicate", tmp_path / "one", devices=1,
+          training=TrainingSpec.of(Manifest.load(out).trained().spec))  # fmt: skip
+    draw = Random(Manifest.load(tmp_path / "one"), 0, cases)
+    for case in cases:
+        picked = draw.batch(case)["at"]
+        # Of 90 and 27 draws one is in the upper half but with a probability of (5/8)^27 = 3e-6.
+        assert 8 < picked.max() < 20 if case["seq"] == 20 else 4 < picked.max() < 8
+        assert picked.min() >= 0
 
 
 def test_a_gradient_that_jumps_is_no_mistake(tmp_path: Path) -> None:
