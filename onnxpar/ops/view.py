@@ -63,22 +63,38 @@ class _Matcher:
                 for side in (0, 1):
                     here[side].append(name)
                     quotient = self.table.exact_div(rest[side], common)
-                    assert quotient is not None
-                    rest[side] = quotient
+                    # Of equal sizes that are written differently no quotient may be known.
+                    rest[side] = 1 if quotient is None else quotient
                 continue
             # No common leading factor is left: whole up to the next place where both shapes meet.
+            until = self._ends(shapes, at)
             group: list[Dim] = [1, 1]
             for side in (0, 1):
                 if rest[side] != 1:
                     here[side].append(self.factor(rest[side], whole=True))
                 group[side], rest[side] = rest[side], 1
-            while at != list(ends) and not self.table.equal(group[0], group[1]):
-                side = self._behind(group, at, ends)
+            while at != list(until) and not self.table.equal(group[0], group[1]):
+                side = self._behind(group, at, until)
                 size = shapes[side][at[side]]
                 if size != 1:
                     names[side][at[side]].append(self.factor(size, whole=True))
                 at[side] += 1
                 group[side] = group[side] * size
+
+    def _ends(
+        self, shapes: tuple[Sequence[Dim], Sequence[Dim]], at: Sequence[int]
+    ) -> tuple[int, int]:
+        """Where the last dims begin that are the same in both shapes, of those not yet met.
+
+        What is before them has as many elements in both, also where that cannot be proved: a size
+        `n` and the sizes `n//2` and 2 meet in every Reshape that runs.
+        """
+        left, right = len(shapes[0]), len(shapes[1])
+        while left > at[0] and right > at[1]:
+            if not self.table.equal(shapes[0][left - 1], shapes[1][right - 1]):
+                break
+            left, right = left - 1, right - 1
+        return left, right
 
     def _common(self, a: Dim, b: Dim) -> Dim | None:
         """The greatest common leading factor that can be proved, None where it is 1."""

@@ -55,9 +55,23 @@ CHOSEN = f"""g (float[batch, 6] x, float[batch, 5] z) => (float[b, 5] y)
 }}"""
 """As many elements are written as a mask chooses, which is no expression of sizes."""
 
+CHUNKS = f"""g (float[batch, seq, 6] x) => (float[b, n, 5] y)
+<{weight("w", 6, 4)}, {weight("v", 4, 5)}> {{
+  h = MatMul(x, w) s = Shape(h) i = Constant<value_ints = [1]>() n = Gather(s, i)
+  four = Constant<value_ints = [4]>() m = Mod(n, four) d = Sub(four, m) more = Mod(d, four)
+  none = Constant<value_ints = [0]>() before = Constant<value_ints = [0, 0, 0]>()
+  pads = Concat<axis = 0>(before, none, more, none) p = Pad(h, pads)
+  all = Constant<value_ints = [-1]>() batch = Constant<value_ints = [0]>()
+  shape = Concat<axis = 0>(batch, all, four, four) parts = Reshape(p, shape)
+  axis = Constant<value_ints = [2]>() sums = ReduceSum<keepdims = 0>(parts, axis)
+  y = MatMul(sums, v)
+}}"""
+"""A sequence is padded to whole chunks, as state space models do."""
+
 NETWORKS = {
     "halves": (HALVES, ["batch=3,seq=7", "batch=1,seq=2", "batch=4,seq=11"]),
     "floats": (FLOATS, ["batch=3,seq=7", "batch=1,seq=1", "batch=2,seq=9"]),
+    "chunks": (CHUNKS, ["batch=3,seq=7", "batch=1,seq=1", "batch=2,seq=8"]),
     "range": (RANGE, ["batch=3", "batch=1"]),
     "chosen": (CHOSEN, ["batch=3", "batch=5"]),
 }

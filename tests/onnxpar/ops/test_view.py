@@ -26,3 +26,27 @@ def test_reshape_of_sizes_that_meet_only_if_the_model_is_right() -> None:
     rule = analyse(ir.from_proto(onnx.parser.parse_model(MODEL)), {}).rules.rules["last"]
     assert rule.inputs[0].dims[0] == rule.outputs[0].dims[0]
     assert rule.splittable == (*rule.inputs[0].dims[0], *rule.inputs[0].dims[1])
+
+
+HALVES = """
+<ir_version: 10, opset_import: ["" : 20]>
+g (float[batch, seq, 6] x) => (float[n, h, p, m] y)
+<int64[1] two = {2}, int64[1] six = {6}>
+{
+    batch = Shape<start = 0, end = 1>(x)
+    seq = Shape<start = 1, end = 2>(x)
+    half = Div(seq, two)
+    target = Concat<axis = 0>(batch, half, two, six)
+    [last] y = Reshape(x, target)
+}
+"""
+
+
+def test_dims_behind_a_size_that_is_halved_meet() -> None:
+    """It runs where seq is even alone, so that 6 elements are 6 elements in both shapes."""
+    analysed = analyse(ir.from_proto(onnx.parser.parse_model(HALVES)), {})
+    rule = analysed.rules.rules["last"]
+    assert [str(d) for d in analysed.env.shapes["y"]] == ["batch", "floor(seq/2)", "2", "6"]
+    (batch,), _, (features,) = rule.inputs[0].dims
+    assert rule.outputs[0].dims[0] == (batch,) and rule.outputs[0].dims[3] == (features,)
+    assert {batch, features} <= set(rule.splittable)
