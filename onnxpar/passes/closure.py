@@ -236,5 +236,5 @@ def _inline(
         new.name, new.type, new.shape = old.name, old.type or new.type, None
         old.name = f"{old.name}.replaced"
         old.replace_all_uses_with(new, replace_graph_outputs=True)
-    graph.remove(node)
+    graph.remove(node, safe=True)
     return True

@@ -197,9 +197,6 @@ def normalise(model: ir.Model) -> ir.Model:
     _name_nodes(model.graph)
     _name_dims(model.graph)
     _infer(model, opset)
-    # Types are known now, and with them what CastLike makes.
-    if fold_constants(model, opset, weights):
-        _infer(model, opset)
 
     def changed() -> None:
         uncapture(model.graph)
@@ -207,8 +204,22 @@ def normalise(model: ir.Model) -> ir.Model:
         lift_constants(model)
         _infer(model, opset)
 
+    # Types and sizes are known now, and with them what CastLike makes, and which branch is taken.
+    if fold_constants(model, opset, weights) or _is_decided(model):
+        changed()
+        model = common.RemoveUnusedNodesPass()(model).model
     expand_unknown(model, changed, lambda: symbol_table(model, {}))
     return model
+
+
+def _is_decided(model: ir.Model) -> bool:
+    """Whether a node chooses between two bodies by what has turned out to be a constant."""
+    return any(
+        (node.domain, node.op_type) in BRANCHES
+        and node.inputs[0] is not None
+        and node.inputs[0].const_value is not None
+        for node in model.graph.all_nodes()
+    )
 
 
 def _infer(model: ir.Model, opset: int) -> None:

@@ -158,3 +158,20 @@ def test_an_input_of_strings_is_refused() -> None:
       g (string[n] x) => (string[n] y) { y = Identity(x) }"""
     with pytest.raises(ModelError, match="input 'x' is of strings"):
         normalise(ir.from_proto(onnx.parser.parse_model(text)))
+
+
+def test_a_branch_that_sizes_decide_is_inlined() -> None:
+    """No symbol is 0, so one of the two is never taken; its sizes would else be unknown."""
+    model = normalise(
+        read(
+            """g (float[n, m] x) => (float[p, q] y) {
+              s = Shape(x) zero = Constant<value_int = 0>() k = Gather(s, zero)
+              some = Greater(k, zero)
+              y = If(some)
+                <then_branch = a () => (float[p, q] t) { t = Relu(x) },
+                 else_branch = b () => (float[p, q] e) { e = ReduceMax<keepdims = 1>(x) }>
+            }"""
+        )
+    )
+    assert [node.op_type for node in model.graph] == ["Relu"]
+    assert str(model.graph.outputs[0].shape) == "[n,m]"
