@@ -3,6 +3,8 @@
 # mypy: allow-subclassing-any
 # To mypy, modules of PyTorch are of any type.
 
+from dataclasses import replace
+
 import torch
 from _zoo import BATCH, CLASSES, VOCAB, WIDTH, Network, language, vision
 from torch import nn
@@ -45,7 +47,7 @@ def gru(layers: int) -> Network:
 
 
 class _Convolution(nn.Module):
-    """Of a graph: each node adds up what its edges bring (Hamilton et al. 2017)."""
+    """A layer over a graph, in which each node adds up what its edges bring (Gilmer et al. 2017)."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class _Small(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         x = (pixel_values - self.mean) / self.deviation
         x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
-        # No mean: PyTorch 2.13 names the result "mean", as the buffer is, and its file is no graph.
+        # Without x.mean(): PyTorch 2.13 would give its result the name of the buffer.
         logits: torch.Tensor = self.head(x.flatten(1))
         return logits
 
@@ -182,8 +184,7 @@ class _Encoder(nn.Module):
 
 def encoder(layers: int) -> Network:
     """PyTorch's own encoder, whose layers begin as copies of one another; one more than asked."""
-    made = language(_Encoder(layers + 1))
-    return Network(**{**vars(made), "perturbed": False})
+    return replace(language(_Encoder(layers + 1)), perturbed=False)
 
 
 class _Biased(nn.Module):
