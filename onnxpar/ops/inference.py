@@ -6,6 +6,7 @@ makes only where its operand is constant. A size that is wrong is worse than one
 since the split of everything behind it follows from it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -139,10 +140,10 @@ def infer_pad(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -
 def infer_range(library: InferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Range: the number of elements where both ends are integers, whichever way it counts."""
     library(context, node)
-    known = [_elements(context, value) for value in node.inputs[:3]]
-    if any(items is None or len(items) != 1 for items in known):
+    known = [_integer(context, value) for value in node.inputs[:3]]
+    if None in known:
         return
-    start, limit, step = (items[0] for items in known if items is not None)
+    start, limit, step = (number for number in known if number is not None)
     if not isinstance(step, int) or step == 0:
         return
     count = _round_up(sympy.sympify((limit - start) * (1 if step > 0 else -1)), abs(step))
@@ -187,6 +188,25 @@ def _elements(context: ShapeInferenceContext, value: ir.Value | None) -> Sequenc
         return None
     found = [_readable(context, item) for item in items]
     return None if None in found else [item for item in found if item is not None]
+
+
+def _integer(context: ShapeInferenceContext, value: ir.Value | None) -> Dim | None:
+    """The one element of a tensor, where it is an integer, perhaps of a floating type.
+
+    A size that is cast is exact: float32 has every integer up to 2^24.
+    """
+    found = _elements(context, value)
+    if found is not None:
+        return found[0] if len(found) == 1 else None
+    if value is None:
+        return None
+    constant = ir.convenience.get_const_tensor(value)
+    if constant is not None:
+        number = float(constant.numpy().item()) if constant.size == 1 else math.nan
+        return int(number) if number.is_integer() else None
+    node = value.producer()
+    casts = node is not None and node.domain == "" and node.op_type in ("Cast", "CastLike")
+    return _integer(context, node.inputs[0]) if node is not None and casts else None
 
 
 def _readable(context: ShapeInferenceContext, size: int | ir.SymbolicDim) -> Dim | None:

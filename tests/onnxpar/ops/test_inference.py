@@ -128,3 +128,26 @@ def test_a_size_that_is_expanded_is_still_known() -> None:
     )
     assert env.shapes["bias"] == (8,)
     assert env.shapes["y"][1:] == (8, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "count"), [(0, 1, [3, 8]), (1, 1, [2, 7]), (0, 2, [2, 4]), (0.5, 1, None)]
+)
+def test_a_range_of_numbers_that_were_sizes(
+    start: float, step: float, count: list[int] | None
+) -> None:
+    """As `torch.arange(x.shape[1], dtype=torch.float32)` is exported."""
+    env = shapes_of(
+        f"""g (float[seq, 4] x) => (float[n] y)
+        <float start = {{{start}}}, float step = {{{step}}}> {{
+            f = Shape <start = 0, end = 1> (x)
+            n = Squeeze (f)
+            limit = Cast <to = 1> (n)
+            y = Range (start, limit, step)
+        }}"""
+    )
+    (size,) = env.shapes["y"]
+    if count is None:
+        assert not isinstance(size, int) and "seq" not in symbols_of(size)
+    else:
+        assert [env.table.evaluate(size, {"seq": seq}) for seq in (3, 8)] == count
