@@ -47,7 +47,7 @@ def gru(layers: int) -> Network:
 
 
 class _Convolution(nn.Module):
-    """A layer over a graph, in which each node adds up what its edges bring (Gilmer et al. 2017)."""
+    """A layer over a graph: each node adds up what its edges bring (Gilmer et al. 2017)."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
