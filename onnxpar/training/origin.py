@@ -26,11 +26,13 @@ class Origin:
             in doubt, why.
         dims: How many dims the parameter has in the module, where an exporter computed it of one;
             None for its own.
+        names: Names that the parameters have in the module, where that is not its own.
     """
 
     role: Role
     rule: str
     dims: int | None = None
+    names: tuple[str, ...] = ()
 
 
 def note_origin(value: ir.Value, origin: Origin) -> None:

@@ -18,7 +18,6 @@ What is folded from parameters in another way, or multiplied by a batch norm, is
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -27,80 +26,43 @@ from onnxpar.ops.roles import (
     applied,
     inverted,
     invertible,
-    is_instance_norm,
     is_statistic,
     is_weight,
     missing_bias,
 )
 from onnxpar.strategy.names import SHOWN
+from onnxpar.training.attribution import (
+    CONSTANT,
+    REARRANGING,
+    UNKNOWN,
+    Attribution,
+    Key,
+    Tensor,
+    last_part,
+)
 from onnxpar.training.exported import (
     PARAMETER,
-    Placeholder,
     Signature,
     arguments_of,
     folded_from,
     function_of,
     is_inner,
-    kind_of,
     module_of,
-    operator_of,
-    placeholder_of,
 )
 from onnxpar.training.origin import (
     Origin,
     Role,
     copy_of,
     free_name,
-    is_floating,
-    is_uniform,
     names_of,
     note_origin,
     sizes,
 )
 from onnxpar.training.tying import put, tie
 
-Key = frozenset[str]
-"""Names of the placeholders that a tensor stands for; empty for a constant."""
-
-CONSTANT: Key = frozenset()
-
-_REARRANGING = frozenset(
-    [
-        "alias",
-        "cat",
-        "chunk",
-        "clone",
-        "contiguous",
-        "detach",
-        "flatten",
-        "lift_fresh_copy",
-        "movedim",
-        "numpy_T",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "stack",
-        "swapaxes",
-        "t",
-        "to",
-        "to_copy",
-        "transpose",
-        "type_as",
-        "unbind",
-        "unflatten",
-        "unsafe_view",
-        "unsqueeze",
-        "view",
-    ]
-)
-"""Functions of PyTorch whose result has elements of the argument, each once at the most."""
-
 _PARTING = frozenset(["chunk", "getitem", "select", "slice", "split", "split_with_sizes", "unbind"])
 _SHIFTING = frozenset({"add", "rsub", "sub"})
+_LOOK_UP = "embedding"
 _MARKED = "PyTorch's exporter marks it {}"
 _NO_PARAMETER = "no parameter of the PyTorch module is in it"
 
@@ -123,115 +85,19 @@ def restore(model: ir.Model, signature: Signature) -> tuple[str, ...]:
     return (*work.notices, *work.missing())
 
 
-@dataclass
-class _Tensor:
-    """A floating initializer.
-
-    Attributes:
-        value: It.
-        own: The placeholders that it came from, by its mark, by what it was folded from or by name.
-        folded: Whether it was folded from them.
-        rewritten: Whether it has the name of a placeholder but not its mark: a rewriting of the
-            optimizer has replaced it.
-        key: The placeholders that it stands for.
-        functions: Functions of PyTorch that the module's own code applied to them, if any.
-        inner: Whether it stands only inside the translation of operators.
-    """
-
-    value: ir.Value
-    own: tuple[Placeholder, ...]
-    folded: bool
-    rewritten: bool
-    key: Key = CONSTANT
-    functions: frozenset[str] = frozenset()
-    inner: bool = True
-
-    @property
-    def own_key(self) -> Key:
-        return frozenset(p.name for p in self.own)
-
-
-@dataclass
-class _Operator:
-    """An operator of the exported program: the nodes made for it, and what they leave unexplained.
-
-    Attributes:
-        nodes: Its nodes.
-        left: Placeholders that it reads and that no operand came from, in the order of arguments.
-        aliases: How many arguments are neither placeholders nor operands: values that the optimizer
-            has replaced by others.
-        taken: By identity of a merged initializer, which of `left` it stands for.
-    """
-
-    nodes: list[ir.Node] = field(default_factory=list)
-    left: list[Placeholder] = field(default_factory=list)
-    aliases: int = 0
-    taken: dict[int, Key] = field(default_factory=dict)
-
-
-class _Restorer:
+class _Restorer(Attribution):
     def __init__(self, model: ir.Model, signature: Signature) -> None:
+        super().__init__(model.graph, signature)
         self.graph = model.graph
-        self.signature = signature
         self.notices: list[str] = []
-        nodes = list(ir.traversal.RecursiveGraphIterator(self.graph))
-        self.order = {id(node): i for i, node in enumerate(nodes)}
         self.taken = names_of(self.graph)
-        self.marks = any(kind_of(v) for v in self.graph.initializers.values())
-        self.tensors = [self._tensor(v) for v in self.graph.initializers.values() if is_floating(v)]
-        self.by_value = {id(t.value): t for t in self.tensors}
-        self.operators: dict[str, _Operator] = defaultdict(_Operator)
-        for node in nodes:
-            if operator_of(node):
-                self.operators[operator_of(node)].nodes.append(node)
-        for operator in self.operators.values():
-            self._explain(operator)
-
-    def _tensor(self, value: ir.Value) -> _Tensor:
-        known, targets = self.signature.placeholders, self.signature.targets
-        name = value.name or ""
-        if kind_of(value) is not None:
-            return _Tensor(value, (known[placeholder_of(value)],), False, False)
-        sources = folded_from(value)
-        own = tuple(targets[s] for s in sources if s in targets)
-        if own or sources:
-            return _Tensor(value, own, True, False)
-        if name in targets:
-            # A tool may have dropped all marks: then what its readers were made for tells.
-            reads = [self.signature.read_by(node) for node, _ in value.uses()]
-            other = any(found and targets[name] not in found for found in reads)
-            return _Tensor(value, (targets[name],), False, self.marks or other)
-        return _Tensor(value, (), False, False)
-
-    def _explain(self, operator: _Operator) -> None:
-        """Finds what of an operator's arguments its nodes' operands do not account for."""
-        read = self.signature.read_by(operator.nodes[0])
-        arguments = dict.fromkeys(arguments_of(operator.nodes[0]))
-        made = {id(out) for node in operator.nodes for out in node.outputs}
-        operands = [v for node in operator.nodes for v in node.inputs if v is not None]
-        outside = {id(v): v for v in operands if id(v) not in made}
-        claimed: set[str] = set()
-        named = {v.name for v in outside.values()}
-        unnamed = 0
-        for value in outside.values():
-            tensor = self.by_value.get(id(value))
-            if tensor is not None:
-                # An argument of its own was computed of them before.
-                claimed |= set() if value.name in arguments else tensor.own_key
-            elif not value.is_initializer() and value.name not in arguments:
-                unnamed += 1
-        operator.left = [p for p in dict.fromkeys(read) if p.name not in claimed]
-        placeholders = self.signature.placeholders
-        others = [a for a in arguments if a not in placeholders and a not in named]
-        # Computed operands come first; what is left stands for initializers.
-        operator.aliases = max(0, len(others) - unnamed)
 
     # -- biases ------------------------------------------------------------------------------------
 
     def add_biases(self) -> None:
         """Gives layers the biases of zeros that the optimizer has dropped."""
         for operator in self.operators.values():
-            biases = [p for p in operator.left if p.is_parameter and _last(p.target) == "bias"]
+            biases = [p for p in operator.left if p.is_parameter and last_part(p.target) == "bias"]
             places = [n for n in operator.nodes if missing_bias(n) is not None]
             if len(biases) != 1 or len(places) != 1 or biases[0].target in self.taken:
                 continue
@@ -254,7 +120,7 @@ class _Restorer:
             if len(node.inputs) <= place[0]:
                 node.resize_inputs(place[0] + 1)
             node.replace_input_with(place[0], value)
-            tensor = _Tensor(value, (bias,), False, False, frozenset({bias.name}))
+            tensor = Tensor(value, (bias,), False, False, frozenset({bias.name}))
             self.tensors.append(tensor)
             self.by_value[id(value)] = tensor
             operator.left.remove(bias)
@@ -271,7 +137,7 @@ class _Restorer:
             uses = sorted(tensor.value.uses(), key=lambda u: (self.order[id(u[0])], u[1]))
             found: dict[Key, list[tuple[ir.Node, int]]] = {}
             for node, index in uses:
-                found.setdefault(self._key(tensor, node), []).append((node, index))
+                found.setdefault(self.key(tensor, node, index), []).append((node, index))
             tensor.key = (
                 tensor.own_key if tensor.own_key in found or not found else next(iter(found))
             )
@@ -291,88 +157,21 @@ class _Restorer:
                     f"which the exporter had merged since they were equal; they are back: {shown}"
                 )
 
-    def _key(self, tensor: _Tensor, node: ir.Node) -> Key:
-        """Returns the placeholders that an initializer stands for in one place."""
-        own, text = tensor.own_key, operator_of(node)
-        if not text:
-            return own
-        operator = self.operators[text]
-        if tensor.value.name in arguments_of(node):
-            return own
-        if own & {p.name for p in self.signature.read_by(node)}:
-            return own
-        # From here on it was merged, or its operator reads it by a name that is gone. Only tensors
-        # of equal elements, and parameters that were copied, are equal by chance.
-        if not own and operator.left and not operator.taken:
-            self._take_constants(operator)
-        if own and operator.left and id(tensor) not in operator.taken:
-            operator.taken[id(tensor)] = self._take(operator, tensor)
-        if id(tensor) in operator.taken:
-            return operator.taken[id(tensor)]
-        if not own:
-            return CONSTANT
-        if operator.aliases:
-            return self._of_module(tensor, node)
-        return CONSTANT if is_uniform(tensor.value) else own
-
-    def _take(self, operator: _Operator, tensor: _Tensor) -> Key:
-        """Returns the placeholder of an operator that is most like the tensor's own, by name."""
-        wanted = tensor.own[0].target.split(".")
-        best = max(
-            operator.left,
-            key=lambda p: (_alike(p.target.split("."), wanted), -operator.left.index(p)),
-        )
-        operator.left.remove(best)
-        return frozenset({best.name})
-
-    def _take_constants(self, operator: _Operator) -> None:
-        """Finds the constants that stand for the parameters of an operator that nobody has.
-
-        A constant that came first was merged with parameters of other operators. Scale and bias of
-        the operator that group norms are written with are constants for certain.
-        """
-        candidates = {
-            id(tensor): None
-            for node in sorted(operator.nodes, key=lambda n: self.order[id(n)])
-            if not is_instance_norm(node) or len(operator.nodes) == 1
-            for value in node.inputs
-            if value is not None and (tensor := self.by_value.get(id(value))) is not None
-            if not tensor.own and is_uniform(value)
-            if len({operator_of(n) for n, _ in value.uses()}) > 1
-        }
-        if len(candidates) == len(operator.left):
-            for key, placeholder in zip(candidates, operator.left, strict=True):
-                operator.taken[key] = frozenset({placeholder.name})
-
-    def _of_module(self, tensor: _Tensor, node: ir.Node) -> Key:
-        """Returns the placeholder of the module that a node stands in, most like the own one."""
-        module = module_of(node)
-        if not module or any(p.target.startswith(f"{module}.") for p in tensor.own):
-            return tensor.own_key
-        wanted = _last(tensor.own[0].target)
-        inside = [
-            p
-            for p in self.signature.placeholders.values()
-            if p.target == f"{module}.{wanted}" and p.kind == tensor.own[0].kind
-        ]
-        return frozenset({inside[0].name}) if len(inside) == 1 else tensor.own_key
-
-    def _functions(self, tensor: _Tensor, uses: Iterable[tuple[ir.Node, int]]) -> frozenset[str]:
+    def _functions(self, tensor: Tensor, uses: Iterable[tuple[ir.Node, int]]) -> frozenset[str]:
         """Returns what the module's own code computed of the placeholders to get the tensor."""
         name = tensor.value.name or ""
         if not tensor.folded or not any(name in arguments_of(node) for node, _ in uses):
             return frozenset()
-        tensor.inner = False
         between = [
             s for s in folded_from(tensor.value)
             if not is_inner(s) and s not in self.signature.targets
         ]  # fmt: skip
         return frozenset(function_of(s) for s in (name, *between))
 
-    def _copy(self, tensor: _Tensor, key: Key) -> ir.Value:
+    def _copy(self, tensor: Tensor, key: Key) -> ir.Value:
         """Returns a new initializer for uses that stand for other placeholders."""
         name, folded = tensor.value.name or "", tensor.folded
-        first = self.signature.placeholders[min(key)] if len(key) == 1 else None
+        first = self.signature.placeholders.get(min(key)) if len(key) == 1 else None
         if first is not None and not folded and first.target not in self.taken:
             name = first.target
             self.taken.add(name)
@@ -380,8 +179,9 @@ class _Restorer:
             name = free_name(name, self.taken)
         value = copy_of(tensor.value, name)
         self.graph.register_initializer(value)
-        own = tuple(self.signature.placeholders[n] for n in sorted(key))
-        copy = _Tensor(value, own, folded, False, key, tensor.functions, tensor.inner)
+        known = self.signature.placeholders
+        own = tuple(known[n] for n in sorted(key) if n in known)
+        copy = Tensor(value, own, folded, False, key, tensor.functions)
         self.tensors.append(copy)
         self.by_value[id(value)] = copy
         return value
@@ -391,7 +191,7 @@ class _Restorer:
     def invert(self) -> None:
         """Computes exponentials and negatives of a parameter again, from the parameter."""
         for tensor in list(self.tensors):
-            functions = tensor.functions - _REARRANGING
+            functions = tensor.functions - REARRANGING
             last = function_of(tensor.value.name or "")
             chain = [*(functions - {last}), *(functions & {last})]
             if not 1 <= len(chain) <= 2 or len(tensor.own) != 1 or len(tensor.key) != 1:
@@ -402,7 +202,7 @@ class _Restorer:
                 continue
             self._compute_again(tensor, chain)
 
-    def _compute_again(self, tensor: _Tensor, chain: Sequence[str]) -> None:
+    def _compute_again(self, tensor: Tensor, chain: Sequence[str]) -> None:
         value, target = tensor.value, tensor.own[0].target
         assert value.const_value is not None and value.dtype is not None
         array = value.const_value.numpy()
@@ -433,14 +233,14 @@ class _Restorer:
             f"the exporter had folded {' and '.join(chain)}"
         )
 
-    def _replace(self, tensor: _Tensor, value: ir.Value) -> None:
+    def _replace(self, tensor: Tensor, value: ir.Value) -> None:
         del self.by_value[id(tensor.value)]
         tensor.value, tensor.functions = value, frozenset()
         self.by_value[id(value)] = tensor
 
     def tie(self) -> None:
         """Makes one of the tensors that are the same parameter, and notes what each was."""
-        same: dict[Key, list[_Tensor]] = defaultdict(list)
+        same: dict[Key, list[Tensor]] = defaultdict(list)
         for tensor in self.tensors:
             same[tensor.key].append(tensor)
         for key, tensors in same.items():
@@ -454,7 +254,7 @@ class _Restorer:
                 note_origin(tensor.value, origins[id(tensor.value)])
 
     def _tied(
-        self, base: _Tensor, others: Sequence[_Tensor], origins: Mapping[int, Origin]
+        self, base: Tensor, others: Sequence[Tensor], origins: Mapping[int, Origin]
     ) -> dict[int, Origin]:
         """Computes tensors from the one that they are rearranged of; returns what is in doubt."""
         doubtful: dict[int, Origin] = {}
@@ -475,8 +275,16 @@ class _Restorer:
 
     # -- what they were ----------------------------------------------------------------------------
 
-    def _origin(self, tensor: _Tensor) -> Origin:
+    def _origin(self, tensor: Tensor) -> Origin:
         """Returns what a tensor was."""
+        unknown = sorted(name[1:] for name in tensor.key if name.startswith(UNKNOWN))
+        if unknown:
+            return Origin(
+                Role.DOUBTFUL,
+                f"it stands for {unknown[0]!r} of the module, and the file does not say what that "
+                "was computed from: the exporter merged it with a tensor of equal elements; export "
+                "with optimize=False",
+            )
         placeholders = [self.signature.placeholders[name] for name in sorted(tensor.key)]
         names = ", ".join(p.target for p in placeholders)
         kinds = {p.kind for p in placeholders}
@@ -492,9 +300,14 @@ class _Restorer:
                 "the exporter's optimizer has changed it (a batch norm multiplied into it, say), "
                 "so it is not what the module trains; export with optimize=False",
             )
+        targets = tuple(p.target for p in placeholders if p.is_parameter)
+        if tensor.functions == {_LOOK_UP} and len(targets) == 1 and _rows_differ(tensor.value):
+            rule = f"folded from {names}: rows of {targets[0]}, each once"
+            return Origin(Role.PARAMETER, rule, len(sizes(tensor.value)), targets)
         if len(kinds) > 1:
-            return Origin(Role.DOUBTFUL, f"folded from {names}, which are not all parameters")
-        functions = tensor.functions - _REARRANGING - {"getitem"}
+            rule = f"folded from {names}, which are not all parameters"
+            return Origin(Role.DOUBTFUL, rule, names=targets)
+        functions = tensor.functions - REARRANGING - {"getitem"}
         if functions and not (
             functions <= _SHIFTING
             and len(placeholders) == 1
@@ -504,9 +317,11 @@ class _Restorer:
                 Role.DOUBTFUL,
                 f"computed from {names} by {', '.join(sorted(functions))}, which the exporter "
                 "folded; export with optimize=False",
+                names=targets,
             )
         if tensor.folded:
-            return Origin(Role.PARAMETER, f"folded from {names}", _dims(tensor.value))
+            dims = _dims(tensor.value)
+            return Origin(Role.PARAMETER, f"folded from {names}", dims, targets)
         return Origin(Role.PARAMETER, _MARKED.format(PARAMETER))
 
     def missing(self) -> tuple[str, ...]:
@@ -534,11 +349,18 @@ class _Restorer:
         """Tells whether the module of a parameter reads another's, to which it was tied."""
         module, _, last = target.rpartition(".")
         return any(
-            module_of(node) == module and p.is_parameter and _last(p.target) == last
+            module_of(node) == module and p.is_parameter and last_part(p.target) == last
             for operator in self.operators.values()
             for node in operator.nodes[:1]
             for p in self.signature.read_by(node)
         )
+
+
+def _rows_differ(value: ir.Value) -> bool:
+    """Tells whether no two rows, along the last dim, are the same."""
+    assert value.const_value is not None
+    rows = value.const_value.numpy().reshape(-1, sizes(value)[-1])
+    return len(np.unique(rows, axis=0)) == len(rows)
 
 
 def _dims(value: ir.Value) -> int:
@@ -550,17 +372,3 @@ def _dims(value: ir.Value) -> int:
     if any(is_weight(node, index) for node, index in value.uses()):
         return len(shape)
     return sum(1 for size in shape if size != 1)
-
-
-def _last(target: str) -> str:
-    return target.rpartition(".")[2]
-
-
-def _alike(a: Sequence[str], b: Sequence[str]) -> int:
-    """Returns how many trailing parts of two names are the same."""
-    count = 0
-    for x, y in zip(reversed(a), reversed(b), strict=False):
-        if x != y:
-            break
-        count += 1
-    return count

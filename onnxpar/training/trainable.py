@@ -162,8 +162,9 @@ def select(
         for name, value in model.graph.initializers.items()
         if is_floating(value) and (origin := origin_of(value)) is not None
     }
-    chosen = _matching("--trainable", trainable, values)
-    frozen = _matching("--freeze", freeze, values)
+    names = {name: (name, *origin.names) for name, (_, origin) in values.items()}
+    chosen = _matching("--trainable", trainable, names)
+    frozen = _matching("--freeze", freeze, names)
     order = {id(node): i for i, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))}
     tensors, doubtful = [], {}
     for name, (value, origin) in values.items():
@@ -187,7 +188,9 @@ def select(
         name: len(sizes(value)) if origin.dims is None else origin.dims
         for name, (value, origin) in values.items()
     }
-    decays = _decays(dims, decay, no_decay)
+    decays = _decays(
+        dims, _matching("--decay", decay, names), _matching("--no-decay", no_decay, names)
+    )
     trained = tuple(
         ParameterInfo(t.name, value.dtype or ir.DataType.FLOAT, sizes(value), decays(t.name))
         for t in tensors
@@ -200,18 +203,33 @@ def select(
 # -- selecting -----------------------------------------------------------------------------------
 
 
-def _matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
-    """The names that the patterns match; ModelError for a pattern that matches none."""
+def _matching(
+    option: str, patterns: Sequence[str], names: Mapping[str, Sequence[str]]
+) -> frozenset[str]:
+    """Returns the tensors that the patterns match.
+
+    Args:
+        option: For messages.
+        patterns: Names and patterns.
+        names: Of each tensor its names: its own, and those of the parameters that it was folded of.
+
+    Raises:
+        ModelError: A pattern matches none.
+    """
     found: set[str] = set()
-    names = list(names)
     for pattern in patterns:
-        hits = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        hits = {
+            tensor
+            for tensor, its in names.items()
+            if any(name == pattern or fnmatchcase(name, pattern) for name in its)
+        }
         if not hits:
+            known = [name for its in names.values() for name in its]
             raise ModelError(
                 f"{option} {pattern!r}: expected the name or a pattern of a floating-point "
-                f"initializer, got one that none has{nearest(pattern, names)}"
+                f"initializer, got one that none has{nearest(pattern, known)}"
             )
-        found.update(hits)
+        found |= hits
     return frozenset(found)
 
 
@@ -237,11 +255,9 @@ def _unfit(value: ir.Value, origin: Origin, *, frozen: bool, named: bool) -> str
 
 
 def _decays(
-    dims: Mapping[str, int], decay: Sequence[str], no_decay: Sequence[str]
+    dims: Mapping[str, int], on: frozenset[str], off: frozenset[str]
 ) -> Callable[[str], bool]:
     """Returns whether weight decay applies to a parameter, by the dims of each."""
-    on = _matching("--decay", decay, dims)
-    off = _matching("--no-decay", no_decay, dims)
     for name in dims:
         if name in on and name in off:
             raise ModelError(f"parameter {name!r}: both --decay and --no-decay match it")

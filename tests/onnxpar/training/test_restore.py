@@ -140,6 +140,15 @@ CASES = {
     "a negative exponential": lambda: Net(lambda n, x: x * -torch.exp(n.s.float()), s=P(8)),
     "a zero bias": lambda: Net(lambda n, x: n.fc(x), fc=_without_bias()),
     "copied layers with zero biases": lambda: Net(_through, layers=layers(2, _without_bias())),
+    "a fresh batch norm": lambda: Net(lambda n, x: n.bn(torch.tanh(x)), bn=nn.BatchNorm1d(8)),
+    "a batch norm without scale": lambda: Net(
+        lambda n, x: n.bn(torch.tanh(x)) * n.s, bn=nn.BatchNorm1d(8, affine=False), s=P(8)
+    ),
+    "rows of a table": lambda: Net(
+        lambda n, x: x[:, None] + n.table(n.places),
+        table=nn.Embedding(3, 8),
+        places=torch.tensor([2, 0, 1]),
+    ),
     "one and a parameter": lambda: Net(lambda n, x: x * (1.0 + n.s), s=P(8)),
     "a number": lambda: Net(lambda n, x: x * n.s + n.t, s=P(value=1.5), t=P(1)),
     "buffers that equal parameters": lambda: Net(
@@ -168,12 +177,23 @@ def _without_bias() -> Any:
     return fc
 
 
+STATISTICS = {
+    name: {"bn.running_mean": 0.0, "bn.running_var": 1.0}
+    for name in ("a fresh batch norm", "a batch norm without scale")
+}
+"""Elements of the running statistics that a case has."""
+
+
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_as_much_is_trained_as_in_pytorch(case: str, optimize: bool) -> None:
     module = CASES[case]()
-    selection, _, _ = check(module, optimize=optimize)
+    selection, _, model = check(module, optimize=optimize)
     assert not selection.doubtful
+    kept = {t.name for t in selection.tensors if t.reason == "running statistic"}
+    values = {n: model.graph.initializers[n].const_value for n in kept}
+    found = {n: float(v.numpy()[0]) for n, v in values.items() if v is not None}
+    assert found == STATISTICS.get(case, {})
     counts = selection.counts({})
     count, tensors = elements(module)
     assert counts.trained == counts.elements == count
@@ -195,11 +215,29 @@ def test_tied_weights_are_one() -> None:
 
 
 def test_what_was_computed_otherwise_is_in_doubt() -> None:
-    selection, _, _ = check(Net(lambda n, x: x * torch.sigmoid(n.gate), gate=P(8)))
+    selection, _, model = check(Net(lambda n, x: x * torch.sigmoid(n.gate), gate=P(8)))
     (reason,) = selection.doubtful.values()
     assert reason.startswith("computed from gate by sigmoid")
+    assert not select(recognised(model).model, freeze=["gate"]).doubtful
     with pytest.raises(ModelError, match="computed from gate by sigmoid"):
         selection.ask(selection.doubtful)
+
+
+def test_a_number_that_equals_another_by_chance_is_in_doubt() -> None:
+    mixed = Net(lambda n, x: n.share * x + (1 - n.share) * torch.tanh(x), share=P(value=0.5))
+    selection, _, _ = check(mixed)
+    (reason,) = selection.doubtful.values()
+    assert "the file does not say what that was computed from" in reason
+    assert not check(mixed, optimize=False)[0].doubtful
+
+
+def test_rows_that_are_read_twice_are_in_doubt() -> None:
+    places = torch.tensor([2, 0, 2])
+    module = Net(
+        lambda n, x: x[:, None] + n.table(n.places), table=nn.Embedding(3, 8), places=places
+    )
+    selection, _, _ = check(module)
+    assert [r.partition(",")[0] for r in selection.doubtful.values()] == ["folded from places"]
 
 
 def test_a_weight_with_a_batch_norm_in_it_is_in_doubt() -> None:
