@@ -116,7 +116,18 @@ class Attribution:
             self._explain(operator)
         known = {p.name for t in self.tensors for p in t.own}
         self._lacking = any(
-            p.is_parameter and p.name not in known for p in signature.placeholders.values()
+            p.is_parameter and p.name not in known and not self.is_alias(p.target)
+            for p in signature.placeholders.values()
+        )
+
+    def is_alias(self, target: str) -> bool:
+        """Tells whether the module of a parameter reads another's, to which it was tied."""
+        module, _, last = target.rpartition(".")
+        return any(
+            module_of(node) == module and p.is_parameter and last_part(p.target) == last
+            for operator in self.operators.values()
+            for node in operator.nodes[:1]
+            for p in self.signature.read_by(node)
         )
 
     def _tensor(self, value: ir.Value, marks: bool) -> Tensor:
@@ -201,10 +212,10 @@ class Attribution:
         own, functions = tensor.own_key, {function_of(a) for a in operator.aliases}
         like = {function_of(tensor.value.name or "")} if tensor.folded else REARRANGING
         chance = is_uniform(tensor.value) and not functions & like
-        if own:
-            unknown = frozenset({UNKNOWN + operator.aliases[-1]})
+        unknown = frozenset({UNKNOWN + operator.aliases[-1]})
+        if any(p.is_parameter for p in tensor.own):
             return unknown if chance else self._of_module(tensor, node)
-        return frozenset({UNKNOWN + operator.aliases[-1]}) if chance and self._lacking else own
+        return unknown if chance and self._lacking else own
 
     def _take(self, operator: Operator, tensor: Tensor) -> Key:
         """Returns the placeholder of an operator that is most like the tensor's own, by name."""

@@ -37,6 +37,9 @@ from onnxpar.training.restore import restore
 from onnxpar.training.tying import equal_tensors, tie, tie_named
 from onnxpar.training.untie import untie
 
+_EXACT = "export_torch"
+"""The producer whose marks are exact: `models/export_torch.py` merges and folds no parameter."""
+
 ONE_ELEMENT = "one element"
 _LARGE = 64
 """Elements from which equal tensors are no accident."""
@@ -100,7 +103,11 @@ def recognise(model: ir.Model, ties: Sequence[str] = ()) -> tuple[str, ...]:
             raise ModelError(f"initializer {name!r} has no data")
     name_nodes(model.graph)
     signature = read_signature(model)
-    notices = [*(restore(model, signature) if signature.placeholders else untie(model))]
+    notices: list[str] = []
+    if not signature.placeholders:
+        notices += untie(model)
+    elif model.producer_name != _EXACT:
+        notices += restore(model, signature)
     notices += tie_named(model, ties)
     for graph in model.graphs():
         for value in graph.initializers.values():

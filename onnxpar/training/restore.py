@@ -47,7 +47,6 @@ from onnxpar.training.exported import (
     folded_from,
     function_of,
     is_inner,
-    module_of,
 )
 from onnxpar.training.origin import (
     Origin,
@@ -334,7 +333,7 @@ class _Restorer(Attribution):
             if p.is_parameter
             and p.name not in there
             and p.target not in known
-            and not self._is_alias(p.target)
+            and not self.is_alias(p.target)
         ]
         if not names:
             return ()
@@ -343,16 +342,6 @@ class _Restorer(Attribution):
             f"the file lacks {', '.join(names[:SHOWN])}{more} of the PyTorch module's parameters: "
             "unused, another name of a tied one, or dropped by the exporter's optimizer (a factor "
             "of 1, say), which optimize=False prevents",
-        )
-
-    def _is_alias(self, target: str) -> bool:
-        """Tells whether the module of a parameter reads another's, to which it was tied."""
-        module, _, last = target.rpartition(".")
-        return any(
-            module_of(node) == module and p.is_parameter and last_part(p.target) == last
-            for operator in self.operators.values()
-            for node in operator.nodes[:1]
-            for p in self.signature.read_by(node)
         )
 
 
