@@ -1,6 +1,7 @@
 """What PyTorch's exporter does to parameters is undone: each case is one that a module meets."""
 
 import copy
+import os
 import warnings
 from typing import Any
 
@@ -20,6 +21,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 nn = torch.nn
 F = torch.nn.functional
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
 BATCH = torch.export.Dim("batch")
 BATCHES = (2, 5)
 
@@ -184,8 +186,14 @@ STATISTICS = {
 """Elements of the running statistics that a case has."""
 
 
-@pytest.mark.parametrize("optimize", [True, False])
-@pytest.mark.parametrize("case", CASES)
+WHOLE = ("norms that begin alike", "copied layers", "an exponential")
+"""Cases that are exported without the optimizer too; of the others that is the full tier."""
+
+
+@pytest.mark.parametrize(
+    ("case", "optimize"),
+    [(case, True) for case in CASES] + [(case, False) for case in (CASES if FULL else WHOLE)],
+)
 def test_as_much_is_trained_as_in_pytorch(case: str, optimize: bool) -> None:
     module = CASES[case]()
     selection, _, model = check(module, optimize=optimize)
