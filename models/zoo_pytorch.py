@@ -26,23 +26,23 @@ class Trained:
     Attributes:
         losses: The loss of each step.
         statistics: Running statistics after the last, by name.
-        parameters: Sizes of the parameters that have a gradient, by name.
+        parameters: Of each parameter that has a gradient, by name, how many elements it has and
+            whether it has weight decay.
     """
 
     losses: Sequence[float]
     statistics: Mapping[str, npt.NDArray[Any]]
-    parameters: Mapping[str, tuple[int, ...]]
+    parameters: Mapping[str, tuple[int, bool]]
 
     @property
     def elements(self) -> int:
         """How many elements the parameters have."""
-        return sum(int(np.prod(sizes)) for sizes in self.parameters.values())
+        return sum(count for count, _ in self.parameters.values())
 
     @property
     def decayed(self) -> int:
         """How many elements have weight decay."""
-        shapes = [sizes for sizes in self.parameters.values() if len(sizes) > 1]
-        return sum(int(np.prod(sizes)) for sizes in shapes)
+        return sum(count for count, decays in self.parameters.values() if decays)
 
 
 def random_inputs(made: Network, symbols: Mapping[str, int], rng: np.random.Generator) -> Arrays:
@@ -108,8 +108,10 @@ def train(
         for name, norm in norms.items()
         for kind in ("running_mean", "running_var")
     }
-    reached = {n: tuple(p.shape) for n, p in module.named_parameters() if p.grad is not None}
-    return Trained(losses, statistics, reached)
+    reached = {n: p for n, p in module.named_parameters() if p.grad is not None}
+    return Trained(
+        losses, statistics, {name: (p.numel(), p.ndim > 1) for name, p in reached.items()}
+    )
 
 
 def _tensors(batch: Arrays, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

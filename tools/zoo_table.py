@@ -39,6 +39,7 @@ anything does not hold.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,8 @@ STEPS = 5
 LOSS_TOLERANCE = 1e-4
 COMPARED_STEPS = 3
 COMPARED_TOLERANCE = 1e-5
+FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+"""Metadata key of PyTorch's optimizer: what it computed an initializer from."""
 FORWARD_TOLERANCE = 2e-5
 ROUNDING = 4.0
 """How many times PyTorch's own distance from 64 bits losses may be from PyTorch's."""
@@ -329,8 +332,11 @@ class Bench:
         model = ir.load(path)
         kind, colon, _ = self.made.loss.partition(":")
         loss = kind + colon + ((model.graph.outputs[0].name or "") if colon else "")
+        there = set(model.graph.initializers)
+        for value in model.graph.initializers.values():
+            there.update(re.findall(r"'(.*?)'", value.metadata_props.get(FOLDED_FROM, "")))
         still = [n for n, p in self.made.module.named_parameters() if not p.requires_grad]
-        frozen = tuple(name for name in still if name in model.graph.initializers)
+        frozen = tuple(name for name in still if name in there)
         return Exported(path, loss, self._forward(path), () if exporter == "ours" else frozen)
 
     def _forward(self, path: Path) -> float:
@@ -392,23 +398,9 @@ class Bench:
 
     def ranks(self, directory: Path, steps: int) -> "Trained":
         """Trains the ranks."""
-        from zoo_pytorch import DECAY, Trained
+        from zoo_ranks import train
 
-        from onnxpar_runtime.training.group import TrainerGroup
-        from onnxpar_runtime.training.hyper import Settings as Optimizer
-        from onnxpar_runtime.training.hyper import hyperparameters
-
-        scalars = hyperparameters("adamw", Optimizer(weight_decay=DECAY))
-        with TrainerGroup(directory) as group:
-            states = group.manifest.trained().states
-            kept = [n for n, state in states.items() if state.kind == "statistic"]
-            gradients = [state for state in states.values() if state.kind == "gradient"]
-            trained = {g.parameter: tuple(map(int, g.spec.shape)) for g in gradients}
-            losses = [
-                group.train_step([batch], scalars.at(step, self.settings.rate)).loss
-                for step, batch in enumerate(self.batches[:steps], 1)
-            ]
-            return Trained(losses, {name: group.gather(name) for name in kept}, trained)
+        return train(directory, self.batches[:steps], self.settings.rate)
 
 
 def task(name: str, pairs: Sequence[str], opset: int, verify: bool, models: Path | None) -> None:

@@ -68,7 +68,7 @@ def bench_of(table: ModuleType, ours: Any, losses: list[float], exact: list[floa
 
     class Bench:
         folder = Path()
-        theirs = Trained(losses, {}, {"w": (2, 3), "b": (3,)})
+        theirs = Trained(losses, {}, SAME)
 
         def exported(self, exporter: str) -> Any:
             return table.Exported(Path(), "softmax_cross_entropy", 1e-6, ())
@@ -85,13 +85,13 @@ def bench_of(table: ModuleType, ours: Any, losses: list[float], exact: list[floa
     return bench
 
 
-SAME = {"w": (2, 3), "b": (3,)}
+SAME = {"w": (6, True), "b": (3, False)}
 LOSSES = [2.0, 1.5, 1.0, 0.9, 0.8]
 OFF = [2.0, 1.5, 1.0001]
 
 
 @pytest.mark.parametrize(
-    ("losses", "sizes", "exact", "told"),
+    ("losses", "trained", "exact", "told"),
     [
         (LOSSES[:3], SAME, LOSSES, ""),
         ([2.0, 1.5, 1.000009], SAME, LOSSES, ""),
@@ -100,16 +100,16 @@ OFF = [2.0, 1.5, 1.0001]
         (OFF, SAME, [2.0, 1.5, 1.00003, 0.9, 0.8], ""),
         (OFF, SAME, [2.0, 1.5, 1.00002, 0.5, 0.5], "losses differ"),
         ([2.0, math.nan, 1.0], SAME, LOSSES, "losses differ by nan"),
-        (LOSSES[:3], {"w": (2, 3)}, LOSSES, "6 elements are trained, in PyTorch 9"),
-        (LOSSES[:3], {"w": (2, 3), "b": (1, 3)}, LOSSES, "9 elements decay, in PyTorch 6"),
-        (LOSSES[:3], {"w": (2, 3), "c": (3,)}, LOSSES, "unlike in PyTorch: ['b', 'c']"),
+        (LOSSES[:3], {"w": (6, True)}, LOSSES, "6 elements are trained, in PyTorch 9"),
+        (LOSSES[:3], {"w": (6, True), "b": (3, True)}, LOSSES, "9 elements decay, in PyTorch 6"),
+        (LOSSES[:3], {"w": (6, True), "c": (3, False)}, LOSSES, "unlike in PyTorch: ['b', 'c']"),
     ],
 )
 def test_its_verdict(
-    table: ModuleType, losses: list[float], sizes: Any, exact: list[float], told: str
+    table: ModuleType, losses: list[float], trained: Any, exact: list[float], told: str
 ) -> None:
     from zoo_pytorch import Trained
 
     row = table.Compared("net", "ours", "tp=2")
-    table.compare(row, bench_of(table, Trained(losses, {}, sizes), LOSSES, exact))
+    table.compare(row, bench_of(table, Trained(losses, {}, trained), LOSSES, exact))
     assert (told in row.problem) if told else not row.problem
