@@ -178,7 +178,17 @@ def mod_expr(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
     if b.is_zero:
         raise SymbolError(f"the size ({a}) % ({b}) divides by zero")
     (a_over, a_under), (b_over, b_under) = fraction(a), fraction(b)
-    return sympy.Mod(a_over * b_under, b_over * a_under) / (a_under * b_under)
+    return _mod(a_over * b_under, b_over * a_under) / (a_under * b_under)
+
+
+def _mod(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    """Returns a modulo b of integers, by way of the floor where sympy is wrong.
+
+    Of a product with a Mod in it, sympy 1.14 multiplies by that twice, or drops the outer Mod.
+    """
+    if isinstance(a, sympy.Mul) and any(isinstance(factor, sympy.Mod) for factor in a.args):
+        return a - b * floor_expr(a / b)
+    return sympy.Mod(a, b)
 
 
 def max_expr(*args: sympy.Expr) -> sympy.Expr:

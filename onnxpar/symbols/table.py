@@ -17,6 +17,7 @@ from onnxpar.symbols.expr import (
     dim_symbol,
     floor_expr,
     fraction,
+    mod_expr,
     symbols_of,
     value_of,
 )
@@ -180,6 +181,8 @@ class SymbolTable(Mapping[str, Symbol]):
             args = self._undominated(args, 1)
         elif isinstance(expr, sympy.Min):
             args = self._undominated(args, -1)
+        elif isinstance(expr, sympy.Mod):
+            return sympy.expand(mod_expr(*args))
         return sympy.expand(canonical(expr.func(*args)))
 
     def _divide_out(self, numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | None:
@@ -326,7 +329,7 @@ def _views(expr: sympy.Expr) -> Iterator[sympy.Expr]:
     for atom in expr.atoms(sympy.floor):
         numerator, denominator = fraction(atom.args[0])
         if denominator.is_Integer:
-            floors[atom] = (numerator - sympy.Mod(numerator, denominator)) / denominator
+            floors[atom] = (numerator - mod_expr(numerator, denominator)) / denominator
     if floors:
         yield sympy.expand(canonical(expr.xreplace(floors)))
     mods = {

@@ -546,3 +546,20 @@ def test_identifiers_are_their_own_safe_name(name: str) -> None:
 )
 def test_printed_form(text: str, printed: str) -> None:
     assert dim_str(as_dim(text)) == printed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["4*(a % 3) % 5", "4*(a % 5) % 5", "(a % 3)*(b + 1) % 4", "-4*(a % 3) % 5", "4*(a % -2) % 5",
+     "(4*(a % 3) + b) % 5", "(2*(a % 3) % 5)*(b % 3) % 5", "(a % b)*3 % b"],
+)  # fmt: skip
+def test_a_remainder_of_a_product_with_a_remainder(text: str) -> None:
+    """sympy 1.14 takes 4*(a % 3) % 5 for 4*(a % 3)**2 % 5, and 4*(a % 5) % 5 for 4*(a % 5)."""
+    size = as_dim(text)
+    normal = SymbolTable().normal(sympy.sympify(size))
+    for a in range(1, 12):
+        for b in range(1, 8):
+            values = {"a": a, "b": b}
+            expected = eval(text, {}, dict(values))
+            for form in (size, as_dim(dim_str(size)), as_dim(normal)):
+                assert SymbolTable().evaluate(form, values) == expected, (form, values)
