@@ -18,6 +18,7 @@ _SCALE_AND_BIAS: Mapping[str, tuple[int, ...]] = {
     "InstanceNormalization": (1, 2),
     "LSTM": (3, 7),
     "LayerNormalization": (1, 2),
+    "PRelu": (1,),
     "RMSNormalization": (1,),
     "RNN": (3,),
 }
@@ -81,7 +82,6 @@ _WEIGHTS: Mapping[str, tuple[int, ...]] = {
     "Gemm": (0, 1),
     "LSTM": (1, 2),
     "MatMul": (0, 1),
-    "PRelu": (1,),
     "RNN": (1, 2),
 }
 _REARRANGED = frozenset(

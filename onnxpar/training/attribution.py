@@ -44,6 +44,10 @@ REARRANGING = frozenset(
 """Functions of PyTorch whose result has elements of the argument, each once at the most."""
 
 
+_MAKING = frozenset(("arange", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like"))
+"""Functions of PyTorch whose result is computed of no tensor's elements."""
+
+
 @dataclass
 class Tensor:
     """A floating initializer.
@@ -210,7 +214,7 @@ class Attribution:
         module, where both were computed alike; or of equal elements by chance.
         """
         own, functions = tensor.own_key, {function_of(a) for a in operator.aliases}
-        like = {function_of(tensor.value.name or "")} if tensor.folded else REARRANGING
+        like = {*REARRANGING, *_MAKING, function_of(tensor.value.name or "")}
         chance = is_uniform(tensor.value) and not functions & like
         unknown = frozenset({UNKNOWN + operator.aliases[-1]})
         if any(p.is_parameter for p in tensor.own):

@@ -151,6 +151,7 @@ CASES = {
         table=nn.Embedding(3, 8),
         places=torch.tensor([2, 0, 1]),
     ),
+    "slopes": lambda: Net(lambda n, x: n.slope(x[:, :, None]).flatten(1), slope=nn.PReLU(8)),
     "one and a parameter": lambda: Net(lambda n, x: x * (1.0 + n.s), s=P(8)),
     "a number": lambda: Net(lambda n, x: x * n.s + n.t, s=P(value=1.5), t=P(1)),
     "buffers that equal parameters": lambda: Net(
@@ -206,6 +207,9 @@ def test_as_much_is_trained_as_in_pytorch(case: str, optimize: bool) -> None:
     count, tensors = elements(module)
     assert counts.trained == counts.elements == count
     assert counts.trained_tensors == tensors
+    # By PyTorch's dims, whatever the exporter made of them.
+    decayed = sum(p.numel() for p in module.parameters() if p.ndim > 1)
+    assert sum(int(np.prod(p.shape)) for p in selection.trained if p.decay) == decayed
 
 
 def test_tied_weights_are_one() -> None:
