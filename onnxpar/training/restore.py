@@ -16,7 +16,7 @@ it, and this module goes by that, one use of an initializer after another:
 What is folded from parameters in another way, or multiplied by a batch norm, is in doubt.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -165,7 +165,12 @@ class _Restorer(Attribution):
             s for s in folded_from(tensor.value)
             if not is_inner(s) and s not in self.signature.targets
         ]  # fmt: skip
-        return frozenset(function_of(s) for s in (name, *between))
+        counts = Counter(function_of(s) for s in (name, *between))
+        # Nothing tells what was applied in between to which.
+        return frozenset(
+            function if count == 1 or function in REARRANGING else f"{function} {count} times"
+            for function, count in counts.items()
+        )
 
     def _copy(self, tensor: Tensor, key: Key) -> ir.Value:
         """Returns a new initializer for uses that stand for other placeholders."""
@@ -190,16 +195,9 @@ class _Restorer(Attribution):
     def invert(self) -> None:
         """Computes exponentials and negatives of a parameter again, from the parameter."""
         for tensor in list(self.tensors):
-            functions = tensor.functions - REARRANGING
-            last = function_of(tensor.value.name or "")
-            chain = [*(functions - {last}), *(functions & {last})]
-            if not 1 <= len(chain) <= 2 or len(tensor.own) != 1 or len(tensor.key) != 1:
-                continue
-            if not all(map(invertible, chain)) or not tensor.own[0].is_parameter:
-                continue
-            if last not in chain and len(chain) > 1:
-                continue
-            self._compute_again(tensor, chain)
+            chain = _order(tensor.functions - REARRANGING, tensor.value)
+            if chain and len(tensor.own) == 1 == len(tensor.key) and tensor.own[0].is_parameter:
+                self._compute_again(tensor, chain)
 
     def _compute_again(self, tensor: Tensor, chain: Sequence[str]) -> None:
         value, target = tensor.value, tensor.own[0].target
@@ -300,7 +298,11 @@ class _Restorer(Attribution):
                 "so it is not what the module trains; export with optimize=False",
             )
         targets = tuple(p.target for p in placeholders if p.is_parameter)
-        if tensor.functions == {_LOOK_UP} and len(targets) == 1 and _rows_differ(tensor.value):
+        if (
+            tensor.functions - {"arange"} == {_LOOK_UP}
+            and len(targets) == 1
+            and _rows_differ(tensor.value)
+        ):
             rule = f"folded from {names}: rows of {targets[0]}, each once"
             return Origin(Role.PARAMETER, rule, len(sizes(tensor.value)), targets)
         if len(kinds) > 1:
@@ -343,6 +345,23 @@ class _Restorer(Attribution):
             "unused, another name of a tied one, or dropped by the exporter's optimizer (a factor "
             "of 1, say), which optimize=False prevents",
         )
+
+
+def _order(functions: frozenset[str], value: ir.Value) -> list[str]:
+    """Returns element-wise functions in the order in which they made a tensor, first to last.
+
+    One function has one order. Of an exponential and a negative the sign of the result tells it.
+    Empty where nothing does.
+    """
+    assert value.const_value is not None
+    if not all(map(invertible, functions)):
+        return []
+    if functions == {"exp", "neg"}:
+        array = value.const_value.numpy()
+        if (array < 0).all():
+            return ["exp", "neg"]
+        return ["neg", "exp"] if (array > 0).all() else []
+    return list(functions) if len(functions) == 1 else []
 
 
 def _rows_differ(value: ir.Value) -> bool:

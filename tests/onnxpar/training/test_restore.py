@@ -140,6 +140,10 @@ CASES = {
     ),
     "an exponential": lambda: Net(lambda n, x: x * n.s.exp(), s=P(value=0.5)),
     "a negative exponential": lambda: Net(lambda n, x: x * -torch.exp(n.s.float()), s=P(8)),
+    "an exponential of a negative": lambda: Net(lambda n, x: x * (-n.s).exp(), s=P(8)),
+    "a negative exponential, rearranged": lambda: Net(
+        lambda n, x: (x[:, :, None] * -torch.exp(n.s).unsqueeze(0)).flatten(1), s=P(8, 3)
+    ),
     "a zero bias": lambda: Net(lambda n, x: n.fc(x), fc=_without_bias()),
     "copied layers with zero biases": lambda: Net(_through, layers=layers(2, _without_bias())),
     "a fresh batch norm": lambda: Net(lambda n, x: n.bn(torch.tanh(x)), bn=nn.BatchNorm1d(8)),
@@ -226,12 +230,20 @@ def test_tied_weights_are_one() -> None:
     assert shared.name == "head.weight"
 
 
-def test_what_was_computed_otherwise_is_in_doubt() -> None:
-    selection, _, model = check(Net(lambda n, x: x * torch.sigmoid(n.gate), gate=P(8)))
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (torch.sigmoid, "sigmoid"),
+        (lambda s: s.exp().exp(), "exp 2 times"),
+        (lambda s: -s.tanh(), "neg, tanh"),
+    ],
+)
+def test_what_was_computed_otherwise_is_in_doubt(function: Any, told: str) -> None:
+    selection, _, model = check(Net(lambda n, x: x * function(n.gate), gate=P(8)))
     (reason,) = selection.doubtful.values()
-    assert reason.startswith("computed from gate by sigmoid")
+    assert reason.startswith(f"computed from gate by {told},")
     assert not select(recognised(model).model, freeze=["gate"]).doubtful
-    with pytest.raises(ModelError, match="computed from gate by sigmoid"):
+    with pytest.raises(ModelError, match=f"computed from gate by {told}"):
         selection.ask(selection.doubtful)
 
 
