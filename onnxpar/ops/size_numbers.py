@@ -116,6 +116,9 @@ def over(a: Number, b: Number) -> Number:
 
 def integer_quotient(a: Number, b: Number) -> Number:
     """Div of integers: rounded towards zero."""
+    if isinstance(a, int) and isinstance(b, int) and b:
+        quotient = abs(a) // abs(b)
+        return quotient if (a < 0) == (b < 0) else -quotient
     exact = NO_CONSTRAINTS.exact_div(a, b)
     return truncated(over(a, b)) if exact is None else exact
 
@@ -146,6 +149,8 @@ def _order(a: Number, b: Number) -> tuple[int | None, int | None, bool]:
 
 def equal(a: Number, b: Number) -> bool:
     """Whether two numbers are equal; `UnknownError` where either is possible."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
     low, high, may = _order(a, b)
     if not may:
         return False
@@ -156,6 +161,8 @@ def equal(a: Number, b: Number) -> bool:
 
 def less(a: Number, b: Number, or_equal: bool = False) -> bool:
     """Whether a < b (or a <= b); `UnknownError` where either is possible."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a <= b if or_equal else a < b
     low, high, _ = _order(a, b)
     least = 0 if or_equal else 1
     if low is not None and low >= least:
