@@ -489,7 +489,7 @@ def _drawn(draw: random.Random) -> Network:
         _after_images(d)
     pooled = d.form == "sequence" and not tied and d.flag()
     if pooled:
-        d.modules.append(layers.Apply(lambda x: x.mean(1)))
+        d.modules.append(layers.Apply(lambda x: _pooled(x, (1,))))
         d.form = "rows"
         _layers(d, draw.choice([0, 1]))
     body = nn.Sequential(*d.modules)
@@ -545,8 +545,13 @@ def _after_images(d: Draft) -> None:
         d.form = "rows"
         d.names.append("flattened")
     else:
-        d.modules.append(layers.Apply(lambda x: x.mean((2, 3))))
+        d.modules.append(layers.Apply(lambda x: _pooled(x, (2, 3))))
         d.form = "rows"
+
+
+def _pooled(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    # Not the mean of x itself, which behind an instance norm is nothing but rounding.
+    return functional.silu(x).mean(dims)
 
 
 def _perturb(module: nn.Module) -> None:
