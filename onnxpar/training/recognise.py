@@ -22,7 +22,7 @@ from onnxpar.ops.roles import (
     rearranges,
 )
 from onnxpar.passes.load import name_nodes, normalise
-from onnxpar.training.exported import Signature, kind_of, read_signature
+from onnxpar.training.exported import PARAMETER, Signature, kind_of, read_signature
 from onnxpar.training.origin import (
     Origin,
     Role,
@@ -123,10 +123,12 @@ def _origin(value: ir.Value, signature: Signature) -> Origin:
     """Returns what an initializer was, by its mark, its name or its place."""
     name = value.name or ""
     known = signature.targets.get(name)
-    if known is not None:
-        role = Role.PARAMETER if known.is_parameter else Role.CONSTANT
-        return Origin(role, f"PyTorch's exporter marks it {known.kind}")
-    if signature.placeholders and kind_of(value) is None:
+    # Its own mark is the later word: a parameter of two names may have been frozen.
+    kind = kind_of(value) or (None if known is None else known.kind)
+    if kind is not None:
+        role = Role.PARAMETER if kind == PARAMETER else Role.CONSTANT
+        return Origin(role, f"PyTorch's exporter marks it {kind}")
+    if signature.placeholders:
         return Origin(Role.CONSTANT, "no parameter of the PyTorch module is in it")
     elements = prod(sizes(value))
     uses = list(_uses(value))

@@ -158,14 +158,18 @@ class _Restorer(Attribution):
 
     def _functions(self, tensor: Tensor, uses: Iterable[tuple[ir.Node, int]]) -> frozenset[str]:
         """Returns what the module's own code computed of the placeholders to get the tensor."""
-        name = tensor.value.name or ""
-        if not tensor.folded or not any(name in arguments_of(node) for node, _ in uses):
+        if not tensor.folded:
             return frozenset()
-        between = [
-            s for s in folded_from(tensor.value)
+        made = [
+            s
+            for s in (tensor.value.name or "", *folded_from(tensor.value))
             if not is_inner(s) and s not in self.signature.targets
-        ]  # fmt: skip
-        counts = Counter(function_of(s) for s in (name, *between))
+        ]
+        # What the translation of the reader's operator computed is not the module's own.
+        arguments = {a for node, _ in uses for a in arguments_of(node)}
+        if arguments.isdisjoint(made):
+            return frozenset()
+        counts = Counter(map(function_of, made))
         # Nothing tells what was applied in between to which.
         return frozenset(
             function if count == 1 or function in REARRANGING else f"{function} {count} times"

@@ -247,6 +247,14 @@ def test_what_was_computed_otherwise_is_in_doubt(function: Any, told: str) -> No
         selection.ask(selection.doubtful)
 
 
+def test_a_normalised_weight_is_in_doubt() -> None:
+    """It is computed before the layer that reads it transposes it."""
+    fc = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    selection, _, _ = check(Net(lambda n, x: n.fc(x), fc=fc))
+    (reason,) = selection.doubtful.values()
+    assert "original0" in reason and "linalg_vector_norm" in reason
+
+
 def test_a_number_that_equals_another_by_chance_is_in_doubt() -> None:
     mixed = Net(lambda n, x: n.share * x + (1 - n.share) * torch.tanh(x), share=P(value=0.5))
     selection, _, _ = check(mixed)
