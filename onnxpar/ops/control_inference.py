@@ -181,3 +181,11 @@ CONTROL: tuple[tuple[str, int, InferFn], ...] = (
 
 BRANCHES = {("", "If"): ("then_branch", "else_branch")}
 """Operators that choose by their first operand: the bodies for true and for false."""
+
+
+def is_decided(node: ir.Node) -> bool:
+    """Whether a node chooses between two bodies by what is known to be a constant."""
+    if (node.domain, node.op_type) not in BRANCHES:
+        return False
+    first = node.inputs[0]
+    return first is not None and first.const_value is not None

@@ -25,7 +25,7 @@ from onnx_shape_inference import (
 )
 
 from onnxpar.errors import ModelError
-from onnxpar.ops.control_inference import BRANCHES
+from onnxpar.ops.control_inference import BRANCHES, is_decided
 from onnxpar.ops.inference import correct_inference
 from onnxpar.ops.limits import least_sizes, size_limits
 from onnxpar.ops.packed_heads import unpack_heads
@@ -205,21 +205,11 @@ def normalise(model: ir.Model) -> ir.Model:
         _infer(model, opset)
 
     # Types and sizes are known now, and with them what CastLike makes, and which branch is taken.
-    if fold_constants(model, opset, weights) or _is_decided(model):
+    if fold_constants(model, opset, weights) or any(map(is_decided, model.graph.all_nodes())):
         changed()
         model = common.RemoveUnusedNodesPass()(model).model
     expand_unknown(model, changed, lambda: symbol_table(model, {}))
     return model
-
-
-def _is_decided(model: ir.Model) -> bool:
-    """Whether a node chooses between two bodies by what has turned out to be a constant."""
-    return any(
-        (node.domain, node.op_type) in BRANCHES
-        and node.inputs[0] is not None
-        and node.inputs[0].const_value is not None
-        for node in model.graph.all_nodes()
-    )
 
 
 def _infer(model: ir.Model, opset: int) -> None:
