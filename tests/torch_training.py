@@ -16,6 +16,7 @@ import argparse
 import copy
 import functools
 import importlib
+import logging
 import random
 import re
 import sys
@@ -35,7 +36,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from export_torch import Example, _silent, export, save
 from onnx import numpy_helper
 from random_networks import CLASSES, EXAMPLE, Network, network
 from torch import Tensor, nn
@@ -223,6 +223,9 @@ def _frozen(case: Case, path: Path) -> tuple[str, ...]:
 
 def exported(case: Case, path: Path) -> None:
     """Writes the module of a case as its exporter does."""
+    # Found only once `main` has said where, when this file is run.
+    from export_torch import Example, export, save
+
     net = case.network
     generator = torch.Generator().manual_seed(0)
     inputs, dims = {"x": net.draw(EXAMPLE, generator)}, {"x": net.dims}
@@ -231,7 +234,7 @@ def exported(case: Case, path: Path) -> None:
         save(export(Example(module, inputs, dims, net.outputs)), path)
         return
     shapes = {"x": {axis: torch.export.Dim(name) for axis, name in net.dims.items()}}
-    with warnings.catch_warnings(), _silent("torch.onnx", "torch.export"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             module,
@@ -374,6 +377,7 @@ def main() -> int:
     parser.add_argument("--exporter", choices=EXPORTERS, help="only cases of this one")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.ERROR)  # of PyTorch's exporter, which misses what no module needs
     with quick_exports():
         return _run(options)
 
