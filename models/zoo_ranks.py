@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 
 import onnx_ir as ir
-from zoo_pytorch import DECAY, Arrays, Trained
+from zoo_pytorch import DECAY, EPSILON, Arrays, Trained
 
 from onnxpar.ops.functions import ADAMW_STEP
 from onnxpar_runtime.manifest import Manifest
@@ -21,7 +21,7 @@ def train(directory: Path, batches: Sequence[Arrays], rate: float) -> Trained:
         batches: Of each step.
         rate: Learning rate.
     """
-    scalars = hyperparameters("adamw", Settings(weight_decay=DECAY))
+    scalars = hyperparameters("adamw", Settings(weight_decay=DECAY, eps=EPSILON))
     with TrainerGroup(directory) as group:
         states = group.manifest.trained().states
         kept = [name for name, state in states.items() if state.kind == "statistic"]
