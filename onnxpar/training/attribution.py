@@ -24,6 +24,7 @@ from onnxpar.training.exported import (
     operator_of,
     placeholder_of,
 )
+from onnxpar.training.folded import MAKING, REARRANGING
 from onnxpar.training.origin import is_floating, is_uniform
 
 Key = frozenset[str]
@@ -32,20 +33,6 @@ Key = frozenset[str]
 
 CONSTANT: Key = frozenset()
 UNKNOWN = "?"
-
-REARRANGING = frozenset(
-    (
-        "alias", "cat", "chunk", "clone", "contiguous", "detach", "flatten", "lift_fresh_copy",
-        "movedim", "numpy_T", "permute", "reshape", "select", "slice", "split",
-        "split_with_sizes", "squeeze", "stack", "swapaxes", "t", "to", "to_copy", "transpose",
-        "type_as", "unbind", "unflatten", "unsafe_view", "unsqueeze", "view",
-    )
-)  # fmt: skip
-"""Functions of PyTorch whose result has elements of the argument, each once at the most."""
-
-
-_MAKING = frozenset(("arange", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like"))
-"""Functions of PyTorch whose result is computed of no tensor's elements."""
 
 
 @dataclass
@@ -214,7 +201,7 @@ class Attribution:
         module, where both were computed alike; or of equal elements by chance.
         """
         own, functions = tensor.own_key, {function_of(a) for a in operator.aliases}
-        like = {*REARRANGING, *_MAKING, function_of(tensor.value.name or "")}
+        like = {*REARRANGING, *MAKING, function_of(tensor.value.name or "")}
         chance = is_uniform(tensor.value) and not functions & like
         unknown = frozenset({UNKNOWN + operator.aliases[-1]})
         if any(p.is_parameter for p in tensor.own):

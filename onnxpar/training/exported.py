@@ -27,6 +27,7 @@ PARAMETER = "PARAMETER"
 _KINDS = (PARAMETER, "BUFFER", "CONSTANT_TENSOR")
 _ENTRY = re.compile(rf"^\s*(\S+): ({'|'.join(_KINDS)})\b.*?target='([^']*)'", re.MULTILINE)
 _TOKEN = re.compile(r"%([A-Za-z_]\w*)")
+_TARGET = re.compile(r"target=torch\.ops\.aten\.(\w+)")
 _COUNTED = re.compile(r"_\d+$")
 
 
@@ -109,6 +110,17 @@ def operator_of(node: ir.Node) -> str:
     return node.metadata_props.get(_OPERATOR, "")
 
 
+def target_of(node: ir.Node) -> str:
+    """Returns the operator of PyTorch that a node was made for, as `linear`; empty if unknown."""
+    found = _TARGET.search(operator_of(node))
+    return found[1] if found else operator_of(node)
+
+
+def has_factor(node: ir.Node) -> bool:
+    """Tells whether a node's operator was given a factor of an operand by name."""
+    return re.search(r"\b(alpha|beta|value): ", operator_of(node)) is not None
+
+
 def arguments_of(node: ir.Node) -> tuple[str, ...]:
     """Returns the names of the values that a node's operator reads, in order."""
     _, _, arguments = operator_of(node).partition("](args = (")
@@ -129,4 +141,4 @@ def function_of(name: str) -> str:
 
 def is_inner(name: str) -> bool:
     """Tells whether a value stands inside the translation of one operator."""
-    return re.fullmatch(r"val_\d+", name) is not None
+    return re.fullmatch(r"(val|tmp)_\d+|tmp", name) is not None

@@ -40,6 +40,11 @@ from onnxpar.training.untie import untie
 _EXACT = "export_torch"
 """The producer whose marks are exact: `models/export_torch.py` merges and folds no parameter."""
 
+_TRACED = (
+    "the exporter that traces (dynamo=False) does not write which tensors are parameters, buffers, "
+    "tied, or computed of others: names and places decide, and what it merged or folded is trained "
+    "as it stands; torch.onnx.export(dynamo=True, optimize=False) writes all of it"
+)
 ONE_ELEMENT = "one element"
 _LARGE = 64
 """Elements from which equal tensors are no accident."""
@@ -104,7 +109,9 @@ def recognise(model: ir.Model, ties: Sequence[str] = ()) -> tuple[str, ...]:
     name_nodes(model.graph)
     signature = read_signature(model)
     notices: list[str] = []
+    traced = not signature.placeholders and model.producer_name == "pytorch"
     if not signature.placeholders:
+        notices += [_TRACED] if traced else []
         notices += untie(model)
     elif model.producer_name != _EXACT:
         notices += restore(model, signature)
@@ -112,15 +119,21 @@ def recognise(model: ir.Model, ties: Sequence[str] = ()) -> tuple[str, ...]:
     for graph in model.graphs():
         for value in graph.initializers.values():
             if is_floating(value) and origin_of(value) is None:
-                note_origin(value, _origin(value, signature))
+                note_origin(value, _origin(value, signature, traced=traced))
     if not signature.placeholders:
         notices += _tie_tables(model)
         notices += _equal(model)
     return tuple(notices)
 
 
-def _origin(value: ir.Value, signature: Signature) -> Origin:
-    """Returns what an initializer was, by its mark, its name or its place."""
+def _origin(value: ir.Value, signature: Signature, *, traced: bool) -> Origin:
+    """Returns what an initializer was, by its mark, its name or its place.
+
+    Args:
+        value: The initializer.
+        signature: What PyTorch's exporter wrote; empty of other files.
+        traced: Whether the file is of PyTorch's exporter that traces, which writes no signature.
+    """
     name = value.name or ""
     known = signature.targets.get(name)
     # Its own mark is the later word: a parameter of two names may have been frozen.
@@ -146,14 +159,15 @@ def _origin(value: ir.Value, signature: Signature) -> Origin:
         for node, index in uses:
             if is_instance_norm(node) and index > 0:
                 return Origin(Role.CONSTANT, "exporters write group norms with it")
+    if not elements:
+        return Origin(Role.CONSTANT, "it has no element")
     for node, index in uses:
         if is_layer_bias(node, index):
             return Origin(Role.PARAMETER, f"it is the scale or bias of node {node.name!r}")
     if elements <= 1:
-        doubt = elements and _NUMBER.search(last) and not generated
+        # Numbers of formulas have no names of their own in what PyTorch traced.
+        doubt = not generated and (traced or _NUMBER.search(last))
         return Origin(Role.DOUBTFUL, _doubt(uses)) if doubt else Origin(Role.CONSTANT, ONE_ELEMENT)
-    if generated and is_uniform(value):
-        return Origin(Role.CONSTANT, "the exporter made it, and its elements are all the same")
     return Origin(Role.DOUBTFUL, _doubt(uses))
 
 

@@ -16,8 +16,8 @@ it, and this module goes by that, one use of an initializer after another:
 What is folded from parameters in another way, or multiplied by a batch norm, is in doubt.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -25,15 +25,12 @@ import onnx_ir as ir
 from onnxpar.ops.roles import (
     applied,
     inverted,
-    invertible,
     is_statistic,
-    is_weight,
     missing_bias,
 )
 from onnxpar.strategy.names import SHOWN
 from onnxpar.training.attribution import (
     CONSTANT,
-    REARRANGING,
     UNKNOWN,
     Attribution,
     Key,
@@ -43,11 +40,8 @@ from onnxpar.training.attribution import (
 from onnxpar.training.exported import (
     PARAMETER,
     Signature,
-    arguments_of,
-    folded_from,
-    function_of,
-    is_inner,
 )
+from onnxpar.training.folded import dims, doubt, functions_of, order, overlap
 from onnxpar.training.origin import (
     Origin,
     Role,
@@ -55,13 +49,10 @@ from onnxpar.training.origin import (
     free_name,
     names_of,
     note_origin,
-    sizes,
 )
 from onnxpar.training.tying import put, tie
 
-_PARTING = frozenset(["chunk", "getitem", "select", "slice", "split", "split_with_sizes", "unbind"])
-_SHIFTING = frozenset({"add", "rsub", "sub"})
-_LOOK_UP = "embedding"
+_ASK = "which the exporter folded or merged; optimize=False keeps it apart"
 _MARKED = "PyTorch's exporter marks it {}"
 _NO_PARAMETER = "no parameter of the PyTorch module is in it"
 
@@ -140,7 +131,8 @@ class _Restorer(Attribution):
             tensor.key = (
                 tensor.own_key if tensor.own_key in found or not found else next(iter(found))
             )
-            tensor.functions = self._functions(tensor, uses)
+            if tensor.folded:
+                tensor.functions = functions_of(tensor.value, self.signature, uses)
             names = []
             for key, places in found.items():
                 if key == tensor.key:
@@ -155,26 +147,6 @@ class _Restorer(Attribution):
                     f"initializer {tensor.value.name!r} stood for several tensors of the module, "
                     f"which the exporter had merged since they were equal; they are back: {shown}"
                 )
-
-    def _functions(self, tensor: Tensor, uses: Iterable[tuple[ir.Node, int]]) -> frozenset[str]:
-        """Returns what the module's own code computed of the placeholders to get the tensor."""
-        if not tensor.folded:
-            return frozenset()
-        made = [
-            s
-            for s in (tensor.value.name or "", *folded_from(tensor.value))
-            if not is_inner(s) and s not in self.signature.targets
-        ]
-        # What the translation of the reader's operator computed is not the module's own.
-        arguments = {a for node, _ in uses for a in arguments_of(node)}
-        if arguments.isdisjoint(made):
-            return frozenset()
-        counts = Counter(map(function_of, made))
-        # Nothing tells what was applied in between to which.
-        return frozenset(
-            function if count == 1 or function in REARRANGING else f"{function} {count} times"
-            for function, count in counts.items()
-        )
 
     def _copy(self, tensor: Tensor, key: Key) -> ir.Value:
         """Returns a new initializer for uses that stand for other placeholders."""
@@ -199,7 +171,7 @@ class _Restorer(Attribution):
     def invert(self) -> None:
         """Computes exponentials and negatives of a parameter again, from the parameter."""
         for tensor in list(self.tensors):
-            chain = _order(tensor.functions - REARRANGING, tensor.value)
+            chain = order(tensor.functions, tensor.value)
             if chain and len(tensor.own) == 1 == len(tensor.key) and tensor.own[0].is_parameter:
                 self._compute_again(tensor, chain)
 
@@ -265,13 +237,10 @@ class _Restorer(Attribution):
                     f"initializer {tensor.value.name!r} is computed from {base.value.name!r} "
                     "again: the exporter had folded it, and they are one parameter"
                 )
-            elif not (base.folded and tensor.functions and tensor.functions & _PARTING):
-                names = ", ".join(p.target for p in tensor.own)
-                doubtful[id(tensor.value)] = Origin(
-                    Role.DOUBTFUL,
-                    f"folded from {names}, which {base.value.name!r} stands for as well; trained "
-                    "as two they come apart",
-                )
+            elif not base.folded or overlap(base.functions) or overlap(tensor.functions):
+                names = tuple(p.target for p in tensor.own)
+                why = f"{base.value.name!r} stands for {', '.join(names)} as well"
+                doubtful[id(tensor.value)] = Origin(Role.DOUBTFUL, f"{why}, {_ASK}", names=names)
         return doubtful
 
     # -- what they were ----------------------------------------------------------------------------
@@ -283,8 +252,7 @@ class _Restorer(Attribution):
             return Origin(
                 Role.DOUBTFUL,
                 f"it stands for {unknown[0]!r} of the module, and the file does not say what that "
-                "was computed from: the exporter merged it with a tensor of equal elements; export "
-                "with optimize=False",
+                f"was computed from, {_ASK}",
             )
         placeholders = [self.signature.placeholders[name] for name in sorted(tensor.key)]
         names = ", ".join(p.target for p in placeholders)
@@ -298,36 +266,17 @@ class _Restorer(Attribution):
         if tensor.rewritten:
             return Origin(
                 Role.DOUBTFUL,
-                "the exporter's optimizer has changed it (a batch norm multiplied into it, say), "
-                "so it is not what the module trains; export with optimize=False",
+                f"a batch norm was multiplied into it, or the like, {_ASK}",
             )
-        targets = tuple(p.target for p in placeholders if p.is_parameter)
-        if (
-            tensor.functions - {"arange"} == {_LOOK_UP}
-            and len(targets) == 1
-            and _rows_differ(tensor.value)
-        ):
-            rule = f"folded from {names}: rows of {targets[0]}, each once"
-            return Origin(Role.PARAMETER, rule, len(sizes(tensor.value)), targets)
-        if len(kinds) > 1:
-            rule = f"folded from {names}, which are not all parameters"
-            return Origin(Role.DOUBTFUL, rule, names=targets)
-        functions = tensor.functions - REARRANGING - {"getitem"}
-        if functions and not (
-            functions <= _SHIFTING
-            and len(placeholders) == 1
-            and max(sizes(tensor.value), default=1) == np.prod(sizes(tensor.value), dtype=int)
-        ):
-            return Origin(
-                Role.DOUBTFUL,
-                f"computed from {names} by {', '.join(sorted(functions))}, which the exporter "
-                "folded; export with optimize=False",
-                names=targets,
-            )
-        if tensor.folded:
-            dims = _dims(tensor.value)
-            return Origin(Role.PARAMETER, f"folded from {names}", dims, targets)
-        return Origin(Role.PARAMETER, _MARKED.format(PARAMETER))
+        if not tensor.folded:
+            return Origin(Role.PARAMETER, _MARKED.format(PARAMETER))
+        parameters = tuple(p.target for p in placeholders if p.is_parameter)
+        others = tuple(p.target for p in placeholders if not p.is_parameter)
+        why = doubt(tensor.value, tensor.functions, parameters, others)
+        if why:
+            return Origin(Role.DOUBTFUL, f"{why}, {_ASK}", names=parameters)
+        count = dims(tensor.value, tensor.functions)
+        return Origin(Role.PARAMETER, f"folded from {names}", count, parameters)
 
     def missing(self) -> tuple[str, ...]:
         """Returns a notice of the parameters of the module that no tensor stands for."""
@@ -349,38 +298,3 @@ class _Restorer(Attribution):
             "unused, another name of a tied one, or dropped by the exporter's optimizer (a factor "
             "of 1, say), which optimize=False prevents",
         )
-
-
-def _order(functions: frozenset[str], value: ir.Value) -> list[str]:
-    """Returns element-wise functions in the order in which they made a tensor, first to last.
-
-    One function has one order. Of an exponential and a negative the sign of the result tells it.
-    Empty where nothing does.
-    """
-    assert value.const_value is not None
-    if not all(map(invertible, functions)):
-        return []
-    if functions == {"exp", "neg"}:
-        array = value.const_value.numpy()
-        if (array < 0).all():
-            return ["exp", "neg"]
-        return ["neg", "exp"] if (array > 0).all() else []
-    return list(functions) if len(functions) == 1 else []
-
-
-def _rows_differ(value: ir.Value) -> bool:
-    """Tells whether no two rows, along the last dim, are the same."""
-    assert value.const_value is not None
-    rows = value.const_value.numpy().reshape(-1, sizes(value)[-1])
-    return len(np.unique(rows, axis=0)) == len(rows)
-
-
-def _dims(value: ir.Value) -> int:
-    """Returns how many dims a parameter had, of which a tensor was folded.
-
-    Weights of products keep theirs, others are vectors to which exporters give dims of one element.
-    """
-    shape = sizes(value)
-    if any(is_weight(node, index) for node, index in value.uses()):
-        return len(shape)
-    return sum(1 for size in shape if size != 1)

@@ -119,18 +119,13 @@ class Selection:
         asked = [name for name in reached if name in self.doubtful]
         if not asked:
             return
-        elements = {t.name: t.elements for t in self.tensors}
-        lines = [
-            f"  {name} ({elements[name]:,} elements): {self.doubtful[name]}"
-            for name in asked[:SHOWN]
-        ]
+        shapes = {p.name: list(p.shape) for p in self.trained}
+        lines = [f"  {n} {shapes[n]}: {self.doubtful[n]}" for n in asked[:SHOWN]]
         lines += [f"  and {len(asked) - SHOWN} more"] if len(asked) > SHOWN else []
-        one = len(asked) == 1
         raise ModelError(
-            f"{'this tensor' if one else f'these {len(asked)} tensors'} may be "
-            f"{'a parameter or a constant' if one else 'parameters or constants'}; expected "
-            "--trainable NAME to train it as it stands, or --freeze NAME to leave it as it is, "
-            "got neither:\n" + "\n".join(lines)
+            "the file does not say how to train these tensors; expected --trainable NAME for each "
+            "that is trained as it stands, and --freeze NAME for each that is left as it is (NAME "
+            "may be a pattern), got neither:\n" + "\n".join(lines)
         )
 
 
@@ -211,7 +206,8 @@ def _matching(
     Args:
         option: For messages.
         patterns: Names and patterns.
-        names: Of each tensor its names: its own, and those of the parameters that it was folded of.
+        names: Of each tensor its own name, and those of the parameters that it was folded from. The
+            latter count where the pattern matches them all.
 
     Raises:
         ModelError: A pattern matches none.
@@ -220,8 +216,9 @@ def _matching(
     for pattern in patterns:
         hits = {
             tensor
-            for tensor, its in names.items()
-            if any(name == pattern or fnmatchcase(name, pattern) for name in its)
+            for tensor, (own, *sources) in names.items()
+            if _matches(own, pattern)
+            or (sources and all(_matches(source, pattern) for source in sources))
         }
         if not hits:
             known = [name for its in names.values() for name in its]
@@ -231,6 +228,10 @@ def _matching(
             )
         found |= hits
     return frozenset(found)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def _unfit(value: ir.Value, origin: Origin, *, frozen: bool, named: bool) -> str:

@@ -52,7 +52,7 @@ def test_parameters_are_trained_and_the_rest_has_its_reason() -> None:
         "one": (1, "", "it is the scale or bias of node 'shift'", ("shift",)),
         "epsilon": (1, "constant", "one element", ("eps",)),
         "ln": (4, "", doubt, ("pad",)),
-        "empty": (0, "no element", "one element", ("pad",)),
+        "empty": (0, "no element", "it has no element", ("pad",)),
     }
     assert doubt == "neither its name nor its place, at 'pad' (Concat), tells what it is"
     assert [p.name for p in selection.trained] == ["table", "w1", "b1", "w2", "one", "ln"]
@@ -85,7 +85,7 @@ def test_patterns(trainable: list[str], freeze: list[str], trained: list[str]) -
 def test_what_is_in_doubt_is_asked_for() -> None:
     selection = chosen(sample())
     selection.ask(["w1", "one"])
-    with pytest.raises(ModelError, match=r"(?s)this tensor may be .*--trainable NAME.*ln \(4 ele"):
+    with pytest.raises(ModelError, match=r"(?s)--trainable NAME .*ln \[4\]: neither"):
         selection.ask(["w1", "ln"])
     for options in ({"trainable": ["ln"]}, {"freeze": ["ln"]}):
         assert not chosen(sample(), **options).doubtful
