@@ -6,8 +6,8 @@ Exits with 1 where they differ, with 2 where a log cannot be read. The tolerance
 wanted loss of the same step.
 
 Compare runs of a few small steps from equal parameters. In a long run, or at a large learning rate,
-rounding alone parts them: a ReLU whose operand is all but 0 may pass on one side only, and what that
-changes grows from step to step.
+rounding alone parts them: a ReLU whose operand is all but 0 may pass on one side only, and what
+that changes grows from step to step.
 """
 
 import argparse

@@ -51,8 +51,8 @@ _TRANSLATED = frozenset(
 
 MAKING = frozenset(
     (
-        "arange", "full", "full_like", "ones", "ones_like", "scalar_tensor", "scalar_tensor_default",
-        "zeros", "zeros_like",
+        "arange", "full", "full_like", "ones", "ones_like", "scalar_tensor",
+        "scalar_tensor_default", "zeros", "zeros_like",
     )
 )  # fmt: skip
 """Functions of PyTorch whose result is computed of no tensor's elements."""
