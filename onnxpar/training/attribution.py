@@ -115,7 +115,10 @@ class Attribution:
         """Tells whether the module of a parameter reads another's, to which it was tied."""
         module, _, last = target.rpartition(".")
         return any(
-            module_of(node) == module and p.is_parameter and last_part(p.target) == last
+            module_of(node) == module
+            and p.is_parameter
+            and p.target != target
+            and last_part(p.target) == last
             for operator in self.operators.values()
             for node in operator.nodes[:1]
             for p in self.signature.read_by(node)

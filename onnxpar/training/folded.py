@@ -7,7 +7,7 @@ more. Everything else is in doubt.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -62,17 +62,29 @@ _LOOK_UP = "embedding"
 
 
 def functions_of(
-    value: ir.Value, signature: Signature, uses: Iterable[tuple[ir.Node, int]]
+    value: ir.Value,
+    signature: Signature,
+    uses: Iterable[tuple[ir.Node, int]],
+    live: Collection[str],
 ) -> frozenset[str]:
     """Returns the functions of PyTorch by which a module computed a tensor from placeholders.
 
     Empty where only the translation of the reader's operator did. A function that was applied
     several times is named with its count, since nothing tells to what, unless it rearranges.
+
+    Args:
+        value: The tensor.
+        signature: The placeholders.
+        uses: Its readers.
+        live: Names of values that a run computes: only their shapes can be folded.
     """
     made = [
         name
         for name in (value.name or "", *folded_from(value))
-        if not is_inner(name) and name not in signature.targets and function_of(name) not in MAKING
+        if not is_inner(name)
+        and name not in signature.targets
+        and name not in live
+        and function_of(name) not in MAKING
     ]
     if {a for node, _ in uses for a in arguments_of(node)}.isdisjoint(made):
         return frozenset()

@@ -35,12 +35,8 @@ from onnxpar.training.attribution import (
     Attribution,
     Key,
     Tensor,
-    last_part,
 )
-from onnxpar.training.exported import (
-    PARAMETER,
-    Signature,
-)
+from onnxpar.training.exported import PARAMETER, Signature, arguments_of
 from onnxpar.training.folded import dims, doubt, functions_of, order, overlap
 from onnxpar.training.origin import (
     Origin,
@@ -87,7 +83,7 @@ class _Restorer(Attribution):
     def add_biases(self) -> None:
         """Gives layers the biases of zeros that the optimizer has dropped."""
         for operator in self.operators.values():
-            biases = [p for p in operator.left if p.is_parameter and last_part(p.target) == "bias"]
+            biases = [p for p in operator.left if p.is_parameter]
             places = [n for n in operator.nodes if missing_bias(n) is not None]
             if len(biases) != 1 or len(places) != 1 or biases[0].target in self.taken:
                 continue
@@ -95,7 +91,9 @@ class _Restorer(Attribution):
             weight = self.by_value.get(id(node.inputs[1]))
             place = missing_bias(node)
             read = {p.name for p in self.signature.read_by(node)}
-            if weight is None or place is None or not weight.own_key & read:
+            if weight is None or place is None:
+                continue
+            if not weight.own_key & read and weight.value.name not in arguments_of(node):
                 continue
             dtype = weight.value.dtype or ir.DataType.FLOAT
             zeros = ir.Tensor(np.zeros(place[1], dtype.numpy()), dtype=dtype, name=bias.target)
@@ -123,6 +121,8 @@ class _Restorer(Attribution):
 
     def split(self) -> None:
         """Gives each use of an initializer a tensor of what it stands for there."""
+        outputs = (out for node in self.graph.all_nodes() for out in node.outputs)
+        live = {v.name for v in (*self.graph.inputs, *outputs) if v.name is not None}
         for tensor in list(self.tensors):
             uses = sorted(tensor.value.uses(), key=lambda u: (self.order[id(u[0])], u[1]))
             found: dict[Key, list[tuple[ir.Node, int]]] = {}
@@ -132,7 +132,7 @@ class _Restorer(Attribution):
                 tensor.own_key if tensor.own_key in found or not found else next(iter(found))
             )
             if tensor.folded:
-                tensor.functions = functions_of(tensor.value, self.signature, uses)
+                tensor.functions = functions_of(tensor.value, self.signature, uses, live)
             names = []
             for key, places in found.items():
                 if key == tensor.key:

@@ -160,6 +160,9 @@ CASES = {
     "a vector of one row and one": lambda: Net(
         lambda n, x: (x[:, None, None] * (1.0 + n.s)).flatten(1), s=P(1, 1, 8)
     ),
+    "a zero bias of a transposed weight": lambda: Net(
+        lambda n, x: F.linear(torch.relu(x @ n.w), n.w, n.b), w=P(8, 8), b=P(8, value=0.0)
+    ),
     "one and a parameter": lambda: Net(lambda n, x: x * (1.0 + n.s), s=P(8)),
     "a number": lambda: Net(lambda n, x: x * n.s + n.t, s=P(value=1.5), t=P(1)),
     "buffers that equal parameters": lambda: Net(
