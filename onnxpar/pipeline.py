@@ -32,7 +32,7 @@ from onnxpar.strategy.write import plan_data, write_strategy
 from onnxpar.symbols import Symbol
 from onnxpar.training.divide import DividedTraining, divide_training
 from onnxpar.training.prepare import TrainingSpec
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 from onnxpar.training.staging import Staging
 
 NOTE = """The strategy as resolved: `onnxpar shard MODEL --strategy` of this file divides alike.
@@ -323,7 +323,7 @@ def _shard(
         programs, pipeline, first = forward.programs, forward.pipeline, forward.whole
         strategy = forward.strategy
     else:
-        parameters = recognised(loaded, training.ties)
+        parameters = read_parameters(loaded, training.ties)
         if dumper:
             dumper.model("normalised", parameters.model)
         divided = divide_training(parameters, strategy, constraints, training)

@@ -24,7 +24,7 @@ from onnxpar.strategy.schema import SEARCH
 from onnxpar.strategy.ways import Objective, Pricing, Way
 from onnxpar.symbols import Symbol
 from onnxpar.training.prepare import TrainingSpec, prepare_training
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def read_program(
     loaded = load(path)
     if training is None:
         return analyse(loaded, symbols).program
-    prepared = prepare_training(recognised(loaded, training.ties), symbols, training)
+    prepared = prepare_training(read_parameters(loaded, training.ties), symbols, training)
     return prepared.program(training, parallel)
 
 

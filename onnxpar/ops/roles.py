@@ -24,7 +24,7 @@ _SCALE_AND_BIAS: Mapping[str, tuple[int, ...]] = {
 }
 # Biases of products, and scales of normalisations written out, stand on either side.
 _VECTORS: Mapping[str, tuple[int, ...]] = {"Add": (0, 1), "Mul": (0, 1)}
-_PRODUCTS: Mapping[str, bool] = {"Conv": True, "ConvTranspose": True, "MatMul": True}
+_PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul"})
 _STATISTICS: Mapping[str, tuple[int, ...]] = {"BatchNormalization": (3, 4)}
 
 
@@ -53,7 +53,7 @@ def is_layer_bias(node: ir.Node, index: int) -> bool:
     if index in _SCALE_AND_BIAS.get(node.op_type, ()):
         return True
     others = (v.producer() for i, v in enumerate(node.inputs) if i != index and v is not None)
-    return any(maker is not None and _PRODUCTS.get(maker.op_type, False) for maker in others)
+    return any(maker is not None and maker.op_type in _PRODUCTS for maker in others)
 
 
 def is_statistic(node: ir.Node, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""For what each use of an initializer stands, in a file of `torch.onnx.export`.
+"""What each use of an initializer stands for, in a file of `torch.onnx.export`.
 
 The optimizer of PyTorch's exporter makes one initializer of small ones that are equal. Which of
 them a node means is told by the operator that it was made for: its text names the placeholders that
@@ -29,18 +29,18 @@ from onnxpar.training.origin import is_floating, is_uniform
 
 Key = frozenset[str]
 """Names of the placeholders that a tensor stands for; empty for a constant. A name that begins with
-`UNKNOWN` is no placeholder, but a value that was computed of nobody knows what."""
+`UNKNOWN` is no placeholder, but a value whose source the file does not tell."""
 
 CONSTANT: Key = frozenset()
 UNKNOWN = "?"
 
 
 @dataclass
-class Tensor:
+class Initializer:
     """A floating initializer.
 
     Attributes:
-        value: It.
+        value: The initializer in the graph.
         own: The placeholders that it came from, by its mark, by what it was folded from or by name.
         folded: Whether it was folded from them.
         rewritten: Whether it has the name of a placeholder but not its mark: a rewriting of the
@@ -124,21 +124,21 @@ class Attribution:
             for p in self.signature.read_by(node)
         )
 
-    def _tensor(self, value: ir.Value, marks: bool) -> Tensor:
+    def _tensor(self, value: ir.Value, marks: bool) -> Initializer:
         known, targets = self.signature.placeholders, self.signature.targets
         name = value.name or ""
         if kind_of(value) is not None:
-            return Tensor(value, (known[placeholder_of(value)],), False, False)
+            return Initializer(value, (known[placeholder_of(value)],), False, False)
         sources = folded_from(value)
         own = tuple(targets[s] for s in sources if s in targets)
         if own or sources:
-            return Tensor(value, own, True, False)
+            return Initializer(value, own, True, False)
         if name in targets:
             # A tool may have dropped all marks: then what its readers were made for tells.
             reads = [self.signature.read_by(node) for node, _ in value.uses()]
             other = any(found and targets[name] not in found for found in reads)
-            return Tensor(value, (targets[name],), False, marks or other)
-        return Tensor(value, (), False, False)
+            return Initializer(value, (targets[name],), False, marks or other)
+        return Initializer(value, (), False, False)
 
     def _explain(self, operator: Operator) -> None:
         """Finds what of an operator's arguments its nodes' operands do not account for."""
@@ -153,7 +153,7 @@ class Attribution:
         for value in outside.values():
             tensor = self.by_value.get(id(value))
             if tensor is not None:
-                # An argument of its own was computed of them before.
+                # An argument of its own was computed from them before.
                 claimed |= set() if value.name in arguments else tensor.own_key
             elif not value.is_initializer() and value.name not in arguments:
                 unnamed += 1
@@ -163,7 +163,7 @@ class Attribution:
         # Computed operands account for as many; where more are left, some stand for initializers.
         operator.aliases = tuple(others) if len(others) > unnamed else ()
 
-    def key(self, tensor: Tensor, node: ir.Node, index: int) -> Key:
+    def key(self, tensor: Initializer, node: ir.Node, index: int) -> Key:
         """Returns the placeholders that an initializer stands for in one place."""
         own, text = tensor.own_key, operator_of(node)
         if not text or tensor.value.name in arguments_of(node):
@@ -189,7 +189,7 @@ class Attribution:
             return self._alias(operator, tensor, node)
         return own if own and not is_uniform(tensor.value) else CONSTANT
 
-    def _statistic(self, tensor: Tensor, node: ir.Node, index: int) -> Key:
+    def _statistic(self, tensor: Initializer, node: ir.Node, index: int) -> Key:
         """Returns the buffer that a running statistic is, by its place among statistics."""
         places = [i for i in range(len(node.inputs)) if is_statistic(node, i)]
         buffers = [p for p in self.signature.read_by(node) if not p.is_parameter]
@@ -197,7 +197,7 @@ class Attribution:
             return tensor.own_key
         return frozenset({buffers[places.index(index)].name})
 
-    def _alias(self, operator: Operator, tensor: Tensor, node: ir.Node) -> Key:
+    def _alias(self, operator: Operator, tensor: Initializer, node: ir.Node) -> Key:
         """Returns what an initializer stands for that its operator reads by a name that is gone.
 
         It may be the same tensor, handed on by a function that changes nothing; that of another
@@ -211,7 +211,7 @@ class Attribution:
             return unknown if chance else self._of_module(tensor, node)
         return unknown if chance and self._lacking else own
 
-    def _take(self, operator: Operator, tensor: Tensor) -> Key:
+    def _take(self, operator: Operator, tensor: Initializer) -> Key:
         """Returns the placeholder of an operator that is most like the tensor's own, by name."""
         wanted = tensor.own[0].target.split(".")
         best = max(
@@ -240,7 +240,7 @@ class Attribution:
             for key, placeholder in zip(candidates, operator.left, strict=True):
                 operator.taken[key] = frozenset({placeholder.name})
 
-    def _of_module(self, tensor: Tensor, node: ir.Node) -> Key:
+    def _of_module(self, tensor: Initializer, node: ir.Node) -> Key:
         """Returns the placeholder of the module that a node stands in, most like the own one."""
         module = module_of(node)
         if not module or any(p.target.startswith(f"{module}.") for p in tensor.own):

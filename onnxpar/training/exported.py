@@ -3,8 +3,8 @@
 PyTorch's exporter keeps, as metadata, the signature of the program that it translated: which of its
 placeholders is a parameter, a buffer or a constant of the module, and under which name. Each node
 has the text of the operator (of PyTorch's `fx` graph) that it was made for, which names the
-placeholders that the operator reads, and the module that it stands in. onnxscript's optimizer notes
-of what it folds from which values. See `torch.export.graph_signature` and
+placeholders that the operator reads, and the module that it stands in. onnxscript's optimizer
+records from which values it folded an initializer. See `torch.export.graph_signature` and
 `onnxscript.optimizer.FOLDED_FROM_KEY`.
 """
 

@@ -55,7 +55,7 @@ MAKING = frozenset(
         "scalar_tensor_default", "zeros", "zeros_like",
     )
 )  # fmt: skip
-"""Functions of PyTorch whose result is computed of no tensor's elements."""
+"""Functions of PyTorch whose result depends on no tensor's elements."""
 
 _SHIFTING = "add"
 _LOOK_UP = "embedding"

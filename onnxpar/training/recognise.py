@@ -42,8 +42,8 @@ _EXACT = "export_torch"
 
 _TRACED = (
     "the exporter that traces (dynamo=False) does not write which tensors are parameters, buffers, "
-    "tied, or computed of others: names and places decide, and what it merged or folded is trained "
-    "as it stands; torch.onnx.export(dynamo=True, optimize=False) writes all of it"
+    "tied, or computed from others: names and places decide, and what it merged or folded is "
+    "trained as it stands; torch.onnx.export(dynamo=True, optimize=False) writes all of it"
 )
 ONE_ELEMENT = "one element"
 _LARGE = 64
@@ -80,7 +80,7 @@ class Recognised:
         return Recognised(self.model.clone(), self.notices)
 
 
-def recognised(model: ir.Model, ties: Sequence[str] = ()) -> Recognised:
+def read_parameters(model: ir.Model, ties: Sequence[str] = ()) -> Recognised:
     """Recognises a model's parameters and normalises it; the model given is used up.
 
     Raises:
@@ -194,7 +194,7 @@ def _parameters(model: ir.Model) -> list[ir.Value]:
 
 
 def _tie_tables(model: ir.Model) -> Iterator[str]:
-    """Ties what an exporter folded of a table that indices are looked up in, such as a head."""
+    """Ties what an exporter folded from a table that indices are looked up in, such as a head."""
     taken = names_of(model.graph)
     for first, *others in equal_tensors(_parameters(model), _LARGE):
         group = [first, *others]

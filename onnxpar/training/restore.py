@@ -33,8 +33,8 @@ from onnxpar.training.attribution import (
     CONSTANT,
     UNKNOWN,
     Attribution,
+    Initializer,
     Key,
-    Tensor,
 )
 from onnxpar.training.exported import PARAMETER, Signature, arguments_of
 from onnxpar.training.folded import dims, doubt, functions_of, order, overlap
@@ -108,7 +108,7 @@ class _Restorer(Attribution):
             if len(node.inputs) <= place[0]:
                 node.resize_inputs(place[0] + 1)
             node.replace_input_with(place[0], value)
-            tensor = Tensor(value, (bias,), False, False, frozenset({bias.name}))
+            tensor = Initializer(value, (bias,), False, False, frozenset({bias.name}))
             self.tensors.append(tensor)
             self.by_value[id(value)] = tensor
             operator.left.remove(bias)
@@ -148,7 +148,7 @@ class _Restorer(Attribution):
                     f"which the exporter had merged since they were equal; they are back: {shown}"
                 )
 
-    def _copy(self, tensor: Tensor, key: Key) -> ir.Value:
+    def _copy(self, tensor: Initializer, key: Key) -> ir.Value:
         """Returns a new initializer for uses that stand for other placeholders."""
         name, folded = tensor.value.name or "", tensor.folded
         first = self.signature.placeholders.get(min(key)) if len(key) == 1 else None
@@ -161,7 +161,7 @@ class _Restorer(Attribution):
         self.graph.register_initializer(value)
         known = self.signature.placeholders
         own = tuple(known[n] for n in sorted(key) if n in known)
-        copy = Tensor(value, own, folded, False, key, tensor.functions)
+        copy = Initializer(value, own, folded, False, key, tensor.functions)
         self.tensors.append(copy)
         self.by_value[id(value)] = copy
         return value
@@ -175,7 +175,7 @@ class _Restorer(Attribution):
             if chain and len(tensor.own) == 1 == len(tensor.key) and tensor.own[0].is_parameter:
                 self._compute_again(tensor, chain)
 
-    def _compute_again(self, tensor: Tensor, chain: Sequence[str]) -> None:
+    def _compute_again(self, tensor: Initializer, chain: Sequence[str]) -> None:
         value, target = tensor.value, tensor.own[0].target
         assert value.const_value is not None and value.dtype is not None
         array = value.const_value.numpy()
@@ -206,14 +206,14 @@ class _Restorer(Attribution):
             f"the exporter had folded {' and '.join(chain)}"
         )
 
-    def _replace(self, tensor: Tensor, value: ir.Value) -> None:
+    def _replace(self, tensor: Initializer, value: ir.Value) -> None:
         del self.by_value[id(tensor.value)]
         tensor.value, tensor.functions = value, frozenset()
         self.by_value[id(value)] = tensor
 
     def tie(self) -> None:
         """Makes one of the tensors that are the same parameter, and notes what each was."""
-        same: dict[Key, list[Tensor]] = defaultdict(list)
+        same: dict[Key, list[Initializer]] = defaultdict(list)
         for tensor in self.tensors:
             same[tensor.key].append(tensor)
         for key, tensors in same.items():
@@ -227,7 +227,7 @@ class _Restorer(Attribution):
                 note_origin(tensor.value, origins[id(tensor.value)])
 
     def _tied(
-        self, base: Tensor, others: Sequence[Tensor], origins: Mapping[int, Origin]
+        self, base: Initializer, others: Sequence[Initializer], origins: Mapping[int, Origin]
     ) -> dict[int, Origin]:
         """Computes tensors from the one that they are rearranged of; returns what is in doubt."""
         doubtful: dict[int, Origin] = {}
@@ -245,7 +245,7 @@ class _Restorer(Attribution):
 
     # -- what they were ----------------------------------------------------------------------------
 
-    def _origin(self, tensor: Tensor) -> Origin:
+    def _origin(self, tensor: Initializer) -> Origin:
         """Returns what a tensor was."""
         unknown = sorted(name[1:] for name in tensor.key if name.startswith(UNKNOWN))
         if unknown:

@@ -50,9 +50,9 @@ class Counts:
 
     Attributes:
         trained: Elements that are trained.
-        elements: All elements.
+        elements: Elements of all parameters.
         trained_tensors: Tensors that are trained.
-        tensors: All tensors.
+        tensors: Tensors that are parameters.
     """
 
     trained: int

@@ -23,7 +23,7 @@ from onnxpar.passes.precision import compute_in
 from onnxpar.training.loss import LossKind, LossSpec
 from onnxpar.training.optimizer import OptimizerKind
 from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
@@ -57,7 +57,7 @@ def in_float16(model: ir.Model) -> ir.Model:
 def prepared(model: ir.Model, compute: str | None) -> Prepared:
     loss = LossSpec(LossKind.MSE)
     spec = TrainingSpec(loss, OptimizerKind.SGD, compute=compute)
-    return prepare_training(recognised(model), {}, spec)
+    return prepare_training(read_parameters(model), {}, spec)
 
 
 @pytest.mark.parametrize("exported", ["float32", "float16"])

@@ -21,7 +21,7 @@ from onnxpar.symbols import Symbol
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec, prepare_training
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>
@@ -53,7 +53,7 @@ SIZES = {"batch": 16, "seq": 64}
 
 def trained(model: ir.Model, loss: str, symbols: dict[str, Symbol]) -> Program:
     spec = TrainingSpec(parse_loss(loss), parse_optimizer("adamw"))
-    prepared = prepare_training(recognised(model), symbols, spec)
+    prepared = prepare_training(read_parameters(model), symbols, spec)
     return prepared.program(spec, Strategy.from_dict({"devices": 4}).optimizer_parallel)
 
 

@@ -12,7 +12,7 @@ import pytest
 from onnxpar.ops.constant_folding import FOLD_BYTES, FOLDABLE
 from onnxpar.passes.load import normalise
 from onnxpar.pipeline import analyse
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 from onnxpar.training.trainable import select
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
@@ -221,7 +221,7 @@ def test_folded_constants_are_not_told_as_parameters() -> None:
         "c = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>() k = Constant<value_float = 2.0>() "
         "p = Mul(c, k) t = MatMul(x, w) y = Add(t, p)"
     )
-    found: Any = recognised(ir.from_proto(model_of(text)))
+    found: Any = read_parameters(ir.from_proto(model_of(text)))
     assert "p" in found.model.graph.initializers
     selection = select(found.model)
     assert [tensor.name for tensor in selection.tensors] == ["w"]

@@ -16,7 +16,7 @@ from onnxpar.symbols import dim_symbol
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec, prepare_training
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 
 WIDTHS = (4, 8, 12)
 
@@ -123,5 +123,5 @@ def network(seed: int, pieces: int, parallel: OptimizerParallel) -> Planned:
         trainable=tuple(n for n in names if n[0] == "w"),
         freeze=tuple(n for n in names if n[0] != "w"),
     )
-    model = recognised(ir.from_proto(build(p, [p.values[-1]])))
+    model = read_parameters(ir.from_proto(build(p, [p.values[-1]])))
     return prepare_training(model, {}, spec).program(spec, parallel)

@@ -19,7 +19,7 @@ from onnxpar.symbols import Symbol
 from onnxpar.training.loss import parse_loss
 from onnxpar.training.optimizer import parse_optimizer
 from onnxpar.training.prepare import TrainingSpec, prepare_training
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>
@@ -40,7 +40,7 @@ def products(second: str, parallel: OptimizerParallel = NOT_PARALLEL) -> Program
     for name in sorted({"w", second}):
         weight = numpy_helper.from_array(np.zeros((256, 256), np.float32), name)
         proto.graph.initializer.append(weight)
-    model = recognised(ir.from_proto(proto))
+    model = read_parameters(ir.from_proto(proto))
     spec = TrainingSpec(parse_loss("mse"), parse_optimizer("adam"))
     symbols = {"batch": Symbol(divisor=4)}
     prepared = prepare_training(model, symbols, spec)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from onnxpar.errors import ModelError
 from onnxpar.training.origin import Role, origin_of
-from onnxpar.training.recognise import recognise, recognised
+from onnxpar.training.recognise import read_parameters, recognise
 from onnxpar.training.trainable import Selection, select
 
 torch = pytest.importorskip("torch")
@@ -56,7 +56,7 @@ def check(module: Any, *, optimize: bool = True) -> tuple[Selection, tuple[str, 
     """Recognises an export of a module of [batch, 8] inputs; it computes what the module does."""
     torch.manual_seed(0)
     x = torch.randn(3, 8)
-    found = recognised(exported(module, x, optimize=optimize))
+    found = read_parameters(exported(module, x, optimize=optimize))
     rng = np.random.default_rng(0)
     for batch in BATCHES:
         fed = rng.standard_normal((batch, 8)).astype(np.float32)
@@ -256,7 +256,7 @@ def test_what_was_computed_otherwise_is_in_doubt(function: Any, told: str) -> No
     selection, _, model = check(Net(lambda n, x: x * function(n.gate), gate=P(8)))
     (reason,) = selection.doubtful.values()
     assert reason.startswith(f"computed from gate by {told}")
-    assert not select(recognised(model).model, freeze=["gate"]).doubtful
+    assert not select(read_parameters(model).model, freeze=["gate"]).doubtful
     with pytest.raises(ModelError, match=f"computed from gate by {told}"):
         selection.ask(selection.doubtful)
 
@@ -313,12 +313,12 @@ def test_rows_that_are_read_twice_are_in_doubt() -> None:
 
 def test_a_weight_with_a_batch_norm_in_it_is_in_doubt() -> None:
     module = nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Flatten())
-    found = recognised(exported(module, torch.randn(3, 8, 1)))
+    found = read_parameters(exported(module, torch.randn(3, 8, 1)))
     selection = select(found.model)
     assert set(selection.doubtful) == {"0.weight", "0.bias"}
     assert all("batch norm" in reason for reason in selection.doubtful.values())
     # A file that keeps it trains what the module does.
-    kept = select(recognised(exported(module, torch.randn(3, 8, 1), optimize=False)).model)
+    kept = select(read_parameters(exported(module, torch.randn(3, 8, 1), optimize=False)).model)
     assert not kept.doubtful and kept.counts({}).trained == elements(module)[0]
 
 

@@ -10,7 +10,7 @@ from _declared import read
 
 from onnxpar.errors import ModelError
 from onnxpar.passes.load import load
-from onnxpar.training.recognise import recognised
+from onnxpar.training.recognise import read_parameters
 from onnxpar.training.trainable import Counts, Selection, select
 
 MODEL = """g (float[n, 4] x, int64[n] ids) => (float[n, 4] y)
@@ -33,7 +33,7 @@ MODEL = """g (float[n, 4] x, int64[n] ids) => (float[n, 4] y)
 
 
 def chosen(model: ir.Model, *args: Any, **options: Any) -> Selection:
-    return select(recognised(model).model, *args, **options)
+    return select(read_parameters(model).model, *args, **options)
 
 
 def sample() -> ir.Model:
