@@ -55,6 +55,7 @@ _PARAMETER = re.compile(
     r"intercepts?|[wb]\d*|[wb]_\d+|ReadVariableOp)(_(ih|hh)_l\d+(_reverse)?)?$",
     re.IGNORECASE,
 )
+_NORM = re.compile(r"(norm|ln)\w*[./]?\w*(scale|gain)$", re.IGNORECASE)
 _NUMBER = re.compile(r"(^|_)(alpha|gain|gate|scale|slope|temperature)$", re.IGNORECASE)
 _GENERATED = re.compile(
     r"^(onnx::\w+|val_\d+|_v_\d+|\d+|const\w*|.*Constant(_\d+)?(_output_\d+)?|_?tensor_constant\d+"
@@ -149,7 +150,7 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool) -> Origin:
     generated = _GENERATED.match(name) is not None
     if uses and all(is_statistic(node, index) for node, index in uses):
         return Origin(Role.CONSTANT, "it is a running statistic")
-    if _PARAMETER.search(last) and not generated:
+    if (_PARAMETER.search(last) or _NORM.search(name)) and not generated:
         return Origin(Role.PARAMETER, "its name is that of a parameter")
     if elements > 1:
         for node, index in uses:
