@@ -116,12 +116,14 @@ def network(seed: int, pieces: int, parallel: OptimizerParallel) -> Planned:
     while len(p.values) - len(p.inputs) < pieces:
         draw.choices(names, weights)[0](p)
     loss = draw.choice(["mse", "mse", "softmax_cross_entropy", "mae"])
-    names = [t.name for t in p.initializers if t.data_type == F32]
+    model = read_parameters(ir.from_proto(build(p, [p.values[-1]])))
+    # What nothing reads is no longer there.
+    used = model.model.graph.initializers
+    names = [t.name for t in p.initializers if t.data_type == F32 and t.name in used]
     spec = TrainingSpec(
         parse_loss(loss),
         parse_optimizer("adam"),
         trainable=tuple(n for n in names if n[0] == "w"),
         freeze=tuple(n for n in names if n[0] != "w"),
     )
-    model = read_parameters(ir.from_proto(build(p, [p.values[-1]])))
     return prepare_training(model, {}, spec).program(spec, parallel)

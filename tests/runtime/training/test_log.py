@@ -110,7 +110,7 @@ def test_what_is_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def tensor(name: str, trained: bool = True, reason: str = "", *nodes: str) -> TrainingTensor:
-    return TrainingTensor(name, 1000, trained, reason, nodes)
+    return TrainingTensor(name, 1000, trained, reason != "constant", reason, "its name", nodes)
 
 
 def test_what_is_trained() -> None:
@@ -120,6 +120,7 @@ def test_what_is_trained() -> None:
         tensor("b"),
         tensor("c", False, "frozen"),
         tensor("d", False),
+        tensor("e", False, "constant"),
     )
     lines = what_is_trained(Training(loss, "adamw", {}, tensors, ("untied x",), {}))
     assert lines == [
