@@ -48,7 +48,7 @@ from onnxpar.training.origin import (
 )
 from onnxpar.training.tying import put, tie
 
-_ASK = "which the exporter folded or merged; optimize=False keeps it apart"
+_ASK = "when it was exported; optimize=False avoids that"
 _MARKED = "PyTorch's exporter marks it {}"
 _NO_PARAMETER = "no parameter of the PyTorch module is in it"
 
@@ -68,7 +68,7 @@ def restore(model: ir.Model, signature: Signature) -> tuple[str, ...]:
     work.add_biases()
     work.invert()
     work.tie()
-    return (*work.notices, *work.missing())
+    return (*work.missing(), *work.notices)
 
 
 class _Restorer(Attribution):
@@ -240,7 +240,9 @@ class _Restorer(Attribution):
             elif not base.folded or overlap(base.functions) or overlap(tensor.functions):
                 names = tuple(p.target for p in tensor.own)
                 why = f"{base.value.name!r} stands for {', '.join(names)} as well"
-                doubtful[id(tensor.value)] = Origin(Role.DOUBTFUL, f"{why}, {_ASK}", names=names)
+                doubtful[id(tensor.value)] = Origin(
+                    Role.DOUBTFUL, f"{why}: they came apart {_ASK}", names=names
+                )
         return doubtful
 
     # -- what they were ----------------------------------------------------------------------------
@@ -251,8 +253,7 @@ class _Restorer(Attribution):
         if unknown:
             return Origin(
                 Role.DOUBTFUL,
-                f"it stands for {unknown[0]!r} of the module, and the file does not say what that "
-                f"was computed from, {_ASK}",
+                f"it stands for {unknown[0]!r} of the module, whose source was lost {_ASK}",
             )
         placeholders = [self.signature.placeholders[name] for name in sorted(tensor.key)]
         names = ", ".join(p.target for p in placeholders)
@@ -274,7 +275,7 @@ class _Restorer(Attribution):
         others = tuple(p.target for p in placeholders if not p.is_parameter)
         why = doubt(tensor.value, tensor.functions, parameters, others)
         if why:
-            return Origin(Role.DOUBTFUL, f"{why}, {_ASK}", names=parameters)
+            return Origin(Role.DOUBTFUL, f"{why} {_ASK}", names=parameters)
         count = dims(tensor.value, tensor.functions)
         return Origin(Role.PARAMETER, f"folded from {names}", count, parameters)
 
