@@ -34,8 +34,8 @@ REARRANGING = frozenset(
 )  # fmt: skip
 """Functions of PyTorch whose result has elements of the argument, each once at the most."""
 
-_WHOLE = frozenset({"getitem", "select", "slice"})
-"""Those that tell nothing of what else reads the argument: two results may overlap."""
+_CUTTING = frozenset({"select", "slice"})
+"""Those of them that say nothing of other results, which may overlap."""
 
 _TRANSLATED = frozenset(
     (
@@ -125,24 +125,17 @@ def doubt(
             return ""
         # A number was added: the difference of a parameter and what stands here never changes.
         inner = [name for name in folded_from(value) if is_inner(name)]
-        if functions == {_SHIFTING} and not others and len(inner) <= 1:
-            return (
-                ""
-                if len([s for s in sizes(value) if s > 1]) <= 1 and inner
-                else _told(names, computed)
-            )
-    return _told(names, computed)
-
-
-def _told(names: str, computed: frozenset[str]) -> str:
+        vector = sum(1 for size in sizes(value) if size > 1) <= 1
+        if functions == {_SHIFTING} and not others and len(inner) == 1 and vector:
+            return ""
     by = f" by {', '.join(sorted(computed))}" if computed else ""
     return f"computed from {names}{by}"
 
 
 def overlap(functions: frozenset[str]) -> bool:
-    """Tells whether two tensors that these functions made of one parameter may share elements."""
+    """Tells whether a tensor made so may share elements with another of the same parameter."""
     parts = functions & {"chunk", "split", "split_with_sizes", "unbind"}
-    return not parts or bool(functions & (_WHOLE - {"getitem"}))
+    return not parts or bool(functions & _CUTTING)
 
 
 def order(functions: frozenset[str], value: ir.Value) -> list[str]:

@@ -45,7 +45,6 @@ _TRACED = (
     "tied, or computed from others: names and places decide, and what it merged or folded is "
     "trained as it stands; torch.onnx.export(dynamo=True, optimize=False) writes all of it"
 )
-ONE_ELEMENT = "one element"
 _LARGE = 64
 """Elements from which equal tensors are no accident."""
 
@@ -168,7 +167,9 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool) -> Origin:
     if elements <= 1:
         # Numbers of formulas have no names of their own in what PyTorch traced.
         doubt = not generated and (traced or _NUMBER.search(last))
-        return Origin(Role.DOUBTFUL, _doubt(uses)) if doubt else Origin(Role.CONSTANT, ONE_ELEMENT)
+        return (
+            Origin(Role.DOUBTFUL, _doubt(uses)) if doubt else Origin(Role.CONSTANT, "one element")
+        )
     return Origin(Role.DOUBTFUL, _doubt(uses))
 
 

@@ -17,7 +17,7 @@ What is folded from parameters in another way, or multiplied by a batch norm, is
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -200,16 +200,11 @@ class _Restorer(Attribution):
             node.replace_input_with(index, made)
         del self.graph.initializers[value.name or ""]
         self.graph.register_initializer(source)
-        self._replace(tensor, source)
+        tensor.value, tensor.functions = source, frozenset()
         self.notices.append(
             f"initializer {value.name!r} is computed from the parameter {name!r} again, of which "
             f"the exporter had folded {' and '.join(chain)}"
         )
-
-    def _replace(self, tensor: Initializer, value: ir.Value) -> None:
-        del self.by_value[id(tensor.value)]
-        tensor.value, tensor.functions = value, frozenset()
-        self.by_value[id(value)] = tensor
 
     def tie(self) -> None:
         """Makes one of the tensors that are the same parameter, and notes what each was."""
@@ -222,13 +217,11 @@ class _Restorer(Attribution):
             if key != CONSTANT and len(trained) > 1:
                 trained.sort(key=lambda t: t.folded)
                 base, *others = trained
-                origins.update(self._tied(base, others, origins))
+                origins.update(self._tied(base, others))
             for tensor in tensors:
                 note_origin(tensor.value, origins[id(tensor.value)])
 
-    def _tied(
-        self, base: Initializer, others: Sequence[Initializer], origins: Mapping[int, Origin]
-    ) -> dict[int, Origin]:
+    def _tied(self, base: Initializer, others: Sequence[Initializer]) -> dict[int, Origin]:
         """Computes tensors from the one that they are rearranged of; returns what is in doubt."""
         doubtful: dict[int, Origin] = {}
         for tensor in others:
