@@ -202,7 +202,7 @@ class Form:
         types = {v.name: v for v in (*graph.value_info, *graph.output)}
         read = {name for node in graph.node for name in node.input}
         small = {
-            i.name: _tensor(i, 8)
+            i.name: _tensor(i)
             for i in graph.initializer
             if re.fullmatch(r"onnxpar\.const(\.\d+)?", i.name) and i.name in read
         }

@@ -17,7 +17,7 @@ from onnxpar.ops import table
 
 TOOL = Path(__file__).parents[2] / "tools" / "golden.py"
 sys.path.insert(0, str(TOOL.parent))
-import golden
+import golden  # noqa: E402
 
 FILES = golden.files()
 AS_IT_IS = ("copied as it is", "of its body")
@@ -97,8 +97,12 @@ def made() -> str:
 
 
 def has(text: str, op_type: str) -> bool:
-    """Whether a node of this type is in a text, as `= Type(` or `= domain.Type<`."""
-    return re.search(rf"= (?:[\w.]+\.)?{op_type} ?[(<]", text) is not None
+    """Whether a node of this type is in a text.
+
+    As `= Type(` or `= domain.Type<`, of a plan ` (Type)`, or as the scope of its local form, `/Type/`.
+    """
+    shown = rf"= (?:[\w.]+\.)?{op_type} ?[(<]| \({op_type}\)|/{op_type}(\.\d+)?/$"
+    return re.search(shown, text, re.MULTILINE) is not None
 
 
 def families() -> Iterator[ModuleType]:
@@ -117,7 +121,6 @@ def test_every_family_of_operators_is_shown(models: str, made: str) -> None:
 
 
 def test_every_local_form_is_shown(models: str, made: str) -> None:
-    """Operators whose node is not just copied; what gradients are made of does not outlive its local form."""
     printed = golden.printed_by("onnxpar ops --json")
     rows = [row for row in json.loads(printed) if row["local"] not in AS_IT_IS]
     assert len(rows) > 50
