@@ -99,7 +99,7 @@ def made() -> str:
 def has(text: str, op_type: str) -> bool:
     """Whether a node of this type is in a text.
 
-    As `= Type(` or `= domain.Type<`, of a plan ` (Type)`, or as the scope of its local form, `/Type/`.
+    As `= Type(` or `= domain.Type<`, in a plan ` (Type)`, or `/Type/`, the scope of its local form.
     """
     shown = rf"= (?:[\w.]+\.)?{op_type} ?[(<]| \({op_type}\)|/{op_type}(\.\d+)?/$"
     return re.search(shown, text, re.MULTILINE) is not None
