@@ -1,7 +1,6 @@
-#!/usr/bin/env python
 """Writes the results of the golden files anew, from the commands and models that they have.
 
-    tools/golden.py [PATTERN ...] [--check]
+    python tools/golden.py [PATTERN ...] [--check]
 
 A golden file, `tests/golden/<area>/<case>.txt`, shows in text what the command line makes of a
 small model:

@@ -41,7 +41,7 @@ def named(path: Path) -> str:
 def test_golden(path: Path) -> None:
     found = golden.difference(path)
     if found:
-        command = f"tools/golden.py {named(path)}"
+        command = f"python tools/golden.py {named(path)}"
         pytest.fail(
             f"{named(path)} differs; if it should, run `{command}`:\n{found}", pytrace=False
         )
