@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Writes the results of the golden files anew, from the commands and models that they have.
 
     python tools/golden.py [PATTERN ...] [--check]
