@@ -8,21 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnxpar.annotating import annotate
-    from onnxpar.errors import OnnxparError
-    from onnxpar.functional import Sharded, shard
-    from onnxpar.layout import Layout
-    from onnxpar.mesh import Mesh
-    from onnxpar.passes.load import load
-    from onnxpar.passes.part import part
-    from onnxpar.pipeline import plan
-    from onnxpar.pipeline import shard as shard_model
-    from onnxpar.sharding import Sharding
+    from onnxpar.api.annotate import annotate
+    from onnxpar.api.compiler import plan
+    from onnxpar.api.compiler import shard as shard_model
+    from onnxpar.api.functional import Sharded, shard
+    from onnxpar.autodiff.append_loss import LossKind, LossSpec
+    from onnxpar.autodiff.optimizer import OptimizerKind
+    from onnxpar.autodiff.training_program import TrainingSpec
+    from onnxpar.core.errors import OnnxparError
+    from onnxpar.core.layout import Layout
+    from onnxpar.core.mesh import Mesh
+    from onnxpar.core.sharding import Sharding
+    from onnxpar.core.symbols import Symbol
+    from onnxpar.frontend.load import load
+    from onnxpar.frontend.part import part
     from onnxpar.strategy import Strategy
-    from onnxpar.symbols import Symbol
-    from onnxpar.training.loss import LossKind, LossSpec
-    from onnxpar.training.optimizer import OptimizerKind
-    from onnxpar.training.prepare import TrainingSpec
 
 __version__ = "0.1.0"
 
@@ -48,22 +48,22 @@ __all__ = [
 
 _HOMES = {
     "Layout": ("onnxpar.layout", "Layout"),
-    "LossKind": ("onnxpar.training.loss", "LossKind"),
-    "LossSpec": ("onnxpar.training.loss", "LossSpec"),
+    "LossKind": ("onnxpar.autodiff.append_loss", "LossKind"),
+    "LossSpec": ("onnxpar.autodiff.append_loss", "LossSpec"),
     "Mesh": ("onnxpar.mesh", "Mesh"),
-    "OnnxparError": ("onnxpar.errors", "OnnxparError"),
-    "OptimizerKind": ("onnxpar.training.optimizer", "OptimizerKind"),
-    "Sharded": ("onnxpar.functional", "Sharded"),
-    "Sharding": ("onnxpar.sharding", "Sharding"),
+    "OnnxparError": ("onnxpar.core.errors", "OnnxparError"),
+    "OptimizerKind": ("onnxpar.autodiff.optimizer", "OptimizerKind"),
+    "Sharded": ("onnxpar.api.functional", "Sharded"),
+    "Sharding": ("onnxpar.core.sharding", "Sharding"),
     "Strategy": ("onnxpar.strategy", "Strategy"),
-    "Symbol": ("onnxpar.symbols", "Symbol"),
-    "TrainingSpec": ("onnxpar.training.divide", "TrainingSpec"),
-    "annotate": ("onnxpar.annotating", "annotate"),
-    "load": ("onnxpar.passes.load", "load"),
-    "part": ("onnxpar.passes.part", "part"),
-    "plan": ("onnxpar.pipeline", "plan"),
-    "shard": ("onnxpar.functional", "shard"),
-    "shard_model": ("onnxpar.pipeline", "shard"),
+    "Symbol": ("onnxpar.core.symbols", "Symbol"),
+    "TrainingSpec": ("onnxpar.api.divide_training", "TrainingSpec"),
+    "annotate": ("onnxpar.api.annotate", "annotate"),
+    "load": ("onnxpar.frontend.load", "load"),
+    "part": ("onnxpar.frontend.part", "part"),
+    "plan": ("onnxpar.api.compiler", "plan"),
+    "shard": ("onnxpar.api.functional", "shard"),
+    "shard_model": ("onnxpar.api.compiler", "shard"),
 }
 
 

@@ -21,15 +21,15 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from sliding_reference import OPERATORS as SLIDING
 
-from onnxpar.analysis.graph import read_by
-from onnxpar.mesh import Mesh
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, DimSharding, Sharding, join, split
+from onnxpar.core.symbols import symbols_of
+from onnxpar.graph.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.graph.closure import every_node
+from onnxpar.graph.reads import read_by
+from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
 from onnxpar.ops.functions import FUNCTIONS, VERSION
-from onnxpar.ops.gradients.matmul import MICROSOFT
-from onnxpar.passes.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
-from onnxpar.passes.closure import every_node
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.sharding import Component, DimSharding, Sharding, join, split
-from onnxpar.symbols import symbols_of
+from onnxpar.partition.partitioned_model import PartitionedModel
 
 Array = NDArray[np.generic]
 Evaluate = Callable[[Mapping[str, Array]], dict[str, Array]]

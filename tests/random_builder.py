@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from sympy import Mul
 
-from onnxpar.symbols import Dim, dim_symbol
+from onnxpar.core.symbols import Dim, dim_symbol
 
 Array = NDArray[Any]
 OPSET = 20

@@ -29,7 +29,7 @@ from random_builder import (
     plain,
 )
 
-from onnxpar.symbols import Dim, dim_symbol
+from onnxpar.core.symbols import Dim, dim_symbol
 
 VOCABULARY = 6
 SIZES = (1, 2, 3, 4, 6, 8)

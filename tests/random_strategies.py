@@ -6,11 +6,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.analysis.plan import factor_sizes
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Analysed
-from onnxpar.sharding import Component, Sharding
+from onnxpar.api.compiler import Analysed
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding
+from onnxpar.graph.plan import factor_sizes
+from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.strategy import Strategy, resolve
 
 MESHES = (

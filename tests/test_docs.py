@@ -19,7 +19,7 @@ from _exporter import save
 from launching import mpirun
 
 from onnxpar.cli import build_app, main
-from onnxpar.ops.registry import Missing
+from onnxpar.ops.operator import Missing
 from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment

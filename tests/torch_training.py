@@ -41,11 +41,11 @@ from random_networks import CLASSES, EXAMPLE, Network, network
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onnxpar.errors import OnnxparError
-from onnxpar.pipeline import shard
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import OnnxparError
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.hyper import Settings, hyperparameters

@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.strategy import Strategy
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
 

@@ -44,7 +44,7 @@ import onnx.parser
 import onnxruntime
 import yaml
 
-from onnxpar.machine import PRESETS, parse_bytes
+from onnxpar.core.machine import PRESETS, parse_bytes
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import session_options, threads_per_rank

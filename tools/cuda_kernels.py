@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the table of the kernels that onnxruntime's CUDA provider has.
 
-    tools/cuda_kernels.py            # writes onnxpar/ops/cuda_kernels.json
+    tools/cuda_kernels.py            # writes onnxpar/ops/device/cuda_kernels.json
     tools/cuda_kernels.py --check    # exit code 1 where the file is not what it would write
 
 The kernels are listed by the provider itself, which loads without a GPU from the stand-in

@@ -382,10 +382,10 @@ class Bench:
 
     def shard(self, row: Row, out: Path) -> Any:
         """Divides training by AdamW; returns the summary."""
-        from onnxpar.pipeline import shard
-        from onnxpar.training.loss import parse_loss
-        from onnxpar.training.optimizer import parse_optimizer
-        from onnxpar.training.prepare import TrainingSpec
+        from onnxpar.api.compiler import shard
+        from onnxpar.autodiff.append_loss import parse_loss
+        from onnxpar.autodiff.optimizer import parse_optimizer
+        from onnxpar.autodiff.training_program import TrainingSpec
 
         exported = self.exported(row.exporter)
         spec = TrainingSpec(
@@ -458,8 +458,8 @@ def compare(row: Compared, bench: Bench) -> None:
 
 def check_forward(row: Verified, bench: Bench) -> None:
     """Divides the forward program and verifies it."""
-    from onnxpar import execute
-    from onnxpar.pipeline import shard
+    from onnxpar.api import runtime
+    from onnxpar.api.compiler import shard
 
     path = bench.exported(row.exporter).path
     out = bench.folder / "forward"
@@ -469,21 +469,21 @@ def check_forward(row: Verified, bench: Bench) -> None:
     row.forward = _counts(totals["collectives_by_op"])
     kinds = Counter(item["op_type"] for item in summary.report["replicated"])
     row.replicated = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    cases = execute.verify(out, path, cases=_cases(out, bench.settings))
+    cases = runtime.verify(out, path, cases=_cases(out, bench.settings))
     row.bytes = str(cases[0].bytes_expected)
     _demand(cases)
 
 
 def check_training(row: Verified, bench: Bench) -> None:
     """Divides training, verifies three steps, and compares five losses with PyTorch's."""
-    from onnxpar import execute
+    from onnxpar.api import runtime
 
     path = bench.exported(row.exporter).path
     out = bench.folder / "training"
     row.training = _counts(bench.shard(row, out).report["totals"]["collectives_by_op"])
     settings = bench.settings
     chosen = _cases(out, settings)
-    cases = execute.verify(out, path, cases=chosen, steps=VERIFIED_STEPS, lr=settings.rate)
+    cases = runtime.verify(out, path, cases=chosen, steps=VERIFIED_STEPS, lr=settings.rate)
     row.bytes += f" / {cases[0].bytes_expected}"
     _demand(cases)
     ours, theirs = bench.ranks(out, STEPS), bench.theirs

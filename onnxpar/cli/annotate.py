@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onnxpar.annotating import annotate
+from onnxpar.api.annotate import annotate
 from onnxpar.cli.options import Constraints, Devices
 from onnxpar.cli.shard import SHOWN, count, parse_symbols
 

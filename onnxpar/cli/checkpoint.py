@@ -28,17 +28,18 @@ def reshard(
     verify: Verify = False,
 ) -> None:
     """Write a checkpoint as the ranks of another mesh hold it."""
-    from onnxpar import execute  # loads onnxruntime, which the other commands do without
+    # It loads onnxruntime, which the other commands do without.
+    from onnxpar.api import runtime
 
-    typer.echo(execute.reshard_checkpoint(source, target, to, verify=verify))
+    typer.echo(runtime.reshard_checkpoint(source, target, to, verify=verify))
 
 
 @app.command()
 def merge(source: Source, target: Target, verify: Verify = False) -> None:
     """Write a checkpoint with every tensor whole, as one device holds it."""
-    from onnxpar import execute
+    from onnxpar.api import runtime
 
-    typer.echo(execute.merge_checkpoint(source, target, verify=verify))
+    typer.echo(runtime.merge_checkpoint(source, target, verify=verify))
 
 
 @app.command()
@@ -59,6 +60,6 @@ def export(
     verify: Verify = False,
 ) -> None:
     """Write the trained parameters: the model with them, or by name for PyTorch."""
-    from onnxpar import execute
+    from onnxpar.api import runtime
 
-    typer.echo(execute.export_checkpoint(source, output, model, tie or (), verify=verify))
+    typer.echo(runtime.export_checkpoint(source, output, model, tie or (), verify=verify))

@@ -38,9 +38,10 @@ def command(
     custom_ops: CustomOps = None,
 ) -> None:
     """Evaluate on a source of data: `mpirun -n N onnxpar eval DIR …`."""
-    from onnxpar import execute  # loads onnxruntime and MPI, which the other commands do without
+    # It loads onnxruntime and MPI, which the other commands do without.
+    from onnxpar.api import runtime
 
-    code = execute.evaluate(
+    code = runtime.evaluate(
         directory,
         data,
         batch_size=batch_size,

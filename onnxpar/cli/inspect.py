@@ -12,20 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onnxpar.analysis.device import device_data
-from onnxpar.analysis.report import OF_A_PROGRAM, model_data
-from onnxpar.artifacts.directory import MANIFEST, read_manifest
+from onnxpar.api.compiler import analyse
 from onnxpar.cli.options import AsJson
-from onnxpar.cli.shard import (
-    count,
-    describe_device,
-    describe_mesh,
-    describe_nodes,
-    describe_sent,
-)
-from onnxpar.errors import ArtifactError
-from onnxpar.passes.load import load
-from onnxpar.pipeline import analyse
+from onnxpar.cli.shard import count, describe_device, describe_mesh, describe_nodes, describe_sent
+from onnxpar.core.errors import ArtifactError
+from onnxpar.emit.directory import MANIFEST, read_manifest
+from onnxpar.frontend.load import load
+from onnxpar.report.devices import device_data
+from onnxpar.report.inspect_data import OF_A_PROGRAM, model_data
 
 Json = dict[str, Any]
 WIDTH = 240
@@ -86,7 +80,7 @@ def command(
 def read_report(directory: Path, rank: int | None = None, program: str | None = None) -> Json:
     """Returns the report of an artifact directory.
 
-    Keys are those of `onnxpar.analysis.report.inspect_data` for one program, and `program`, its
+    Keys are those of `onnxpar.report.inspect_data.inspect_data` for one program, and `program`, its
     name; `programs`, with `collectives`, `replicated` and `totals` of every program by name; and
     `training`, the manifest's entry of that name, where the directory is for training.
 

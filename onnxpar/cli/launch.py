@@ -36,10 +36,11 @@ def command(
 
     When a rank dies, all end, and the run goes on from the last whole checkpoint.
     """
-    from onnxpar import execute  # loads onnxruntime, which the other commands do without
+    # It loads onnxruntime, which the other commands do without.
+    from onnxpar.api import runtime
 
     raise typer.Exit(
-        execute.launch(
+        runtime.launch(
             arguments,
             ranks=ranks,
             retries=retries,

@@ -23,10 +23,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.price import NodePrice, Price
-from onnxpar.analysis.search.find import GAP, UNLIMITED, Candidate, Told
-from onnxpar.artifacts import check_file, new_file
+from onnxpar.api.plan_strategy import Planned, plan_strategy, searching
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.mixed_precision import parse_compute
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import (
     TRAINING,
     AsJson,
@@ -40,21 +41,20 @@ from onnxpar.cli.options import (
     Trainable,
 )
 from onnxpar.cli.shard import parse_symbols
-from onnxpar.errors import ModelError, StrategyError
-from onnxpar.machine import parse_bytes
-from onnxpar.passes.load import read
-from onnxpar.passes.precision import parse_compute
-from onnxpar.passes.validity import blamed_on_model
-from onnxpar.planning import Planned, plan_strategy, searching
+from onnxpar.core.errors import ModelError, StrategyError
+from onnxpar.core.machine import parse_bytes
+from onnxpar.cost.price import NodePrice, Price
+from onnxpar.emit import check_file, new_file
+from onnxpar.frontend.load import read
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.validity import blamed_on_model
+from onnxpar.search.find import GAP, UNLIMITED, Candidate, Told
+from onnxpar.search.ways import FOUND, Way
 from onnxpar.strategy import Strategy, strategy_for
-from onnxpar.strategy.load import AUTO
+from onnxpar.strategy.presets import AUTO
 from onnxpar.strategy.problems import in_words, problem
+from onnxpar.strategy.save import write_strategy
 from onnxpar.strategy.schema import SearchEntry
-from onnxpar.strategy.ways import FOUND, Way
-from onnxpar.strategy.write import write_strategy
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
 
 WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")

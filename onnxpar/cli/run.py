@@ -23,9 +23,10 @@ def command(
     custom_ops: CustomOps = None,
 ) -> None:
     """Run the program once on whole arrays: `mpirun -n N onnxpar run DIR …`."""
-    from onnxpar import execute  # loads onnxruntime and MPI, which the other commands do without
+    # It loads onnxruntime and MPI, which the other commands do without.
+    from onnxpar.api import runtime
 
-    code = execute.run(
+    code = runtime.run(
         directory,
         inputs,
         outputs,

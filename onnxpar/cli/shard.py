@@ -8,7 +8,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onnxpar.analysis.recompute import AGAIN
+from onnxpar.api.compiler import Summary, shard
+from onnxpar.api.divide_training import DividedTraining
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.mixed_precision import parse_compute
+from onnxpar.autodiff.optimizer import StateKind, parse_optimizer
+from onnxpar.autodiff.recomputation.candidates import AGAIN
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import (
     TRAINING,
     Compute,
@@ -23,15 +29,9 @@ from onnxpar.cli.options import (
     Tie,
     Trainable,
 )
-from onnxpar.errors import ModelError, SymbolError
-from onnxpar.passes.precision import parse_compute
-from onnxpar.pipeline import Summary, shard
-from onnxpar.strategy.recomputing import parse_recompute
-from onnxpar.symbols import Symbol
-from onnxpar.training.divide import DividedTraining
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import StateKind, parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.core.errors import ModelError, SymbolError
+from onnxpar.core.symbols import Symbol
+from onnxpar.strategy.recompute_entry import parse_recompute
 
 SHOWN = 5
 

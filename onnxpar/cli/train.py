@@ -141,9 +141,10 @@ def command(
     custom_ops: CustomOps = None,
 ) -> None:
     """Train on a source of data: `mpirun -n N onnxpar train DIR …`."""
-    from onnxpar import execute  # loads onnxruntime and MPI, which the other commands do without
+    # It loads onnxruntime and MPI, which the other commands do without.
+    from onnxpar.api import runtime
 
-    code = execute.train(
+    code = runtime.train(
         directory,
         data,
         lr=lr,

@@ -12,7 +12,7 @@ from rich.table import Table
 from onnxpar.cli.options import Artifacts, AsJson, CustomOps, Ort
 
 if TYPE_CHECKING:
-    from onnxpar.execute import Case, TrainingCase
+    from onnxpar.api.runtime import Case, TrainingCase
 
 # Names of a list that may be long.
 _SHOWN = 5
@@ -63,9 +63,10 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Run every rank in this process and compare with the undivided model."""
-    from onnxpar import execute  # loads onnxruntime, which the other commands do without
+    # It loads onnxruntime, which the other commands do without.
+    from onnxpar.api import runtime
 
-    cases = execute.verify(
+    cases = runtime.verify(
         directory,
         model,
         cases=symbol or (),
@@ -79,14 +80,14 @@ def command(
         custom_ops=custom_ops or (),
     )
     if as_json:
-        typer.echo(execute.report_json(cases))
+        typer.echo(runtime.report_json(cases))
     else:
         _print(cases)
     raise typer.Exit(0 if all(case.ok for case in cases) else 1)
 
 
 def _print(cases: "Sequence[Case] | Sequence[TrainingCase]") -> None:
-    from onnxpar.execute import TrainingCase
+    from onnxpar.api.runtime import TrainingCase
 
     console = Console()
     trained = [case for case in cases if isinstance(case, TrainingCase)]

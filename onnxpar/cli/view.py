@@ -7,9 +7,9 @@ from typing import Annotated
 import netron
 import typer
 
-from onnxpar.artifacts.directory import MANIFEST, read_manifest
 from onnxpar.cli.options import Artifacts
-from onnxpar.errors import ArtifactError
+from onnxpar.core.errors import ArtifactError
+from onnxpar.emit.directory import MANIFEST, read_manifest
 
 
 def command(

@@ -6,7 +6,7 @@ import sympy
 from onnx.defs import OpSchema
 from onnx_shape_inference import ShapeInferenceContext, registry
 
-from onnxpar.symbols import as_dim, dim_str
+from onnxpar.core.symbols import as_dim, dim_str
 
 MICROSOFT = "com.microsoft"
 

@@ -7,11 +7,11 @@ from typing import NoReturn
 
 import onnx_ir as ir
 
-from onnxpar.analysis.plan import factor_sizes
-from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import ModelError, ShardingError
-from onnxpar.ops.rule import ABSENT, REPLICATED, WHOLE, Operand, OpRule
-from onnxpar.symbols import Dim, symbols_of
+from onnxpar.core.errors import ModelError, ShardingError
+from onnxpar.core.rule import ABSENT, REPLICATED, WHOLE, Operand, OpRule
+from onnxpar.core.symbols import Dim, symbols_of
+from onnxpar.graph.plan import factor_sizes
+from onnxpar.graph.shapes import NodeView
 
 
 def replicated_rule(view: NodeView) -> OpRule:

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import ModelError, NodeError
-from onnxpar.mesh import Atoms
+from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.mesh import Atoms
+from onnxpar.core.sharding import local_size
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.padding import block_start, fill_value, select, valid_count
+from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.local import LocalNode
-from onnxpar.passes.builder import INT64
-from onnxpar.passes.padding import block_start, fill_value, select, valid_count
-from onnxpar.sharding import local_size
-from onnxpar.symbols import Dim
 
 BOOL = ir.DataType.BOOL
 FLOAT = ir.DataType.FLOAT

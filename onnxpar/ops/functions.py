@@ -16,7 +16,7 @@ from math import log, pi, sqrt
 import onnx.parser
 import onnx_ir as ir
 
-from onnxpar.passes.builder import DOMAIN
+from onnxpar.graph.builder import DOMAIN
 
 VERSION = 1
 MIN_OPSET = 18

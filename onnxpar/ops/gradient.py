@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from onnxpar.errors import ModelError, RuleError
-from onnxpar.ops.body import GlobalNode
+from onnxpar.core.errors import ModelError, RuleError
+from onnxpar.core.symbols import Dim, dim_str
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.ops.function_body import GlobalNode
 from onnxpar.ops.functions import MIN_OPSET, Function
-from onnxpar.passes.builder import DOMAIN
-from onnxpar.passes.global_graph import GlobalBuilder
-from onnxpar.symbols import Dim, dim_str
 
 
 class InnerGradients(Protocol):

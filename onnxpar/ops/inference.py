@@ -14,11 +14,12 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext, registry
 
-from onnxpar.ops import quantized_inference, resize_inference
+from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
-from onnxpar.ops.control_inference import CONTROL
-from onnxpar.ops.size_values import EVALUATED, put_values
-from onnxpar.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
+from onnxpar.ops.control.inference import CONTROL
+from onnxpar.ops.image import inference as image_inference
+from onnxpar.ops.quantized import inference as quantized_inference
+from onnxpar.ops.sizes.values import EVALUATED, put_values
 
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
 # Ends beyond this mean "to the end", whichever width of integer they were written for.
@@ -32,7 +33,7 @@ def correct_inference() -> None:
     for op_type, version, infer in CORRECTIONS:
         if registry.get("", op_type, version) is not infer:
             registry.register("", op_type, version)(infer)
-    further = (*quantized_inference.INFERENCE, *resize_inference.MICROSOFT)
+    further = (*quantized_inference.INFERENCE, *image_inference.MICROSOFT)
     for op_type, infer in (*INFERENCE, *further):
         if registry.get(MICROSOFT, op_type, 1) is not infer:
             registry.register(MICROSOFT, op_type, 1)(infer)
@@ -294,7 +295,7 @@ _SHAPES: tuple[tuple[str, int, InferFn], ...] = (
     *_wrapped(infer_expand, "Expand"),
     *_wrapped(infer_reshape, "Reshape"),
     *CONTROL,
-    *resize_inference.CORRECTIONS,
+    *image_inference.CORRECTIONS,
     *_wrapped(infer_split, "Split"),
     *_wrapped(infer_pad, "Pad"),
     *_wrapped(infer_range, "Range"),

@@ -16,8 +16,8 @@ from itertools import combinations, zip_longest
 import onnx_ir as ir
 import sympy
 
-from onnxpar.symbols import Dim, as_dim, symbols_of
-from onnxpar.symbols.expr import value_of
+from onnxpar.core.symbols import Dim, as_dim, symbols_of
+from onnxpar.core.symbols.expressions import value_of
 
 _BROADCASTING = frozenset(
     (

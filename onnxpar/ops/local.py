@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.analysis.plan import NodePlan, factor_sizes
-from onnxpar.analysis.reshard import moved_bytes
-from onnxpar.analysis.shapes import NodeView
-from onnxpar.mesh import Atoms, Mesh
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64, GraphBuilder
+from onnxpar.graph.padding import mask_component
+from onnxpar.graph.plan import NodePlan, factor_sizes
+from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.fallback import refuse_random
-from onnxpar.passes.builder import INT64, GraphBuilder
-from onnxpar.passes.padding import mask_component
-from onnxpar.sharding import Component, DimSharding, Sharding, local_size
-from onnxpar.symbols import Dim
+from onnxpar.resharding.steps import moved_bytes
 
 
 @dataclass(frozen=True)

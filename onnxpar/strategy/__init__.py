@@ -1,6 +1,6 @@
 """Strategies: the strategy file, presets, MindSpore's tuples, and what they mean for a model."""
 
-from onnxpar.strategy.load import load_strategy, strategy_for
+from onnxpar.strategy.presets import load_strategy, strategy_for
 from onnxpar.strategy.resolve import resolve, resolved
 from onnxpar.strategy.schema import NodeEntry, Strategy
 

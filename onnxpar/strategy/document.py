@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from onnxpar.errors import StrategyError
+from onnxpar.core.errors import StrategyError
 
 Location = tuple[str | int, ...]
 MAX_NODES = 1_000_000

@@ -7,15 +7,15 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from onnxpar.analysis.plan import factor_sizes, operand_sharding, project
-from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.errors import StrategyError
-from onnxpar.layout import TensorLayout
-from onnxpar.sharding import DimSharding, Sharding
-from onnxpar.strategy.entry import TensorEntry, read_tensor
+from onnxpar.core.errors import StrategyError
+from onnxpar.core.layout import TensorLayout
+from onnxpar.core.sharding import DimSharding, Sharding
+from onnxpar.graph.plan import factor_sizes, operand_sharding, project
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.propagation.walk import Rules
 from onnxpar.strategy.operands import Site, counts_of, numeric_factors, show
 from onnxpar.strategy.schema import NodeEntry
+from onnxpar.strategy.tensor_entry import TensorEntry, read_tensor
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from onnxpar.errors import MachineError
-from onnxpar.machine import PRESETS, Link, Machine, parse_bytes
+from onnxpar.core.errors import MachineError
+from onnxpar.core.machine import PRESETS, Link, Machine, parse_bytes
+from onnxpar.core.names import nearest
 from onnxpar.strategy.document import read_document
-from onnxpar.strategy.names import nearest
 from onnxpar.strategy.problems import in_words, problem
 
 

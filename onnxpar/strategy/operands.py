@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
-from onnxpar.analysis.plan import factor_sizes
-from onnxpar.analysis.shapes import NodeView
-from onnxpar.errors import StrategyError, SymbolError
-from onnxpar.layout import TensorLayout
-from onnxpar.mesh import Atoms, Mesh
-from onnxpar.ops.rule import WHOLE, OpRule
-from onnxpar.sharding import Component, DimSharding
-from onnxpar.strategy.entry import Part, TensorEntry, run_of
-from onnxpar.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
+from onnxpar.core.errors import StrategyError, SymbolError
+from onnxpar.core.layout import TensorLayout
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.rule import WHOLE, OpRule
+from onnxpar.core.sharding import Component, DimSharding
+from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
+from onnxpar.graph.plan import factor_sizes
+from onnxpar.graph.shapes import NodeView
+from onnxpar.strategy.tensor_entry import Part, TensorEntry, run_of
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.analysis.plan import Plan, factor_sizes, may_stay_partial
-from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import NodeView, ShapeEnv
-from onnxpar.errors import MeshError, StrategyError
-from onnxpar.layout import TensorLayout
-from onnxpar.mesh import Atoms, Mesh
-from onnxpar.ops.rule import SPECIAL, WHOLE
-from onnxpar.sharding import Component, DimSharding, Sharding
-from onnxpar.strategy.annotated import annotated_seeds
-from onnxpar.strategy.entry import TensorEntry, names_in
-from onnxpar.strategy.names import match, nearest
+from onnxpar.core.errors import MeshError, StrategyError
+from onnxpar.core.layout import TensorLayout
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.names import match, nearest
+from onnxpar.core.rule import SPECIAL, WHOLE
+from onnxpar.core.sharding import Component, DimSharding, Sharding
+from onnxpar.core.symbols import Dim, dim_str
+from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.graph.shapes import NodeView, ShapeEnv
+from onnxpar.propagation.walk import Rules
+from onnxpar.strategy.annotation_seeds import annotated_seeds
 from onnxpar.strategy.operands import (
     Site,
     Split,
@@ -36,9 +36,9 @@ from onnxpar.strategy.operands import (
     splits_of,
 )
 from onnxpar.strategy.outputs import factors_from_outputs, wanted
-from onnxpar.strategy.replaced import Replaced
+from onnxpar.strategy.replaced_nodes import Replaced
 from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy
-from onnxpar.symbols import Dim, dim_str
+from onnxpar.strategy.tensor_entry import TensorEntry, names_in
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,19 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from onnxpar.analysis.optimizer_parallel import (
-    LEVELS,
-    NOT_PARALLEL,
-    THRESHOLD,
-    OptimizerParallel,
-)
-from onnxpar.analysis.recompute import NOTHING, RecomputeOptions
-from onnxpar.errors import MeshError, StrategyError
-from onnxpar.layout import WHOLE
-from onnxpar.machine import parse_bytes
-from onnxpar.mesh import Mesh
-from onnxpar.strategy.annotation import METADATA, Annotation
+from onnxpar.autodiff.recomputation.candidates import NOTHING, RecomputeOptions
+from onnxpar.core.errors import MeshError, StrategyError
+from onnxpar.core.layout import WHOLE
+from onnxpar.core.machine import parse_bytes
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.names import nearest
+from onnxpar.core.symbols import Symbol
+from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, OptimizerParallel
+from onnxpar.strategy.annotation_reader import METADATA, Annotation
 from onnxpar.strategy.document import Document, Location, parse_document, read_document
-from onnxpar.strategy.entry import (
+from onnxpar.strategy.problems import in_words, problem
+from onnxpar.strategy.recompute_entry import read_recompute
+from onnxpar.strategy.tensor_entry import (
     DimEntry,
     TensorEntry,
     expected,
@@ -42,10 +41,6 @@ from onnxpar.strategy.entry import (
     run_of,
     short,
 )
-from onnxpar.strategy.names import nearest
-from onnxpar.strategy.problems import in_words, problem
-from onnxpar.strategy.recomputing import read_recompute
-from onnxpar.symbols import Symbol
 
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"

@@ -21,18 +21,18 @@ import two_layer
 import yaml
 from _exporter import save
 
-from onnxpar.analysis.search.find import SearchSpec, find
+from onnxpar.api.compiler import plan
+from onnxpar.api.plan_strategy import read_program, searching
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
-from onnxpar.errors import ShardingError
-from onnxpar.pipeline import plan
-from onnxpar.planning import read_program, searching
-from onnxpar.program import Program
+from onnxpar.core.errors import ShardingError
+from onnxpar.facts.program import Program
+from onnxpar.search.decide import decide, search
+from onnxpar.search.find import SearchSpec, find
 from onnxpar.strategy import Strategy, load_strategy, resolve
-from onnxpar.strategy.decide import decide, search
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -180,7 +180,7 @@ def test_a_preset_is_taken_where_nothing_found_fits(
     def nothing(*_: object, **__: object) -> None:
         raise ShardingError("no strategy fits: the least memory of a device that was found is 9")
 
-    monkeypatch.setattr("onnxpar.strategy.decide.find", nothing)
+    monkeypatch.setattr("onnxpar.search.decide.find", nothing)
 
     def limited(memory: int) -> Strategy:
         return replace(wanted, search=wanted.search.model_copy(update={"memory": memory}))

@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 
 from onnxpar.cli import main
 from onnxpar.cli.view import graph_file
-from onnxpar.errors import ArtifactError
+from onnxpar.core.errors import ArtifactError
 
 # The matrix `w` is read twice, `held` is frozen, and the loss does not depend on `unread`.
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>

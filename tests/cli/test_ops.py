@@ -5,8 +5,8 @@ import json
 import pytest
 
 from onnxpar.cli import main
-from onnxpar.ops.report import schema_bodies
 from onnxpar.ops.table import REGISTRY
+from onnxpar.report.operators import schema_bodies
 
 
 def test_json_has_a_row_for_every_definition(capsys: pytest.CaptureFixture[str]) -> None:

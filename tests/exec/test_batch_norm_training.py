@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 from training_cases import batch_of, cut, hyper
 
-from onnxpar.errors import ModelError, ShardingError
-from onnxpar.pipeline import shard
-from onnxpar.symbols import Symbol
-from onnxpar.training.divide import TrainingSpec
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.api.compiler import shard
+from onnxpar.api.divide_training import TrainingSpec
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.core.errors import ModelError, ShardingError
+from onnxpar.core.symbols import Symbol
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.training import comparison

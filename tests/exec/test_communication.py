@@ -13,7 +13,7 @@ import transformer
 from block_models import CHANNELS, HIDDEN, VOCAB
 from training_cases import cut
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.expressions import evaluate_exact
 from onnxpar_runtime.manifest import Collective, Manifest

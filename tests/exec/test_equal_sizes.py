@@ -8,7 +8,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.group import run_threads
 from onnxpar_runtime.manifest import Manifest

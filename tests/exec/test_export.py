@@ -72,7 +72,7 @@ def test_the_file_keeps_its_graph(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def merged_norms() -> ir.Model:
     """Two LayerNormalizations and a BatchNormalization whose ones an exporter has merged."""
-    from onnxpar.passes.load import in_memory
+    from onnxpar.frontend.load import in_memory
 
     text = """<ir_version: 10, opset_import: ["" : 18]>
     net (float[batch, 8] x) => (float[batch, 8] y)

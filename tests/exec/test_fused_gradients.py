@@ -10,8 +10,8 @@ import pytest
 from lockstep import evaluator
 from onnx import helper
 
+from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.functions import FUNCTIONS, MIN_OPSET, VERSION
-from onnxpar.passes.builder import DOMAIN
 from onnxpar_runtime.library import custom_op_library
 
 Array = np.ndarray

@@ -16,9 +16,9 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from onnxpar.analysis.memory import Step, live_peak, makes
-from onnxpar.ops.memory import KERNELS, PLAIN, Kernel, call, kernel
-from onnxpar.passes.builder import DOMAIN
+from onnxpar.cost.live_memory import Step, live_peak, makes
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.ops.kernel_memory import KERNELS, PLAIN, Kernel, call, kernel
 from onnxpar_runtime.session import Session
 
 ROWS, COLUMNS = 512, 64

@@ -13,17 +13,17 @@ import onnx_ir as ir
 import pytest
 import transformer
 
-from onnxpar.errors import ShardingError
-from onnxpar.pipeline import shard
-from onnxpar.planning import Planned, plan_strategy, read_program, searching
-from onnxpar.program_memory import program_memory, total_bytes
+from onnxpar.api.compiler import shard
+from onnxpar.api.plan_strategy import Planned, plan_strategy, read_program, searching
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.symbols import Symbol
+from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.write import write_strategy
-from onnxpar.symbols import Symbol
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.strategy.save import write_strategy
 from onnxpar_runtime import Session, Trainer
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.hyper import Settings, hyperparameters

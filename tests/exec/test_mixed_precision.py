@@ -16,14 +16,14 @@ from lockstep import evaluator
 from numpy.typing import NDArray
 from training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
-from onnxpar.errors import ModelError
+from onnxpar.autodiff.append_loss import LossKind, LossSpec
+from onnxpar.autodiff.mixed_precision import compute_in
+from onnxpar.autodiff.optimizer import OptimizerKind
+from onnxpar.autodiff.training_program import Prepared, TrainingSpec, prepare_training
+from onnxpar.core.errors import ModelError
+from onnxpar.frontend.load import normalise
 from onnxpar.ops.functions import attach_functions
-from onnxpar.passes.load import normalise
-from onnxpar.passes.precision import compute_in
-from onnxpar.training.loss import LossKind, LossSpec
-from onnxpar.training.optimizer import OptimizerKind
-from onnxpar.training.prepare import Prepared, TrainingSpec, prepare_training
-from onnxpar.training.recognise import read_parameters
+from onnxpar.parameters.recognise import read_parameters
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer

@@ -11,7 +11,7 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify import Case, verify
 

@@ -19,13 +19,13 @@ import pytest
 import transformer
 from training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
-from onnxpar import execute
-from onnxpar.planning import read_program
+from onnxpar.api import runtime
+from onnxpar.api.plan_strategy import read_program
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import OptimizerKind
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import OptimizerKind
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime import Trainer
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.group import Ranks
@@ -67,7 +67,7 @@ def strategy_of(mesh: str, level: int, **more: Any) -> Strategy:
 
 def check(tmp_path: Path, name: str, strategy: Strategy, optimizer: str) -> Manifest:
     ranks = cut(tmp_path / "ranks", model_of(name), strategy, optimizer=optimizer)
-    found = execute.verify(ranks, tmp_path / "ranks.onnx", cases=[SYMBOLS[name]], steps=3)
+    found = runtime.verify(ranks, tmp_path / "ranks.onnx", cases=[SYMBOLS[name]], steps=3)
     assert [problem for case in found for problem in case.problems] == [], f"seed {SEED}"
     assert all(case.ok and case.bytes_counted == case.bytes_expected for case in found)
     return Manifest.load(ranks)

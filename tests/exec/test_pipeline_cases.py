@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from onnx import parser
 from training_cases import CROSS_ENTROPY, cut, hyper
 
-from onnxpar import execute
-from onnxpar.analysis.staged import Split
-from onnxpar.errors import OnnxparError
-from onnxpar.pipeline import shard
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import OnnxparError
+from onnxpar.core.symbols import Symbol
+from onnxpar.stages.stage_price import Split
 from onnxpar.strategy import Strategy
-from onnxpar.symbols import Symbol
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline import activation_peaks, make
@@ -263,7 +263,7 @@ def test_a_forward_model_of_symbolic_output(tmp_path: Path) -> None:
     ir.save(model_of(text), path)
     for axes in (None, {"dp": 2}):
         shard(path, strategy_of(HALVES, axes=axes), tmp_path / "a", force=True)
-        cases = execute.verify(tmp_path / "a", path, cases=["batch=7", "batch=1", "batch=4"])
+        cases = runtime.verify(tmp_path / "a", path, cases=["batch=7", "batch=1", "batch=4"])
         assert all(case.ok for case in cases)
 
 
@@ -273,7 +273,7 @@ def test_one_node_for_each_stage_and_no_weights(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(parser.parse_model(text), path)
     shard(path, strategy_of({}, 3), tmp_path / "a")
-    (case,) = execute.verify(tmp_path / "a", path, cases=["batch=3"])
+    (case,) = runtime.verify(tmp_path / "a", path, cases=["batch=3"])
     assert case.ok
     with pytest.raises(OnnxparError, match=r"one node for each of 4 virtual stages, .* 3$"):
         shard(path, strategy_of({}, 4), tmp_path / "b")

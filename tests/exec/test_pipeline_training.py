@@ -7,13 +7,13 @@ import onnx
 import pytest
 from onnx import parser
 
-from onnxpar import execute
-from onnxpar.pipeline import shard
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.symbols import Symbol
 from onnxpar.strategy import Strategy
-from onnxpar.symbols import Symbol
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
 
@@ -64,7 +64,7 @@ def test_statistics_are_those_of_the_micro_batches(
     path, out = normalised(tmp_path / "m.onnx"), tmp_path / "out"
     mesh = {"dp": 1 if pipeline.get("chunks") else 2}
     shard(path, Strategy.from_dict({"mesh": mesh, "pipeline": pipeline}), out, training=SPEC)
-    (found,) = execute.verify(out, path, cases=["batch=7"], steps=2)
+    (found,) = runtime.verify(out, path, cases=["batch=7"], steps=2)
     assert found.problems == () and found.bytes_counted == found.bytes_expected
     if pipeline.get("chunks"):
         parts = Manifest.load(out).programs

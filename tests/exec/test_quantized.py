@@ -15,7 +15,7 @@ from onnxruntime.quantization import (
     quantize_static,
 )
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify import verify

@@ -16,18 +16,18 @@ import transformer
 from numpy.typing import NDArray
 from training_cases import batch_of, cut, hyper
 
-from onnxpar.analysis.layers import find_layers
-from onnxpar.analysis.shapes import RECOMPUTED_FROM, shapes
-from onnxpar.errors import StrategyError
-from onnxpar.passes.load import normalise
-from onnxpar.pipeline import shard
-from onnxpar.program_memory import program_memory, total_bytes
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import StrategyError
+from onnxpar.core.symbols import NO_CONSTRAINTS
+from onnxpar.facts.layers import find_layers
+from onnxpar.frontend.load import normalise
+from onnxpar.graph.shapes import RECOMPUTED_FROM, shapes
+from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import Strategy
-from onnxpar.strategy.recomputing import parse_recompute
-from onnxpar.symbols import NO_CONSTRAINTS
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.strategy.recompute_entry import parse_recompute
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer

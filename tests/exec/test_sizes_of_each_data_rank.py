@@ -9,12 +9,12 @@ import pytest
 from numpy.typing import NDArray
 from onnx import parser
 
-from onnxpar.errors import ShardingError
-from onnxpar.pipeline import shard
-from onnxpar.symbols import Symbol
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.symbols import Symbol
 from onnxpar_runtime import TrainerGroup
 
 Array = NDArray[Any]

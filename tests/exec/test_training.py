@@ -18,8 +18,8 @@ import transformer
 import two_layer
 from training_cases import batch_of, cut, hyper
 
-from onnxpar import execute
-from onnxpar.pipeline import shard
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
 from onnxpar_runtime import Session
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
@@ -81,7 +81,7 @@ def test_equals_one_device(tmp_path: Path, name: str) -> None:
     example = EXAMPLES[name]
     options = {"optimizer": example.optimizer, **example.options}
     ranks = cut(tmp_path / "ranks", example.build(), example.strategy, **options)
-    found = execute.verify(
+    found = runtime.verify(
         ranks,
         tmp_path / "ranks.onnx",
         cases=[",".join(f"{k}={v}" for k, v in case.items()) for case in example.symbols],
@@ -90,7 +90,7 @@ def test_equals_one_device(tmp_path: Path, name: str) -> None:
     assert [problem for case in found for problem in case.problems] == []
     for case in found:
         assert case.ok and case.bytes_counted == case.bytes_expected
-        assert isinstance(case, execute.TrainingCase)
+        assert isinstance(case, runtime.TrainingCase)
         # Two micro-batches in the second step; what was compared is not all zero.
         assert [step.micro_batches for step in case.steps] == [1, 2, 1]
         assert all(0 < step.loss < 100 for step in case.steps)

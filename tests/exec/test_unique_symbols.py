@@ -9,7 +9,7 @@ import onnx.parser
 import pytest
 
 from onnxpar import Strategy, Symbol
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 from onnxpar_runtime.errors import SymbolValueError
 from onnxpar_runtime.group import run_threads
 from onnxpar_runtime.manifest import Manifest

@@ -16,10 +16,10 @@ import two_layer
 from onnx import helper, numpy_helper
 from training_cases import cut
 
-from onnxpar import execute
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
-from onnxpar.pipeline import shard
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.random_data import Random
 from onnxpar_runtime.training.verify import TrainingCase
@@ -99,7 +99,7 @@ def unreduced(graph: onnx.GraphProto) -> None:
 
 
 def problems(directory: Path, artifacts: Path, steps: int = 2) -> list[str]:
-    (case,) = execute.verify(
+    (case,) = runtime.verify(
         directory, artifacts.with_suffix(".onnx"), cases=["batch=5"], steps=steps
     )
     assert isinstance(case, TrainingCase) and case.ok == (not case.problems)
@@ -180,7 +180,7 @@ def test_integers_are_in_the_range_of_each_case(tmp_path: Path) -> None:
     out = cut(tmp_path / "a", model, "dp=2", loss="mse")
     cases = [{"batch": 30, "seq": 20}, {"batch": 9, "seq": 8}]
     texts = [",".join(f"{name}={value}" for name, value in case.items()) for case in cases]
-    found = execute.verify(out, tmp_path / "a.onnx", cases=texts, steps=2)
+    found = runtime.verify(out, tmp_path / "a.onnx", cases=texts, steps=2)
     assert all(case.ok for case in found) and [dict(case.symbols) for case in found] == cases
     shard(tmp_path / "a.onnx", "replicate", tmp_path / "one", devices=1,
           training=TrainingSpec.of(Manifest.load(out).trained().spec))  # fmt: skip
@@ -198,7 +198,7 @@ def test_a_gradient_that_jumps_is_no_mistake(tmp_path: Path) -> None:
     Should another order of sums bring both to one side, the case holds without that.
     """
     ranks = cut(tmp_path / "ranks", mlp.build(), cases.MLP_STRATEGY)
-    (case,) = execute.verify(ranks, tmp_path / "ranks.onnx", cases=["batch=8"])
+    (case,) = runtime.verify(ranks, tmp_path / "ranks.onnx", cases=["batch=8"])
     assert case.problems == () and isinstance(case, TrainingCase)
     assert set(case.steps[0].jumps) <= {"fc1.weight", "fc2.weight"}
 
@@ -247,7 +247,7 @@ def test_given_inputs(artifacts: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     feeds = {"x": rng.random((3, 32), np.float32), "labels": rng.random((3, 16), np.float32)}
     np.savez(tmp_path / "in.npz", **feeds)
-    (case,) = execute.verify(
+    (case,) = runtime.verify(
         artifacts, artifacts.with_suffix(".onnx"), inputs=tmp_path / "in.npz", steps=2
     )
     assert case.ok and case.symbols == {"batch": 3}
@@ -255,7 +255,7 @@ def test_given_inputs(artifacts: Path, tmp_path: Path) -> None:
 
 def test_artifacts_as_the_reference(artifacts: Path, tmp_path: Path) -> None:
     one = cut(tmp_path / "one", two_layer.build(), "dp", loss="mse", optimizer="adamw", devices=1)
-    (case,) = execute.verify(artifacts, one, cases=["batch=5"])
+    (case,) = runtime.verify(artifacts, one, cases=["batch=5"])
     assert case.ok
 
 

@@ -7,13 +7,13 @@ import pytest
 from random_programs import program
 from random_strategies import document, pinned
 
-from onnxpar.analysis.propagate import propagate
-from onnxpar.errors import ShardingError
-from onnxpar.passes.annotate import annotate_proto
-from onnxpar.pipeline import analyse
+from onnxpar.api.compiler import analyse
+from onnxpar.core.errors import ShardingError
+from onnxpar.propagation.walk import propagate
 from onnxpar.strategy import Strategy, resolve
-from onnxpar.strategy.annotated import annotated_seeds
-from onnxpar.strategy.annotation import read_annotation
+from onnxpar.strategy.annotation_reader import read_annotation
+from onnxpar.strategy.annotation_seeds import annotated_seeds
+from onnxpar.strategy.annotation_writer import annotate_proto
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 40

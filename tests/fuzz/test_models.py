@@ -16,8 +16,8 @@ import pytest
 from google.protobuf.message import Message
 from onnx import TensorProto, numpy_helper
 
-from onnxpar.errors import OnnxparError
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
+from onnxpar.core.errors import OnnxparError
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 60

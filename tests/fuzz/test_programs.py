@@ -16,10 +16,10 @@ from random_builder import Array
 from random_programs import feeds, is_narrow, program, taken
 from random_strategies import pinned, seeds_of
 
-from onnxpar.errors import ShardingError
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import analyse, divide
-from onnxpar.symbols import Symbol
+from onnxpar.api.compiler import analyse, divide
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.symbols import Symbol
+from onnxpar.partition.partitioned_model import PartitionedModel
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 60

@@ -18,20 +18,20 @@ from lockstep import Array, run_model
 from random_programs import feeds, is_narrow, program, taken
 from random_strategies import pinned, seeds_of
 
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import GRADIENT_OF, shapes
-from onnxpar.errors import ShardingError
-from onnxpar.mesh import Mesh
-from onnxpar.passes.autodiff import Differentiated, differentiate
-from onnxpar.passes.builder import ir_shape
-from onnxpar.passes.expand import expand_by_body
-from onnxpar.passes.global_graph import GlobalBuilder
-from onnxpar.passes.load import normalise, symbol_table
-from onnxpar.passes.partition import partition
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import Analysed, find_rules
-from onnxpar.symbols import Symbol
+from onnxpar.api.compiler import Analysed, find_rules
+from onnxpar.autodiff.differentiate import Differentiated, differentiate
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.symbols import Symbol
+from onnxpar.frontend.expand import expand_by_body
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.builder import ir_shape
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import GRADIENT_OF, shapes
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.partitioner import partition
+from onnxpar.propagation.walk import propagate
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 600 if os.environ.get("ONNXPAR_FULL") else 40

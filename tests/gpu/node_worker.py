@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "kernels"))
 
 from one_node import Attribute, model_of
 
-from onnxpar.ops.standard_functions import STANDARD
+from onnxpar.ops.device.standard_functions import STANDARD
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.options import cuda_options

@@ -14,8 +14,8 @@ import onnxruntime
 import pytest
 from onnx import parser, shape_inference
 
-from onnxpar.ops.cuda import table_version, why_on_host
-from onnxpar.ops.host_operands import gives_to_host, host_operands
+from onnxpar.ops.device.cuda_kernels import table_version, why_on_host
+from onnxpar.ops.device.host_operands import gives_to_host, host_operands
 
 ROOT = Path(__file__).parents[2]
 OPSET, NEWEST = 21, 26

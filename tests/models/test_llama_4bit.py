@@ -12,9 +12,9 @@ import pytest
 from _exporter import save
 from numpy.typing import NDArray
 
-from onnxpar import execute
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import shard
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
+from onnxpar.partition.partitioned_model import PartitionedModel
 
 Array = NDArray[np.generic]
 Feeds = dict[str, Array]
@@ -133,7 +133,7 @@ def test_packed_projections_are_cut_by_heads_too(tmp_path: Path) -> None:
     divided = shard(path, "tp=4", tmp_path / "out")
     assert collectives(divided.partitioned) == {"AllReduce": 2 * SMALL.layers + 1}
     np.savez(tmp_path / "prompt.npz", **feeds(IDS[:, :5], [5, 3, 4], 9))
-    (case,) = execute.verify(divided.out, path, inputs=tmp_path / "prompt.npz")
+    (case,) = runtime.verify(divided.out, path, inputs=tmp_path / "prompt.npz")
     assert case.ok, case
 
 
@@ -149,7 +149,7 @@ def test_divided_steps_equal_the_undivided_model(
     grown = feeds(IDS[:, 5:6], [6, 4, 5], held)
     for name, given in (("prompt", prompt), ("step", grown)):
         np.savez(tmp_path / f"{name}.npz", **given)
-        (case,) = execute.verify(out, model, inputs=tmp_path / f"{name}.npz")
+        (case,) = runtime.verify(out, model, inputs=tmp_path / f"{name}.npz")
         assert case.ok, case
 
 
@@ -157,7 +157,7 @@ def test_random_steps_and_prompts_at_the_sizes_given(model: Path, tmp_path: Path
     """No sizes fit all: a cache of one has no room for a step's 8, nor a mask for the other's."""
     out = shard(model, "dp=2,tp=2", tmp_path / "out").out
     step, full = "batch=2,seq=1,total=8,past=32", "batch=3,seq=1,total=32,past=32"
-    cases = execute.verify(out, model, cases=[step, full, "batch=2,seq=5,total=5,past=5"])
+    cases = runtime.verify(out, model, cases=[step, full, "batch=2,seq=5,total=5,past=5"])
     assert [case.symbols["past"] for case in cases] == [32, 32, 5]
     assert all(case.ok for case in cases), cases
 

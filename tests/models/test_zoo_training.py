@@ -12,12 +12,12 @@ import onnx_ir as ir
 import pytest
 from training_cases import cut
 
-from onnxpar import execute
-from onnxpar.analysis.layers import carriers, find_layers
-from onnxpar.analysis.shapes import RECOMPUTED_FROM, shapes
-from onnxpar.passes.load import normalise
+from onnxpar.api import runtime
+from onnxpar.core.symbols import NO_CONSTRAINTS
+from onnxpar.facts.layers import carriers, find_layers
+from onnxpar.frontend.load import normalise
+from onnxpar.graph.shapes import RECOMPUTED_FROM, shapes
 from onnxpar.strategy import Strategy
-from onnxpar.symbols import NO_CONSTRAINTS
 from onnxpar_runtime.manifest import Manifest
 
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
@@ -62,7 +62,7 @@ def layers_of(directory: Path) -> Counter[str]:
 def verify(directory: Path) -> None:
     """Three steps at each setting, beside one device."""
     cases = [",".join(f"{k}={v}" for k, v in symbols.items()) for symbols in sizes(directory)]
-    for case in execute.verify(directory, directory.with_suffix(".onnx"), cases=cases, steps=3):
+    for case in runtime.verify(directory, directory.with_suffix(".onnx"), cases=cases, steps=3):
         assert case.ok, case.problems
 
 

@@ -125,7 +125,7 @@ import onnxpar.functional
 if rank == 0:
     def broken(*_, **__):
         raise RuntimeError("the disk is gone")
-    onnxpar.functional.write = broken
+    onnxpar.api.functional.write = broken
 fn = onnxpar.shard(three_blocks.build(), (None,))
 fn(numbers(4, 32))
 leave("went on")

@@ -15,7 +15,7 @@ from launching import LIMIT, Outcome, children, mpirun, run, start_mpirun
 from safetensors.numpy import load_file
 from training_cases import cut
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 

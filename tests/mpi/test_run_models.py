@@ -11,7 +11,7 @@ import transformer
 from launching import run
 from numpy.typing import NDArray
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 
 ROOT = Path(__file__).resolve().parents[2]
 

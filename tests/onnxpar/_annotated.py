@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx.parser
 
-from onnxpar.pipeline import shard
+from onnxpar.api.compiler import shard
 
 MODEL = """<ir_version: 11, opset_import: ["": 20]>
 g (float[batch, 4] x, float[4, 6] w) => (float[batch, 6] y) {

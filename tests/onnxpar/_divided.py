@@ -7,12 +7,12 @@ import onnx_ir as ir
 import sympy
 from numpy.typing import NDArray
 
-from onnxpar.analysis.plan import Plan
-from onnxpar.mesh import Mesh
-from onnxpar.passes.builder import GraphBuilder, ir_shape
-from onnxpar.passes.partitioned import GraphInput, Parameter, PartitionedModel
-from onnxpar.sharding import Component, Sharding
-from onnxpar.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding
+from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.graph.builder import GraphBuilder, ir_shape
+from onnxpar.graph.plan import Plan
+from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
 
 BATCH = dim_symbol("batch")
 

@@ -26,12 +26,12 @@ from _annotated import (
 )
 from _exporter import save
 
-from onnxpar.annotating import Annotated, annotate
+from onnxpar.api.annotate import Annotated, annotate
+from onnxpar.api.compiler import plan
 from onnxpar.cli import main
-from onnxpar.errors import ModelError, StrategyError
-from onnxpar.pipeline import plan
+from onnxpar.core.errors import ModelError, StrategyError
 from onnxpar.strategy import Strategy
-from onnxpar.strategy.annotation import METADATA, read_annotation
+from onnxpar.strategy.annotation_reader import METADATA, read_annotation
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,11 +9,11 @@ import onnx_ir as ir
 import pytest
 from _annotated import FUNCTION, MODEL, RESIDUAL, foreign, parsed, saved, sharded
 
-from onnxpar.annotating import annotate
+from onnxpar.api.annotate import annotate
+from onnxpar.api.compiler import plan, shard
 from onnxpar.cli import main
-from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.pipeline import plan, shard
-from onnxpar.strategy.annotation import METADATA, read_annotation
+from onnxpar.core.errors import OnnxparError, StrategyError
+from onnxpar.strategy.annotation_reader import METADATA, read_annotation
 
 Edit = Callable[[onnx.ModelProto], object]
 

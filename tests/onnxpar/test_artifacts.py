@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from onnxpar.artifacts import sources, weights, write
-from onnxpar.artifacts.weights import LANES, Written, write_weights
-from onnxpar.errors import ArtifactError
-from onnxpar.mesh import Mesh
-from onnxpar.passes.builder import GraphBuilder
-from onnxpar.passes.partitioned import Parameter
-from onnxpar.passes.weight_layout import boxes, layout
-from onnxpar.sharding import Component, Sharding, split
-from onnxpar.symbols import SymbolTable
+from onnxpar.core.errors import ArtifactError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding, split
+from onnxpar.core.symbols import SymbolTable
+from onnxpar.emit import weight_files, weight_sources, write
+from onnxpar.emit.weight_files import LANES, Written, write_weights
+from onnxpar.emit.weight_layout import boxes, layout
+from onnxpar.graph.builder import GraphBuilder
+from onnxpar.partition.partitioned_model import Parameter
 
 MESH = Mesh.of(dp=2, tp=4)
 
@@ -323,16 +323,16 @@ def test_one_thread_that_fails_stops_the_others(
     p = parameter("w", array, cut([(2, [0])], [(5000, [])]), MESH)
     first, second = layout([p], MESH).files
     appended = []
-    original = weights._Files.append
+    original = weight_files._Files.append
 
-    def append(files: weights._Files, name: str, data: sources.Bytes) -> None:
+    def append(files: weight_files._Files, name: str, data: weight_sources.Bytes) -> None:
         appended.append(name)
         if name == first and appended.count(name) > 1:
             raise OSError(errno.EIO, "no more of this")
         time.sleep(0.001)
         original(files, name, data)
 
-    monkeypatch.setattr(weights._Files, "append", append)
+    monkeypatch.setattr(weight_files._Files, "append", append)
     with pytest.raises(OSError, match="no more of this"):
         write_weights([p], layout([p], MESH), tmp_path, chunk=8)
     # 2500 chunks would have been more than two seconds of sleep.

@@ -16,10 +16,10 @@ import pytest
 from _divided import cut, exposing, parameter, two_layers
 from numpy.typing import NDArray
 
-from onnxpar.artifacts import check_target, write
-from onnxpar.artifacts.directory import new_directory
-from onnxpar.errors import ArtifactError
-from onnxpar.mesh import Mesh
+from onnxpar.core.errors import ArtifactError
+from onnxpar.core.mesh import Mesh
+from onnxpar.emit import check_target, write
+from onnxpar.emit.directory import new_directory
 
 MESH = Mesh.of(dp=2, tp=4)
 HERE = str(Path(__file__).parent)
@@ -149,8 +149,8 @@ def child(body: str, folder: Path, **options: object) -> "subprocess.Popen[str]"
         f"import sys; sys.path.insert(0, {HERE!r})\n"
         "from pathlib import Path\n"
         "from _divided import *\n"
-        "from onnxpar.artifacts import write\n"
-        "from onnxpar.errors import ArtifactError\n"
+        "from onnxpar.emit import write\n"
+        "from onnxpar.core.errors import ArtifactError\n"
         f"folder = Path({str(folder)!r}); out = folder / 'out'; MESH = Mesh.of(dp=2, tp=4)\n{body}"
     )
     return subprocess.Popen(

@@ -7,11 +7,11 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxpar import execute
-from onnxpar.pipeline import shard
-from onnxpar.training.divide import TrainingSpec
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
+from onnxpar.api.divide_training import TrainingSpec
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
 
 HEADS = 2
 
@@ -40,7 +40,7 @@ def divided(
     rng = np.random.default_rng(0)
     arrays = {n: rng.standard_normal(s).astype(np.float32) for n, s in feeds.items()}
     np.savez(tmp_path / "in.npz", **arrays)
-    (case,) = execute.verify(made.out, model, inputs=tmp_path / "in.npz")
+    (case,) = runtime.verify(made.out, model, inputs=tmp_path / "in.npz")
     assert case.ok, case
     sent = made.partitioned.builder.collectives
     return Counter(c.op for c in sent), Counter(c.value for c in sent)
@@ -104,5 +104,5 @@ def test_training_keeps_heads_where_they_are(tmp_path: Path) -> None:
     programs = {p.program: p for p in made.training.programs}
     sent = Counter(c.op for c in programs["training_model"].builder.collectives)
     assert sent == {"AllReduce": 2 + 1}
-    (case,) = execute.verify(made.out, tmp_path / "m.onnx", cases=["N=3,S=5"], steps=3)
+    (case,) = runtime.verify(made.out, tmp_path / "m.onnx", cases=["N=3,S=5"], steps=3)
     assert case.ok, case

@@ -6,13 +6,14 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.analysis.shapes import GRADIENT_OF, ShapeEnv, shapes
-from onnxpar.errors import ModelError
-from onnxpar.ops.registry import Registry
+from onnxpar.autodiff import differentiate as autodiff
+from onnxpar.autodiff.differentiate import Differentiated, differentiate
+from onnxpar.core.errors import ModelError
+from onnxpar.frontend import expand
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.shapes import GRADIENT_OF, ShapeEnv, shapes
+from onnxpar.ops.operator import Registry
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes import autodiff, expand
-from onnxpar.passes.autodiff import Differentiated, differentiate
-from onnxpar.passes.load import normalise, symbol_table
 
 
 def read(nodes: str, inputs: str, opset: int = 18) -> tuple[ir.Model, ShapeEnv]:

@@ -9,19 +9,19 @@ import pytest
 import transformer
 from onnx import numpy_helper
 
-from onnxpar.analysis.plan import NodePlan
-from onnxpar.analysis.search.find import SearchSpec, find
-from onnxpar.analysis.shapes import GRADIENT_OF
-from onnxpar.machine import PRESETS
-from onnxpar.planning import searching
-from onnxpar.program import Program
-from onnxpar.sharding import Sharding
+from onnxpar.api.plan_strategy import searching
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
+from onnxpar.core.machine import PRESETS
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol
+from onnxpar.facts.program import Program
+from onnxpar.graph.plan import NodePlan
+from onnxpar.graph.shapes import GRADIENT_OF
+from onnxpar.parameters.recognise import read_parameters
+from onnxpar.search.find import SearchSpec, find
 from onnxpar.strategy import Strategy, resolve
-from onnxpar.symbols import Symbol
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec, prepare_training
-from onnxpar.training.recognise import read_parameters
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>

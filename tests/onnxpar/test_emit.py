@@ -7,14 +7,14 @@ import onnx_ir as ir
 import pytest
 from _divided import BATCH, assemble, cut, graph_input, two_layers
 
-from onnxpar.artifacts import write
-from onnxpar.errors import ArtifactError
-from onnxpar.mesh import Mesh
-from onnxpar.passes.builder import GraphBuilder
-from onnxpar.passes.emit import describe_rank, emit_rank, fill, template
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.passes.weight_layout import layout
-from onnxpar.symbols import Symbol, SymbolTable
+from onnxpar.core.errors import ArtifactError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.symbols import Symbol, SymbolTable
+from onnxpar.emit import write
+from onnxpar.emit.rank_graph import describe_rank, emit_rank, fill, template
+from onnxpar.emit.weight_layout import layout
+from onnxpar.graph.builder import GraphBuilder
+from onnxpar.partition.partitioned_model import PartitionedModel
 
 MESH = Mesh.of(dp=2, tp=4)
 

@@ -4,7 +4,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.pipeline import Analysed, analyse, divide
+from onnxpar.api.compiler import Analysed, analyse, divide
 from onnxpar.strategy import Strategy, resolve
 
 WEIGHT = ", ".join(str(i) for i in range(256))

@@ -4,9 +4,9 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.equalities import Equality, assumed_equalities
-from onnxpar.pipeline import analyse
-from onnxpar.symbols import Symbol, dim_symbol
+from onnxpar.api.compiler import analyse
+from onnxpar.core.symbols import Symbol, dim_symbol
+from onnxpar.facts.equalities import Equality, assumed_equalities
 
 
 def equalities(text: str, constraints: dict[str, Symbol] | None = None) -> tuple[Equality, ...]:

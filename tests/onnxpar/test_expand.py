@@ -12,20 +12,21 @@ import pytest
 from lockstep import run_model
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, shapes
-from onnxpar.errors import ModelError
-from onnxpar.mesh import Mesh
-from onnxpar.ops import find
-from onnxpar.ops.body import BodyNode
+from onnxpar.api.compiler import analyse, divide
+from onnxpar.autodiff import differentiate as autodiff
+from onnxpar.autodiff.differentiate import differentiate
+from onnxpar.core.errors import ModelError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.frontend import expand
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, shapes
+from onnxpar.ops import node_rules as find
+from onnxpar.ops.function_body import BodyNode
 from onnxpar.ops.functions import attach_functions
-from onnxpar.ops.registry import BY_BODY, OpDef, Registry, expanded
+from onnxpar.ops.operator import BY_BODY, OpDef, Registry, expanded
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes import autodiff, expand
-from onnxpar.passes.autodiff import differentiate
-from onnxpar.passes.load import normalise, symbol_table
-from onnxpar.pipeline import analyse, divide
-from onnxpar.sharding import Sharding
 
 
 def parse(text: str, opset: int) -> onnx.ModelProto:

@@ -7,11 +7,11 @@ import onnxruntime as ort
 import pytest
 from lockstep import run_model
 
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.mesh import Mesh
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import analyse, divide
-from onnxpar.sharding import Sharding
+from onnxpar.api.compiler import analyse, divide
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.graph.seeds import Seeds
+from onnxpar.partition.partitioned_model import PartitionedModel
 
 HEAD = '<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]>\n'
 

@@ -9,11 +9,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.ops.constant_folding import FOLD_BYTES, FOLDABLE
-from onnxpar.passes.load import normalise
-from onnxpar.pipeline import analyse
-from onnxpar.training.recognise import read_parameters
-from onnxpar.training.trainable import select
+from onnxpar.api.compiler import analyse
+from onnxpar.frontend.load import normalise
+from onnxpar.ops.sizes.constant_folding import FOLD_BYTES, FOLDABLE
+from onnxpar.parameters.recognise import read_parameters
+from onnxpar.parameters.trainable import select
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 

@@ -20,7 +20,7 @@ from onnxscript import opset20 as op
 from onnxscript import script
 
 import onnxpar
-from onnxpar.errors import CallError, ModelError, StrategyError
+from onnxpar.core.errors import CallError, ModelError, StrategyError
 
 Array = NDArray[Any]
 EIGHT = onnxpar.Layout((2, 2, 2), ("dp", "sp", "mp"))

@@ -4,7 +4,7 @@ import onnx_ir as ir
 import pytest
 from onnx import parser, shape_inference
 
-from onnxpar.analysis.host import host_nodes, is_small
+from onnxpar.facts.host_nodes import host_nodes, is_small
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "onnxpar" : 1]> '
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from onnxpar.errors import StrategyError
-from onnxpar.layout import Layout, TensorLayout
-from onnxpar.mesh import Mesh
-from onnxpar.symbols import dim_symbol
+from onnxpar.core.errors import StrategyError
+from onnxpar.core.layout import Layout, TensorLayout
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.symbols import dim_symbol
 
 LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
 MESH = Mesh.of(dp=2, sp=2, mp=2)

@@ -8,9 +8,9 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.errors import ModelError
-from onnxpar.passes.load import load, normalise, symbol_table
-from onnxpar.symbols import Symbol
+from onnxpar.core.errors import ModelError
+from onnxpar.core.symbols import Symbol
+from onnxpar.frontend.load import load, normalise, symbol_table
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 

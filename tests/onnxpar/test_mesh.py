@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxpar.errors import MeshError
-from onnxpar.mesh import Mesh, prime_factors
+from onnxpar.core.errors import MeshError
+from onnxpar.core.mesh import Mesh, prime_factors
 
 AXES = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda s: prod(s) <= 64)
 

@@ -7,8 +7,8 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.errors import ModelError, NodeError
-from onnxpar.pipeline import analyse
+from onnxpar.api.compiler import analyse
+from onnxpar.core.errors import ModelError, NodeError
 
 INPUTS = "float[b, 6] x, int64[b] labels, float[b, 4] w"
 CONSTANTS = "int64[1] four = {4}, int64 scalar = {4}, int64[1] one = {1}, float[6] s"

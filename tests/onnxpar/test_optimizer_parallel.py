@@ -5,17 +5,12 @@ import itertools
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.optimizer_parallel import (
-    OptimizerParallel,
-    shard_states,
-    split_further,
-    within,
-)
-from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.propagate import Rules
-from onnxpar.mesh import Mesh
-from onnxpar.sharding import Component, Sharding
-from onnxpar.symbols import NO_CONSTRAINTS
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding
+from onnxpar.core.symbols import NO_CONSTRAINTS
+from onnxpar.cost.optimizer_parallel import OptimizerParallel, shard_states, split_further, within
+from onnxpar.graph.plan import Plan
+from onnxpar.propagation.walk import Rules
 
 MESH = Mesh.of(dp=4, tp=3)
 A, B, TP = 0, 1, 2

@@ -7,9 +7,9 @@ import onnx.parser
 import pytest
 from _annotated import saved, sharded
 
-from onnxpar import execute
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import shard
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
+from onnxpar.core.errors import StrategyError
 
 X = "float[8, 16] x"
 SCATTER = ["ReduceScatter"]
@@ -46,7 +46,7 @@ def test_the_result_lies_as_asked(tmp_path: Path, name: str) -> None:
     wanted = found.plan.nodes["after"].inputs[0]
     assert wanted is not None and wanted.strategy(found.plan.mesh)[0] == 4
     assert [c.op for c in found.builder.collectives] == ops
-    for case in execute.verify(tmp_path / "out", model):
+    for case in runtime.verify(tmp_path / "out", model):
         assert case.ok, case
 
 
@@ -72,5 +72,5 @@ def test_a_size_that_depends_on_data_is_not_split(tmp_path: Path, annotated: boo
     # The other dim can be.
     strategy.write_text("mesh: {a: 2}\nnodes: {node: {out: [[~, a]]}}\n")
     shard(path, strategy, target)
-    for case in execute.verify(target, path):
+    for case in runtime.verify(target, path):
         assert case.ok, case

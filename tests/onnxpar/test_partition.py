@@ -12,12 +12,12 @@ import transformer
 import two_layer
 from lockstep import Array, run_model
 
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.mesh import Mesh
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import Analysed, analyse, divide
-from onnxpar.sharding import Component, Sharding
-from onnxpar.symbols import Symbol
+from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding
+from onnxpar.core.symbols import Symbol
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.partition.partitioned_model import PartitionedModel
 
 # float32, sums of at most 512 terms in another order: sqrt(512) * 2^-24 ~ 1.4e-6 of the largest
 # term, and terms may cancel.

@@ -14,13 +14,13 @@ import pytest
 from lockstep import COMBINE, Array, Lockstep
 from numpy.typing import NDArray
 
-from onnxpar.analysis.reshard import Step, plan_reshard
-from onnxpar.errors import ShardingError
-from onnxpar.mesh import Mesh
-from onnxpar.passes.builder import COORD_PREFIX, SYMBOL_PREFIX, GraphBuilder, ir_shape
-from onnxpar.passes.reshard import emit_reshard, permutation
-from onnxpar.sharding import Component, Sharding, split
-from onnxpar.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding, split
+from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.graph.builder import COORD_PREFIX, SYMBOL_PREFIX, GraphBuilder, ir_shape
+from onnxpar.resharding.lowering import emit_reshard, permutation
+from onnxpar.resharding.steps import Step, plan_reshard
 
 FULL = os.environ.get("ONNXPAR_FULL") == "1"
 SAMPLE = 60

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.analysis.reshard import Step, plan_reshard
-from onnxpar.mesh import Mesh
-from onnxpar.passes.reshard import permutation
-from onnxpar.sharding import Component, Sharding, join, split
-from onnxpar.symbols import SymbolTable
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding, join, split
+from onnxpar.core.symbols import SymbolTable
+from onnxpar.resharding.lowering import permutation
+from onnxpar.resharding.steps import Step, plan_reshard
 
 Ints = NDArray[Any]
 NONE = SymbolTable({})

@@ -10,12 +10,12 @@ from math import prod
 import pytest
 import sympy
 
-from onnxpar.analysis.reshard import LinkCost, Way, cheapest_way, moved_bytes, plan_reshard
-from onnxpar.analysis.reshard_search import Move, Search, State, cheapest
-from onnxpar.errors import ShardingError
-from onnxpar.mesh import Atoms, Mesh
-from onnxpar.sharding import Component, Sharding
-from onnxpar.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.sharding import Component, Sharding
+from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.resharding.shortest_path import Move, Search, State, cheapest
+from onnxpar.resharding.steps import LinkCost, Way, cheapest_way, moved_bytes, plan_reshard
 
 NONE = SymbolTable({})
 LATENCY = LinkCost().latency

@@ -2,8 +2,8 @@
 
 import pytest
 
-from onnxpar.errors import RuleError
-from onnxpar.ops.rule import format_rule, parse_rule
+from onnxpar.core.errors import RuleError
+from onnxpar.core.rule import format_rule, parse_rule
 
 GOOD = (
     "b m k, b k n -> b m n; sum: k; linear: sum 0, sum 1",

@@ -10,14 +10,14 @@ import onnxruntime as ort
 import pytest
 from lockstep import run_model
 
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import EXPANDED_FROM
-from onnxpar.errors import ModelError, NodeError
-from onnxpar.mesh import Mesh
-from onnxpar.passes.emit import emit_rank
-from onnxpar.passes.load import normalise
-from onnxpar.pipeline import analyse, divide
-from onnxpar.sharding import Sharding
+from onnxpar.api.compiler import analyse, divide
+from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.emit.rank_graph import emit_rank
+from onnxpar.frontend.load import normalise
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import EXPANDED_FROM
 
 
 def parse(text: str, opset: int = 20) -> onnx.ModelProto:

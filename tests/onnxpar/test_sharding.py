@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar.errors import ShardingError
-from onnxpar.mesh import Mesh
-from onnxpar.sharding import Block, Component, DimSharding, Sharding, block, join, split
-from onnxpar.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Block, Component, DimSharding, Sharding, block, join, split
+from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
 
 NONE = SymbolTable({})
 MESHES = [

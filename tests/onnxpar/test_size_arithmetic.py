@@ -8,9 +8,9 @@ import onnxruntime as ort
 import pytest
 import sympy
 
-from onnxpar.mesh import Mesh
-from onnxpar.passes.builder import SYMBOL_PREFIX, GraphBuilder
-from onnxpar.symbols import Dim, Symbol, SymbolTable, as_dim, dim_str
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.symbols import Dim, Symbol, SymbolTable, as_dim, dim_str
+from onnxpar.graph.builder import SYMBOL_PREFIX, GraphBuilder
 from onnxpar_runtime.expressions import evaluate
 
 TABLE = SymbolTable({"a": Symbol(), "b": Symbol()})

@@ -7,7 +7,8 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.stages import (
+from onnxpar.core.errors import StrategyError
+from onnxpar.stages.cut import (
     BALANCE,
     Chain,
     Costs,
@@ -16,8 +17,7 @@ from onnxpar.analysis.stages import (
     virtual_stage_of,
     where_needed,
 )
-from onnxpar.errors import StrategyError
-from onnxpar.passes.stages import put_stages
+from onnxpar.stages.placement import put_stages
 
 
 def graph(text: str, initializers: str = "") -> ir.Graph:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar.errors import MachineError, StrategyError
-from onnxpar.layout import Layout
+from onnxpar.core.errors import MachineError, StrategyError
+from onnxpar.core.layout import Layout
+from onnxpar.core.symbols import Symbol
 from onnxpar.strategy import Strategy, load_strategy
 from onnxpar.strategy.document import parse_document
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.symbols import Symbol
 
 FULL = """\
 mesh: {dp: 2, tp: 4}

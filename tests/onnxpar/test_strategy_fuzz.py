@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import run_model
 
-from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.pipeline import Analysed, analyse, divide
+from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.core.errors import OnnxparError, StrategyError
 from onnxpar.strategy import Strategy, resolve
 
 MODEL = """

@@ -4,10 +4,10 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.propagate import propagate
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import analyse
+from onnxpar.api.compiler import analyse
+from onnxpar.core.errors import StrategyError
+from onnxpar.graph.plan import Plan
+from onnxpar.propagation.walk import propagate
 from onnxpar.strategy import Strategy, resolve
 
 MODEL = """<ir_version: 10, opset_import: ["": 20]>

@@ -12,14 +12,14 @@ import transformer
 import two_layer
 from lockstep import run_model
 
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.errors import StrategyError
-from onnxpar.layout import Layout, TensorLayout
-from onnxpar.mesh import Mesh
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import Analysed, analyse, divide
+from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.core.errors import StrategyError
+from onnxpar.core.layout import Layout, TensorLayout
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.names import match
+from onnxpar.graph.seeds import Seeds
+from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.strategy import Strategy, load_strategy, resolve, resolved
-from onnxpar.strategy.names import match
 
 MATMUL = """
 <ir_version: 10, opset_import: ["" : 18]>

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar.errors import SymbolError
-from onnxpar.symbols import Facts, Symbol, SymbolTable, as_dim
+from onnxpar.core.errors import SymbolError
+from onnxpar.core.symbols import Facts, Symbol, SymbolTable, as_dim
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar.errors import SymbolError
-from onnxpar.symbols import (
+from onnxpar.core.errors import SymbolError
+from onnxpar.core.symbols import (
     Dim,
     Symbol,
     SymbolTable,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
-from onnxpar.symbols import Facts
-from onnxpar.symbols import facts as known
+from onnxpar.core.symbols import Facts
+from onnxpar.core.symbols import integers as known
 
 SEEDED = settings(derandomize=True, deadline=None)
 

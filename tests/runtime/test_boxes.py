@@ -1,4 +1,4 @@
-"""The runtime's cutting and joining is that of `onnxpar.sharding`, and one undoes the other."""
+"""The runtime's cutting and joining is that of `onnxpar.core.sharding`, and one undoes the other."""
 
 from itertools import permutations
 
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar import sharding
-from onnxpar.mesh import Mesh
-from onnxpar.sharding import Component, Sharding
+from onnxpar.core import sharding
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding
 from onnxpar_runtime.boxes import Cut, block, coordinates
 
 

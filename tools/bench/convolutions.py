@@ -19,15 +19,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import shapes
-from onnxpar.mesh import Mesh
-from onnxpar.ops.find import find_rules
-from onnxpar.passes.autodiff import differentiate
-from onnxpar.passes.emit import emit_rank
-from onnxpar.passes.load import normalise, symbol_table
-from onnxpar.passes.partition import partition
+from onnxpar.autodiff.differentiate import differentiate
+from onnxpar.core.mesh import Mesh
+from onnxpar.emit.rank_graph import emit_rank
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import shapes
+from onnxpar.ops.node_rules import find_rules
+from onnxpar.partition.partitioner import partition
+from onnxpar.propagation.walk import propagate
 
 Run = Callable[[], object]
 

@@ -22,16 +22,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import Summary, shard
-from onnxpar.planning import read_program
-from onnxpar.program import Program
-from onnxpar.program_memory import program_memory, total_bytes
+from onnxpar.api.compiler import Summary, shard
+from onnxpar.api.plan_strategy import read_program
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.facts.program import Program
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
 from onnxpar_runtime import entries
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.session import Session

@@ -36,25 +36,25 @@ from plan_ranks import MODELS
 from scipy.stats import spearmanr
 from step_cases import ROOT, Model
 
-from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.search.eliminate import solve
-from onnxpar.analysis.search.find import seeds_of
-from onnxpar.analysis.search.flow import flow
-from onnxpar.analysis.search.options import options
-from onnxpar.analysis.search.problem import build
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.errors import OnnxparError
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import shard
-from onnxpar.planning import plan_strategy, read_program, searching
-from onnxpar.program import Program
+from onnxpar.api.compiler import shard
+from onnxpar.api.plan_strategy import plan_strategy, read_program, searching
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import OnnxparError
+from onnxpar.core.mesh import Mesh
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.facts.program import Program
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search.eliminate import solve
+from onnxpar.search.find import seeds_of
+from onnxpar.search.flow import flow
+from onnxpar.search.options import options
+from onnxpar.search.problem import build
+from onnxpar.search.ways import presets
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.ways import presets
-from onnxpar.strategy.write import strategy_data
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.strategy.save import strategy_data
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 OPTIMIZER = "adamw"

@@ -29,17 +29,17 @@ from time import perf_counter, process_time
 
 import numpy as np
 
-from onnxpar.analysis.search.find import Found
+from onnxpar.api.plan_strategy import plan_strategy, read_program, searching
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import collect_rarely
-from onnxpar.errors import OnnxparError
-from onnxpar.planning import plan_strategy, read_program, searching
-from onnxpar.program import Program
+from onnxpar.core.errors import OnnxparError
+from onnxpar.facts.program import Program
+from onnxpar.search.decide import search
+from onnxpar.search.find import Found
 from onnxpar.strategy import Strategy, load_strategy, resolve
-from onnxpar.strategy.decide import search
-from onnxpar.strategy.write import write_strategy
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.strategy.save import write_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"batch": 64, "seq": 64}

@@ -91,11 +91,11 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
         laps[name] = now - last
         last = now
 
-    from onnxpar.analysis.report import directory_data
-    from onnxpar.passes.emit import fill, template
-    from onnxpar.passes.load import load
-    from onnxpar.passes.weight_layout import layout
-    from onnxpar.pipeline import divide_model
+    from onnxpar.api.compiler import divide_model
+    from onnxpar.emit.rank_graph import fill, template
+    from onnxpar.emit.weight_layout import layout
+    from onnxpar.frontend.load import load
+    from onnxpar.report.inspect_data import directory_data
     from onnxpar.strategy import load_strategy
 
     lap("import")
@@ -126,7 +126,7 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
 
 def weights_task(model: str, strategy: str, folder: str, repeats: str) -> None:
     """The whole of `onnxpar shard`, and `cp` of its weights, in turn."""
-    from onnxpar.pipeline import shard
+    from onnxpar.api.compiler import shard
 
     data = f"{model}.data"
     copy, out = Path(folder) / "copy", Path(folder) / "out"

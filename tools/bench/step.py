@@ -45,10 +45,10 @@ from typing import Any
 
 from step_cases import BATCHES, LARGE, MODELS, OPTIMIZERS, QUICK, Job, Side
 
-from onnxpar.pipeline import shard
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec
+from onnxpar.api.compiler import shard
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 HERE = Path(__file__).resolve().parent

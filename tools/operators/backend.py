@@ -23,19 +23,19 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx.backend.test import loader
 
-from onnxpar.analysis.plan import factor_sizes, shardings
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.report import directory_data
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.artifacts import write
-from onnxpar.errors import OnnxparError, ShardingError
-from onnxpar.mesh import Mesh
-from onnxpar.ops.rule import WHOLE, format_rule
-from onnxpar.passes.builder import COUNTERS
-from onnxpar.passes.partition import partition
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import Analysed, analyse
-from onnxpar.sharding import Component, DimSharding
+from onnxpar.api.compiler import Analysed, analyse
+from onnxpar.core.errors import OnnxparError, ShardingError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import WHOLE, format_rule
+from onnxpar.core.sharding import Component, DimSharding
+from onnxpar.emit import write
+from onnxpar.graph.builder import COUNTERS
+from onnxpar.graph.plan import factor_sizes, shardings
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.partitioner import partition
+from onnxpar.propagation.walk import propagate
+from onnxpar.report.inspect_data import directory_data
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.tensors import to_host, to_ort
 from onnxpar_runtime.verify import TOLERANCE, difference_of

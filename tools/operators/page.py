@@ -9,7 +9,7 @@ from pathlib import Path
 
 from backend import CRASHED, FAILED, PASSED, WRONG, Outcome
 
-from onnxpar.ops.report import OperatorRow, operator_table
+from onnxpar.report.operators import OperatorRow, operator_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "operators.md"

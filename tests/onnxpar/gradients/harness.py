@@ -21,24 +21,24 @@ import onnx
 import onnx_ir as ir
 from lockstep import Array, Evaluate, evaluator, run_model
 
-from onnxpar.analysis.plan import factor_sizes, shardings
-from onnxpar.analysis.propagate import Rules, propagate
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
-from onnxpar.mesh import Mesh
-from onnxpar.ops.gradients.matmul import MICROSOFT
-from onnxpar.ops.registry import OpDef
-from onnxpar.ops.rule import OpRule
-from onnxpar.passes.autodiff import Differentiated, differentiate
-from onnxpar.passes.builder import DOMAIN, GraphBuilder, ir_shape
-from onnxpar.passes.closure import bodies_of
-from onnxpar.passes.expand import expand_by_body
-from onnxpar.passes.global_graph import GlobalBuilder
-from onnxpar.passes.load import normalise, symbol_table
-from onnxpar.passes.partition import _Partition
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import find_rules
-from onnxpar.sharding import Component, DimSharding, Sharding
+from onnxpar.api.compiler import find_rules
+from onnxpar.autodiff.differentiate import Differentiated, differentiate
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import OpRule
+from onnxpar.core.sharding import Component, DimSharding, Sharding
+from onnxpar.frontend.expand import expand_by_body
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.builder import DOMAIN, GraphBuilder, ir_shape
+from onnxpar.graph.closure import bodies_of
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.plan import factor_sizes, shardings
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.graph.shapes import NodeView, ShapeEnv, shapes
+from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
+from onnxpar.ops.operator import OpDef
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.partitioner import _Partition
+from onnxpar.propagation.walk import Rules, propagate
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_SEED", "1"))

@@ -8,9 +8,9 @@ import onnx_ir as ir
 import pytest
 from harness import GradCase, chosen
 
-from onnxpar.errors import ModelError
-from onnxpar.passes.autodiff import differentiate
-from onnxpar.pipeline import analyse
+from onnxpar.api.compiler import analyse
+from onnxpar.autodiff.differentiate import differentiate
+from onnxpar.core.errors import ModelError
 
 IF = """y = If (c) <
     then_branch = t () => (double[N,4] p) { q = Mul(x, x) p = MatMul(q, w) },

@@ -2,7 +2,7 @@
 
 from gradient_coverage import checked
 
-from onnxpar.ops.registry import Missing
+from onnxpar.ops.operator import Missing
 from onnxpar.ops.table import REGISTRY
 
 SHAPES = 3

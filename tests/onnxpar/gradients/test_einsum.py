@@ -3,7 +3,7 @@
 import pytest
 from harness import GradCase
 
-from onnxpar.errors import ModelError
+from onnxpar.core.errors import ModelError
 
 
 @pytest.mark.parametrize(

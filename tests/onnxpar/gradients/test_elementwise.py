@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import Data, GradCase, between
 
-from onnxpar.errors import ModelError
+from onnxpar.core.errors import ModelError
 
 Torch = Callable[..., Any]
 

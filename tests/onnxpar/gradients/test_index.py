@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import GradCase
 
-from onnxpar.errors import ModelError
+from onnxpar.core.errors import ModelError
 
 ELEMENTS = np.array([[0, 3, 3], [2, 2, 2], [1, 0, 1], [3, 1, 2], [0, 1, 2]])
 DISTINCT = np.array([[0, 3, 1], [2, 1, 3], [1, 0, 2], [3, 1, 2], [0, 1, 2]])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import GradCase
 
-from onnxpar.errors import ModelError
+from onnxpar.core.errors import ModelError
 
 # The operators have no float64. By the scale, two sums of a dozen products of up to 130 steps each
 # cancel to what rounding moved: 12 · 130 · 2^-24 = 1e-4, of which chance leaves the tenth.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import GradCase, between
 
-from onnxpar.passes.autodiff import Differentiated
+from onnxpar.autodiff.differentiate import Differentiated
 
 NSX = {"x": "double[N,S,4]"}
 POSITIVE = {"x": between(0.3, 2)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import GradCase
 
-from onnxpar.errors import ModelError
+from onnxpar.core.errors import ModelError
 
 
 def resized(mode: str, size: tuple[int, ...], **more: Any) -> Any:

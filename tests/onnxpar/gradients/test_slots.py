@@ -5,7 +5,7 @@ import json
 import pytest
 
 from onnxpar.cli import main
-from onnxpar.ops.registry import UNWRITTEN, Missing, NotDifferentiable
+from onnxpar.ops.operator import UNWRITTEN, Missing, NotDifferentiable
 from onnxpar.ops.table import REGISTRY
 
 

@@ -6,9 +6,9 @@ from functools import cached_property
 
 from op_harness import Case
 
-from onnxpar.analysis.shapes import ShapeEnv, shapes
-from onnxpar.passes.load import symbol_table
-from onnxpar.symbols import Symbol
+from onnxpar.core.symbols import Symbol
+from onnxpar.frontend.load import symbol_table
+from onnxpar.graph.shapes import ShapeEnv, shapes
 
 
 @dataclass(frozen=True)

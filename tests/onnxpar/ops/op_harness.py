@@ -17,22 +17,22 @@ import onnx
 import onnx_ir as ir
 from lockstep import COMBINE, Array, Lockstep, evaluator
 
-from onnxpar.analysis.plan import NodePlan, Plan, factor_sizes, shardings
-from onnxpar.analysis.propagate import Rules
-from onnxpar.analysis.shapes import NodeView, ShapeEnv, shapes
-from onnxpar.mesh import Atoms, Mesh
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.rule import OpRule
+from onnxpar.core.sharding import Component, DimSharding, Sharding, split
+from onnxpar.core.symbols import symbols_of
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, shardings
+from onnxpar.graph.shapes import NodeView, ShapeEnv, shapes
+from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
 from onnxpar.ops.fallback import settle
-from onnxpar.ops.gradients.matmul import MICROSOFT
 from onnxpar.ops.local import copy_node
-from onnxpar.ops.registry import OpDef, Registry
-from onnxpar.ops.rule import OpRule
+from onnxpar.ops.operator import OpDef, Registry
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
-from onnxpar.passes.load import normalise, symbol_table
-from onnxpar.passes.partition import _Partition
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.sharding import Component, DimSharding, Sharding, split
-from onnxpar.symbols import symbols_of
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.partitioner import _Partition
+from onnxpar.propagation.walk import Rules
 
 GARBAGE_INT = 10**6
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

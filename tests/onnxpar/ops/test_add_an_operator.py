@@ -9,13 +9,14 @@ import pytest
 from harness import GradCase
 from op_harness import Case
 
-from onnxpar.mesh import Mesh
-from onnxpar.ops import find
-from onnxpar.ops.registry import BY_BODY, Registry
-from onnxpar.ops.report import operator_table
-from onnxpar.ops.rule import format_rule, parse_rule
+from onnxpar.autodiff import differentiate as autodiff
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import format_rule, parse_rule
+from onnxpar.frontend import expand
+from onnxpar.ops import node_rules as find
+from onnxpar.ops.operator import BY_BODY, Registry
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes import autodiff, expand
+from onnxpar.report.operators import operator_table
 
 PAGE = (Path(__file__).parents[3] / "docs" / "add_an_operator.md").read_text(encoding="utf-8")
 MESH = Mesh((), (2, 2))

@@ -18,8 +18,8 @@ from onnx import TensorProto
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 from op_harness import FULL, SEED, Case, chosen
 
-from onnxpar.errors import ModelError
-from onnxpar.mesh import Mesh
+from onnxpar.core.errors import ModelError
+from onnxpar.core.mesh import Mesh
 from onnxpar.ops.table import REGISTRY
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "operators"))

@@ -7,15 +7,15 @@ from contrib_cases import BODIES, FUSED, MULTI_HEAD, ROTARY
 from lockstep import evaluator, run_model
 from op_harness import Case
 
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import NodeView, shapes
-from onnxpar.mesh import Mesh
-from onnxpar.ops.body import BodyNode
-from onnxpar.ops.find import find_rules
-from onnxpar.passes.global_graph import GlobalBuilder
-from onnxpar.passes.load import normalise, symbol_table
-from onnxpar.passes.partition import partition
+from onnxpar.core.mesh import Mesh
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import NodeView, shapes
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.node_rules import find_rules
+from onnxpar.partition.partitioner import partition
+from onnxpar.propagation.walk import propagate
 
 CASES = (*FUSED, *MULTI_HEAD, *ROTARY, *BODIES)
 

@@ -11,19 +11,19 @@ import onnxruntime as ort
 import pytest
 from lockstep import Array, run_model
 
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import shapes
-from onnxpar.errors import ShardingError
-from onnxpar.mesh import Mesh
-from onnxpar.passes.closure import every_node
-from onnxpar.passes.dump import Dumper
-from onnxpar.passes.load import normalise, symbol_table
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import analyse, divide, shard
-from onnxpar.sharding import Sharding
-from onnxpar.training.divide import TrainingSpec
-from onnxpar.training.loss import LossKind, LossSpec
-from onnxpar.training.optimizer import OptimizerKind
+from onnxpar.api.compiler import analyse, divide, shard
+from onnxpar.api.divide_training import TrainingSpec
+from onnxpar.autodiff.append_loss import LossKind, LossSpec
+from onnxpar.autodiff.optimizer import OptimizerKind
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.closure import every_node
+from onnxpar.graph.dump import Dumper
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import shapes
+from onnxpar.partition.partitioned_model import PartitionedModel
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 NESTED = """g (float[n, 6] x, bool p, float[6] k) => (float[n, 6] y, float[4, n, 6] ys)

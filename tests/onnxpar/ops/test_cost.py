@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from op_harness import Case
 
-from onnxpar.analysis.cost import CostModel, Work
-from onnxpar.analysis.plan import factor_sizes, shardings
-from onnxpar.machine import PRESETS
-from onnxpar.mesh import Mesh
-from onnxpar.ops.registry import Missing
-from onnxpar.sharding import Component, Sharding
-from onnxpar.symbols import SymbolTable
+from onnxpar.core.machine import PRESETS
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component, Sharding
+from onnxpar.core.symbols import SymbolTable
+from onnxpar.cost.cost_model import CostModel, Work
+from onnxpar.graph.plan import factor_sizes, shardings
+from onnxpar.ops.operator import Missing
 
 MESH = Mesh((), (2, 2))
 F = 4  # bytes of a float32

@@ -14,10 +14,10 @@ import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from onnxpar.cli import main
-from onnxpar.ops.registry import UNWRITTEN, Missing, expanded
-from onnxpar.ops.report import operator_table, schema_bodies
+from onnxpar.frontend.load import MIN_OPSET
+from onnxpar.ops.operator import UNWRITTEN, Missing, expanded
 from onnxpar.ops.table import REGISTRY
-from onnxpar.passes.load import MIN_OPSET
+from onnxpar.report.operators import operator_table, schema_bodies
 
 NEWEST = 26
 """Newest opset of the default domain that onnxruntime 1.31 runs."""

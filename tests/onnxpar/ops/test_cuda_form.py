@@ -9,13 +9,13 @@ import pytest
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.analysis.device import device_data
-from onnxpar.ops.cuda_form import cuda_form
-from onnxpar.ops.standard_functions import STANDARD
-from onnxpar.passes.closure import every_node
-from onnxpar.passes.emit import fill, template
-from onnxpar.passes.weight_layout import layout
-from onnxpar.pipeline import _seeds, analyse, divide
+from onnxpar.api.compiler import _seeds, analyse, divide
+from onnxpar.emit.rank_graph import fill, template
+from onnxpar.emit.weight_layout import layout
+from onnxpar.graph.closure import every_node
+from onnxpar.ops.device.cuda_form import cuda_form
+from onnxpar.ops.device.standard_functions import STANDARD
+from onnxpar.report.devices import device_data
 from onnxpar.strategy import strategy_for
 
 POOL = "MaxPool<kernel_shape = [2, 2]>"

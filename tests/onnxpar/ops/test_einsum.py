@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.shapes import NodeView, ShapeEnv
-from onnxpar.errors import ModelError
-from onnxpar.ops.einsum import einsum_rule, read_equation
-from onnxpar.ops.rule import format_rule
-from onnxpar.symbols import SymbolTable, as_dim
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import format_rule
+from onnxpar.core.symbols import SymbolTable, as_dim
+from onnxpar.graph.shapes import NodeView, ShapeEnv
+from onnxpar.ops.contraction.einsum import einsum_rule, read_equation
 
 
 def view(equation: str, *shapes: Sequence[int | str]) -> NodeView:

@@ -21,11 +21,11 @@ from op_cases import ALL
 from op_harness import Case
 from test_placements import EXCUSED, NO_PRODUCTS
 
-from onnxpar.analysis.plan import factor_sizes
+from onnxpar.core.rule import PARALLEL, Operand
+from onnxpar.core.sharding import REDUCTIONS
+from onnxpar.graph.plan import factor_sizes
 from onnxpar.ops.local import copy_node
-from onnxpar.ops.rule import PARALLEL, Operand
 from onnxpar.ops.table import REGISTRY
-from onnxpar.sharding import REDUCTIONS
 
 WHOLE = "whole"
 REFUSED = (state.Fail, state.InvalidArgument, state.RuntimeException, state.InvalidGraph)
@@ -221,7 +221,7 @@ NO_CASE = {
     ),
 }
 # Modules of what is never divided, and of what is expanded before anything is.
-UNDIVIDED = ("onnxpar.ops.excused", "onnxpar.ops.sequence", "onnxpar.ops.registry")
+UNDIVIDED = ("onnxpar.ops.replicated", "onnxpar.ops.sequence.sequence", "onnxpar.ops.operator")
 
 
 def test_every_operator_has_a_case() -> None:

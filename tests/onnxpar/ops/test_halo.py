@@ -6,10 +6,10 @@ import pytest
 from conv_cases import TWELVES, Bounded
 from op_harness import Case, Run
 
-from onnxpar.analysis.plan import factor_sizes
-from onnxpar.mesh import Mesh
-from onnxpar.sharding import Component
-from onnxpar.symbols import dim_str
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component
+from onnxpar.core.symbols import dim_str
+from onnxpar.graph.plan import factor_sizes
 
 _FLOAT = 4
 

@@ -6,9 +6,9 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.pipeline import analyse
-from onnxpar.symbols import Dim, Symbol, symbols_of
+from onnxpar.api.compiler import analyse
+from onnxpar.core.symbols import Dim, Symbol, symbols_of
+from onnxpar.graph.shapes import ShapeEnv
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 INT64_MAX, INT32_MAX = 2**63 - 1, 2**31 - 1

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from lockstep import evaluator
 
-from onnxpar.ops.interpolation import Interpolation, matrix, repeats
+from onnxpar.ops.image.interpolation import Interpolation, matrix, repeats
 
 COORDINATES = (
     *("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric"),

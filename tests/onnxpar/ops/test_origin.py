@@ -6,8 +6,8 @@ import onnx_ir as ir
 import pytest
 from lockstep import evaluator, run_model
 
-from onnxpar.ops.rule import format_rule
-from onnxpar.pipeline import Analysed, analyse, divide
+from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.core.rule import format_rule
 from onnxpar.strategy import Strategy, resolve
 
 # As torch.onnx writes mask[arange(batch)[:, None, None, None], arange(seq)[None, None, None, :]].

@@ -14,10 +14,10 @@ import pytest
 from op_cases import ALL
 from op_harness import SEED, Case, chosen
 
-from onnxpar import execute
-from onnxpar.errors import OnnxparError
+from onnxpar.api import runtime
+from onnxpar.api.compiler import shard
+from onnxpar.core.errors import OnnxparError
 from onnxpar.ops.fallback import draws
-from onnxpar.pipeline import shard
 from onnxpar.strategy import Strategy
 
 DEVICES = 2
@@ -49,7 +49,7 @@ def test_a_result_lies_as_asked(case: Case, tmp_path: Path) -> None:
         plan = shard(model, Strategy.from_dict(data), target).partitioned.plan
         left = plan.resharded.get(first, plan.nodes["node"].outputs[0])
         assert not left.partial and left.strategy(plan.mesh) == tuple(asked)
-        for result in execute.verify(target, model, inputs=feeds, rtol=case.rtol):
+        for result in runtime.verify(target, model, inputs=feeds, rtol=case.rtol):
             assert result.ok, (axis, result)
 
 
@@ -128,5 +128,5 @@ def test_whatever_is_asked_is_right_or_refused_clearly(
             left = plan.resharded.get(value.name or "", made)
             counts = [e if isinstance(e, int) else 2 ** len(e or ()) for e in entry]
             assert not left.partial and list(left.strategy(plan.mesh)) == counts
-    for result in execute.verify(target, model, inputs=feeds, rtol=case.rtol):
+    for result in runtime.verify(target, model, inputs=feeds, rtol=case.rtol):
         assert result.ok, result

@@ -6,7 +6,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.passes.load import normalise
+from onnxpar.frontend.load import normalise
 
 BODY = """
     p = com.microsoft.MatMulNBits<K=32, N=128, bits=4, block_size=16>(x, w, s, z)

@@ -9,11 +9,11 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 from op_cases import ALL
 from op_harness import Case, chosen, merged_assignments
 
-from onnxpar.analysis.plan import factor_sizes
-from onnxpar.errors import ShardingError
-from onnxpar.mesh import Mesh
-from onnxpar.ops.rule import PARALLEL, SPECIAL, WHOLE
-from onnxpar.sharding import REDUCTIONS, Component
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import PARALLEL, SPECIAL, WHOLE
+from onnxpar.core.sharding import REDUCTIONS, Component
+from onnxpar.graph.plan import factor_sizes
 
 MESHES = (Mesh((), (2, 2)), Mesh((), (2, 3)))
 

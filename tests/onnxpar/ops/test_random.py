@@ -9,8 +9,8 @@ import pytest
 from lockstep import run_model
 from op_harness import Case
 
-from onnxpar.errors import ShardingError
-from onnxpar.pipeline import analyse, divide, shard
+from onnxpar.api.compiler import analyse, divide, shard
+from onnxpar.core.errors import ShardingError
 from onnxpar.strategy import Strategy, resolve
 from onnxpar_runtime import Session
 

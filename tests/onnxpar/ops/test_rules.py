@@ -6,16 +6,16 @@ import pytest
 from op_cases import ints, scalar
 from op_harness import Case
 
-from onnxpar.errors import ModelError, RuleError, ShardingError, SymbolError
-from onnxpar.mesh import Mesh
+from onnxpar.api.compiler import analyse
+from onnxpar.core.errors import ModelError, RuleError, ShardingError, SymbolError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import format_rule
+from onnxpar.core.sharding import Component
+from onnxpar.core.symbols import Symbol
 from onnxpar.ops.fallback import replicated_rule
-from onnxpar.ops.registry import Missing, OpDef, Registry
-from onnxpar.ops.report import operator_table
-from onnxpar.ops.rule import format_rule
+from onnxpar.ops.operator import Missing, OpDef, Registry
 from onnxpar.ops.table import REGISTRY
-from onnxpar.pipeline import analyse
-from onnxpar.sharding import Component
-from onnxpar.symbols import Symbol
+from onnxpar.report.operators import operator_table
 
 NS = {"N": 5, "S": 3}
 ANY = ", ".join(f"{r} 0" for r in ("sum", "max", "min", "prod"))

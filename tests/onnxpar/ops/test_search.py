@@ -6,7 +6,7 @@ import onnx_ir as ir
 import pytest
 from lockstep import evaluator, run_model
 
-from onnxpar.pipeline import Analysed, analyse, divide
+from onnxpar.api.compiler import Analysed, analyse, divide
 from onnxpar.strategy import Strategy, resolve
 
 HEAD = '<ir_version: 10, opset_import: ["" : 20]>'

@@ -14,9 +14,9 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.analysis.shapes import ShapeEnv
-from onnxpar.pipeline import analyse
-from onnxpar.symbols import symbols_of
+from onnxpar.api.compiler import analyse
+from onnxpar.core.symbols import symbols_of
+from onnxpar.graph.shapes import ShapeEnv
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 SIZES = ((1, 1), (2, 3), (3, 1), (5, 8), (7, 4), (12, 9), (31, 17))

@@ -6,7 +6,7 @@ import onnx_ir as ir
 import pytest
 from lockstep import evaluator, run_model
 
-from onnxpar.pipeline import analyse, divide
+from onnxpar.api.compiler import analyse, divide
 from onnxpar.strategy import Strategy, resolve
 
 # The table has rows enough, which cannot be known: it gives min(32, batch) of them.

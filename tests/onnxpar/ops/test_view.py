@@ -3,7 +3,7 @@
 import onnx.parser
 import onnx_ir as ir
 
-from onnxpar.pipeline import analyse
+from onnxpar.api.compiler import analyse
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>

@@ -12,17 +12,17 @@ from itertools import combinations, product
 from math import inf, prod
 from typing import Generic, TypeVar
 
-from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
-from onnxpar.analysis.search.find import Candidate, SearchSpec, find
-from onnxpar.analysis.search.flow import Flow, Item, Value, flow
-from onnxpar.analysis.search.options import Option, options
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.analysis.shapes import GRADIENT_OF
-from onnxpar.machine import Link, Machine
-from onnxpar.mesh import Mesh
-from onnxpar.program import Program
-from onnxpar.sharding import REDUCTIONS, Sharding
+from onnxpar.core.machine import Link, Machine
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import REDUCTIONS, Sharding
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
+from onnxpar.facts.program import Program
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import GRADIENT_OF
+from onnxpar.search.find import Candidate, SearchSpec, find
+from onnxpar.search.flow import Flow, Item, Value, flow
+from onnxpar.search.options import Option, options
 
 SIZES = {"batch": 96, "seq": 32}
 STATES = {1: 2, 2: 1, 3: 1}

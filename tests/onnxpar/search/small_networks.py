@@ -10,13 +10,13 @@ from collections.abc import Callable
 import onnx_ir as ir
 from random_builder import F32, Program, Value, build
 
-from onnxpar.analysis.optimizer_parallel import OptimizerParallel
-from onnxpar.program import Program as Planned
-from onnxpar.symbols import dim_symbol
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec, prepare_training
-from onnxpar.training.recognise import read_parameters
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
+from onnxpar.core.symbols import dim_symbol
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.facts.program import Program as Planned
+from onnxpar.parameters.recognise import read_parameters
 
 WIDTHS = (4, 8, 12)
 

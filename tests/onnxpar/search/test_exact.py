@@ -7,12 +7,12 @@ from math import inf, prod
 import numpy as np
 import pytest
 
-from onnxpar.analysis.search import eliminate, integer
-from onnxpar.analysis.search.bound import Bounded, Scoped
-from onnxpar.analysis.search.eliminate import solve
-from onnxpar.analysis.search.exact import best, least
-from onnxpar.analysis.search.problem import Problem, Table, Term, Variable
-from onnxpar.errors import ShardingError
+from onnxpar.core.errors import ShardingError
+from onnxpar.search import eliminate, integer
+from onnxpar.search.bound import Bounded, Scoped
+from onnxpar.search.eliminate import solve
+from onnxpar.search.exact import best, least
+from onnxpar.search.problem import Problem, Table, Term, Variable
 
 
 def random_problem(seed: int) -> Problem:

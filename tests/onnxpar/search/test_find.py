@@ -13,16 +13,16 @@ import transformer
 from _exporter import save
 from onnx import helper
 
-from onnxpar.analysis.plan import Plan
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.search.find import Found, SearchSpec, find
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.errors import ShardingError
-from onnxpar.machine import PRESETS
-from onnxpar.mesh import Mesh
-from onnxpar.passes.load import load
-from onnxpar.pipeline import Analysed, analyse
-from onnxpar.sharding import Component
+from onnxpar.api.compiler import Analysed, analyse
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.machine import PRESETS
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component
+from onnxpar.frontend.load import load
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.propagation.walk import propagate
+from onnxpar.search.find import Found, SearchSpec, find
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 ALGORITHMS = ("recursive", "ilp")

@@ -4,24 +4,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnxpar.analysis.search.find as find_module
 import pytest
 import transformer
 from _exporter import save
 
-import onnxpar.analysis.search.find as find_module
-from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.search.find import SearchSpec, find
-from onnxpar.analysis.search.flow import Flow, flow
-from onnxpar.analysis.search.fold import Folded, fold
-from onnxpar.analysis.search.options import options
-from onnxpar.analysis.search.problem import Problem, build
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.machine import PRESETS
-from onnxpar.mesh import Mesh
-from onnxpar.passes.load import load
-from onnxpar.pipeline import Analysed, analyse
-from onnxpar.sharding import Sharding
-from onnxpar.symbols import Symbol
+from onnxpar.api.compiler import Analysed, analyse
+from onnxpar.core.machine import PRESETS
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.frontend.load import load
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search.find import SearchSpec, find
+from onnxpar.search.flow import Flow, flow
+from onnxpar.search.options import options
+from onnxpar.search.problem import Problem, build
+from onnxpar.search.repeated_layers import Folded, fold
 
 SIZES = {"batch": 8, "seq": 64}
 

@@ -3,13 +3,13 @@
 import onnx.parser
 import onnx_ir as ir
 
-from onnxpar.analysis.cost import CostModel
-from onnxpar.analysis.search.flow import flow
-from onnxpar.analysis.search.options import options
-from onnxpar.machine import PRESETS
-from onnxpar.mesh import Mesh
-from onnxpar.passes.load import normalise
-from onnxpar.pipeline import analyse
+from onnxpar.api.compiler import analyse
+from onnxpar.core.machine import PRESETS
+from onnxpar.core.mesh import Mesh
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.frontend.load import normalise
+from onnxpar.search.flow import flow
+from onnxpar.search.options import options
 
 TEXT = """<ir_version: 10, opset_import: ["": 21]>
 g (float[64,64] x, float[64,64] w, float[64,64] v, float[64,64] bias) => (float[64,64] y) {

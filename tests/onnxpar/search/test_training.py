@@ -8,18 +8,18 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from onnxpar.analysis.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
-from onnxpar.analysis.search.find import SearchSpec, find
-from onnxpar.analysis.seeds import Seeds
-from onnxpar.machine import PRESETS, Link
-from onnxpar.mesh import Mesh
-from onnxpar.program import Program
-from onnxpar.sharding import Sharding
-from onnxpar.symbols import Symbol
-from onnxpar.training.loss import parse_loss
-from onnxpar.training.optimizer import parse_optimizer
-from onnxpar.training.prepare import TrainingSpec, prepare_training
-from onnxpar.training.recognise import read_parameters
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
+from onnxpar.core.machine import PRESETS, Link
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol
+from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
+from onnxpar.facts.program import Program
+from onnxpar.graph.seeds import Seeds
+from onnxpar.parameters.recognise import read_parameters
+from onnxpar.search.find import SearchSpec, find
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>

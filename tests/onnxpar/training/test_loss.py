@@ -12,10 +12,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.errors import ModelError
-from onnxpar.passes.load import normalise
-from onnxpar.symbols import as_dim
-from onnxpar.training.loss import (
+from onnxpar.autodiff.append_loss import (
     CORRECT,
     LOSS,
     LOSS_WEIGHT,
@@ -25,6 +22,9 @@ from onnxpar.training.loss import (
     append_metrics,
     parse_loss,
 )
+from onnxpar.core.errors import ModelError
+from onnxpar.core.symbols import as_dim
+from onnxpar.frontend.load import normalise
 
 Array = NDArray[Any]
 CLASSES = 5

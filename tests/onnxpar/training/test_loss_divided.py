@@ -10,11 +10,8 @@ import pytest
 from lockstep import run_model
 from numpy.typing import NDArray
 
-from onnxpar.passes.load import normalise
-from onnxpar.passes.partitioned import PartitionedModel
-from onnxpar.pipeline import analyse, divide
-from onnxpar.strategy import Strategy, resolve
-from onnxpar.training.loss import (
+from onnxpar.api.compiler import analyse, divide
+from onnxpar.autodiff.append_loss import (
     CORRECT,
     LOSS,
     LOSS_WEIGHT,
@@ -23,6 +20,9 @@ from onnxpar.training.loss import (
     append_loss,
     append_metrics,
 )
+from onnxpar.frontend.load import normalise
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.strategy import Strategy, resolve
 
 Array = NDArray[Any]
 WIDTH, CLASSES, IGNORED = 3, 6, -100

@@ -12,8 +12,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.errors import ModelError
-from onnxpar.training.optimizer import (
+from onnxpar.autodiff.optimizer import (
     GRAD_NORM,
     HYPER,
     OptimizerKind,
@@ -25,6 +24,7 @@ from onnxpar.training.optimizer import (
     optimizer_model,
     state_name,
 )
+from onnxpar.core.errors import ModelError
 from onnxpar_runtime.library import custom_op_library
 
 Array = NDArray[Any]

@@ -11,17 +11,7 @@ import pytest
 from lockstep import run_model
 from numpy.typing import NDArray
 
-from onnxpar.analysis.plan import factor_sizes, project
-from onnxpar.analysis.propagate import propagate
-from onnxpar.analysis.seeds import NodeSeed, Seeds
-from onnxpar.analysis.shapes import shapes
-from onnxpar.mesh import Mesh
-from onnxpar.ops.find import find_rules
-from onnxpar.passes.partition import partition
-from onnxpar.passes.partitioned import PartitionedModel, States
-from onnxpar.sharding import Sharding
-from onnxpar.symbols import SymbolTable
-from onnxpar.training.optimizer import (
+from onnxpar.autodiff.optimizer import (
     GRAD_NORM,
     HYPER,
     OptimizerKind,
@@ -31,6 +21,16 @@ from onnxpar.training.optimizer import (
     accumulation_model,
     optimizer_model,
 )
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import SymbolTable
+from onnxpar.graph.plan import factor_sizes, project
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.graph.shapes import shapes
+from onnxpar.ops.node_rules import find_rules
+from onnxpar.partition.partitioned_model import PartitionedModel, States
+from onnxpar.partition.partitioner import partition
+from onnxpar.propagation.walk import propagate
 
 Array = NDArray[Any]
 FLOAT = ir.DataType.FLOAT

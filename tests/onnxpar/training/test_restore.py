@@ -12,10 +12,10 @@ import pytest
 from _declared import read
 from numpy.typing import NDArray
 
-from onnxpar.errors import ModelError
-from onnxpar.training.origin import Role, origin_of
-from onnxpar.training.recognise import read_parameters, recognise
-from onnxpar.training.trainable import Selection, select
+from onnxpar.core.errors import ModelError
+from onnxpar.parameters.origin import Role, origin_of
+from onnxpar.parameters.recognise import read_parameters, recognise
+from onnxpar.parameters.trainable import Selection, select
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")

@@ -7,9 +7,9 @@ import pytest
 from lockstep import evaluator
 from numpy.typing import NDArray
 
-from onnxpar.analysis.shapes import shapes
-from onnxpar.ops.running import forms, infer_with_statistics, keep_statistics
-from onnxpar.passes.load import normalise, symbol_table
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.shapes import shapes
+from onnxpar.ops.norm.running_statistics import forms, infer_with_statistics, keep_statistics
 
 OPERANDS = ("s", "b", "mean", "var", "mean2", "var2")
 ONE = "[bn] y = BatchNormalization<momentum=0.8>(x, s, b, mean, var)"

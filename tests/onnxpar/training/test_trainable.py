@@ -8,10 +8,10 @@ import onnx_ir as ir
 import pytest
 from _declared import read
 
-from onnxpar.errors import ModelError
-from onnxpar.passes.load import load
-from onnxpar.training.recognise import read_parameters
-from onnxpar.training.trainable import Counts, Selection, select
+from onnxpar.core.errors import ModelError
+from onnxpar.frontend.load import load
+from onnxpar.parameters.recognise import read_parameters
+from onnxpar.parameters.trainable import Counts, Selection, select
 
 MODEL = """g (float[n, 4] x, int64[n] ids) => (float[n, 4] y)
 <float[3, 4] table, float[4, 4] w1, float[4] b1, float[4, 4] w2, float[1] one, float epsilon,

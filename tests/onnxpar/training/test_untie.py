@@ -5,9 +5,9 @@ import onnx_ir as ir
 import onnxruntime
 from _declared import read
 
-from onnxpar.training.recognise import read_parameters
-from onnxpar.training.trainable import select
-from onnxpar.training.untie import untie
+from onnxpar.parameters.merged import untie
+from onnxpar.parameters.recognise import read_parameters
+from onnxpar.parameters.trainable import select
 
 MERGED = """g (float[n, 4] x) => (float[n, 4] y)
 <float[4] ones, float[4] zeros, float[4, 4] w, float[4] other>

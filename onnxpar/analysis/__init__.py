@@ -1,1 +1,0 @@
-"""Pure analyses: a model in, facts out. Nothing here changes a model."""

@@ -1,0 +1,163 @@
+"""A model with its strategy written into it, as ONNX's multi-device annotations."""
+
+import filecmp
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import onnx
+from google.protobuf.message import EncodeError
+
+from onnxpar.api.compiler import analyse, plan_in_stages
+from onnxpar.core.errors import ModelError
+from onnxpar.core.symbols import Symbol
+from onnxpar.emit import check_file, new_file
+from onnxpar.frontend.load import in_memory, read
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.validity import blamed_on_model
+from onnxpar.search.decide import settled
+from onnxpar.strategy import Strategy, strategy_for
+from onnxpar.strategy.annotation_reader import bodies_of
+from onnxpar.strategy.annotation_writer import annotate_proto
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """What `annotate` did.
+
+    Attributes:
+        out: The file written.
+        devices: Number of devices.
+        nodes: Number of nodes in the file's main graph.
+        annotated: How many of them have an annotation.
+        differing: Names of the nodes that are divided otherwise when the annotation is read again:
+            what it cannot say, and does not follow from what it can.
+    """
+
+    out: Path
+    devices: int
+    nodes: int
+    annotated: int
+    differing: tuple[str, ...]
+
+
+def annotate(
+    model: str | Path,
+    strategy: str | Path | Strategy | None,
+    out: str | Path,
+    *,
+    devices: int | None = None,
+    symbols: Mapping[str, Symbol] | None = None,
+) -> Annotated:
+    """Writes a model with the plan of a strategy as annotations; everything else stays as it is.
+
+    Weights in external files stay in them; where the model is written to another folder, the files
+    are copied there.
+
+    Args:
+        model: Path of the ONNX file.
+        strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
+            for the annotation that the model has, which is written anew.
+        out: The file to write, which may be the model itself.
+        devices: Number of devices, where the strategy does not say.
+        symbols: Constraints on symbols; they replace the strategy's of the same name.
+
+    Raises:
+        OnnxparError: The model or the strategy is wrong, or the file cannot be written; it is
+            whole or as before then.
+    """
+    path, out = Path(model), Path(out)
+    check_file(out)
+    with blamed_on_model(path):
+        proto = read(path)
+        strategy = strategy_for(strategy, devices, proto, f"model {str(path)!r}")
+        constraints = {**strategy.symbols, **(symbols or {})}
+        analysed = analyse(in_memory(proto, path), constraints)
+        strategy = settled(strategy, analysed.program, constraints)
+        placed, places, plan = plan_in_stages(analysed, strategy)
+        count = annotate_proto(
+            proto, placed.model, plan, placed.rules, placed.env, constraints, strategy.pipeline
+        )
+        if strategy.pipeline is not None:
+            # Its nodes have been put into parts.
+            analysed = analyse(in_memory(proto, path), constraints)
+        written = strategy_for(None, None, proto, f"model {str(out)!r}")
+        _, where, again = plan_in_stages(analysed, written)
+    try:
+        data = proto.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError) as error:
+        raise ModelError(
+            f"{str(path)!r}: expected a model of less than 2 GiB besides its external files: "
+            f"{error}"
+        ) from None
+    with new_file(out) as name:
+        _copy_weights(proto, path.parent, out.parent)
+        name.write_bytes(data)
+    differing = _differing(plan, again)
+    moved = sorted(n for n, part in places.nodes.items() if where.nodes.get(n) != part)
+    differing += tuple(name for name in moved if name not in differing)
+    return Annotated(out, strategy.world, len(proto.graph.node), count, differing)
+
+
+def _differing(first: Plan, second: Plan) -> tuple[str, ...]:
+    tensors = [
+        name
+        for side in ("inputs", "parameters", "outputs")
+        for name, sharding in getattr(first, side).items()
+        if getattr(second, side).get(name) != sharding
+    ]
+    nodes = [
+        name
+        for name, plan in first.nodes.items()
+        if (found := second.nodes.get(name)) is None
+        or (plan.inputs, plan.outputs) != (found.inputs, found.outputs)
+    ]
+    return (*tensors, *nodes)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def _locations(proto: onnx.ModelProto) -> Iterator[str]:
+    """The external files of a model, as it names them."""
+    nodes = [*proto.graph.node, *(n for f in proto.functions for n in f.node)]
+    graphs = [proto.graph, *bodies_of(nodes)]
+    nodes += [node for graph in graphs[1:] for node in graph.node]
+    tensors = [t for graph in graphs for t in graph.initializer]
+    for sparse in (s for graph in graphs for s in graph.sparse_initializer):
+        tensors += [sparse.values, sparse.indices]
+    for attribute in (a for node in nodes for a in node.attribute):
+        tensors += [attribute.t, *attribute.tensors]
+    found = {
+        entry.value
+        for tensor in tensors
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    yield from sorted(found)
+
+
+def _copy_weights(proto: onnx.ModelProto, source: Path, target: Path) -> None:
+    """Copies the external files of a model; those that are there already are left."""
+    for location in _locations(proto):
+        inside = PurePosixPath(location)
+        if inside.is_absolute() or ".." in inside.parts:
+            raise ModelError(
+                f"expected external files in the folder of the model, got {location!r}"
+            )
+        old, new = source / inside, target / inside
+        if not old.is_file():
+            raise ModelError(f"the model's external file {str(old)!r} does not exist")
+        if new.exists():
+            if not (os.path.samefile(old, new) or filecmp.cmp(old, new, shallow=False)):
+                raise ModelError(
+                    f"{str(new)!r}: expected no file of that name, or the model's own weights, got "
+                    "another file"
+                )
+            continue
+        new.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(new) as name:
+            shutil.copyfile(old, name)

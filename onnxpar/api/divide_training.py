@@ -1,0 +1,330 @@
+"""The programs of training, divided: one micro-batch, evaluation, the optimizer, accumulation.
+
+The loss is appended and differentiated on the undivided graph; forward and backward are then
+planned and partitioned together, as one graph. Parameters, gradients and moments are buffers of the
+runtime; the plan of the first program says how they lie, and the other programs follow it. A
+gradient leaves the first program still partial over the axes that split the batch, is added up over
+micro-batches so, and is reduced once a step at the beginning of the optimizer's program. Optimizer
+parallel changes how buffers lie, and nothing else (`onnxpar.cost.optimizer_parallel`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.autodiff.append_loss import LossInfo, append_loss, append_metrics
+from onnxpar.autodiff.optimizer import ParameterInfo, StateKind, state_name
+from onnxpar.autodiff.recomputation.choice import Measure, recomputed
+from onnxpar.autodiff.recomputation.clones import Planned
+from onnxpar.autodiff.training_program import Prepared, TrainingSpec, prepare_training
+from onnxpar.core.errors import RuleError
+from onnxpar.core.names import check_sizes
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol, dim_str
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.optimizer_parallel import Shards, shard_states
+from onnxpar.frontend.load import symbol_table
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.graph.shapes import shapes
+from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.norm.running_statistics import infer_with_statistics
+from onnxpar.ops.random.draws import stop_dropping
+from onnxpar.parameters.recognise import Recognised
+from onnxpar.parameters.trainable import Selection
+from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline, States
+from onnxpar.partition.partitioner import partition
+from onnxpar.partition.program_memory import program_memory, total_bytes
+from onnxpar.propagation.walk import Rules, propagate
+from onnxpar.search.decide import settled
+from onnxpar.stages.buffers import Buffers
+from onnxpar.stages.cut import ONE_PLACE, Places, with_added
+from onnxpar.stages.programs import Staging, plan_copies
+from onnxpar.stages.stage_memory import fullest_stage
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.schema import SEARCH
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DividedTraining:
+    """All programs of a training directory.
+
+    Attributes:
+        programs: training_model first, then eval_model, optimizer_model, accumulation_model.
+        manifest: The manifest's entry "training".
+        selection: What is trained, and what is not.
+        unreached: Parameters chosen that the loss does not depend on, with the reason.
+        shards: The plan of the training program, and how its buffers lie.
+        source: The program that the plan is of, without recomputation.
+        kept: Bytes of the buffers of each kind on a device, padding included; of a pipeline, on a
+            device of the stage that has most.
+        strategy: The strategy, without what was left to a search.
+        pipeline: How the programs make up a pipeline, where the strategy has one.
+    """
+
+    programs: tuple[PartitionedModel, ...]
+    manifest: Json
+    selection: Selection
+    unreached: Mapping[str, str]
+    shards: Shards
+    source: ir.Model
+    kept: Mapping[StateKind, int]
+    strategy: Strategy
+    pipeline: Pipeline | None = None
+
+
+def divide_training(
+    recognised: Recognised,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+) -> DividedTraining:
+    """Plans and partitions the programs that train a model. The model given is used up.
+
+    Args:
+        recognised: The normalised model, and what its initializers were.
+        strategy: How to divide it.
+        symbols: Constraints on the symbols of its inputs.
+        spec: What to train and how.
+
+    Raises:
+        OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
+            between them has no gradient.
+    """
+    parallel = strategy.optimizer_parallel
+    staging: Staging | None = None
+    if strategy.pipeline is None:
+        prepared = prepare_training(recognised, symbols, spec)
+        strategy = settled(strategy, prepared.program(spec, parallel), symbols)
+    else:
+        if strategy.rest == SEARCH:
+            # What is searched is the program before it is cut; the plan says where.
+            whole = prepare_training(recognised.clone(), symbols, spec)
+            strategy = settled(strategy, whole.program(spec, parallel), symbols)
+        assert strategy.pipeline is not None
+        staging = Staging(strategy, strategy.pipeline)
+        prepared = prepare_training(recognised, symbols, spec, staging.put)
+    trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
+    places = staging.training_places(prepared) if staging is not None else ONE_PLACE
+    shards = _planned(prepared, strategy, trained)
+    held = prepared.model.graph.initializers
+    statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
+    buffers = Buffers(shards, trained, statistics)
+    scaled = prepared.compute is not None
+    rest: Sequence[PartitionedModel] = ()
+    if staging is None:
+        updates, rest = buffers.updates(spec.optimizer, prepared.opset, scaled=scaled)
+    sizes = _sizes(strategy)
+
+    def device_bytes(made: PartitionedModel, where: Places) -> int:
+        """What a device holds that trains with a program of one micro-batch."""
+        if staging is None:
+            return total_bytes([program_memory(other, sizes) for other in (made, *rest[:1])])
+        entry = staging.entry
+        split = staging.split(made, where, "forward_model").programs
+        placed = buffers.placed(split)
+        _, others = placed.stage_updates(
+            spec.optimizer, prepared.opset, split, entry, scaled=scaled
+        )
+        return fullest_stage(split, others, staging.cut, sizes)
+
+    program = _micro_batch(prepared, shards, places, strategy, device_bytes)
+    evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
+    pipeline: Pipeline | None = None
+    if staging is None:
+        programs = (program, evaluation, *rest)
+    else:
+        training = staging.split(program, places, "forward_model")
+        evaluated = staging.split(evaluation, where, "eval_model")
+        buffers = buffers.placed(training.programs)
+        updates, rest = buffers.stage_updates(
+            spec.optimizer, prepared.opset, training.programs, staging.entry, scaled=scaled
+        )
+        programs = (*training.programs, *evaluated.programs, *rest)
+        pipeline = staging.pipeline([training, evaluated], rest)
+    entry = {
+        "loss": _loss_entry(prepared.loss),
+        "optimizer": {"kind": str(spec.optimizer)},
+        "states": buffers.entries(updates),
+        "compute": prepared.compute,
+        "tensors": prepared.selection.entries(prepared.unreached),
+        "notices": list(prepared.notices),
+        "spec": asdict(spec),
+    }
+    return DividedTraining(
+        programs,
+        entry,
+        prepared.selection,
+        prepared.unreached,
+        shards,
+        prepared.model,
+        buffers.kept(updates),
+        strategy,
+        pipeline,
+    )
+
+
+# -- one micro-batch -----------------------------------------------------------------------------
+
+
+def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[ParameterInfo]) -> Shards:
+    """The plan of forward, loss and backward of one micro-batch, and of what is kept between."""
+    p = prepared
+    seeds = resolve(strategy, p.model, p.rules, p.env)
+    plan = plan_copies(p, seeds)
+    _check_statistics(plan, p.updated)
+    itemsizes = {info.name: int(info.dtype.itemsize) for info in trained}
+    itemsizes |= {n: itemsizes[c.original] for n, c in p.copies.items() if n in p.gradients}
+    return shard_states(plan, p.gradients, itemsizes, strategy.optimizer_parallel)
+
+
+def _micro_batch(
+    prepared: Prepared,
+    shards: Shards,
+    places: Places,
+    strategy: Strategy,
+    held: Callable[[PartitionedModel, Places], int],
+) -> PartitionedModel:
+    """Forward, loss and backward of one micro-batch, divided.
+
+    Args:
+        prepared: The program.
+        shards: Its plan, and how its buffers lie.
+        places: Where nodes run in a pipeline.
+        strategy: What it came from.
+        held: Returns the bytes that a device holds which trains with such a program.
+    """
+    p = prepared
+    # A copy's gradient goes to the buffer of what it stands for, on another stage.
+    owner = {n: p.copies[n].original if n in p.copies else n for n in p.gradients}
+    gradients = {g: state_name(StateKind.GRADIENT, owner[n]) for n, g in p.gradients.items()}
+    laid = shards.training(p.model.graph, p.rules)
+    states = States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated})
+
+    def divided(run: Planned) -> PartitionedModel:
+        return partition(
+            run.model,
+            run.env,
+            run.rules,
+            run.ops,
+            run.plan,
+            program="training_model",
+            states=states,
+            gathered=laid.gathered,
+            places=with_added(places, run.added),
+        )
+
+    again = strategy.recompute
+    check_sizes(dict(again.sizes), p.env.table, f"{again.where}: 'sizes'")
+    sizes = _sizes(strategy)
+    machine = load_machine(strategy.search.machine)
+    cost = CostModel(machine, shards.plan.mesh, p.env.table, sizes)
+
+    def weighed(run: Planned) -> int:
+        return held(divided(run), with_added(places, run.added))
+
+    whole = Planned(p.model, p.env, p.rules, p.ops, laid.plan)
+    return divided(recomputed(whole, again, Measure(cost, weighed)))
+
+
+def _sizes(strategy: Strategy) -> dict[str, int]:
+    """Sizes of symbols at which memory is predicted."""
+    return {**strategy.search.sizes, **dict(strategy.recompute.sizes)}
+
+
+def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
+    """Raises RuleError unless new statistics lie as the buffers that they go to."""
+    for new, name in updated.items():
+        if plan.outputs[new] != plan.parameters[name]:
+            raise RuleError(
+                f"running statistic {name!r}: expected {plan.parameters[name]}, its update leaves "
+                f"as {plan.outputs[new]}"
+            )
+
+
+def _loss_entry(info: LossInfo) -> Json:
+    count = info.count
+    return {
+        "kind": str(info.spec.kind),
+        "labels": info.labels,
+        "ignore_index": info.spec.ignore_index,
+        "count": count if count is None or isinstance(count, int) else dim_str(count),
+    }
+
+
+# -- the other programs --------------------------------------------------------------------------
+
+
+def _evaluation(
+    prepared: Prepared,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+    buffers: Buffers,
+    staging: Staging | None,
+) -> tuple[PartitionedModel, Places]:
+    """Forward and loss, with what is told of a batch; parameters lie as in training."""
+    model, shards, training = prepared.evaluation, buffers.shards, buffers.shards.plan
+    # Constants of the loss may have names that training gave to others.
+    planned = {n: s for n, s in training.parameters.items() if n in model.graph.initializers}
+    stop_dropping(model.graph)
+    infer_with_statistics(model.graph)
+    info = append_loss(model, spec.loss)
+    append_metrics(info)
+    model = info.model
+    places = staging.put_again(model) if staging is not None else ONE_PLACE
+    env = shapes(model, symbol_table(model, symbols))
+    rules, ops = find_rules(model, env)
+    seeds = _as_in_training(training, strategy, model, rules, planned)
+    laid = shards.laid(propagate(model, env, rules, seeds), model.graph, rules)
+    fed = States(frozenset((*buffers.parameters, *buffers.statistics)))
+    parted = partition(
+        model,
+        env,
+        rules,
+        ops,
+        laid.plan,
+        program="eval_model",
+        states=fed,
+        gathered=laid.gathered,
+        places=places,
+    )
+    return parted, places
+
+
+def _as_in_training(
+    plan: Plan,
+    strategy: Strategy,
+    model: ir.Model,
+    rules: Rules,
+    parameters: Mapping[str, Sharding],
+) -> Seeds:
+    """What evaluation starts from: inputs, parameters and what the user said as in training.
+
+    What is right for forward and backward together is kept where operands get there.
+    """
+    nodes = {}
+    for node in model.graph:
+        name = node.name or ""
+        found, rule = plan.nodes.get(name), rules.rules[name]
+        # Of a loss the outputs may differ.
+        if found is not None and found.pinned and found.rule.inputs == rule.inputs:
+            out = tuple(plan.resharded.get(v.name or "") for v in node.outputs)
+            nodes[name] = NodeSeed(name, found.factors, out, carried=found.carried)
+    inputs = {v.name or "": plan.inputs[v.name or ""] for v in model.graph.inputs}
+    mesh = plan.mesh
+    return Seeds(
+        mesh,
+        nodes,
+        inputs,
+        parameters,
+        tuple(atoms for name in strategy.parameter_axes if (atoms := mesh.axis_atoms(name))),
+        "replicate" if strategy.rest == "replicate" else "propagate",
+        plans=dict(plan.nodes),
+        held=frozenset(inputs),
+    )

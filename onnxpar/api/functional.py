@@ -1,0 +1,506 @@
+"""`shard`: a function, a model or a part of one as a callable that all ranks compute together.
+
+    dense = onnxpar.shard(dense_relu, in_strategy=((4, 2), None, None))
+    y = dense(x, weight, bias)
+
+The first call says shapes. It cuts the graph with a symbol for every size, so that the next call
+with other sizes uses the same cut where its constraints allow; a call with other ranks, element
+types, or sizes that coincide in another way cuts again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import gcd, lcm, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.core.errors import CallError, ModelError, OnnxparError, StrategyError
+from onnxpar.core.names import match
+from onnxpar.core.symbols import Symbol, as_dim, dim_symbol
+from onnxpar.emit import write
+from onnxpar.frontend.callable import Exportable, Gates, Source, add_gates, source_of, typed
+from onnxpar.frontend.load import normalise
+from onnxpar.report.inspect_data import directory_data
+from onnxpar.search.decide import search
+from onnxpar.search.find import LEVELS
+from onnxpar.strategy import NodeEntry, Strategy, resolve, resolved
+from onnxpar.strategy.document import Document
+from onnxpar.strategy.given import (
+    Given,
+    followed,
+    left_as_given,
+    made_by,
+    matrix_of,
+    read_entry,
+    read_together,
+)
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.operands import rank_of, show
+from onnxpar.strategy.schema import MAX_DEVICES, SearchEntry
+from onnxpar.strategy.tensor_entry import TensorEntry
+
+Dims = tuple[tuple[int | str, ...], ...]
+Divisible = Exportable | ir.Function | ir.Model | onnx.ModelProto | str | Path
+Entry = Sequence[int | None] | Any
+WHERE = "shard"
+DATASETS = ("full_batch", "data_parallel")
+
+
+def shard(
+    fn: Divisible,
+    in_strategy: Sequence[Entry],
+    out_strategy: Sequence[Entry] | None = None,
+    parameter_plan: Mapping[str, Entry] | None = None,
+    level: int = 0,
+    *,
+    devices: int | None = None,
+    dataset: str | Sequence[str] = "full_batch",
+    machine: str = "cpu",
+) -> "Sharded":
+    """Returns a callable that computes `fn` on all ranks together.
+
+    The ranks are the processes that mpirun started; outside of mpirun they are threads of this
+    process. Every rank must make the same calls.
+
+    Args:
+        fn: A function of onnxscript or an `ir.Function`, all of whose sizes calls say; a model, its
+            path or proto, or a part of one (`onnxpar.part`), whose declared sizes hold.
+        in_strategy: For each input of `fn` a tuple with a number of pieces for each dim, a layout
+            (a `Layout` that was called with a name for each dim), or None: derived. The nodes that
+            read the input take it as it lies wherever their rules allow it.
+        out_strategy: For each output the same: how it is laid out when it is made. None: derived.
+        parameter_plan: The same for the initializers of `fn`, by name or pattern.
+        level: What is sought for all that is open: 0 little communication for the computing done,
+            1 little memory, 2 speed.
+        devices: Number of ranks. By default as many as mpirun started; outside of mpirun as few as
+            the strategies can be carried out on.
+        dataset: `full_batch`: every rank is given and returns whole arrays. `data_parallel`: each
+            its slice of dim 0 of every input and output over all ranks (of an output with a
+            strategy: its part of that); scalars and declared dims of 1 are whole. Or one of them
+            for each input, after which outputs are slices where an input is. Where the ranks are
+            threads, an array for each rank, in a sequence, stands for a slice.
+        machine: The machine that the search plans for, a preset or a machine file.
+
+    Raises:
+        ModelError: `fn` is nothing that can be divided, or is divided already: shard is not nested.
+        StrategyError: Another number of entries than inputs or outputs, an entry whose product does
+            not divide the devices, an unknown parameter, level or dataset.
+    """
+    if isinstance(fn, Sharded):
+        raise ModelError(
+            f"shard: {fn.name!r} is divided already, and shard is not nested: the ranks of the "
+            "inner program would each have to be several; give all strategies in one call"
+        )
+    source = source_of(fn)
+    sliced = _sliced(dataset, len(source.inputs))
+    if isinstance(level, bool) or level not in LEVELS:
+        raise StrategyError(f"level: expected one of {list(LEVELS)}, got {level!r}")
+    inputs = _entries(in_strategy, source.inputs, "in_strategy", "input")
+    outputs = _entries(
+        (None,) * len(source.outputs) if out_strategy is None else out_strategy,
+        source.outputs,
+        "out_strategy",
+        "output",
+    )
+    plan = {
+        str(name): read_entry(entry, f"parameter_plan, {name!r}")
+        for name, entry in (parameter_plan or {}).items()
+    }
+    match(plan, source.parameters, "parameter", {name: "parameter_plan" for name in plan})
+    for entry, name, shape in zip(inputs, source.inputs, source.shapes, strict=True):
+        if entry is not None and shape is not None:
+            _check_rank(entry, f"in_strategy, input {name!r}", shape)
+    titles = [
+        *((f"in_strategy[{i}]", e) for i, e in enumerate(inputs)),
+        *((f"out_strategy[{i}]", e) for i, e in enumerate(outputs)),
+        *((f"parameter_plan, {name!r}", e) for name, e in plan.items()),
+    ]
+    matrices = [(title, matrix_of(entry)) for title, entry in titles if entry is not None]
+    # Loads onnxruntime, which `import onnxpar` and all other functions do without.
+    runtime = import_module("onnxpar.api.runtime")
+    count = _devices(devices, matrices, runtime.started())
+    given = Given(inputs, outputs, plan, level, count, sliced, machine)
+    return Sharded(source, given, runtime)
+
+
+def _sliced(dataset: str | Sequence[str], inputs: int) -> tuple[bool, ...]:
+    """For each input whether a rank is given a slice of it."""
+    each = (dataset,) * inputs if isinstance(dataset, str) else tuple(dataset)
+    for entry in (dataset,) if isinstance(dataset, str) else each:
+        if entry not in DATASETS:
+            raise StrategyError(f"dataset: expected one of {', '.join(DATASETS)}, got {entry!r}")
+    if len(each) != inputs:
+        raise StrategyError(
+            f"dataset: expected one word, or one for each of {inputs} inputs, got {len(each)}"
+        )
+    return tuple(entry == "data_parallel" for entry in each)
+
+
+def _entries(
+    given: Sequence[Entry], names: Sequence[str], argument: str, what: str
+) -> tuple[TensorEntry | None, ...]:
+    if not isinstance(given, tuple | list):
+        raise StrategyError(
+            f"{argument}: expected a tuple with an entry for each {what}, as in ((4, 2), None), "
+            f"got {given!r}"
+        )
+    if len(given) != len(names):
+        raise StrategyError(
+            f"{argument}: expected {len(names)} entries for the {what}s "
+            f"{', '.join(map(repr, names)) or 'none'}, got {len(given)}"
+        )
+    return tuple(
+        None if entry is None else read_entry(entry, f"{argument}[{index}], {what} {name!r}")
+        for index, (entry, name) in enumerate(zip(given, names, strict=True))
+    )
+
+
+def _check_rank(entry: TensorEntry, title: str, shape: Sequence[object]) -> None:
+    if rank_of(entry) != len(shape):
+        raise StrategyError(
+            f"{title}: expected {len(shape)} entries for the shape "
+            f"({', '.join(map(str, shape))}), got {rank_of(entry)}: {show(entry)}"
+        )
+
+
+def _devices(
+    given: int | None, matrices: Sequence[tuple[str, tuple[int, ...]]], started: int | None
+) -> int:
+    """The number of ranks that the caller, mpirun and the strategies agree on."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+        raise StrategyError(f"devices: expected a number of ranks, got {given!r}")
+    if started is not None and given not in (None, started):
+        raise StrategyError(f"devices: expected the {started} that mpirun started, got {given}")
+    count = started if given is None else given
+    if count is None:
+        if not matrices:
+            raise StrategyError(
+                "devices: expected a number of ranks, as no strategy says one; got none"
+            )
+        count = lcm(*(prod(matrix) for _, matrix in matrices))
+    if not 1 <= count <= MAX_DEVICES:
+        raise StrategyError(f"devices: expected from 1 to {MAX_DEVICES} ranks, got {count}")
+    for title, matrix in matrices:
+        if count % prod(matrix):
+            product = "·".join(map(str, matrix))
+            raise StrategyError(
+                f"{title}: expected pieces whose product divides the {count} devices, "
+                f"got {product} = {prod(matrix)}"
+            )
+    return count
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One cut of a function: for calls whose arrays have these dims.
+
+    Attributes:
+        dims: Dims of each input: sizes, symbols or expressions in symbols.
+        dtypes: Element type of each input.
+        symbols: Constraints on the symbols.
+        report: What `onnxpar inspect --json` would print of it.
+        program: The ranks with their graphs loaded.
+    """
+
+    dims: Dims
+    dtypes: tuple[np.dtype[Any], ...]
+    symbols: Mapping[str, Symbol]
+    report: Mapping[str, Any] = field(repr=False)
+    program: Any = field(repr=False)
+
+
+class Sharded:
+    """What `shard` returns: call it with the arrays of all inputs.
+
+    Attributes:
+        name: Name of the function or model.
+        inputs: Names of the inputs, in the order of arguments.
+        outputs: Names of the outputs.
+        devices: Number of ranks.
+        cuts: The cuts that calls have made, in order.
+    """
+
+    def __init__(self, source: Source, given: Given, runtime: Any) -> None:
+        """Use `shard`."""
+        self._source = source
+        self._given = given
+        self._runtime = runtime
+        self.name = source.name
+        self.inputs = source.inputs
+        self.outputs = source.outputs
+        self.devices = given.devices
+        self.cuts: list[Cut] = []
+
+    def __call__(self, *arrays: Any, **named: Any) -> Any:
+        """Computes the function; every rank must call it.
+
+        Args:
+            arrays: The inputs in order: arrays, or where `dataset` says so slices.
+            named: Inputs by name.
+
+        Returns:
+            The output, a tuple where there are several: an array, or the rank's slice of it; where
+            the ranks are threads a list with the slice of each rank.
+
+        Raises:
+            OnnxparError: Inputs are missing or of another rank, type or size than declared, a
+                strategy does not fit the shapes, or the model is not valid. All ranks raise it.
+            OnnxparRuntimeError: A rank failed; see `onnxpar_runtime.Session`.
+        """
+        declared = self._source.shapes
+        sliced = {
+            name: flag and (dims is None or not dims or dims[0] != 1)
+            for name, flag, dims in zip(self.inputs, self._given.sliced, declared, strict=True)
+        }
+        call = self._runtime.Call(self.devices, self._feeds(arrays, named), sliced)
+        _values(self.inputs, declared, call.shapes)
+        cut = self._known(call)
+        if cut is None:
+            cut = self._cut(call)
+            self.cuts.append(cut)
+        try:
+            results = cut.program.run(call, sliced=any(self._given.sliced))
+        except BaseException as error:
+            if not getattr(error, "agreed", isinstance(error, OnnxparError)):
+                # Ranks have been stopped in the middle of it.
+                self.cuts.remove(cut)
+                cut.program.close()
+            raise
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def close(self) -> None:
+        """Frees the ranks' sessions. The next call cuts again."""
+        for cut in self.cuts:
+            cut.program.close()
+        self.cuts.clear()
+
+    def __enter__(self) -> "Sharded":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes it."""
+        self.close()
+
+    def _feeds(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        if len(arrays) > len(self.inputs):
+            raise CallError(
+                f"{self.name}: expected {len(self.inputs)} inputs, got {len(arrays)} arguments"
+            )
+        feeds = dict(zip(self.inputs, arrays, strict=False))
+        for name, array in named.items():
+            if name not in self.inputs or name in feeds:
+                state = "is given twice" if name in feeds else "is no input"
+                known = ", ".join(map(repr, self.inputs))
+                raise CallError(f"{self.name}: {name!r} {state}; inputs are {known}")
+            feeds[name] = array
+        missing = [name for name in self.inputs if feeds.get(name) is None]
+        if missing:
+            raise CallError(f"{self.name}: expected an array for input {missing[0]!r}, got none")
+        return {name: feeds[name] for name in self.inputs}
+
+    def _known(self, call: Any) -> Cut | None:
+        """Returns a cut that a call can use."""
+        for cut in self.cuts:
+            if cut.dtypes != call.dtypes:
+                continue
+            try:
+                values = _values(self.inputs, cut.dims, call.shapes)
+                for name, symbol in cut.symbols.items():
+                    symbol.check(name, values[name])
+            except OnnxparError:
+                continue
+            return cut
+        return None
+
+    def _cut(self, call: Any) -> Cut:
+        for name, entry, shape in zip(self.inputs, self._given.inputs, call.shapes, strict=True):
+            if entry is not None:
+                _check_rank(entry, f"in_strategy, input {name!r}", shape)
+        try:
+            return self._cut_for(self._dims(call.shapes, symbolic=True), call)
+        except OnnxparError:
+            # A constant inside may hold for one size alone: a Reshape to numbers, say.
+            if all(shape is not None for shape in self._source.shapes):
+                raise
+        return self._cut_for(self._dims(call.shapes, symbolic=False), call)
+
+    def _dims(self, shapes: Sequence[tuple[int, ...]], *, symbolic: bool) -> Dims:
+        """Declared dims; where there are none sizes, or one symbol for all dims of a size.
+
+        Sizes that are equal by accident only make the cut hold for fewer calls. A dim of 1 is a
+        number always: broadcasting depends on it.
+        """
+        names: dict[int, str] = {}
+        found = []
+        for name, declared, shape in zip(self.inputs, self._source.shapes, shapes, strict=True):
+            dims: list[int | str] = []
+            for axis, size in enumerate(shape):
+                if declared is not None:
+                    known = declared[axis]
+                    dims.append(f"{name}.{axis}" if known is None else known)
+                elif size > 1 and symbolic:
+                    dims.append(names.setdefault(size, f"{name}.{axis}"))
+                else:
+                    dims.append(size)
+            found.append(tuple(dims))
+        return tuple(found)
+
+    def _cut_for(self, dims: Dims, call: Any) -> Cut:
+        values = _values(self.inputs, dims, call.shapes)
+        # A divisor that the devices share with the size makes splits even, which saves padding.
+        symbols = {
+            name: Symbol(divisor=divisor)
+            for name, value in values.items()
+            if (divisor := gcd(value, self.devices)) > 1
+        }
+
+        def make(folder: Path) -> Mapping[str, Any]:
+            types = [
+                ir.DataType.from_numpy(given) if declared is None else declared
+                for given, declared in zip(call.dtypes, self._source.dtypes, strict=True)
+            ]
+            if any(shape is None for shape in self._source.shapes):
+                self._check_sizes(call.shapes, types)
+            return self._write(folder, dims, types, symbols, values)
+
+        program, report = self._runtime.open_program(self.devices, make)
+        return Cut(dims, call.dtypes, symbols, report, program)
+
+    def _check_sizes(self, shapes: Sequence[tuple[int, ...]], types: Sequence[ir.DataType]) -> None:
+        """Raises ModelError where sizes of a call do not fit one another: symbols hide that."""
+        model = self._source.make()
+        typed(model, self.inputs, shapes, types)
+        normalise(model)
+
+    def _write(
+        self,
+        folder: Path,
+        dims: Dims,
+        types: Sequence[ir.DataType],
+        symbols: Mapping[str, Symbol],
+        values: Mapping[str, int],
+    ) -> Mapping[str, Any]:
+        """Divides the function for inputs of these dims, writes the ranks, returns the report."""
+        given = self._given
+        model = self._source.make()
+        typed(model, self.inputs, dims, types)
+        outputs = given.outputs
+        gates = add_gates(
+            model,
+            self.inputs,
+            behind=[i for i, e in enumerate(given.inputs) if e and given.sliced[i]],
+            made=[i for i, e in enumerate(outputs) if e and not any(given.sliced)],
+        )
+        analysed = analyse(model, symbols)
+        leaving = [analysed.env.shapes.get(v.name or "") for v in analysed.model.graph.outputs]
+        for index, (laid, shape) in enumerate(zip(outputs, leaving, strict=True)):
+            # The rank of what is shaped by data is known to nobody yet.
+            if laid is not None and shape is not None:
+                _check_rank(laid, f"out_strategy[{index}], output {self.outputs[index]!r}", shape)
+        strategy = self._strategy(analysed, gates, dims, values)
+        seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+        # Slices lie as they are given, which says nothing about the nodes that read them.
+        pinned = {n: s for n, s in seeds.inputs.items() if not self._slice_of(n, dims)}
+        pinned |= seeds.parameters
+        pinned |= {
+            g: made_by(seeds, analysed.rules, g) for g in gates.inputs.values() if g in seeds.nodes
+        }
+        seeds = followed(seeds, analysed.rules, analysed.env.shapes, pinned)
+        seeds = left_as_given(seeds, analysed.rules, gates.outputs, sliced=any(given.sliced))
+        entry = strategy.search
+        peak = analysed.program.peak(load_machine(entry.machine), entry.sizes)
+        found = search(strategy, analysed.program, seeds, peak=peak)
+        divided = divide(analysed, found.seeds)
+        report = directory_data((divided,))
+        write(
+            (divided,),
+            folder,
+            report=report,
+            strategy=resolved(divided.plan, divided.source),
+            model_name=self.name,
+        )
+        return report
+
+    def _slice_of(self, name: str, dims: Dims) -> TensorEntry | None:
+        """Returns how an input lies of which each rank is given a slice."""
+        index = self.inputs.index(name)
+        shape = dims[index]
+        if not self._given.sliced[index] or not shape or shape[0] == 1:
+            return None
+        return (self.devices, *([1] * (len(shape) - 1)))
+
+    def _strategy(
+        self, analysed: Analysed, gates: Gates, dims: Dims, values: Mapping[str, int]
+    ) -> Strategy:
+        """What was given as a strategy for the graph between the gates."""
+        given = self._given
+        # By the name of the value that the nodes of the function read; a gate's is its own.
+        entries = {gates.inputs.get(i, n): given.inputs[i] for i, n in enumerate(self.inputs)}
+        parameters = match(
+            given.parameters,
+            list(analysed.model.graph.initializers),
+            "parameter",
+            dict.fromkeys(given.parameters, "parameter_plan"),
+        )
+        entries |= {name: entry for name, (_, entry) in parameters.items()}
+        laid = {name: entry for name, entry in entries.items() if entry}
+        nodes, taken = read_together(analysed.rules, laid, given.devices)
+        laid = {name: entry for name, entry in laid.items() if name not in taken}
+        slices = {n: e for n in self.inputs if (e := self._slice_of(n, dims))}
+        made = gates.made or dict(enumerate(gates.outputs))
+        through = {g: laid.get(g) for g in gates.inputs.values()}
+        through |= {g: given.outputs[index] for index, g in made.items()}
+        return Strategy(
+            WHERE,
+            given.devices,
+            dataset={n: e for n, e in laid.items() if n in self.inputs} | slices,
+            parameters={n: e for n, e in laid.items() if n in parameters},
+            nodes=nodes
+            | {g: NodeEntry.model_validate({"in": [e]}) for g, e in through.items() if e},
+            rest="search",
+            search=SearchEntry.model_validate(
+                {"level": given.level, "machine": given.machine, "sizes": dict(values)}
+            ),
+            document=Document({}, WHERE),
+        )
+
+
+def _values(
+    names: Sequence[str],
+    dims: Sequence[Sequence[int | str | None] | None],
+    shapes: Sequence[tuple[int, ...]],
+) -> dict[str, int]:
+    """Returns the sizes of the symbols that stand alone as a dim.
+
+    Raises:
+        CallError: A shape is of another rank or size than the dims, or a symbol has two sizes.
+    """
+    found: dict[str, int] = {}
+    for name, wanted, shape in zip(names, dims, shapes, strict=True):
+        if wanted is None:
+            continue
+        if len(wanted) != len(shape):
+            raise CallError(
+                f"input {name!r}: expected {len(wanted)} dims "
+                f"({', '.join(map(str, wanted))}), got the shape {shape}"
+            )
+        for axis, (dim, size) in enumerate(zip(wanted, shape, strict=True)):
+            if isinstance(dim, int):
+                expected = dim
+            elif dim is None or as_dim(dim) != dim_symbol(dim):
+                continue
+            else:
+                expected = found.setdefault(dim, size)
+            if expected != size:
+                what = f" for {dim!r}, as elsewhere" if isinstance(dim, str) else ""
+                raise CallError(
+                    f"input {name!r}, dim {axis}: expected {expected}{what}, got {size}"
+                )
+    return found

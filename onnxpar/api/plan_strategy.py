@@ -1,0 +1,143 @@
+"""A strategy for a model: searched for, compared with the plain ones, explained."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.api.compiler import analyse
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
+from onnxpar.core.machine import Machine
+from onnxpar.core.symbols import Symbol
+from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
+from onnxpar.facts.program import Program
+from onnxpar.frontend.load import load
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.validity import blamed_on_model
+from onnxpar.parameters.recognise import read_parameters
+from onnxpar.propagation.walk import Rules
+from onnxpar.search.decide import decide
+from onnxpar.search.find import Found, Told
+from onnxpar.search.ways import Objective, Pricing, Way
+from onnxpar.stages.stage_price import Split
+from onnxpar.strategy import Strategy
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.schema import SEARCH
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `plan_strategy` found.
+
+    Attributes:
+        found: The search's result, or the preset that it did not better.
+        plan: The plan of the whole program that follows from it.
+        ways: That plan, then those found for other numbers of stages, then the presets.
+        data: The content of a strategy file that says the plan.
+        machine: The machine that it is for.
+        objective: What made it the best.
+        model: The program that is planned.
+        rules: Its rules.
+    """
+
+    found: Found
+    plan: Plan
+    ways: tuple[Way, ...]
+    data: dict[str, Any]
+    machine: Machine
+    objective: Objective
+    model: ir.Model
+    rules: Rules
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, of all stages."""
+        staged = self.ways[0].staged
+        return self.plan.mesh.size * (staged.split.stages if staged is not None else 1)
+
+
+def plan_strategy(
+    model: str | Path,
+    strategy: Strategy,
+    *,
+    symbols: Mapping[str, Symbol] | None = None,
+    training: TrainingSpec | None = None,
+    stages: Sequence[int] | None = None,
+    micro_batches: int | None = None,
+    told: Told = lambda stage, number, count: None,
+) -> Planned:
+    """Searches for a strategy and compares it with the plain ones.
+
+    What is decided is what `onnxpar shard` carries out of the same strategy (`search.decide`).
+    Where something is fixed, presets that do not keep it are priced all the same, to be shown.
+
+    Args:
+        model: Path of the ONNX file.
+        strategy: How to search, and what is fixed; its `rest` is "search".
+        symbols: Constraints on symbols; they replace the strategy's of the same name.
+        training: Plan the program that trains the model, instead of the model.
+        stages: Numbers of pipeline stages to try, as in `decide`.
+        micro_batches: Micro-batches of a step of training, as in `decide`.
+        told: As in `decide`.
+
+    Raises:
+        OnnxparError: The model or the strategy is wrong, or nothing fits into a device's memory.
+    """
+    strategy = replace(strategy, symbols={**strategy.symbols, **(symbols or {})})
+    told("reading the model", 0, 0)
+    with blamed_on_model(Path(model)):
+        program = read_program(model, strategy.symbols, training, strategy.optimizer_parallel)
+    decision = decide(strategy, program, stages=stages, micro_batches=micro_batches, told=told)
+    machine, ways = load_machine(strategy.search.machine), decision.ways
+    if not decision.free:
+        split = Split(1, ways[0].micro_batches)
+        pricing = Pricing(program, machine, strategy.search.sizes, split)
+        ways += tuple(way for _, way, _ in pricing.presets(strategy, told))
+    return Planned(
+        decision.found,
+        decision.plan,
+        ways,
+        decision.data,
+        machine,
+        decision.objective,
+        program.model,
+        program.rules,
+    )
+
+
+def read_program(
+    path: str | Path,
+    symbols: Mapping[str, Symbol],
+    training: TrainingSpec | None = None,
+    parallel: OptimizerParallel = NOT_PARALLEL,
+) -> Program:
+    """Returns the program of a model, or the one that trains it.
+
+    Args:
+        path: Path of the ONNX file.
+        symbols: Constraints on symbols.
+        training: How it is trained.
+        parallel: What replicas of a parameter share in training.
+
+    Raises:
+        OnnxparError: The model cannot be read, or cannot be trained so.
+    """
+    loaded = load(path)
+    if training is None:
+        return analyse(loaded, symbols).program
+    prepared = prepare_training(read_parameters(loaded, training.ties), symbols, training)
+    return prepared.program(training, parallel)
+
+
+def searching(strategy: Strategy) -> Strategy:
+    """Returns a strategy with what it leaves open searched for.
+
+    Inputs are open where only a default lays them out; those of an annotation are not.
+    """
+    if strategy.rest == "search":
+        return strategy
+    free = strategy.dataset == "data_parallel" and strategy.annotation is None
+    dataset = SEARCH if free else strategy.dataset
+    return replace(strategy, rest="search", dataset=dataset, parameter_axes=())

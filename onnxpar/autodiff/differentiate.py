@@ -1,0 +1,379 @@
+"""Reverse-mode automatic differentiation on the global graph.
+
+The backward program is appended to the forward one, operator by operator, from the loss to the
+parameters, by the gradient rules of `onnxpar.ops`. It runs before partitioning: collectives need no
+gradients, backward operators are divided by the same rules as forward ones, and the link from each
+cotangent to its primal, which is kept, lets the planner lay a cotangent out as its primal lies.
+(Griewank & Walther, Evaluating Derivatives, 2008; the accumulation order is that of the reversed
+topological order of the nodes.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError, RuleError
+from onnxpar.frontend.expand import expand_by_body
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.reads import read_by
+from onnxpar.graph.shapes import GRADIENT_OF, VIRTUAL_STAGE, NodeView, ShapeEnv
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
+from onnxpar.ops.table import REGISTRY
+from onnxpar.stages.cut import virtual_stage_of
+
+GRADIENT_PREFIX = "onnxpar.grad."
+MIN_OPSET = 13
+"""Oldest opset in which every operator that gradients use takes and gives what it does today."""
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A graph with its backward program.
+
+    Attributes:
+        env: Shapes of all values, new ones included.
+        links: The primals of each cotangent, and of each contribution to one, by name: several
+            where nodes hand it on as it is.
+        gradients: Name of the gradient of each variable that was reached; it is an output.
+        unreached: The other variables, each with the reason.
+    """
+
+    env: ShapeEnv
+    links: Mapping[str, tuple[str, ...]]
+    gradients: Mapping[str, str]
+    unreached: Mapping[str, str]
+
+
+def differentiate(
+    model: ir.Model,
+    env: ShapeEnv,
+    loss: str,
+    variables: Sequence[str],
+    copies: Mapping[str, str] | None = None,
+) -> Differentiated:
+    """Appends to a model the gradient of its loss.
+
+    Args:
+        model: The normalised model; nodes and outputs are appended to its graph. Each gradient
+            becomes an output named `onnxpar.grad.<variable>`, after those that are there.
+        env: Its shapes.
+        loss: Name of a value of one element and of a floating-point type.
+        variables: Names of the initializers or inputs to differentiate by.
+        copies: Of variables that stand for another one, its name. If the loss has a derivative by
+            one of them, all get a gradient; it is zero where there is none.
+
+    Raises:
+        ModelError: There is no such loss or variable, the opset is too old, or a node between the
+            two has no gradient; the message names the path.
+    """
+    return _Autodiff(model, env, loss, variables, copies or {}).run()
+
+
+@dataclass
+class _Autodiff:
+    model: ir.Model
+    env: ShapeEnv
+    loss: str
+    variables: Sequence[str]
+    copies: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        graph = self.model.graph
+        imports = self.model.opset_imports
+        self.opset = imports.get("", imports.get("ai.onnx", 1))
+        if self.opset < MIN_OPSET:
+            raise ModelError(
+                f"gradients need opset {MIN_OPSET} at least, the model has {self.opset}"
+            )
+        self.builder = GlobalBuilder.over(graph, self.opset, self.env)
+        named = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
+        self.sources: dict[str, ir.Value] = {}
+        for name in self.variables:
+            if name not in named:
+                raise ModelError(f"{name!r}: no parameter or input of the model to train")
+            self.sources[name] = named[name]
+
+    def run(self) -> Differentiated:
+        loss = self._find_loss()
+        expand_by_body(self.model, self.builder, self.sources.values(), loss)
+        walk = _Backward(
+            self.builder,
+            list(self.model.graph),
+            list(self.sources.values()),
+            self.model.opset_imports,
+            repr(self.loss),
+        )
+        stopped = walk.stopped
+        reached = self._reaching(loss)
+        one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
+        walk.run({loss: one})
+        gradients, unreached = {}, {}
+        families = {self.copies.get(n, n) for n, v in self.sources.items() if v in walk.parts}
+        for name, value in self.sources.items():
+            if self.copies.get(name, name) in families:
+                if value not in walk.parts:
+                    walk.parts[value] = [self._zero(name, value)]
+                gradients[name] = self._output(walk, name, value)
+            elif value in stopped & reached:
+                unreached[name] = "the loss depends on it only through what has no derivative"
+            else:
+                unreached[name] = "the loss does not depend on it"
+        return Differentiated(self.builder.env, walk.links, gradients, unreached)
+
+    def _find_loss(self) -> ir.Value:
+        for node in self.model.graph:
+            for value in node.outputs:
+                if value.name == self.loss:
+                    if value.dtype is None or not value.dtype.is_floating_point():
+                        raise ModelError(f"loss {self.loss!r}: expected a float, got {value.dtype}")
+                    return value
+        raise ModelError(f"loss {self.loss!r}: no node makes it")
+
+    def _static_shape(self, loss: ir.Value) -> tuple[int, ...]:
+        shape = self.builder.shapes.get(loss.name or "")
+        if shape is None or any(size != 1 for size in shape):
+            raise ModelError(f"loss {self.loss!r}: expected one element, got the shape {shape}")
+        return (1,) * len(shape)
+
+    def _reaching(self, loss: ir.Value) -> set[ir.Value]:
+        """Returns the values that the loss is computed from."""
+        found = {loss}
+        for node in reversed(self.model.graph):
+            if any(out in found for out in node.outputs):
+                found.update(read_by(node))
+        return found
+
+    def _zero(self, name: str, value: ir.Value) -> ir.Value:
+        """The gradient by what the loss has no derivative by, in its readers' virtual stage."""
+        self.builder.scope = f"{name}/grad"
+        reader = next(node for node in self.model.graph if value in read_by(node))
+        self.builder.metadata = {GRADIENT_OF: reader.name or "", **part_entry(reader)}
+        zero, shape = self.builder.const(0.0, value.dtype), self.builder.shape_of(value)
+        return self.builder.op("Expand", zero, self.builder.sizes(shape), shape=shape)
+
+    def _output(self, walk: "_Backward", name: str, value: ir.Value) -> str:
+        """Makes the gradient of a variable an output of the graph and returns its name."""
+        self.builder.scope = name
+        total = walk.total(value)
+        assert total is not None
+        self.builder.metadata = {**self.builder.metadata, **part_entry(total.producer())}
+        wanted = f"{GRADIENT_PREFIX}{name}"
+        shared = total.producer() is None or total in self.model.graph.outputs
+        if shared or len([p for p in walk.parts.values() if total in p]) > 1:
+            total = self.builder.op("Identity", total, shape=self.builder.shape_of(total))
+        if total.name != wanted:
+            primals = walk.links.pop(total.name or "", ())
+            self.builder.rename(total, wanted)
+            walk.links[total.name or ""] = primals
+        walk.link(total, value)
+        self.model.graph.outputs.append(total)
+        return total.name or ""
+
+
+@dataclass
+class _Backward:
+    """The backward walk over the nodes of one graph.
+
+    Attributes:
+        builder: Where nodes are appended.
+        forward: The nodes, in their order.
+        sources: What is differentiated by.
+        opsets: Version of each domain.
+        what: What is differentiated, for people.
+    """
+
+    builder: GlobalBuilder
+    forward: Sequence[ir.Node]
+    sources: Sequence[ir.Value]
+    opsets: Mapping[str, int]
+    what: str
+    links: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: dict[ir.Value, list[ir.Value]] = field(default_factory=dict)
+    done: dict[ir.Value, ir.Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.varying, self.stopped = self._dependent()
+
+    def run(self, cotangents: Mapping[ir.Value, ir.Value]) -> None:
+        """Walks from values whose cotangents are given."""
+        for value, cotangent in cotangents.items():
+            self.parts.setdefault(value, []).append(cotangent)
+            self.link(cotangent, value)
+        for node in reversed(self.forward):
+            if any(out in self.parts for out in node.outputs):
+                self._node(node, self.varying)
+
+    def _dependent(self) -> tuple[set[ir.Value], set[ir.Value]]:
+        """Returns the values that vary with a source, and the sources read where none does."""
+        varying: set[ir.Value] = set(self.sources)
+        stopped: set[ir.Value] = set()
+        for node in self.forward:
+            read = [v for v in read_by(node) if v in varying]
+            if not read:
+                continue
+            if isinstance(self._gradient(node), NotDifferentiable):
+                stopped.update(read)
+                continue
+            carried = self._carries_integers(node)
+            for value in node.outputs:
+                if carried or value.dtype is None or value.dtype.is_floating_point():
+                    varying.add(value)
+                else:
+                    stopped.update(read)
+        return varying, stopped
+
+    def _definition(self, node: ir.Node) -> OpDef | None:
+        standard = node.domain in ("", "ai.onnx")
+        version = self.builder.opset if standard else self.opsets.get(node.domain, 1)
+        return REGISTRY.find(node.domain, node.op_type, version)
+
+    def _carries_integers(self, node: ir.Node) -> bool:
+        definition = self._definition(node)
+        return definition is not None and definition.carries_integers
+
+    def _gradient(self, node: ir.Node) -> object:
+        definition = self._definition(node)
+        if definition is None:
+            return Missing(f"the operator {node.domain or 'onnx'}::{node.op_type} is not known")
+        return definition.gradient
+
+    def _node(self, node: ir.Node, varying: set[ir.Value]) -> None:
+        wanted = frozenset(i for i, v in enumerate(node.inputs) if v is not None and v in varying)
+        if not wanted:
+            return
+        gradient = self._gradient(node)
+        if isinstance(gradient, NotDifferentiable):
+            return
+        if isinstance(gradient, Missing):
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}) has no gradient: {gradient.reason}; it is on "
+                f"the path {self._path(node, varying)}"
+            )
+        assert callable(gradient)
+        self.builder.scope = f"{node.name}/grad"
+        self.builder.metadata = {GRADIENT_OF: node.name or "", **part_entry(node)}
+        cotangents = tuple(self.total(out) for out in node.outputs)
+        view = NodeView(node, self.builder.env, self.builder.opset)
+        grad = GradNode(view, self.builder, cotangents, wanted, _Inner(self.opsets, self.what))
+        results = list(gradient(grad))
+        for index in sorted(wanted):
+            value, made = node.inputs[index], results[index] if index < len(results) else None
+            if value is None or made is None:
+                continue
+            self._check(node, index, value, made)
+            self.parts.setdefault(value, []).append(made)
+            self.link(made, value)
+
+    def _check(self, node: ir.Node, index: int, value: ir.Value, made: ir.Value) -> None:
+        want, have = self.builder.shapes.get(value.name or ""), self.builder.shape_of(made)
+        # The cotangent of integers is of the floats that they stand for.
+        real = value.dtype is None or value.dtype.is_floating_point()
+        wrong = real and made.dtype != value.dtype
+        if wrong or (want is not None and len(want) != len(have)):
+            raise RuleError(
+                f"node {node.name!r} ({node.op_type}): the gradient of input {index} must be "
+                f"{value.dtype} {want}, its rule made {made.dtype} {have}"
+            )
+
+    def link(self, cotangent: ir.Value, primal: ir.Value) -> None:
+        """Takes note that a value is a cotangent, or a contribution to it, of another one."""
+        known = self.links.get(cotangent.name or "", ())
+        self.links[cotangent.name or ""] = tuple(dict.fromkeys((*known, primal.name or "")))
+
+    def total(self, value: ir.Value) -> ir.Value | None:
+        """Returns the cotangent of a value: the sum of what its users contributed."""
+        if value in self.done:
+            return self.done[value]
+        parts = self.parts.get(value)
+        if not parts:
+            return None
+        # Parts that later stages of a pipeline have made are added up there, and then from stage to
+        # stage: each sends one.
+        groups: dict[int, list[ir.Value]] = {}
+        for part in parts:
+            maker = part.producer()
+            groups.setdefault(0 if maker is None else virtual_stage_of(maker), []).append(part)
+        total: ir.Value | None = None
+        for stage in sorted(groups, reverse=True):
+            # In pairs, the first reader's part first: those of queries, keys and values, which may
+            # be pending over the same devices, are one sum before it meets the residual's.
+            own = groups[stage][-1]
+            for part in reversed(groups[stage][:-1]):
+                own = self._added(part, own, value)
+            total = own if total is None else self._added(total, own, value)
+        assert total is not None
+        if len(parts) > 1:
+            self.builder.rename(total, f"{GRADIENT_PREFIX}{value.name}")
+        self.link(total, value)
+        self.done[value] = total
+        return total
+
+    def _added(self, left: ir.Value, right: ir.Value, value: ir.Value) -> ir.Value:
+        """The sum of two parts of a value's cotangent, where the second was made."""
+        for part in (left, right):
+            self.link(part, value)
+        kept = self.builder.metadata
+        self.builder.metadata = {**kept, **part_entry(right.producer())}
+        total = self.builder.op("Add", left, right, shape=self.builder.shape_of(value))
+        self.builder.metadata = kept
+        return total
+
+    def _path(self, node: ir.Node, varying: set[ir.Value]) -> str:
+        """Names the nodes from the loss over `node` down to a variable."""
+        names = [node.name or node.op_type]
+        down: ir.Node | None = node
+        end = ""
+        while down is not None:
+            value = next((v for v in read_by(down) if v in varying), None)
+            if value is None:
+                break
+            down = value.producer()
+            if down is None:
+                end = value.name or ""
+            else:
+                names.append(down.name or down.op_type)
+        shown = names if len(names) <= 8 else [*names[:4], "…", *names[-3:]]
+        return f"{self.what} <- … <- " + " <- ".join([*map(repr, shown), repr(end)])
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """Differentiates bodies; see `InnerGradients`."""
+
+    opsets: Mapping[str, int]
+    what: str
+
+    def expand(
+        self, builder: GlobalBuilder, variables: Sequence[ir.Value], results: Sequence[ir.Value]
+    ) -> None:
+        graph = builder.graph
+        graph.opset_imports.update(self.opsets)
+        model = ir.Model(graph, ir_version=10)
+        for value in results:
+            expand_by_body(model, builder, variables, value)
+
+    def differentiate(
+        self,
+        builder: GlobalBuilder,
+        cotangents: Mapping[ir.Value, ir.Value],
+        variables: Sequence[ir.Value],
+    ) -> dict[ir.Value, ir.Value]:
+        walk = _Backward(builder, list(builder.graph), variables, self.opsets, self.what)
+        walk.run(cotangents)
+        found = {}
+        for value in variables:
+            builder.scope = value.name or ""
+            total = walk.total(value)
+            if total is not None:
+                found[value] = total
+        return found
+
+
+def part_entry(node: ir.Node | None) -> dict[str, str]:
+    """Returns the metadata that puts a node into the virtual stage of another, if it has one."""
+    if node is None or VIRTUAL_STAGE not in node.metadata_props:
+        return {}
+    return {VIRTUAL_STAGE: node.metadata_props[VIRTUAL_STAGE]}

@@ -1,0 +1,216 @@
+"""Mixed precision: the forward graph computes in 16 bits, the parameters are kept in float32.
+
+Masters are the initializers themselves, in float32; the graph casts them where it computes in 16
+bits (Micikevicius et al., 2018, "Mixed Precision Training", section 3.1). So gradients reach the
+optimizer in float32, through the gradient of the cast, and evaluation computes as training does.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.graph.closure import bodies_of
+from onnxpar.ops.forms import FLOAT
+from onnxpar.ops.precision import half_operands
+
+COMPUTE_TYPES: Mapping[str, ir.DataType] = {
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
+"""Types that the user may ask to compute in, by name."""
+
+
+def parse_compute(text: str) -> str:
+    """Returns the name of a type to compute in; ModelError where it is none of `COMPUTE_TYPES`."""
+    if text not in COMPUTE_TYPES:
+        known = ", ".join(COMPUTE_TYPES)
+        raise ModelError(f"--compute: expected one of {known}, got {text!r}")
+    return text
+
+
+def widen_parameters(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.DataType]:
+    """Makes float32 masters of 16-bit initializers, which the graph casts back.
+
+    Args:
+        graph: The graph; it is changed.
+        names: Initializers to look at.
+
+    Returns:
+        What was widened, and the type that it had.
+    """
+    made = _Casts(graph)
+    found = {}
+    for name in names:
+        value = graph.initializers[name]
+        tensor, dtype = value.const_value, value.dtype
+        if tensor is None or dtype is None or dtype not in COMPUTE_TYPES.values():
+            continue
+        uses = tuple(value.uses())
+        if not uses:
+            continue
+        found[name] = dtype
+        value.const_value = _widened(tensor, name)
+        value.dtype = FLOAT
+        cast = made.cast(value, dtype, made.first(node for node, _ in uses))
+        for node, index in uses:
+            node.replace_input_with(index, cast)
+    return found
+
+
+def _widened(tensor: ir.TensorProtocol, name: str) -> ir.LazyTensor:
+    def wide() -> ir.TensorProtocol:
+        return ir.Tensor(tensor.numpy().astype(np.float32), name=name)
+
+    return ir.LazyTensor(wide, FLOAT, ir.Shape(tensor.shape.numpy()), name=name)
+
+
+def compute_in(model: ir.Model, dtype: ir.DataType) -> int:
+    """Lets the products of a float32 model be computed in 16 bits, as `ops.precision` sorts them.
+
+    Outputs of the model keep their types.
+
+    Args:
+        model: A normalised model; its graph is changed.
+        dtype: The type to compute in.
+
+    Returns:
+        How many nodes are computed in it.
+
+    Raises:
+        ModelError: There is nothing that would be.
+    """
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    return _Precision(model.graph, dtype, opset).run()
+
+
+@dataclass
+class _Casts:
+    """Casts of values, each made once: right behind the value, of initializers before a reader."""
+
+    graph: ir.Graph
+    known: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    outer: dict[int, tuple[int, ir.Node]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.taken.update(self.graph.initializers)
+        self.taken.update(v.name or "" for v in self.graph.inputs)
+        for place, node in enumerate(self.graph):
+            for inner in (
+                node,
+                *(n for body in bodies_of(node).values() for n in body.all_nodes()),
+            ):
+                self.outer[id(inner)] = (place, node)
+                self.taken.add(inner.name or "")
+                self.taken.update(out.name or "" for out in inner.outputs)
+
+    def first(self, readers: Iterable[ir.Node]) -> ir.Node:
+        """Returns the first node of the graph of those that read a value, itself or in a body."""
+        return min((self.outer[id(node)] for node in readers), key=lambda found: found[0])[1]
+
+    def cast(self, value: ir.Value, dtype: ir.DataType, before: ir.Node) -> ir.Value:
+        if (value, dtype) in self.known:
+            return self.known[value, dtype]
+        base = f"{value.name}.{dtype.name.lower()}"
+        name, count = base, 0
+        while name in self.taken:
+            count += 1
+            name = f"{base}.{count}"
+        self.taken.add(name)
+        out = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape)
+        node = ir.node("Cast", [value], {"to": int(dtype)}, outputs=[out], name=f"{name}/Cast")
+        maker = value.producer()
+        if maker is not None:
+            self.graph.insert_after(maker, node)
+        else:
+            self.graph.insert_before(before, node)
+        self.known[value, dtype] = out
+        return out
+
+
+@dataclass
+class _Precision:
+    graph: ir.Graph
+    dtype: ir.DataType
+    opset: int
+
+    def __post_init__(self) -> None:
+        self.casts = _Casts(self.graph)
+        self.narrow: set[ir.Value] = set()
+        self.most = float(np.finfo(np.float16).max)
+        if self.dtype == ir.DataType.BFLOAT16:
+            self.most = float(np.finfo(np.float32).max)
+
+    def run(self) -> int:
+        count = 0
+        for node in list(self.graph):
+            found = half_operands(node, self.opset, self.dtype)
+            if found is not None and self._takes(node, *found):
+                inputs, outputs, _ = found
+                for index in sorted(inputs):
+                    self._narrow(node, index)
+                for index in outputs:
+                    out = node.outputs[index]
+                    out.dtype = self.dtype
+                    self.narrow.add(out)
+                count += 1
+            else:
+                self._widen(node)
+        if not count:
+            raise ModelError(
+                f"--compute {self.dtype.name.lower()}: expected products of float32 matrices in "
+                "the model, found none"
+            )
+        self._widen_elsewhere()
+        return count
+
+    def _takes(
+        self, node: ir.Node, inputs: frozenset[int], outputs: frozenset[int], must: bool
+    ) -> bool:
+        """Whether a node is computed in 16 bits."""
+        operands = [node.inputs[i] for i in sorted(inputs)]
+        given = [v for v in operands if v is not None]
+        if not given or any(v.dtype != FLOAT and v not in self.narrow for v in given):
+            return False
+        if any(node.outputs[i].dtype != FLOAT for i in outputs):
+            return False
+        if must:
+            return True
+        moving = [v for v in given if not v.is_initializer()]
+        # One wide operand makes the result wide, as everywhere.
+        return bool(moving) and all(v in self.narrow for v in moving) and self._fits(given)
+
+    def _fits(self, values: Iterable[ir.Value]) -> bool:
+        """Whether constants, such as the -3e38 of a mask, are no infinities in 16 bits."""
+        for value in values:
+            tensor = value.const_value
+            if tensor is not None and tensor.size == 1 and abs(tensor.numpy().item()) > self.most:
+                return False
+        return True
+
+    def _narrow(self, node: ir.Node, index: int) -> None:
+        value = node.inputs[index]
+        if value is not None and value not in self.narrow:
+            node.replace_input_with(index, self.casts.cast(value, self.dtype, node))
+
+    def _widen(self, node: ir.Node) -> None:
+        for index, value in enumerate(node.inputs):
+            if value is not None and value in self.narrow:
+                node.replace_input_with(index, self.casts.cast(value, FLOAT, node))
+
+    def _widen_elsewhere(self) -> None:
+        """Gives bodies of control flow, and the model's outputs, what they had before."""
+        for value in self.narrow:
+            for user, index in tuple(value.uses()):
+                if user.graph is not self.graph:
+                    user.replace_input_with(index, self.casts.cast(value, FLOAT, user))
+        for index, value in enumerate(self.graph.outputs):
+            if value not in self.narrow:
+                continue
+            name = value.name or ""
+            wide = self.casts.cast(value, FLOAT, self.graph[0])
+            value.name, wide.name = f"{name}.{self.dtype.name.lower()}", name
+            self.graph.outputs[index] = wide

@@ -1,0 +1,226 @@
+"""What can be recomputed of a forward pass, and what a layer's share of it is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.facts.layers import Layer, carriers
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.shapes import GRADIENT_OF
+
+KEEP, AGAIN = "keep", "recompute"
+COMMUNICATION = (KEEP, AGAIN)
+_BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """What the user asks to recompute.
+
+    Attributes:
+        nodes: Names of nodes, and patterns of them (`fnmatch`).
+        layers: Every so many-th layer of those that repeat; 0 none.
+        communication: Whether what collectives inside brought is kept, or communicated again.
+        memory: Bytes that a device may hold in training; as little is recomputed as that needs.
+        sizes: Sizes of symbols to hold that for; a typical size of those not named.
+        where: Where the user said so, for messages.
+    """
+
+    nodes: tuple[str, ...] = ()
+    layers: int = 0
+    communication: str = AGAIN
+    memory: int | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    where: str = field(default="recompute", compare=False)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a strategy file says of it."""
+        said: dict[str, Any] = {"nodes": list(self.nodes)} if self.nodes else {}
+        said |= {"layers": self.layers} if self.layers else {}
+        said |= {"memory": self.memory} if self.memory is not None else {}
+        said |= {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {**said, "communication": self.communication}
+
+    def __bool__(self) -> bool:
+        """Whether anything is to be recomputed."""
+        return bool(self.nodes or self.layers or self.memory is not None)
+
+
+NOTHING = RecomputeOptions()
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The nodes of a differentiated graph that autodiff did not add.
+
+    Attributes:
+        nodes: All of them, in order.
+        row: Those in which layers are looked for: the carriers (see `onnxpar.facts.layers`) that
+            are no border between pipeline stages.
+        able: Names of those that can be recomputed: that have no bodies, and read more than
+            parameters and constants, since the rest is no load of a batch, and are no border.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    row: tuple[ir.Node, ...]
+    able: frozenset[str]
+
+    @staticmethod
+    def of(graph: ir.Graph) -> "ForwardPass":
+        """Returns the forward pass of a graph."""
+        nodes = tuple(node for node in graph if GRADIENT_OF not in node.metadata_props)
+        row = tuple(node for node in carriers(nodes) if node.domain != DOMAIN)
+        varying = _varying(nodes)
+        able = (n for n in nodes if n.name in varying and n.domain != DOMAIN and _able(n))
+        return ForwardPass(nodes, row, frozenset(n.name or "" for n in able))
+
+    def inside(self, layer: Layer) -> frozenset[str]:
+        """Names of what is recomputed of a layer: not what hands its results on to later nodes.
+
+        What stands between the first and the last node of a layer is of the layer, too.
+        """
+        at = {node: i for i, node in enumerate(self.nodes)}
+        start, stop = at[self.row[layer.start]], at[self.row[layer.stop - 1]] + 1
+        after = {n for i, n in enumerate(self.nodes) if i >= stop or n.domain == DOMAIN}
+        found = set()
+        for node in self.nodes[start:stop]:
+            readers = {user for out in node.outputs for user in out.consumers()}
+            if after.isdisjoint(readers):
+                found.add(node.name or "")
+        return self.able & found
+
+
+def _able(node: ir.Node) -> bool:
+    return bool(node.outputs) and all(a.type not in _BODIES for a in node.attributes.values())
+
+
+def _varying(nodes: Sequence[ir.Node]) -> frozenset[str]:
+    """Names of nodes that read more than parameters and constants."""
+    varies: dict[str, bool] = {}
+    found = set()
+    for node in nodes:
+        given = [v for v in node.inputs if v is not None]
+        moves = any(
+            varies.get(v.name or "", False) if v.producer() is not None else v.is_graph_input()
+            for v in given
+        )
+        for out in node.outputs:
+            varies[out.name or ""] = moves
+        if moves:
+            found.add(node.name or "")
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What recomputation weighs, of one device.
+
+    Attributes:
+        bytes: Of each value, by name.
+        seconds: Of each node, by name.
+        views: Names of nodes whose results lie where their operands lie, which frees nothing.
+    """
+
+    bytes: Mapping[str, int]
+    seconds: Mapping[str, float]
+    views: frozenset[str]
+
+
+def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list[frozenset[str]]:
+    """Returns what to recompute, more and more: each set has that before it and a bit more.
+
+    Bits are nodes, taken in the order of bytes freed by second of recomputation: freed is what
+    the backward pass reads of a node's results. Of layers that are alike the first is weighed, and
+    the same nodes of all of them follow one another, since what early layers keep is kept longest.
+
+    Args:
+        forward: The forward pass.
+        layers: Its layers, of which what they hand on is kept.
+        loads: What values and nodes weigh.
+    """
+    rows = _alike(forward, layers)
+    steps: list[tuple[float, int, int, tuple[str, ...]]] = []
+    for number, row in enumerate(rows):
+        order = _greedy(forward, row[0], loads)
+        least = float("inf")
+        for place, (positions, ratio) in enumerate(order):
+            # A later bit may be better only since an earlier one was taken.
+            least = min(least, ratio)
+            for block in row:
+                steps.append((-least, number, place, tuple(block[p] for p in positions)))
+    found: list[frozenset[str]] = []
+    taken: frozenset[str] = frozenset()
+    for *_, names in sorted(steps, key=lambda step: step[:3]):
+        taken |= forward.able.intersection(names)
+        found.append(taken)
+    return found
+
+
+def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]]]:
+    """Rows of blocks of nodes: layers that are alike, and what lies outside of layers."""
+    names = [node.name or "" for node in forward.row]
+    kinds = [node.op_type for node in forward.row]
+    inside = {i for layer in layers for i in range(layer.start, layer.stop)}
+    rows: dict[tuple[str, ...], list[list[str]]] = {}
+    for layer in layers:
+        kind = tuple(kinds[layer.start : layer.stop])
+        kept = forward.inside(layer)
+        # What a layer hands on has no name here, so that it is never taken.
+        block = [n if n in kept else "" for n in names[layer.start : layer.stop]]
+        rows.setdefault(kind, []).append(block)
+    placed = {names[i] for i in inside}
+    rest = [n.name or "" for n in forward.nodes if n.name not in placed]
+    return [*rows.values(), [rest]]
+
+
+def _greedy(
+    forward: ForwardPass, block: Sequence[str], loads: Loads
+) -> list[tuple[tuple[int, ...], float]]:
+    """Positions of a block's nodes in the order in which they are taken, with bytes by second.
+
+    A step takes a node whose results are kept, and the nodes that it takes to make them of what
+    else is kept.
+    """
+    at = {name: i for i, name in enumerate(block) if name}
+    nodes = {n.name or "": n for n in forward.nodes if n.name in at and n.name in forward.able}
+    saved = {
+        name: [o.name or "" for o in node.outputs if _read_backward(o)]
+        for name, node in nodes.items()
+    }
+    saved = {name: kept for name, kept in saved.items() if kept}
+    taken: set[str] = set()
+
+    def chain(name: str) -> list[str]:
+        """The nodes to run for a node, itself included, that have not been taken."""
+        found, stack = {name}, [name]
+        while stack:
+            for value in nodes[stack.pop()].inputs:
+                maker = None if value is None else value.producer()
+                source = "" if maker is None else maker.name or ""
+                if source in nodes and source not in found and source not in saved:
+                    found.add(source)
+                    stack.append(source)
+        return [n for n in found if n not in taken]
+
+    found: list[tuple[tuple[int, ...], float]] = []
+    while saved:
+        best: tuple[float, str, list[str]] | None = None
+        for name, kept in saved.items():
+            run = chain(name)
+            freed = 0 if name in loads.views else sum(loads.bytes.get(v, 0) for v in kept)
+            ratio = freed / max(sum(loads.seconds.get(n, 0.0) for n in run), 1e-12)
+            if best is None or ratio > best[0]:
+                best = ratio, name, run
+        assert best is not None
+        ratio, name, run = best
+        del saved[name]
+        taken.update(run)
+        found.append((tuple(sorted(at[n] for n in run)), ratio))
+    return found
+
+
+def _read_backward(value: ir.Value) -> bool:
+    return any(GRADIENT_OF in user.metadata_props for user in value.consumers())

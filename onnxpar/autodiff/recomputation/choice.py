@@ -1,0 +1,147 @@
+"""Which nodes are recomputed, by what the user asks for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from onnxpar.autodiff.recomputation.candidates import (
+    KEEP,
+    ForwardPass,
+    Loads,
+    RecomputeOptions,
+    by_cost,
+)
+from onnxpar.autodiff.recomputation.clones import Planned, Recomputation, recompute
+from onnxpar.core.errors import StrategyError
+from onnxpar.core.names import nearest
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.price import price
+from onnxpar.facts.layers import find_layers
+from onnxpar.ops.kernel_memory import kernel
+
+
+def recomputed(planned: Planned, options: RecomputeOptions, measure: "Measure") -> Planned:
+    """Returns a program in which what the user asks for is recomputed.
+
+    Args:
+        planned: Forward and backward of a model; not changed.
+        options: What the user asks for.
+        measure: What nodes cost and what a device holds, for a limit of memory.
+
+    Raises:
+        StrategyError: A pattern holds for no node, or for nodes with bodies only; no layers are
+            found; or the limit of memory is not reached.
+    """
+    if not options:
+        return planned
+    names = chosen_nodes(planned, options)
+    if options.memory is None:
+        return recompute(planned, Recomputation(names, options.communication == KEEP))
+    return _within(planned, options, names, measure)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a program is weighed.
+
+    Attributes:
+        cost: What nodes cost a device.
+        held: Returns the bytes that a device holds which trains with a program.
+    """
+
+    cost: CostModel
+    held: Callable[[Planned], int]
+
+
+def _within(
+    planned: Planned, options: RecomputeOptions, named: frozenset[str], measure: Measure
+) -> Planned:
+    """The least recomputation of `by_cost` with which a device holds no more than the limit."""
+
+    def made(names: frozenset[str]) -> tuple[Planned, int]:
+        run = recompute(planned, Recomputation(names, options.communication == KEEP))
+        return run, measure.held(run)
+
+    assert options.memory is not None
+    run, held = made(named)
+    if held <= options.memory:
+        return run
+    forward = ForwardPass.of(planned.model.graph)
+    layers = find_layers(forward.row, planned.env)
+    sets = [named | more for more in by_cost(forward, layers, _loads(planned, measure.cost))]
+    low, high = 0, len(sets) - 1
+    best: Planned | None = None
+    least = held
+    if sets:
+        run, held = made(sets[high])
+        least = min(least, held)
+        best = run if held <= options.memory else None
+    if best is None:
+        raise StrategyError(
+            f"{options.where}: expected to train within {options.memory:,} bytes on a device, got "
+            f"{least:,} with everything recomputed that frees memory"
+        )
+    while low < high:
+        middle = (low + high) // 2
+        run, held = made(sets[middle])
+        if held <= options.memory:
+            best, high = run, middle
+        else:
+            low = middle + 1
+    return best
+
+
+def _loads(planned: Planned, cost: CostModel) -> Loads:
+    found, _ = price(planned.model, planned.rules, planned.plan, cost)
+    sizes: dict[str, int] = {}
+    views = set()
+    for node in planned.model.graph:
+        if kernel(node.domain, node.op_type).view:
+            views.add(node.name or "")
+        for value, sharding in zip(
+            node.outputs, planned.plan.nodes[node.name or ""].outputs, strict=True
+        ):
+            item = 4 if value.dtype is None else int(value.dtype.itemsize)
+            sizes[value.name or ""] = cost.elements(sharding) * item
+    seconds = {node.name: node.seconds for node in found.nodes}
+    return Loads(sizes, seconds, frozenset(views))
+
+
+def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
+    """Returns the names of the forward nodes that are recomputed; raises as `recomputed`."""
+    forward = ForwardPass.of(planned.model.graph)
+    found: set[str] = set()
+    for pattern in options.nodes:
+        found |= _matching(forward, pattern, options.where)
+    if options.layers:
+        layers = find_layers(forward.row, planned.env)
+        if not layers:
+            raise StrategyError(
+                f"{options.where}: expected layers that repeat, found none in the "
+                f"{len(forward.nodes)} nodes of the forward pass; name nodes by patterns"
+            )
+        if options.layers > len(layers):
+            raise StrategyError(
+                f"{options.where}: expected at most {len(layers)} under 'layers', the number of "
+                f"layers that repeat, got {options.layers}: there would be nothing to recompute"
+            )
+        for layer in layers[options.layers - 1 :: options.layers]:
+            found |= forward.inside(layer)
+    return frozenset(found)
+
+
+def _matching(forward: ForwardPass, pattern: str, where: str) -> frozenset[str]:
+    names = [node.name or "" for node in forward.nodes]
+    hits = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+    if not hits:
+        raise StrategyError(
+            f"{where}: expected the name or a pattern of a node of the forward pass, got "
+            f"{pattern!r}{nearest(pattern, names)}"
+        )
+    able = forward.able.intersection(hits)
+    if not able:
+        raise StrategyError(
+            f"{where}: {pattern!r}: nodes with bodies, and nodes that read parameters and "
+            f"constants only, are not recomputed; got {hits[0]!r}"
+        )
+    return able

@@ -1,0 +1,337 @@
+"""Recomputation: what the backward pass reads of the forward pass is made anew where it is read.
+
+Nodes of the forward pass are cloned right before the first backward node that reads their results
+(Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so that these die after their
+last forward reader. A clone reads clones of what is recomputed too, and what is kept through a
+Barrier. It runs after planning: a clone is divided as its original, so the arithmetic is the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import ANY, OpRule
+from onnxpar.core.sharding import Sharding
+from onnxpar.graph.plan import NodePlan, Plan
+from onnxpar.graph.shapes import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE, NodeView, ShapeEnv
+from onnxpar.ops.collective.barrier import DEFS, barrier_node, barrier_rule
+from onnxpar.ops.operator import OpDef
+from onnxpar.propagation.walk import Rules
+from onnxpar.resharding.steps import cheapest_way
+from onnxpar.stages.cut import virtual_stage_of
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What is to be recomputed.
+
+    Attributes:
+        nodes: Names of forward nodes.
+        keep_communication: Whether what a collective between forward nodes brought is kept, instead
+            of being communicated again.
+    """
+
+    nodes: frozenset[str]
+    keep_communication: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model that has been planned, and all that partitioning needs of it.
+
+    Attributes:
+        model: The model.
+        env: Its shapes.
+        rules: The rule of each node.
+        ops: The operator definition of each node that has one, by node name.
+        plan: Its plan.
+        added: Nodes that recomputation has added, each with the node that it was put before.
+    """
+
+    model: ir.Model
+    env: ShapeEnv
+    rules: Rules
+    ops: Mapping[str, OpDef]
+    plan: Plan
+    added: Mapping[str, str] = field(default_factory=dict)
+
+
+def recompute(planned: Planned, wanted: Recomputation) -> Planned:
+    """Returns a program in which some nodes are recomputed; what is given is not changed.
+
+    Args:
+        planned: Forward and backward of a model.
+        wanted: What to recompute.
+    """
+    if not wanted.nodes:
+        return planned
+    return _Recompute(planned, wanted).run()
+
+
+@dataclass
+class _Recompute:
+    old: Planned
+    wanted: Recomputation
+    # What reads a value now: the clone of each value, and the Barrier of each value, sharding and
+    # virtual stage.
+    clones: dict[str, ir.Value] = field(default_factory=dict)
+    barriers: dict[tuple[str, Sharding, int], ir.Value] = field(default_factory=dict)
+    added: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = self.old.model.clone()
+        env = self.old.env
+        self.shapes, self.contents = dict(env.shapes), dict(env.contents)
+        self.env = ShapeEnv(self.shapes, self.contents, env.table)
+        rules = self.old.rules
+        self.rules, self.reasons = dict(rules.rules), dict(rules.reasons)
+        self.costs = dict(rules.costs)
+        self.ops = dict(self.old.ops)
+        self.plans = dict(self.old.plan.nodes)
+        self.resharded = dict(self.old.plan.resharded)
+        self.opset = next((v.opset for v in rules.views.values()), 1)
+        self.taken = set(self.plans) | set(self.shapes) | set(self.model.graph.initializers)
+
+    def run(self) -> Planned:
+        graph = self.model.graph
+        nodes = list(graph)
+        self.forward = [n for n in nodes if GRADIENT_OF not in n.metadata_props]
+        self.made = self._made()
+        self.read = self._forward_versions()
+        self.backward = {n for n in nodes if GRADIENT_OF in n.metadata_props}
+        self.reached = self.forward[-1].outputs[0]
+        for node in nodes:
+            if node in self.backward:
+                self._redirect(node)
+                self.reached = node.outputs[0]
+        views = {node.name or "": NodeView(node, self.env, self.opset) for node in graph}
+        rules = Rules(self.rules, views, self.reasons, self.costs)
+        plan = replace(self.old.plan, nodes=self.plans, resharded=self.resharded)
+        return Planned(self.model, self.env, rules, self.ops, plan, self.added)
+
+    def _made(self) -> dict[str, Sharding]:
+        """How each value of a forward node lies when it has been made."""
+        found = {}
+        for node in self.forward:
+            for value, sharding in zip(
+                node.outputs, self.plans[node.name or ""].outputs, strict=True
+            ):
+                name = value.name or ""
+                found[name] = self.resharded.get(name, sharding)
+        return found
+
+    def _forward_versions(self) -> dict[str, set[Sharding]]:
+        """In which shardings the forward pass reads each value."""
+        found: dict[str, set[Sharding]] = {}
+        for node in self.forward:
+            for value, want in zip(node.inputs, self.plans[node.name or ""].inputs, strict=False):
+                if value is not None and want is not None:
+                    found.setdefault(value.name or "", set()).add(want)
+        return found
+
+    def _redirect(self, node: ir.Node) -> None:
+        """Lets a backward node read what is made anew, right before it."""
+        plan = self.plans[node.name or ""]
+        for index, value in enumerate(tuple(node.inputs)):
+            if value is None or (value.name or "") not in self.made:
+                continue
+            want = self._want(plan, index, value)
+            maker = value.producer()
+            bar = (value.name or "", want, virtual_stage_of(node))
+            if self._again(maker, node) and not self._kept(value, want):
+                node.replace_input_with(index, self._clone_of(value, node))
+            elif bar in self.barriers:
+                # The kept value itself then dies at its Barrier, which takes its memory.
+                node.replace_input_with(index, self.barriers[bar])
+
+    def _again(self, maker: ir.Node | None, reader: ir.Node) -> TypeGuard[ir.Node]:
+        """Whether a reader gets what a node makes from the node's clone.
+
+        Another virtual stage has received the value, and keeps that: nothing is sent back.
+        """
+        if maker is None or maker.name not in self.wanted.nodes:
+            return False
+        return virtual_stage_of(maker) == virtual_stage_of(reader)
+
+    def _want(self, plan: NodePlan, index: int, value: ir.Value) -> Sharding:
+        want = plan.inputs[index] if index < len(plan.inputs) else None
+        return self.made[value.name or ""] if want is None else want
+
+    def _kept(self, value: ir.Value, want: Sharding) -> bool:
+        """Whether a value that is recomputed is kept in this sharding, which was communicated."""
+        name = value.name or ""
+        if not self.wanted.keep_communication or want not in self.read.get(name, ()):
+            return False
+        return self._moves(value, want)
+
+    def _moves(self, value: ir.Value, want: Sharding) -> bool:
+        plan = self.old.plan
+        size = 4 if value.dtype is None else int(value.dtype.itemsize)
+        home = (self.made[value.name or ""],)
+        return cheapest_way(home, want, plan.mesh, self.env.table, size).bytes > 0
+
+    def _clone_of(self, value: ir.Value, before: ir.Node) -> ir.Value:
+        """Returns the clone of a value, made before a node if it is not there."""
+        name = value.name or ""
+        if name not in self.clones:
+            maker = value.producer()
+            assert maker is not None
+            self._clone(maker, before)
+        return self.clones[name]
+
+    def _clone(self, target: ir.Node, before: ir.Node) -> None:
+        """Clones a node and, first, the nodes that it reads and that are recomputed, in order."""
+        stack = [target]
+        while stack:
+            node = stack[-1]
+            if (node.outputs[0].name or "") in self.clones:
+                stack.pop()
+                continue
+            missing = [
+                maker
+                for index, value in enumerate(node.inputs)
+                if value is not None
+                and (maker := self._to_clone(node, index, value)) is not None
+                and (value.name or "") not in self.clones
+            ]
+            if missing:
+                stack += reversed(missing)
+            else:
+                stack.pop()
+                self._emit(node, before)
+
+    def _to_clone(self, node: ir.Node, index: int, value: ir.Value) -> ir.Node | None:
+        """The node whose clone makes an operand of a clone; None where it is kept."""
+        maker = value.producer()
+        if not self._again(maker, node) or (value.name or "") not in self.made:
+            return None
+        want = self._want(self.plans[node.name or ""], index, value)
+        return None if self._kept(value, want) else maker
+
+    def _emit(self, node: ir.Node, before: ir.Node) -> None:
+        name = node.name or ""
+        plan = self.plans[name]
+        operands: list[ir.Value | None] = []
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                operands.append(None)
+            elif self._to_clone(node, index, value) is not None:
+                operands.append(self.clones[value.name or ""])
+            elif value.producer() is None or (value.name or "") in self.contents:
+                # Inputs and parameters are there all the time, sizes are no load.
+                operands.append(value)
+            else:
+                operands.append(self._barrier(node, index, value, before))
+        if all(new is old for new, old in zip(operands, node.inputs, strict=True)):
+            index = next(i for i, v in enumerate(operands) if v is not None)
+            value = operands[index]
+            assert value is not None
+            operands[index] = self._barrier(node, index, value, before)
+        outputs = []
+        for out in node.outputs:
+            known = out.name or ""
+            fresh = self._fresh(f"{known}.recomputed") if known else ""
+            outputs.append(self._like(out, fresh))
+            if known:
+                self.clones[known] = outputs[-1]
+                if known in self.resharded:
+                    self.resharded[fresh] = self.resharded[known]
+        clone = ir.Node(
+            node.domain,
+            node.op_type,
+            operands,
+            list(node.attributes.values()),
+            overload=node.overload,
+            outputs=outputs,
+            name=self._fresh(f"{name}/recomputed"),
+            version=node.version,
+        )
+        self._place(clone, before, {**node.metadata_props, RECOMPUTED_FROM: name})
+        self._adopt(clone, plan, self.rules[name], self.ops.get(name))
+        if name in self.reasons:
+            self.reasons[clone.name or ""] = self.reasons[name]
+        if name in self.costs:
+            self.costs[clone.name or ""] = self.costs[name]
+
+    def _barrier(self, node: ir.Node, index: int, value: ir.Value, before: ir.Node) -> ir.Value:
+        """Returns what a clone reads of a value that is kept, in the sharding that is kept."""
+        name = value.name or ""
+        want = self._barred(node, index, value)
+        bar = (name, want, virtual_stage_of(before))
+        if bar not in self.barriers:
+            kept = self._like(value, self._fresh(f"{name}.kept"))
+            name_of_node = self._fresh(f"{name}/Barrier")
+            barrier = barrier_node(name_of_node, value, self._reached(before), kept)
+            self._place(barrier, before, {})
+            rule = barrier_rule(NodeView(barrier, self.env, self.opset))
+            self._adopt(barrier, NodePlan(rule, {}, (want, None), (want,)), rule, DEFS[0])
+            self.barriers[bar] = kept
+        return self.barriers[bar]
+
+    def _reached(self, before: ir.Node) -> ir.Value:
+        """A value that is there only when the backward pass has come to a node.
+
+        onnxruntime gives nodes that it fuses later numbers than the others have, and would run
+        clones before the forward nodes that they are clones of.
+        """
+        for value in before.inputs:
+            maker = None if value is None else value.producer()
+            if value is not None and maker is not None and maker in self.backward:
+                return value
+        return self.reached
+
+    def _barred(self, node: ir.Node, index: int, value: ir.Value) -> Sharding:
+        """In which sharding a value is kept: as it was made, or as it was read at a cost.
+
+        A sum that is pending is kept reduced, since that is what the forward pass has kept; other
+        collectives are repeated unless their results are to be kept.
+        """
+        name = value.name or ""
+        home = self.made.get(name) or self._given(name)
+        plan = self.plans[node.name or ""]
+        want = plan.inputs[index] if index < len(plan.inputs) else None
+        if want is None or plan.rule.inputs[index].mode == ANY:
+            return home
+        return want if home.partial or self.wanted.keep_communication else home
+
+    def _given(self, name: str) -> Sharding:
+        plan = self.old.plan
+        return plan.inputs[name] if name in plan.inputs else plan.parameters[name]
+
+    # -- pieces ----------------------------------------------------------------------------------
+
+    def _like(self, value: ir.Value, name: str) -> ir.Value:
+        """A new value of the type and shape of another."""
+        made = ir.Value(name=name, type=value.type, shape=value.shape)
+        known = value.name or ""
+        if name and known in self.shapes:
+            self.shapes[name] = self.shapes[known]
+        if name and known in self.contents:
+            self.contents[name] = self.contents[known]
+        return made
+
+    def _fresh(self, hint: str) -> str:
+        name, count = hint, 0
+        while name in self.taken:
+            count += 1
+            name = f"{hint}.{count}"
+        self.taken.add(name)
+        return name
+
+    def _place(self, node: ir.Node, before: ir.Node, metadata: Mapping[str, str]) -> None:
+        """Puts a node before a backward node, of whose gradient it is a part from then on."""
+        node.metadata_props.update(metadata)
+        if VIRTUAL_STAGE in before.metadata_props:
+            node.metadata_props[VIRTUAL_STAGE] = before.metadata_props[VIRTUAL_STAGE]
+        node.metadata_props[GRADIENT_OF] = before.metadata_props[GRADIENT_OF]
+        self.added[node.name or ""] = before.name or ""
+        self.model.graph.insert_before(before, node)
+
+    def _adopt(self, node: ir.Node, plan: NodePlan, rule: OpRule, op: OpDef | None) -> None:
+        name = node.name or ""
+        self.plans[name] = plan
+        self.rules[name] = rule
+        if op is not None:
+            self.ops[name] = op

@@ -1,0 +1,251 @@
+"""The program that trains a model, before anything is decided: loss appended, differentiated."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from onnxpar.autodiff.append_loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
+from onnxpar.autodiff.differentiate import differentiate
+from onnxpar.autodiff.mixed_precision import COMPUTE_TYPES, compute_in, widen_parameters
+from onnxpar.autodiff.optimizer import NEW, OptimizerKind, moments_of
+from onnxpar.core.errors import ModelError
+from onnxpar.core.symbols import Symbol
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.facts.program import Program
+from onnxpar.frontend.load import symbol_table
+from onnxpar.graph.shapes import ShapeEnv, shapes
+from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.norm.running_statistics import forms, keep_statistics
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.random.draws import idle_dropouts
+from onnxpar.parameters.recognise import Recognised
+from onnxpar.parameters.trainable import FROZEN, Selection, select
+from onnxpar.propagation.walk import Rules
+from onnxpar.stages.placement import Copy
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What the user asks to train, and how.
+
+    Attributes:
+        loss: What is minimised.
+        optimizer: By what.
+        trainable: Patterns of tensors to train besides the parameters of the file.
+        freeze: Patterns of parameters not to train; those of `trainable` win.
+        decay: Patterns of parameters with weight decay, besides those of two dims or more.
+        no_decay: Patterns of parameters that it does not apply to, whatever their dims.
+        compute: Type that products are computed in, "float16" or "bfloat16"; None for the model's.
+        ties: `A=B` each, for tensors that are one parameter.
+    """
+
+    loss: LossSpec
+    optimizer: OptimizerKind
+    trainable: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    decay: tuple[str, ...] = ()
+    no_decay: tuple[str, ...] = ()
+    compute: str | None = None
+    ties: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> "TrainingSpec":
+        """Returns what the manifest says: `TrainingSpec.of(asdict(spec)) == spec`."""
+        loss = LossSpec(**{**entry["loss"], "kind": LossKind(entry["loss"]["kind"])})
+        lists = ("trainable", "freeze", "decay", "no_decay", "ties")
+        patterns = {key: tuple(entry[key]) for key in lists}
+        return TrainingSpec(
+            loss, OptimizerKind(entry["optimizer"]), **patterns, compute=entry["compute"]
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The program of one micro-batch, and all that is known of it before anything is decided.
+
+    Attributes:
+        model: Forward, loss and backward.
+        env: Its shapes.
+        rules: The sharding rule of each of its nodes.
+        ops: The operator definition of each node that has one, by node name.
+        links: Of each cotangent its primals, and of each new running statistic the old one.
+        loss: The loss.
+        gradients: Name of the gradient of each parameter that is trained; it is an output.
+        updated: Of each output that is a new running statistic the old one.
+        selection: What is trained, and what is not.
+        unreached: Parameters chosen that the loss does not depend on, with the reason.
+        notices: What the user should know of the model.
+        evaluation: The model without loss and backward.
+        opset: Version of the default domain.
+        compute: The 16-bit type that it computes in, with float32 parameters; None where there is
+            none.
+        copies: Of each initializer that a further pipeline stage has in place of another: which.
+    """
+
+    model: ir.Model
+    env: ShapeEnv
+    rules: Rules
+    ops: Mapping[str, OpDef]
+    links: Mapping[str, tuple[str, ...]]
+    loss: LossInfo
+    gradients: Mapping[str, str]
+    updated: Mapping[str, str]
+    selection: Selection
+    unreached: Mapping[str, str]
+    notices: tuple[str, ...]
+    evaluation: ir.Model
+    opset: int
+    compute: str | None = None
+    copies: Mapping[str, Copy] = field(default_factory=dict)
+
+    def program(self, spec: TrainingSpec, parallel: OptimizerParallel) -> Program:
+        """Returns it as what is planned, trained so."""
+        moments = len(moments_of(spec.optimizer))
+        return Program(
+            self.model,
+            self.env,
+            self.rules,
+            self.links,
+            self.gradients,
+            moments,
+            self.evaluation,
+            parallel,
+        )
+
+
+Stager = Callable[[ir.Model, ShapeEnv, Collection[str]], Mapping[str, Copy]]
+"""Puts a model's nodes into virtual stages, given the names of its parameters; see `put_stages`."""
+
+
+def prepare_training(
+    recognised: Recognised,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+    stager: Stager | None = None,
+) -> Prepared:
+    """Appends loss and backward to a model. The model given is used up.
+
+    Args:
+        recognised: The normalised model, and what its initializers were.
+        symbols: Constraints on the symbols of its inputs.
+        spec: What to train and how.
+        stager: Puts the forward nodes into pipeline parts, where there are several.
+
+    Raises:
+        OnnxparError: The loss or the parameters do not fit the model, or an operator between them
+            has no gradient.
+    """
+    model, notices = recognised.model, list(recognised.notices)
+    idle = idle_dropouts(model.graph)
+    if idle:
+        notices.append(
+            f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and drop "
+            "nothing; export the model in training mode to train with them"
+        )
+    selection = select(model, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
+    if not selection.trained:
+        raise ModelError("nothing to train: no floating-point parameter is left")
+    frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
+    notices += _told_forms(model.graph, frozen)
+    selection, compute = _in_half(model, selection, spec)
+    if compute is not None:
+        notices.append(f"{compute} computation: {_ON_CPU[compute]}")
+    evaluation = model.clone()
+    info = append_loss(model, spec.loss)
+    model = info.model
+    del model.graph.outputs[:-1]
+    model = common.RemoveUnusedNodesPass()(model).model
+    names = [p.name for p in selection.trained]
+    copies: Mapping[str, Copy] = {}
+    if stager is not None:
+        copies = stager(model, shapes(model, symbol_table(model, symbols)), names)
+    env = shapes(model, symbol_table(model, symbols))
+    running = keep_statistics(model, env, frozen, NEW)
+    variables = [*names, *(name for name, copy in copies.items() if copy.original in names)]
+    found = differentiate(
+        model,
+        running.env,
+        LOSS,
+        [n for n in variables if n in model.graph.initializers],
+        {name: copy.original for name, copy in copies.items()},
+    )
+    selection.ask(found.gradients)
+    if not found.gradients:
+        raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
+    rules, ops = find_rules(model, found.env)
+    unreached = {n: "the loss does not depend on it" for n in names}
+    unreached = {
+        n: r for n, r in {**unreached, **found.unreached}.items() if n not in found.gradients
+    }
+    return Prepared(
+        model,
+        found.env,
+        rules,
+        ops,
+        # A statistic leaves as it lies, as a gradient leaves split as its parameter.
+        {**found.links, **{new: (old,) for new, old in running.updated.items()}},
+        info,
+        found.gradients,
+        running.updated,
+        selection,
+        unreached,
+        tuple(notices),
+        evaluation,
+        model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1)),
+        compute,
+        copies,
+    )
+
+
+_ON_CPU = {
+    "float16": "on the CPU onnxruntime computes it in float32, as fast and as exact as that",
+    "bfloat16": "it runs on CUDA alone; onnxruntime has no kernels for it on the CPU",
+}
+
+
+def _in_half(
+    model: ir.Model, selection: Selection, spec: TrainingSpec
+) -> tuple[Selection, str | None]:
+    """Lets the model compute in 16 bits with float32 parameters; returns them, and the type."""
+    names = [p.name for p in selection.trained]
+    widened = widen_parameters(model.graph, names)
+    types = {dtype.name.lower() for dtype in widened.values()}
+    if spec.compute is not None:
+        if types - {spec.compute}:
+            raise ModelError(
+                f"--compute {spec.compute}: expected a model whose parameters are float32, got "
+                f"{', '.join(sorted(types))}"
+            )
+        compute_in(model, COMPUTE_TYPES[spec.compute])
+        types = {spec.compute}
+    trained = tuple(
+        replace(p, dtype=ir.DataType.FLOAT) if p.name in widened else p for p in selection.trained
+    )
+    # Of two, float16 has the range that a loss has to be scaled for.
+    return replace(selection, trained=trained), max(types, default=None)
+
+
+def _told_forms(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:
+    """Notices of what is normalised by which statistics."""
+    found = forms(graph, frozen)
+    texts = (
+        (
+            found.put,
+            "were exported for inference and are trained by the statistics of each "
+            "micro-batch; the running ones are kept, and used in evaluation",
+        ),
+        (found.fixed, "keep to their running statistics, which are frozen, in training too"),
+        (
+            found.stuck,
+            "stay in the form in which they were exported: their running statistics are "
+            "computed in the graph, or they stand in a body of control flow",
+        ),
+    )
+    return [
+        f"{len(names)} BatchNormalization nodes ({names[0]!r}{', …' if names[1:] else ''}) {text}"
+        for names, text in texts
+        if names
+    ]

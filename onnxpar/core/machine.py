@@ -1,0 +1,134 @@
+"""What a device computes, holds and sends: the numbers that the cost model multiplies with.
+
+The link model is latency plus size over bandwidth (Hockney 1994), with the steps and bytes of ring
+algorithms (Thakur, Rabenseifner & Gropp 2005), and the time by which the last rank comes late after
+computing (process skew: Hoefler, Schneider & Lumsdaine 2010); the device model is the roofline
+(Williams, Waterman & Patterson 2009): an operator takes as long as its arithmetic or its memory
+traffic, whichever is more, and a fixed time to be started.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from onnxpar.core.mesh import Mesh
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the devices of a block of neighbours.
+
+    Attributes:
+        devices: Devices of the block, numbered consecutively; 0 means all that there are.
+        bandwidth: Bytes per second that one device sends while all do.
+        latency: Seconds that one step of a collective takes however little it sends.
+        wait: Seconds that ranks wait for the last one of them when they meet after computing. It is
+            paid once where one collective follows another.
+    """
+
+    devices: int
+    bandwidth: float
+    latency: float
+    wait: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of equal devices.
+
+    Attributes:
+        name: What it is called in tables.
+        flops: Operations per second of one device, by element type ("float32", "bfloat16", …).
+        bandwidth: Bytes per second between a device and its memory.
+        memory: Bytes of one device.
+        overhead: Seconds to start one operator.
+        links: From the smallest block of devices to all of them.
+        overlap: The share of the gradients' reductions that is hidden behind the backward pass.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: int
+    overhead: float
+    links: tuple[Link, ...]
+    overlap: float = 0.0
+
+    def link(self, mesh: Mesh, atoms: Sequence[int]) -> Link:
+        """Returns the link that a collective over `atoms` runs at: that of the widest atom."""
+        span = max(mesh.strides[a] * mesh.atoms[a] for a in atoms)
+        for link in self.links:
+            if link.devices == 0 or link.devices >= span:
+                return link
+        return self.links[-1]
+
+    def rate(self, dtype: str) -> float:
+        """Returns the operations per second for an element type, float32's where none is given."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+def parse_bytes(text: object) -> int:
+    """Returns the bytes of a size such as `80GiB`, or of a number.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    if isinstance(text, str):
+        for unit, scale in _UNITS.items():
+            number = text.strip().removesuffix(unit)
+            if number != text.strip():
+                try:
+                    return int(float(number) * scale)
+                except (ValueError, OverflowError):
+                    break
+    raise ValueError(f"expected a size such as 80GiB, got {text!r}")
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    float32: float
+    half: float
+    bandwidth: float
+    memory: int
+    block: Link
+    beyond: Link
+
+    def machine(self, name: str) -> Machine:
+        rates = MappingProxyType(
+            {"float32": self.float32, "float16": self.half, "bfloat16": self.half}
+        )
+        return Machine(
+            name, rates, self.bandwidth, self.memory, 5e-6, (self.block, self.beyond), 0.7
+        )
+
+
+# Dense peak rates, memory and links from the vendor's data sheets: NVIDIA A100 80GB (2021; float32
+# by TF32), H100 SXM5 (2023) and H200 SXM (2024), NVLink 3 and 4 in one direction, InfiniBand HDR
+# and NDR with one port for each GPU. Latencies are those of small NCCL collectives. `cpu` is a
+# core of a desktop processor with MPI in shared memory; `tools/calibrate` measures the real one.
+_IB_HDR, _IB_NDR = Link(0, 25e9, 12e-6), Link(0, 50e9, 10e-6)
+PRESETS: Mapping[str, Machine] = MappingProxyType(
+    {
+        "cpu": Machine(
+            "cpu",
+            MappingProxyType({"float32": 6e10, "float64": 3e10}),
+            1.2e10,
+            8 << 30,
+            3e-6,
+            (Link(0, 3e9, 2e-6),),
+        ),
+        "a100": _Gpu(1.56e14, 3.12e14, 2.04e12, 80 << 30, Link(8, 3.0e11, 4e-6), _IB_HDR).machine(
+            "a100"
+        ),
+        "h100": _Gpu(4.95e14, 9.89e14, 3.35e12, 80 << 30, Link(8, 4.5e11, 4e-6), _IB_NDR).machine(
+            "h100"
+        ),
+        "h200": _Gpu(4.95e14, 9.89e14, 4.8e12, 141 << 30, Link(8, 4.5e11, 4e-6), _IB_NDR).machine(
+            "h200"
+        ),
+    }
+)

@@ -1,0 +1,227 @@
+"""The sharding-rule language: text <-> `OpRule`.
+
+A rule names the loop indices (*factors*) of an operator, dim by dim, as einsum and Shardy's
+`sdy.op_sharding_rule` do:
+
+    "b m k, b k n -> b m n; sum: k; linear: sum 0, sum 1"
+
+Operands are separated by commas. A dim is a factor (`m`), several factors that a reshape merged,
+major first (`(b s)`), or `1`: a dim that is never split, such as one that broadcasts. An operand
+may also be one word: `.` is needed whole on every device, `*` is taken as it lies (the local form
+does not read its elements), `-` is an optional operand that is absent.
+
+Clauses after `;`:
+
+    sum: k  (max:, min:, prod:)   the factor is reduced away; a split makes those outputs partial
+                                  that do not have it, and splits those that do
+    whole: c                      the factor must not be split
+    special: v                    a split needs the operator's own local algorithm
+    scaled: h                     special, and of another size in each operand, as the height of an
+                                  image and of what a convolution makes of it: the same atoms
+                                  split each of these dims, by its own size; after `sum: h` it
+                                  stays reduced
+    linear: sum 0+1, max 0        operands 0 and 1 together, or 0 alone, may stay partial
+
+A factor without a clause is parallel: local results are shards of the global result.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+
+from onnxpar.core.errors import RuleError
+from onnxpar.core.sharding import REDUCTIONS
+from onnxpar.core.symbols import Dim
+
+PARALLEL, WHOLE, SPECIAL, SCALED = "parallel", "whole", "special", "scaled"
+ABSENT, REPLICATED, ANY = "-", ".", "*"
+IDENTITY: Mapping[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
+"""Of each kind of factor that is reduced over, what padding must hold to change nothing."""
+_DIM = re.compile(r"\(([^()]*)\)|([A-Za-z_][\w]*|1)")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The factors of one operand.
+
+    Attributes:
+        dims: For each dim the names of its factors, major first; empty for a dim never split.
+        mode: "" for an operand with dims, else `.`, `*` or `-` (see the module's text).
+    """
+
+    dims: tuple[tuple[str, ...], ...] = ()
+    mode: str = ""
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """The sharding rule of one node.
+
+    Attributes:
+        inputs: One operand for each input of the node.
+        outputs: One operand for each output.
+        kinds: Kind of each factor, in order of first appearance: parallel, whole, special, or the
+            reduction (sum, max, min, prod) that a split leaves pending in the outputs without it.
+        linear: `(reduction, operands)`: those operands may be partial together, all others being
+            whole over the partial atoms; the outputs are then partial in the same way.
+        sizes: Sizes of the factors that stand only in merged dims.
+        scaled: The special or reduced factors that have another size in each operand, and are a dim
+            of their own there. Their one size, where one is asked for, is that of the first output.
+        inner: Elements, of the whole node, that a split of a reduced factor makes its local form
+            all-reduce: statistics without which no device can make its part of the result.
+    """
+
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    kinds: Mapping[str, str]
+    linear: tuple[tuple[str, frozenset[int]], ...] = ()
+    sizes: Mapping[str, Dim] = field(default_factory=dict)
+    scaled: frozenset[str] = frozenset()
+    inner: Mapping[str, Dim] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        """Hashes once: tables of plans have rules in their keys."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.inputs, self.outputs, tuple(self.kinds.items()), self.linear))
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Names of all factors, in order of first appearance."""
+        return tuple(self.kinds)
+
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        """Names of the factors that may be split."""
+        return tuple(f for f, kind in self.kinds.items() if kind != WHOLE)
+
+
+def parse_rule(text: str, sizes: Mapping[str, Dim] | None = None) -> OpRule:
+    """Parses a rule.
+
+    Args:
+        text: The rule, see the module's text.
+        sizes: Sizes (elements) of the factors that stand only in merged dims.
+
+    Raises:
+        RuleError: The text is malformed, a clause names an unknown factor or operand, or a factor
+            of the inputs is lost without a clause that says how.
+    """
+    rule = _parse(text)
+    if not sizes:
+        return rule
+    return replace(rule, sizes=MappingProxyType(dict(sizes)))
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> OpRule:
+    body, *clauses = [part.strip() for part in text.split(";")]
+    if body.count("->") != 1:
+        raise RuleError(f"rule {text!r}: expected one '->'")
+    left, right = body.split("->")
+    inputs = tuple(_operand(t, text) for t in left.split(","))
+    outputs = tuple(_operand(t, text) for t in right.split(","))
+    kinds: dict[str, str] = {}
+    for operand in (*inputs, *outputs):
+        for dim in operand.dims:
+            for factor in dim:
+                kinds.setdefault(factor, PARALLEL)
+    linear: list[tuple[str, frozenset[int]]] = []
+    scaled: set[str] = set()
+    for clause in clauses:
+        head, colon, rest = clause.partition(":")
+        head = head.strip()
+        if not colon:
+            raise RuleError(f"rule {text!r}: clause {clause!r} has no ':'")
+        if head == "linear":
+            for item in rest.split(","):
+                linear.extend(_linear(item.split(), len(inputs), text))
+            continue
+        if head not in (WHOLE, SPECIAL, SCALED, *REDUCTIONS):
+            raise RuleError(f"rule {text!r}: unknown clause {head!r}")
+        for factor in rest.split():
+            if factor not in kinds:
+                raise RuleError(f"rule {text!r}: clause {clause!r} names no factor of the rule")
+            if head == SCALED and kinds[factor] in REDUCTIONS:
+                scaled.add(factor)
+                continue
+            if kinds[factor] != PARALLEL:
+                raise RuleError(f"rule {text!r}: factor {factor!r} has two kinds")
+            kinds[factor] = SPECIAL if head == SCALED else head
+            if head == SCALED:
+                scaled.add(factor)
+    produced = [{f for dim in o.dims for f in dim} for o in outputs if not o.mode]
+    for factor, kind in kinds.items():
+        held = [factor in names for names in produced]
+        if kind == PARALLEL and not any(held):
+            raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and in no clause")
+        if kind in REDUCTIONS and held and all(held):
+            raise RuleError(f"rule {text!r}: reduced factor {factor!r} stands in every output")
+    for operand in (*inputs, *outputs):
+        for names in operand.dims:
+            if len(names) > 1 and scaled.intersection(names):
+                raise RuleError(f"rule {text!r}: a scaled factor stands in a merged dim")
+    return OpRule(inputs, outputs, MappingProxyType(kinds), tuple(linear), scaled=frozenset(scaled))
+
+
+def _operand(text: str, rule: str) -> Operand:
+    text = text.strip()
+    if text in (ABSENT, REPLICATED, ANY):
+        return Operand(mode=text)
+    dims: list[tuple[str, ...]] = []
+    end = 0
+    for match in _DIM.finditer(text):
+        if text[end : match.start()].strip():
+            raise RuleError(f"rule {rule!r}: cannot read {text!r}")
+        end = match.end()
+        names = match[1].split() if match[1] is not None else [match[2]]
+        dims.append(tuple(n for n in names if n != "1"))
+    if text[end:].strip():
+        raise RuleError(f"rule {rule!r}: cannot read {text!r}")
+    flat = [f for dim in dims for f in dim]
+    if len(set(flat)) != len(flat):
+        raise RuleError(f"rule {rule!r}: a factor stands twice in operand {text!r}")
+    return Operand(tuple(dims))
+
+
+def _linear(words: Sequence[str], count: int, rule: str) -> list[tuple[str, frozenset[int]]]:
+    if len(words) != 2 or words[0] not in (*REDUCTIONS, "any"):
+        raise RuleError(f"rule {rule!r}: expected 'linear: sum 0+1', got {' '.join(words)!r}")
+    try:
+        operands = frozenset(int(w) for w in words[1].split("+"))
+    except ValueError:
+        raise RuleError(f"rule {rule!r}: operands of 'linear' are numbers") from None
+    if not all(0 <= o < count for o in operands):
+        raise RuleError(f"rule {rule!r}: 'linear' names operand {words[1]}, there are {count}")
+    reductions = REDUCTIONS if words[0] == "any" else (words[0],)
+    return [(reduction, operands) for reduction in reductions]
+
+
+def format_rule(rule: OpRule) -> str:
+    """Returns text that `parse_rule` reads back as an equal rule."""
+
+    def show(operand: Operand) -> str:
+        if operand.mode:
+            return operand.mode
+        return " ".join(
+            "1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
+            for dim in operand.dims
+        )
+
+    text = f"{', '.join(map(show, rule.inputs))} -> {', '.join(map(show, rule.outputs))}"
+    for kind in (*REDUCTIONS, WHOLE, SPECIAL):
+        names = [f for f, k in rule.kinds.items() if k == kind]
+        if kind == SPECIAL:
+            names = [f for f in names if f not in rule.scaled]
+        if names:
+            text += f"; {kind}: {' '.join(names)}"
+    if rule.scaled:
+        text += f"; {SCALED}: {' '.join(f for f in rule.kinds if f in rule.scaled)}"
+    if rule.linear:
+        parts = (f"{r} {'+'.join(map(str, sorted(ops)))}" for r, ops in rule.linear)
+        text += f"; linear: {', '.join(parts)}"
+    return text

@@ -1,0 +1,298 @@
+"""The sharding of one tensor: which atoms split each dim, and over which it is a pending reduction.
+
+A dim is a list of *components*, major first, whose sizes multiply to the dim's size: a dim that a
+reshape merged from `(batch, heads)` is split by `dp` in its major and by `tp` in its minor
+component (ONNX calls this `ShardedDimProto.simple_sharding`). Most dims have one component.
+
+A component of size n split by the atoms p1, p2, … is split atom by atom: into p1 blocks of
+ceil(n/p1), each of those into p2 blocks of ceil(ceil(n/p1)/p2), and so on. Splits over a prefix of
+the atoms therefore nest, every device holds the same local size, and in every block the valid
+elements are a prefix followed by padding.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.symbols import Dim, SymbolTable, ceil_div, dim_str
+
+REDUCTIONS = ("sum", "max", "min", "prod")
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of a dim: its size (elements, possibly symbolic) and the atoms that split it."""
+
+    size: Dim
+    atoms: Atoms = ()
+
+
+DimSharding = tuple[Component, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one tensor lies on the mesh. Atoms that are not named replicate it.
+
+    Attributes:
+        dims: One tuple of components for each dim of the tensor.
+        partial: Atoms, ascending, over which the value is a pending reduction: the tensor is the
+            reduction of what the devices hold.
+        reduction: The reduction that `partial` waits for: sum, max, min or prod.
+    """
+
+    dims: tuple[DimSharding, ...]
+    partial: Atoms = ()
+    reduction: str = "sum"
+
+    def __hash__(self) -> int:
+        """Hashes once: every table of plans and costs has shardings in its keys."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial, self.reduction))
+
+    @staticmethod
+    def replicated(shape: Sequence[Dim]) -> "Sharding":
+        """Returns the sharding in which every device holds the whole tensor."""
+        return Sharding(tuple((Component(size),) for size in shape))
+
+    @staticmethod
+    def of(
+        shape: Sequence[Dim],
+        atoms: Sequence[Sequence[int]],
+        partial: Iterable[int] = (),
+        reduction: str = "sum",
+    ) -> "Sharding":
+        """Returns the sharding that splits dim i of `shape` by `atoms[i]`, one component a dim."""
+        dims = tuple((Component(s, tuple(a)),) for s, a in zip(shape, atoms, strict=True))
+        return Sharding(dims, tuple(sorted(partial)), reduction)
+
+    @property
+    def rank(self) -> int:
+        """Number of dims."""
+        return len(self.dims)
+
+    @property
+    def shape(self) -> tuple[Dim, ...]:
+        """Global shape, elements."""
+        return tuple(_product(c.size for c in dim) for dim in self.dims)
+
+    @property
+    def split_atoms(self) -> Atoms:
+        """Atoms that split some dim, in order of dims and components."""
+        return tuple(a for dim in self.dims for c in dim for a in c.atoms)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole value."""
+        return not self.partial and not self.split_atoms
+
+    def with_partial(self, partial: Iterable[int], reduction: str = "sum") -> "Sharding":
+        """Returns the same split with another set of partial atoms."""
+        atoms = tuple(sorted(partial))
+        return Sharding(self.dims, atoms, reduction if atoms else "sum")
+
+    def dim_atoms(self, dim: int) -> Atoms:
+        """Atoms that split one dim, major component first."""
+        return tuple(a for c in self.dims[dim] for a in c.atoms)
+
+    def strategy(self, mesh: Mesh) -> tuple[int, ...]:
+        """Returns the number of pieces of each dim, as in MindSpore's tuples."""
+        return tuple(mesh.count(self.dim_atoms(d)) for d in range(self.rank))
+
+    def validate(self, mesh: Mesh, what: str) -> None:
+        """Raises ShardingError unless each atom exists and is used once; `what` is the tensor."""
+        used = [*self.split_atoms, *self.partial]
+        if self.reduction not in REDUCTIONS:
+            raise ShardingError(f"{what}: reduction must be one of {REDUCTIONS}")
+        for atom in used:
+            if not 0 <= atom < len(mesh.atoms):
+                raise ShardingError(f"{what}: atom {atom} is not of the mesh {mesh.atoms}")
+        if len(set(used)) != len(used):
+            raise ShardingError(f"{what}: an atom may split a tensor once, got {used}")
+
+    def local_shape(self, mesh: Mesh, table: SymbolTable | None = None) -> tuple[Dim, ...]:
+        """Returns the shape, padding included, that every device holds."""
+        return tuple(_product(local_size(c, mesh, table) for c in dim) for dim in self.dims)
+
+    def is_even(self, mesh: Mesh, table: SymbolTable) -> bool:
+        """Whether every split is proved to divide its component, so that nothing is padded."""
+        return all(
+            not c.atoms or table.divisible(c.size, mesh.count(c.atoms))
+            for dim in self.dims
+            for c in dim
+        )
+
+    def canonical(self, mesh: Mesh, table: SymbolTable) -> "Sharding":
+        """Returns the one form that equal shardings share, so that they compare equal."""
+        return Sharding(
+            tuple(canonical_dim(dim, mesh, table) for dim in self.dims),
+            tuple(sorted(self.partial)),
+            self.reduction if self.partial else "sum",
+        )
+
+    def concrete(self, table: SymbolTable, values: Mapping[str, int]) -> "Sharding":
+        """Returns the sharding with every symbolic size evaluated at `values`."""
+        dims = tuple(
+            tuple(Component(table.evaluate(c.size, values), c.atoms) for c in dim)
+            for dim in self.dims
+        )
+        return Sharding(dims, self.partial, self.reduction)
+
+    def describe(self, mesh: Mesh) -> str:
+        """Returns a short text for people: `[dp, ~, 3*tp] partial sum tp`."""
+        dims = []
+        for dim in self.dims:
+            if not any(c.atoms for c in dim):
+                dims.append("~")
+            elif len(dim) == 1:
+                dims.append(mesh.describe(dim[0].atoms))
+            else:
+                dims.append(
+                    "("
+                    + " ".join(
+                        f"{dim_str(c.size)}:{mesh.describe(c.atoms)}"
+                        if c.atoms
+                        else dim_str(c.size)
+                        for c in dim
+                    )
+                    + ")"
+                )
+        text = "[" + ", ".join(dims) + "]"
+        if self.partial:
+            text += f" partial {self.reduction} {mesh.describe(self.partial)}"
+        return text
+
+
+def _product(sizes: Iterable[Dim]) -> Dim:
+    result: Dim = 1
+    for size in sizes:
+        result = size if isinstance(result, int) and result == 1 else result * size
+    return int(result) if isinstance(result, sympy.Integer) else result
+
+
+def local_size(component: Component, mesh: Mesh, table: SymbolTable | None = None) -> Dim:
+    """Returns the elements of a component that each device holds, padding included.
+
+    Splitting atom by atom gives the same size as one split by the product, since
+    ceil(ceil(n/a)/b) = ceil(n/(ab)).
+    """
+    if not component.atoms:
+        return component.size
+    return ceil_div(component.size, mesh.count(component.atoms), table)
+
+
+def canonical_dim(dim: DimSharding, mesh: Mesh, table: SymbolTable) -> DimSharding:
+    """Returns the canonical components of a dim: whole neighbours merged, ones dropped."""
+    merged: list[Component] = []
+    for component in dim:
+        if component.size == 1 and not component.atoms:
+            continue
+        if merged and not component.atoms:
+            last = merged[-1]
+            if not last.atoms or table.divisible(last.size, mesh.count(last.atoms)):
+                merged[-1] = Component(last.size * component.size, last.atoms)
+                continue
+        merged.append(component)
+    return tuple(merged) or (Component(_product(c.size for c in dim)),)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One device's part of a component: where it starts, its valid elements, its local size."""
+
+    start: int
+    valid: int
+    local: int
+
+
+def block(size: int, parts: Sequence[int], position: Sequence[int]) -> Block:
+    """Returns the block at `position` when `size` elements are split by `parts`, one by one.
+
+    Args:
+        size: Elements of the component.
+        parts: Number of pieces of each successive split, major first.
+        position: Which piece of each split, same length.
+    """
+    start, valid, local = 0, size, size
+    for count, index in zip(parts, position, strict=True):
+        local = -(-local // count)
+        start += index * local
+        valid = min(max(valid - index * local, 0), local)
+    return Block(start, valid, local)
+
+
+def dim_blocks(dim: DimSharding, mesh: Mesh, rank: int) -> list[Block]:
+    """Returns device `rank`'s block of each component of a dim; sizes must be integers."""
+    coords = mesh.coords(rank)
+    return [
+        block(int(c.size), [mesh.atoms[a] for a in c.atoms], [coords[a] for a in c.atoms])
+        for c in dim
+    ]
+
+
+def split(
+    array: NDArray[np.generic], sharding: Sharding, mesh: Mesh, rank: int
+) -> NDArray[np.generic]:
+    """Returns what device `rank` holds of `array` under a concrete `sharding`, padded with zeros.
+
+    `sharding.partial` is not looked at: a partial value has no unique split.
+
+    Raises:
+        ShardingError: The array's shape is not the sharding's.
+    """
+    if tuple(array.shape) != tuple(int(s) for s in sharding.shape):
+        raise ShardingError(f"expected an array of shape {sharding.shape}, got {array.shape}")
+    sizes = [int(c.size) for dim in sharding.dims for c in dim]
+    blocks = [b for dim in sharding.dims for b in dim_blocks(dim, mesh, rank)]
+    view = array.reshape(sizes)[tuple(slice(b.start, b.start + b.valid) for b in blocks)]
+    padded = np.zeros([b.local for b in blocks], dtype=array.dtype)
+    padded[tuple(slice(0, n) for n in view.shape)] = view
+    return padded.reshape([int(s) for s in sharding.local_shape(mesh)])
+
+
+def join(
+    shards: Sequence[NDArray[np.generic]], sharding: Sharding, mesh: Mesh
+) -> NDArray[np.generic]:
+    """Returns the whole tensor from every device's shard, pending reductions applied.
+
+    Raises:
+        ShardingError: The number of shards is not the number of devices, or a shape is wrong.
+    """
+    if len(shards) != mesh.size:
+        raise ShardingError(f"expected {mesh.size} shards, got {len(shards)}")
+    sizes = [int(c.size) for dim in sharding.dims for c in dim]
+    local = tuple(int(s) for s in sharding.local_shape(mesh))
+    whole = np.zeros(sizes, dtype=shards[0].dtype)
+    combine = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+    for rank in range(mesh.size):
+        coords = mesh.coords(rank)
+        free = set(range(len(mesh.atoms))) - set(sharding.split_atoms) - set(sharding.partial)
+        if any(coords[a] for a in free) or any(coords[a] for a in sharding.partial):
+            continue
+        pieces = []
+        for member in mesh.group(rank, sharding.partial):
+            if tuple(shards[member].shape) != local:
+                raise ShardingError(
+                    f"device {member}: expected a shard of shape {local}, got "
+                    f"{tuple(shards[member].shape)}"
+                )
+            pieces.append(shards[member])
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = combine[sharding.reduction](total, piece)
+        blocks = [b for dim in sharding.dims for b in dim_blocks(dim, mesh, rank)]
+        part = total.reshape([b.local for b in blocks])
+        whole[tuple(slice(b.start, b.start + b.valid) for b in blocks)] = part[
+            tuple(slice(0, b.valid) for b in blocks)
+        ]
+    return whole.reshape([prod(int(c.size) for c in dim) for dim in sharding.dims])

@@ -1,0 +1,186 @@
+"""`Symbol`: the constraints that a user states on one symbolic dimension."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from onnxpar.core.errors import SymbolError
+from onnxpar.core.symbols.integers import Facts, make
+
+TYPICAL_SIZE = 64
+"""Sizes below this are seldom what a model is run at, so costs are not compared there."""
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The sizes `divisor · N + remainder`, `N >= 1`, from `min` to `max`.
+
+    The arguments and their checks are those of MindSpore's `Symbol`; `bool` where an `int` is asked
+    and constraints that no size satisfies are refused as well.
+
+    Attributes:
+        max: Greatest size; without effect unless greater than `min`.
+        min: Least size, at least 1.
+        divisor: At least 1.
+        remainder: In `[0, divisor)`.
+        unique: Every dimension given this same object has the same size. Dimensions that bear one
+            name in an ONNX model are one size in any case.
+        per_rank: The size may differ between the ranks of the data axes.
+
+    Raises:
+        TypeError: An argument of another type.
+        ValueError: `min` or `divisor` below 1, `remainder` outside `[0, divisor)`, or no size left.
+    """
+
+    max: int = 0
+    min: int = 1
+    divisor: int = 1
+    remainder: int = 0
+    unique: bool = False
+    per_rank: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        for name in ("max", "min", "divisor", "remainder"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Symbol: {name} must be an int, got {value!r}")
+        for name in ("unique", "per_rank"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"Symbol: {name} must be a bool, got {value!r}")
+        if self.min <= 0:
+            raise ValueError(f"Symbol: min must be at least 1, got {self.min}")
+        if self.divisor <= 0:
+            raise ValueError(f"Symbol: divisor must be at least 1, got {self.divisor}")
+        if not 0 <= self.remainder < self.divisor:
+            raise ValueError(
+                f"Symbol: remainder must be at least 0 and below the divisor {self.divisor}, "
+                f"got {self.remainder}"
+            )
+        if self._facts() is None:
+            raise ValueError(f"Symbol: no size satisfies {self}")
+
+    def _facts(self) -> Facts | None:
+        least = max(self.min, self.divisor + self.remainder)
+        greatest = self.max if self.max > self.min else None
+        return make(self.divisor, self.remainder, least, greatest)
+
+    @property
+    def facts(self) -> Facts:
+        """Divisor, remainder, least and greatest admissible size."""
+        facts = self._facts()
+        if facts is None:
+            raise ValueError(f"Symbol: no size satisfies {self}")
+        return facts
+
+    def __str__(self) -> str:
+        """The constraints in the form that `parse` reads."""
+        shown = [
+            f"{name}={getattr(self, name)}"
+            for name in ("divisor", "remainder", "min", "max")
+            if getattr(self, name) != getattr(_ANY, name)
+        ]
+        shown += [name for name in ("unique", "per_rank") if getattr(self, name)]
+        return ",".join(shown)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `divisor=8,max=512,unique`; a flag stands alone or with `=true` or `=false`.
+
+        Raises:
+            SymbolError: An unknown or repeated argument, a value that cannot be read or is refused.
+        """
+        arguments: dict[str, int | bool] = {}
+        for part in text.split(",") if text.strip() else []:
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if key not in _READERS:
+                expected = ", ".join(_READERS)
+                raise SymbolError(
+                    f"symbol constraint {text!r}: unknown argument {key!r}; "
+                    f"expected one of {expected}"
+                )
+            if key in arguments:
+                raise SymbolError(f"symbol constraint {text!r}: {key} is given twice")
+            arguments[key] = _READERS[key](text, key, value if equals else None)
+        try:
+            return cls(**arguments)  # type: ignore[arg-type]  # the readers give each its type
+        except ValueError as error:
+            raise SymbolError(f"symbol constraint {text!r}: {error}") from None
+
+    @classmethod
+    def parse_named(cls, text: str) -> tuple[str, Self]:
+        """Reads `batch:divisor=8,max=512`; the name may itself hold colons.
+
+        Raises:
+            SymbolError: No name, or constraints that `parse` refuses.
+        """
+        name, colon, constraints = text.rpartition(":")
+        if not colon or not name.strip():
+            raise SymbolError(
+                f"symbol {text!r}: expected NAME:CONSTRAINTS, as in batch:divisor=8,max=512"
+            )
+        return name.strip(), cls.parse(constraints)
+
+    def check(self, name: str, value: int) -> None:
+        """Checks that the dimension `name` may have the size `value`.
+
+        Raises:
+            SymbolError: It may not; the message names the symbol, the value and the constraint.
+        """
+        facts = self.facts
+        if value < self.min:
+            raise SymbolError(f"symbol {name!r} is {value}, but its least value is {self.min}")
+        if self.max > self.min and value > self.max:
+            raise SymbolError(f"symbol {name!r} is {value}, but its greatest value is {self.max}")
+        if (value - self.remainder) % self.divisor:
+            raise SymbolError(
+                f"symbol {name!r} is {value}, which leaves {value % self.divisor} when divided by "
+                f"{self.divisor}, but {self.remainder} is required"
+            )
+        if not facts.admits(value):
+            raise SymbolError(
+                f"symbol {name!r} is {value}, but the least value of the form {self.divisor}·N + "
+                f"{self.remainder} with N at least 1 is {facts.min}"
+            )
+
+    def typical(self) -> int:
+        """Returns the least admissible size of at least 64, or the greatest where all are below."""
+        facts = self.facts
+        if facts.constant is not None:
+            return facts.constant
+        at_least = make(
+            facts.divisor, facts.remainder, max(facts.min or 1, TYPICAL_SIZE), facts.max
+        )
+        size = at_least.min if at_least is not None else facts.max
+        if size is None:
+            raise ValueError(f"Symbol: no size satisfies {self}")
+        return size
+
+
+def _read_int(text: str, key: str, value: str | None) -> int:
+    try:
+        return int(value or "")
+    except ValueError:
+        raise SymbolError(
+            f"symbol constraint {text!r}: {key} must be an integer, got {value or 'nothing'!r}"
+        ) from None
+
+
+def _read_flag(text: str, key: str, value: str | None) -> bool:
+    if value is None or value.lower() == "true":
+        return True
+    if value.lower() == "false":
+        return False
+    raise SymbolError(f"symbol constraint {text!r}: {key} must be true or false, got {value!r}")
+
+
+_READERS: dict[str, Callable[[str, str, str | None], int | bool]] = {
+    "max": _read_int,
+    "min": _read_int,
+    "divisor": _read_int,
+    "remainder": _read_int,
+    "unique": _read_flag,
+    "per_rank": _read_flag,
+}
+_ANY = Symbol()

@@ -1,0 +1,393 @@
+"""What a plan costs: seconds of computing and of communication, bytes of memory.
+
+Costs are taken at one size of every symbol: the user's, else `Symbol.typical`. Time is modelled as
+a sum, operators and collectives one after another, which is how one stream runs them.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import log2, prod
+
+import onnx_ir as ir
+
+from onnxpar.core.machine import Machine
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.rule import ANY, SPECIAL, OpRule
+from onnxpar.core.sharding import Component, Sharding, local_size
+from onnxpar.core.symbols import Dim, SymbolTable
+from onnxpar.graph.plan import NodePlan, factor_sizes
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.node_cost import CostFn, Share, by_rule
+from onnxpar.resharding.steps import legs, reachable
+
+_NUMBERS = SymbolTable({})
+_ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_ORDER = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather")
+_Slot = tuple[int, int]
+_WHOLE: _Slot = (-1, -1)
+_LOCAL_FORM = 3
+"""How many more times a local form with statistics reads and writes its data than the kernel that
+it stands for: softmax and normalisations read it for two statistics, and write it after each."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does for one node.
+
+    Attributes:
+        flops: Arithmetic operations.
+        traffic: Bytes read and written.
+        seconds: How long that takes.
+        special: Seconds of the collectives inside the node's own local form, and of waiting there.
+    """
+
+    flops: float
+    traffic: float
+    seconds: float
+    special: float
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """Seconds in which data moves, and those before in which ranks wait for one another.
+
+    `room`: bytes of what is there only in between, where a dim goes through being whole.
+    """
+
+    seconds: float
+    wait: float = 0.0
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The cost of nodes and reshards on one machine.
+
+    Attributes:
+        machine: The machine.
+        mesh: The device mesh.
+        table: What is known of the symbols.
+        sizes: The sizes at which symbols are taken; `Symbol.typical` for those not named.
+    """
+
+    machine: Machine
+    mesh: Mesh
+    table: SymbolTable
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    _values: dict[Dim, int] = field(default_factory=dict, compare=False, repr=False)
+    _fixed: dict[Sharding, Sharding] = field(default_factory=dict, compare=False, repr=False)
+    _shapes: dict[Sharding, tuple[int, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _works: dict[tuple[object, ...], Work] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[Sharding, Sharding, int], _Moves] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def value(self, size: Dim) -> int:
+        """Returns a size as a number."""
+        if isinstance(size, int):
+            return size
+        if size not in self._values:
+            self._values[size] = self.table.typical(size, self.sizes)
+        return self._values[size]
+
+    def fixed(self, sharding: Sharding) -> Sharding:
+        """Returns a sharding with every size a number."""
+        if sharding not in self._fixed:
+            dims = tuple(
+                tuple(Component(max(self.value(c.size), 1), c.atoms) for c in dim)
+                for dim in sharding.dims
+            )
+            self._fixed[sharding] = Sharding(dims, sharding.partial, sharding.reduction)
+        return self._fixed[sharding]
+
+    def _even(self, part: Component) -> bool:
+        return not part.atoms or self.table.divisible(part.size, self.mesh.count(part.atoms))
+
+    def _uneven(self, sharding: Sharding) -> set[int]:
+        """The dims that are padded."""
+        return {d for d, dim in enumerate(sharding.dims) if not all(map(self._even, dim))}
+
+    def local_shape(self, sharding: Sharding) -> tuple[int, ...]:
+        """Returns the shape of what one device holds, padding included."""
+        if sharding not in self._shapes:
+            shape = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
+            self._shapes[sharding] = tuple(self.value(size) for size in shape)
+        return self._shapes[sharding]
+
+    def elements(self, sharding: Sharding) -> int:
+        """Returns the number of elements that one device holds, padding included."""
+        return prod(self.local_shape(sharding))
+
+    # -- communication ---------------------------------------------------------------------------
+
+    def collective(self, kind: str, atoms: Atoms, moved: float) -> float:
+        """Returns the seconds of one collective in which every rank sends `moved` bytes.
+
+        All ranks of its group are there as it begins; `wait` says what it takes until they are.
+        """
+        if not atoms:
+            return 0.0
+        link = self.machine.link(self.mesh, atoms)
+        rounds = _ROUNDS.get(kind, 1.0) * max(log2(self.mesh.count(atoms)), 1.0)
+        return rounds * link.latency + moved / link.bandwidth
+
+    def wait(self, atoms: Iterable[int]) -> float:
+        """Returns the seconds until all ranks that differ in `atoms` have met after computing."""
+        among = tuple(atoms)
+        return self.machine.link(self.mesh, among).wait if among else 0.0
+
+    def copying(self, size: float, operators: int = 1) -> float:
+        """Returns the seconds of operators that read and write `size` bytes each."""
+        one = 2 * size / self.machine.bandwidth + self.machine.overhead
+        return operators * one
+
+    def reshard(
+        self, source: Sharding, target: Sharding, itemsize: int, *, met: bool = False
+    ) -> float:
+        """Returns the seconds to bring a value from one sharding into another.
+
+        Infinity where that is impossible: the target waits for a reduction that is not pending.
+
+        Args:
+            source: How the value lies.
+            target: How it is wanted.
+            itemsize: Bytes of an element.
+            met: Whether the ranks come from another collective, not from computing.
+
+        A split of a symbol that is not proved even costs copies of what is padded.
+        """
+        if source == target:
+            return 0.0
+        known = self._moves(source, target, itemsize)
+        return known.seconds if met else known.seconds + known.wait
+
+    def room(self, source: Sharding, target: Sharding, itemsize: int) -> int:
+        """Returns the bytes that a device holds in between, while `reshard` brings a value."""
+        return 0 if source == target else self._moves(source, target, itemsize).room
+
+    def _moves(self, source: Sharding, target: Sharding, itemsize: int) -> _Moves:
+        key = (source, target, itemsize)
+        if key not in self._known:
+            here, there = self.fixed(source), self.fixed(target)
+            if here == there:
+                found = _Moves(0.0)
+            elif not reachable(here, there):
+                found = _Moves(float("inf"))
+            else:
+                uneven = self._uneven(source) | self._uneven(target)
+                # What symbols do not prove to line up is not moved piece by piece in the graph.
+                ways = legs(source, target, self.mesh, self.table)
+                moves = [
+                    self._independent(self.fixed(a), self.fixed(b), itemsize, uneven)
+                    for a, b in ways
+                ]
+                found = _Moves(
+                    sum(m.seconds for m in moves),
+                    max(m.wait for m in moves),
+                    # Padded before it is cut, if need be: into a copy.
+                    sum(self.elements(b) for a, b in ways[:-1] if a != b)
+                    * itemsize
+                    * (2 if uneven else 1),
+                )
+            self._known[key] = found
+        return self._known[key]
+
+    def _independent(
+        self, source: Sharding, target: Sharding, itemsize: int, uneven: Collection[int]
+    ) -> _Moves:
+        """A move between equal components in which every atom changes by itself.
+
+        What makes the value smaller comes first, what makes it larger last: the order that the
+        search over sequences of collectives finds, too. Atoms of one component that change their
+        order cost one exchange of everything. A dim that is padded is copied when it is cut or put
+        together.
+        """
+        gone: dict[int, tuple[int, int] | None] = dict.fromkeys(source.partial)
+        come: dict[int, tuple[int, int] | None] = dict.fromkeys(target.partial)
+        turned: list[int] = []
+        for d, (old, new) in enumerate(zip(source.dims, target.dims, strict=True)):
+            for c, (a, b) in enumerate(zip(old, new, strict=True)):
+                gone.update((atom, (d, c)) for atom in a.atoms)
+                come.update((atom, (d, c)) for atom in b.atoms)
+                kept = [x for x in a.atoms if x in b.atoms]
+                if kept != [x for x in b.atoms if x in a.atoms]:
+                    turned += kept
+        moves: dict[tuple[str, _Slot | None, _Slot | None], list[int]] = {}
+        for atom in sorted({*gone, *come}):
+            was = gone.get(atom, _WHOLE)
+            now = come.get(atom, _WHOLE)
+            if was == now:
+                continue
+            if was == _WHOLE:
+                kind = "slice"
+            elif was is None:
+                kind = "all_reduce" if now == _WHOLE else "reduce_scatter"
+            else:
+                kind = "all_gather" if now == _WHOLE else "all_to_all"
+            moves.setdefault((kind, was, now), []).append(atom)
+        size = float(self.elements(source) * itemsize)
+        seconds, meeting = 0.0, set(turned)
+        for (kind, was, now), atoms in sorted(moves.items(), key=lambda m: _ORDER.index(m[0][0])):
+            count = self.mesh.count(atoms)
+            for slot in (was, now):
+                if slot is not None and slot[0] in uneven:
+                    seconds += self.copying(size * (count if kind == "all_gather" else 1))
+            if kind == "slice":
+                size /= count
+                seconds += self.copying(size)
+                continue
+            meeting.update(atoms)
+            if kind == "reduce_scatter":
+                moved, size = size * (count - 1) / count, size / count
+            elif kind == "all_gather":
+                moved, size = size * (count - 1), size * count
+            else:
+                moved = (2 if kind == "all_reduce" else 1) * size * (count - 1) / count
+            seconds += self.collective(kind, tuple(atoms), moved)
+        seconds += self.collective("permute", tuple(turned), size)
+        return _Moves(seconds, self.wait(sorted(meeting)))
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def node(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, count: CostFn | None = None
+    ) -> Work:
+        """Returns what one device does for a node under a plan.
+
+        Args:
+            rule: Its rule.
+            view: What its rule saw.
+            plan: How it is divided.
+            count: Counts what its operator computes and moves; the rule's factors where None.
+        """
+        operands = tuple(
+            None if v is None else (v.dtype, view.env.shapes.get(v.name or ""))
+            for v in (*view.node.inputs, *view.node.outputs)
+        )
+        # Where the operator counts, it may look at attributes.
+        counting = None if count is None else (count, str(view.node.attributes))
+        divided = (plan.inputs, plan.outputs, tuple(plan.factors.items()))
+        key = (rule, operands, counting, divided)
+        if key not in self._works:
+            self._works[key] = self._work(rule, view, plan, count)
+        return self._works[key]
+
+    def filling(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, trained: Iterable[int]
+    ) -> float:
+        """Returns the seconds in which the backward of a node sets padding.
+
+        The cotangent of an operand is a sum over the factors that the operand does not have. Where
+        one of them is split unevenly, padding is set to zero in what is summed: in the cotangent
+        of the output, and in the other operand unless the node only adds.
+
+        Args:
+            rule: Its rule.
+            view: What its rule saw.
+            plan: How it is divided.
+            trained: The operands whose cotangents are made.
+        """
+        uneven = {f for f, parts in plan.factors.items() if not all(map(self._even, parts))}
+        if not uneven:
+            return 0.0
+        held = [{f for names in o.dims for f in names} for o in rule.inputs]
+        made = max((self._size(s, v) for s, v in zip(plan.outputs, view.node.outputs, strict=True)))
+        seconds = 0.0
+        for operand in trained:
+            summed = uneven - held[operand]
+            if not summed:
+                continue
+            seconds += self.copying(made)
+            # A product lets each of its operands stay pending alone.
+            adds = any(len(group) > 1 and operand in group for _, group in rule.linear)
+            others = [
+                self._size(s, v)
+                for i, (s, v) in enumerate(zip(plan.inputs, view.node.inputs, strict=True))
+                if i != operand and s is not None and v is not None and summed & held[i]
+            ]
+            if others and not adds:
+                seconds += self.copying(max(others))
+        return seconds
+
+    def _size(self, sharding: Sharding, value: ir.Value) -> float:
+        return self.elements(sharding) * (value.dtype.itemsize if value.dtype is not None else 4)
+
+    def _work(self, rule: OpRule, view: NodeView, plan: NodePlan, count: CostFn | None) -> Work:
+        local = {
+            name: self._local(size, plan, name) for name, size in factor_sizes(rule, view).items()
+        }
+        share = self._share(rule, view, plan, local)
+        counted = (count or by_rule)(share)
+        dtype = view.node.outputs[0].dtype if view.node.outputs else None
+        rate = self.machine.rate(dtype.name.lower() if dtype is not None else "float32")
+        seconds = max(counted.flops / rate, counted.traffic / self.machine.bandwidth)
+        if seconds:
+            seconds += self.machine.overhead
+        special = self._special(rule, view, plan, local)
+        if special:
+            width = int(dtype.itemsize) if dtype is not None else 4
+            largest = max(map(self.elements, plan.outputs), default=0) * width
+            seconds += self.copying(largest, _LOCAL_FORM)
+        return Work(counted.flops, counted.traffic, seconds, special)
+
+    def _share(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, local: Mapping[str, int]
+    ) -> Share:
+        """What one device has of a node."""
+
+        def shape(sharding: Sharding | None, mode: str) -> tuple[int, ...] | None:
+            return None if sharding is None or mode == ANY else self.local_shape(sharding)
+
+        def width(value: ir.Value | None) -> float:
+            return value.dtype.itemsize if value is not None and value.dtype is not None else 0
+
+        inputs = tuple(
+            shape(s, operand.mode) for s, operand in zip(plan.inputs, rule.inputs, strict=True)
+        )
+        outputs = tuple(shape(s, "") or () for s in plan.outputs)
+        node = view.node
+        return Share(
+            rule,
+            view,
+            local,
+            inputs,
+            outputs,
+            tuple(
+                prod(s) * width(v) if s is not None else 0
+                for s, v in zip(inputs, node.inputs, strict=True)
+            ),
+            tuple(prod(s) * width(v) for s, v in zip(outputs, node.outputs, strict=True)),
+        )
+
+    def _local(self, size: Dim, plan: NodePlan, name: str) -> int:
+        parts = plan.factors.get(name)
+        if parts is None:
+            return max(self.value(size), 1)
+        return prod(
+            self.value(
+                local_size(Component(max(self.value(c.size), 1), c.atoms), self.mesh, _NUMBERS)
+            )
+            for c in parts
+        )
+
+    def _special(
+        self, rule: OpRule, view: NodeView, plan: NodePlan, local: Mapping[str, int]
+    ) -> float:
+        """Statistics over the split dims: what the largest output has without them, reduced."""
+        seconds = 0.0
+        for name, parts in plan.factors.items():
+            atoms = tuple(a for c in parts for a in c.atoms)
+            if rule.kinds[name] != SPECIAL or not atoms:
+                continue
+            size = max(map(self.elements, plan.outputs), default=0)
+            dtype = view.node.outputs[0].dtype
+            width = int(dtype.itemsize) if dtype is not None else 4
+            count = self.mesh.count(atoms)
+            held = any(name in names for o in rule.outputs for names in o.dims)
+            moved = 2 * width * size / (max(local[name], 1) if held else 1) * (count - 1) / count
+            # The second follows soon after the first: ranks that have met still nearly do.
+            seconds += 2 * self.collective("all_reduce", tuple(sorted(atoms)), moved)
+            seconds += self.wait(atoms)
+        return seconds

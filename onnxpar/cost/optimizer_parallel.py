@@ -1,0 +1,250 @@
+"""Optimizer parallel: what replicas of a parameter hold of its moments, gradient and elements.
+
+ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models") as nothing but a sharding. The *shard* of a parameter is its layout in the plan, split
+further over the axes that split the batch. Level 1 keeps moments as shards, level 2 also gradients,
+level 3 also the parameters, which are then gathered for each node that reads them.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
+
+import onnx_ir as ir
+
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.sharding import Component, Sharding, local_size
+from onnxpar.core.symbols import NO_CONSTRAINTS
+from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, project, shardings
+from onnxpar.propagation.walk import Rules
+
+THRESHOLD = 64 << 10
+LEVELS = (0, 1, 2, 3)
+MOMENTS, GRADIENTS, PARAMETERS = 1, 2, 3
+"""The level from which on each of them is split."""
+
+
+@dataclass(frozen=True)
+class OptimizerParallel:
+    """What is split over the replicas of a parameter, and where that pays.
+
+    Attributes:
+        level: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.
+        threshold: Bytes of a device's part of a parameter, in the layout of the plan, under which
+            it stays as it is.
+        group: The most devices that share the replicas of one part; the others keep copies of
+            their shards. None: all.
+    """
+
+    level: int = 0
+    threshold: int = THRESHOLD
+    group: int | None = None
+
+    def shared(self, bytes_: int, atoms: Collection[int], mesh: Mesh) -> Atoms:
+        """Returns the atoms over which the states of a parameter are split.
+
+        Args:
+            bytes_: Bytes of a device's part of the parameter.
+            atoms: Those over which it has replicas that split the batch.
+            mesh: The mesh.
+        """
+        if not self.level or bytes_ < self.threshold:
+            return ()
+        return within(atoms, mesh, self.group)
+
+    def kept(self, bytes_: int, replicas: int, moments: int) -> float:
+        """Returns the bytes that a device keeps of a parameter, its gradient and its moments.
+
+        Args:
+            bytes_: Bytes of a device's part of the parameter.
+            replicas: How many devices share it.
+            moments: Tensors like the parameter that its optimizer keeps.
+        """
+        counts = {PARAMETERS: 1, GRADIENTS: 1, MOMENTS: moments}
+        return sum(
+            bytes_ * count / (replicas if self.level >= level else 1)
+            for level, count in counts.items()
+        )
+
+
+NOT_PARALLEL = OptimizerParallel()
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the buffers of a training program lie.
+
+    Attributes:
+        plan: The plan of the program, in which nothing is split over replicas.
+        gradients: Name of the output that is the gradient of each trained parameter.
+        options: What is split.
+        shards: The shard of each trained parameter that has one; others stay as in the plan.
+    """
+
+    plan: Plan
+    gradients: Mapping[str, str]
+    options: OptimizerParallel = NOT_PARALLEL
+    shards: Mapping[str, Sharding] = field(default_factory=dict)
+
+    def _at(self, level: int, parameter: str) -> Sharding:
+        whole = self.plan.parameters[parameter]
+        return self.shards.get(parameter, whole) if self.options.level >= level else whole
+
+    def parameter(self, name: str) -> Sharding:
+        """Returns how a parameter lies between runs."""
+        return self._at(PARAMETERS, name)
+
+    def moment(self, parameter: str) -> Sharding:
+        """Returns how the moments of a parameter lie, and how its update is computed."""
+        return self._at(MOMENTS, parameter)
+
+    def gradient(self, parameter: str) -> Sharding:
+        """Returns how a gradient lies between runs, possibly pending."""
+        leaves = self.plan.outputs[self.gradients[parameter]]
+        shard = self._at(GRADIENTS, parameter)
+        if shard == self.plan.parameters[parameter]:
+            return leaves
+        taken = shard.split_atoms
+        return shard.with_partial((a for a in leaves.partial if a not in taken), leaves.reduction)
+
+    def training(self, graph: ir.Graph, rules: Rules) -> "Laid":
+        """Returns the training program's plan with gradients and parameters as they lie.
+
+        A gradient is reduced and split as soon as it is made.
+        """
+        laid = self.laid(self.plan, graph, rules)
+        gradients = {
+            output: self.gradient(name)
+            for name, output in self.gradients.items()
+            if self.gradient(name) != self.plan.outputs[output]
+        }
+        plan = replace(
+            laid.plan,
+            outputs={**self.plan.outputs, **gradients},
+            resharded={**self.plan.resharded, **gradients},
+        )
+        return Laid(plan, laid.gathered)
+
+    def laid(self, plan: Plan, graph: ir.Graph, rules: Rules) -> "Laid":
+        """Returns the plan of a program with parameters as they lie.
+
+        What only rearranges a shard (a transpose, a cast) is computed of the shard, and gathered
+        in its place: gathered first, the rearranged parameter would be kept for all its readers.
+        """
+        whole = self.options.level < PARAMETERS
+        held = {} if whole else {n: s for n, s in self.shards.items() if n in plan.parameters}
+        parameters = {**plan.parameters, **held}
+        nodes = dict(plan.nodes)
+        for node in graph if held else ():
+            made = _of_shards(node, plan, rules, held, graph.initializers)
+            if made is not None:
+                nodes[node.name or ""] = made
+                held |= {v.name or "": s for v, s in zip(node.outputs, made.outputs, strict=True)}
+        return Laid(replace(plan, nodes=nodes, parameters=parameters), frozenset(held))
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A plan in which parameters are shards.
+
+    Attributes:
+        plan: The plan.
+        gathered: Values that are gathered anew for each node that reads them, and dropped after it.
+    """
+
+    plan: Plan
+    gathered: frozenset[str]
+
+
+def _of_shards(
+    node: ir.Node,
+    plan: Plan,
+    rules: Rules,
+    held: Mapping[str, Sharding],
+    constants: Collection[str],
+) -> NodePlan | None:
+    """Returns the plan of a node that computes a shard of its results of one shard; None: not so.
+
+    Args:
+        node: The node.
+        plan: The plan, in which it is computed otherwise.
+        rules: The rules of the nodes.
+        held: The shards so far.
+        constants: Names of the initializers, which may be its other operands.
+    """
+    name = node.name or ""
+    names = [v.name if v is not None else None for v in node.inputs]
+    mine = [i for i, n in enumerate(names) if n in held]
+    if len(mine) != 1 or any(n not in constants for n in names if n is not None and n not in held):
+        return None
+    if plan.nodes[name].pinned or any(v.name in plan.resharded for v in node.outputs):
+        return None
+    (index,), rule, view = mine, rules.rules[name], rules.views[name]
+    shard, sizes = held[names[index] or ""], factor_sizes(rule, view)
+    factors = project(rule.inputs[index], shard, sizes, plan.mesh, view.table, rule.scaled)
+    if not set(factors) <= set(rule.splittable):
+        return None
+    made = shardings(rule, view, factors, plan.mesh)
+    whole = any(s.partial or not s.split_atoms for s in made.outputs)
+    return None if whole or made.inputs[index] != shard else made
+
+
+def shard_states(
+    plan: Plan,
+    gradients: Mapping[str, str],
+    itemsizes: Mapping[str, int],
+    options: OptimizerParallel,
+) -> Shards:
+    """Decides the shard of each trained parameter.
+
+    Args:
+        plan: The plan of the training program.
+        gradients: Name of the output that is the gradient of each trained parameter.
+        itemsizes: Bytes of an element of each of these parameters.
+        options: What to split.
+    """
+    shards: dict[str, Sharding] = {}
+    batch = {a for s in plan.inputs.values() for a in s.split_atoms}
+    for name, output in gradients.items():
+        whole = plan.parameters[name]
+        if not all(isinstance(n, int) for n in whole.shape):
+            continue  # a node takes it to be of another size, which partitioning refuses
+        size = prod(int(n) for n in whole.local_shape(plan.mesh)) * itemsizes[name]
+        atoms = (batch | set(plan.outputs[output].partial)) - set(whole.split_atoms)
+        shard = split_further(whole, options.shared(size, atoms, plan.mesh), plan.mesh)
+        if shard is not None:
+            shards[name] = shard
+    return Shards(plan, gradients, options, shards)
+
+
+def within(atoms: Collection[int], mesh: Mesh, limit: int | None) -> Atoms:
+    """Returns the atoms, ascending, that make the most devices within a limit.
+
+    Of several choices the minor atoms are taken: devices that are neighbours share a fast link.
+    """
+    row = sorted(atoms)
+    if limit is None or mesh.count(row) <= limit:
+        return tuple(row)
+    choices = (c for n in range(len(row) + 1) for c in combinations(row, n))
+    return max((c for c in choices if mesh.count(c) <= limit), key=lambda c: (mesh.count(c), c))
+
+
+def split_further(whole: Sharding, atoms: Atoms, mesh: Mesh) -> Sharding | None:
+    """Returns a sharding that splits one dim by `atoms` as well, None where no shard is smaller.
+
+    The new atoms are the minor ones, so that what a device holds is cut in pieces where it lies.
+    It is the dim that leaves the smallest shards, padding included; of several the first, whose
+    pieces are contiguous.
+    """
+    best: tuple[int, Sharding] | None = None
+    elements = prod(int(size) for size in whole.local_shape(mesh))
+    for d, dim in enumerate(whole.dims):
+        for c, component in enumerate(dim):
+            finer = Component(component.size, (*component.atoms, *atoms))
+            local = int(local_size(component, mesh))
+            size = elements // local * int(local_size(finer, mesh)) if local else elements
+            if size < (elements if best is None else best[0]):
+                dims = (*whole.dims[:d], (*dim[:c], finer, *dim[c + 1 :]), *whole.dims[d + 1 :])
+                best = size, Sharding(dims).canonical(mesh, NO_CONSTRAINTS)
+    return None if best is None else best[1]

@@ -1,0 +1,295 @@
+"""A directory that appears whole or not at all."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from onnxpar.core.errors import ArtifactError
+
+MANIFEST = "manifest.json"
+GENERATOR = "onnxpar"
+
+
+@contextmanager
+def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
+    """Gives an empty directory that becomes `out` when the block ends without an exception.
+
+    It lies beside `out` under a hidden name until then, and is removed where the block fails or is
+    interrupted, by Ctrl-C, SIGTERM or SIGHUP; a second interrupt does not stop the removal. What a
+    writer that was killed left of `out` is removed first. Against a loss of power nothing is
+    promised: files are not flushed to the disk.
+
+    Args:
+        out: The directory to make. It must not exist, unless it is empty.
+        force: Replace `out` where it is an artifact directory: one that has a manifest of ours and
+            nothing but the files that this manifest names.
+        need: Bytes that will be written.
+
+    Raises:
+        ArtifactError: `out` may not be replaced, its parent is missing or read-only, or the disk is
+            too small or becomes full.
+    """
+    out = Path(os.path.realpath(out))
+    replaced = _may_become(out, force)
+    _remove_stale(out)
+    with _HeldSignals() as interrupts:
+        temporary, lock = _make_beside(out)
+        try:
+            interrupts.release()
+            try:
+                free = shutil.disk_usage(temporary).free
+                if free < need:
+                    raise ArtifactError(
+                        f"{out}: not enough room on its disk: expected {need} bytes, got {free}"
+                    )
+                yield temporary
+                interrupts.hold()
+                _swap(temporary, out, replaced)
+            except OSError as error:
+                raise cannot_write(out, error) from error
+        finally:
+            interrupts.hold()
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.close(lock)
+
+
+def check_target(out: Path, *, force: bool) -> None:
+    """Checks what `new_directory` checks before it writes, so that a mistake shows early.
+
+    Raises:
+        ArtifactError: As `new_directory`.
+    """
+    out = Path(os.path.realpath(out))
+    _may_become(out, force)
+    temporary, lock = _make_beside(out)
+    temporary.rmdir()
+    os.close(lock)
+
+
+def _may_become(out: Path, force: bool) -> bool:
+    """Returns whether `out` is there and is to be replaced."""
+    if not os.path.lexists(out):
+        return False
+    if not out.is_dir():
+        raise ArtifactError(f"{out}: expected a directory to write to, got a file")
+    try:
+        present = {entry.name for entry in os.scandir(out)}
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    if present and not force:
+        raise ArtifactError(
+            f"{out}: exists and is not empty; --force replaces an artifact directory"
+        )
+    foreign = sorted(present - _own_files(out)) if present else []
+    if foreign:
+        raise ArtifactError(
+            f"{out}: --force replaces only artifact directories that hold nothing else; "
+            f"{foreign[0]!r} is not of one"
+            + (f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else "")
+        )
+    # Renaming asks leave of the parent only, and an immutable folder is found when all is written.
+    if not os.access(out, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise ArtifactError(f"{out}: cannot be replaced: it is read-only")
+    return True
+
+
+def read_manifest(directory: Path) -> Any:
+    """Returns the content of a directory's manifest, which need not be valid.
+
+    Raises:
+        ArtifactError: There is no such directory, it has no manifest, or one that is no JSON.
+    """
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{directory}: not an artifact directory, it has no {MANIFEST} (is it the output of "
+            "`onnxpar shard`?)"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: not readable: {error}") from None
+
+
+def _own_files(out: Path) -> set[str]:
+    """Returns the names in `out` that its manifest, if it is ours, accounts for."""
+    try:
+        manifest = json.loads((out / MANIFEST).read_bytes())
+        if str(manifest["generator"]).split()[0] == GENERATOR:
+            return {MANIFEST, *manifest["files"]}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        pass
+    return set()
+
+
+def _prefix(out: Path) -> str:
+    """How names of directories begin that become `out`: a lock holds on one machine only."""
+    machine = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
+    return f".{out.name}.{machine}-"
+
+
+def _make_beside(out: Path) -> tuple[Path, int]:
+    """Returns a new directory and its open, locked descriptor: a lock ends with its process."""
+    if not out.parent.is_dir():
+        raise ArtifactError(f"{out}: its parent directory {out.parent} does not exist")
+    for _ in range(8):
+        temporary = out.parent / f"{_prefix(out)}{secrets.token_hex(6)}.partial"
+        try:
+            temporary.mkdir()
+        except OSError as error:
+            raise cannot_write(out, error) from error
+        lock = _lock(temporary)
+        if lock is not None:
+            return temporary, lock
+        # Another writer took it for a stale one between the two calls, or it cannot be opened.
+        with suppress(OSError):
+            temporary.rmdir()
+    raise ArtifactError(f"{out}: a directory made in {out.parent} cannot be opened")
+
+
+def _lock(folder: Path) -> int | None:
+    """Returns a descriptor of the folder, locked; None where another has the lock or it is gone.
+
+    Where the file system has no locks, the descriptor is not locked, and nobody can lock it.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        return descriptor
+    # Its last holder may have removed it, or renamed it, before letting go.
+    try:
+        same = os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(descriptor))
+    except OSError:
+        same = False
+    if same:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_stale(out: Path) -> None:
+    """Removes what killed writers of `out` left; running ones have a lock."""
+    name = re.compile(re.escape(_prefix(out)) + r"[0-9a-f]{12}\.partial")
+    with suppress(OSError):
+        for entry in list(os.scandir(out.parent)):
+            if name.fullmatch(entry.name) is None:
+                continue
+            lock = _lock(Path(entry.path))
+            if lock is not None:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(lock)
+
+
+def _swap(temporary: Path, out: Path, replaced: bool) -> None:
+    if not replaced:
+        # Another process may have made it meanwhile: rename refuses a directory with contents.
+        temporary.rename(out)
+        return
+    old = temporary.with_suffix(".old")
+    try:
+        out.rename(old)
+    except OSError as error:
+        raise ArtifactError(f"{out}: cannot be replaced: {error.strerror or error}") from error
+    try:
+        temporary.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def cannot_write(out: Path, error: OSError) -> ArtifactError:
+    """Returns what is told of a directory or a file that could not be written, and why."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ArtifactError(f"{out}: the disk is full ({error.strerror}); nothing was written")
+    if error.errno == errno.EFBIG:
+        return ArtifactError(
+            f"{out}: a file would be larger than the process may write (`ulimit -f`) or the file "
+            f"system can hold ({error.strerror}); nothing was written"
+        )
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return ArtifactError(f"{out}: {out.parent} cannot be written to ({error.strerror})")
+    return ArtifactError(f"{out}: cannot be written: {error.strerror or error}")
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _HeldSignals:
+    """Makes the first of SIGINT, SIGTERM and SIGHUP an exception, and nothing of those after it.
+
+    The exception waits while they are held, as they are in the beginning. A handler that the
+    program has (on the command line, that of `onnxpar.cli`) decides what is raised, and a signal
+    that it ignores stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._held = True
+        self._seen: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_HeldSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                previous = signal.getsignal(number)
+                if previous not in (signal.SIG_IGN, None):
+                    self._previous[number] = previous
+                    signal.signal(number, self._receive)
+        return self
+
+    def hold(self) -> None:
+        """Lets signals wait."""
+        self._held = True
+
+    def release(self) -> None:
+        """Lets signals raise; one that waits does at once."""
+        self._held = False
+        self._deliver()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._seen is None:
+            self._seen = number
+            if not self._held:
+                self._deliver()
+
+    def _deliver(self) -> None:
+        number = self._seen
+        if number is None:
+            return
+        if not callable(self._previous[number]):
+            raise SystemExit(128 + number)
+        self._previous[number](number, None)
+        self._seen = None  # It raised nothing: the program goes on, and hears of the next.
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        if kind is None:
+            self._deliver()  # One that waited, or whose exception was caught inside.

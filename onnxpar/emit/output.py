@@ -1,0 +1,189 @@
+"""Writes an artifact directory: graphs, weight shards, manifest."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from google.protobuf.message import EncodeError
+
+from onnxpar.core.errors import ArtifactError
+from onnxpar.emit import weight_sources
+from onnxpar.emit.directory import MANIFEST, new_directory
+from onnxpar.emit.manifest import manifest
+from onnxpar.emit.rank_graph import fill, template
+from onnxpar.emit.weight_files import Written, write_weights
+from onnxpar.emit.weight_layout import layout
+from onnxpar.partition.partitioned_model import Parameter, PartitionedModel, Pipeline
+
+MAX_PROTOBUF = 2**31 - 1
+"""Bytes; the largest message that protobuf writes."""
+
+CHECKPOINT = "strategy.yaml"
+"""The strategy as resolved; what `shard --strategy` makes of it is the same directory."""
+
+LINE = 100
+
+
+def write(
+    models: Sequence[PartitionedModel],
+    out_dir: str | Path,
+    *,
+    ranks: Iterable[int] | None = None,
+    force: bool = False,
+    report: Mapping[str, Any] | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    checkpoint: str | None = None,
+    model_name: str,
+    training: Mapping[str, Any] | None = None,
+    pipeline: Pipeline | None = None,
+) -> None:
+    """Writes programs of one mesh as an artifact directory, whole or not at all.
+
+    Memory stays bounded by a few chunks of a weight (where the model holds its weights itself, by
+    a copy of the largest for each thread), not by the model.
+
+    Args:
+        models: The programs; one parameter in several of them must be cut alike.
+        out_dir: The directory to make; flat, as onnxruntime refuses external data elsewhere.
+        ranks: Write only the graphs of these ranks and the weights that they read.
+        force: Replace an artifact directory that is there.
+        report: What the transformer has to tell, as JSON.
+        strategy: The strategy as resolved, as JSON.
+        checkpoint: The same as a strategy file, written beside the manifest.
+        model_name: Name of the model, for people.
+        training: What the runtime must know to train, as JSON.
+        pipeline: How the programs make up a pipeline, where they do.
+
+    Raises:
+        ArtifactError: The directory cannot be written or must not be replaced, a weight's data is
+            missing, or the programs do not fit together.
+    """
+    mesh = models[0].plan.mesh
+    if any(pm.plan.mesh != mesh for pm in models):
+        raise ArtifactError("the programs of one directory must be cut for one mesh")
+    devices = mesh.size * models[0].stages
+    chosen = sorted(set(range(devices) if ranks is None else ranks))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= devices:
+        raise ArtifactError(f"expected ranks from 0 to {devices - 1}, got {chosen}")
+    parameters = _parameters(models)
+    held: dict[str, set[int]] = {name: set() for name in parameters}
+    for pm in models:
+        for parameter in pm.parameters:
+            held[parameter.name].add(pm.stage)
+    stages = {name: sorted(found) for name, found in held.items()}
+    places = layout(parameters.values(), mesh, stages)
+    needed = {f.name for f in places.files.values() if set(chosen) & set(f.ranks)}
+    weight_sources.check(
+        p
+        for name, p in parameters.items()
+        if any(s.file in needed for s in places.shards.get(name, ()))
+    )
+    size = sum(places.files[name].size for name in needed)
+    with new_directory(Path(out_dir), force=force, need=size) as folder:
+        files = write_weights(list(parameters.values()), places, folder, ranks=chosen)
+        graphs: dict[str, list[str | None]] = {}
+        for pm in models:
+            form = template(pm, places)
+            graphs[pm.program] = [None] * devices
+            for rank in chosen:
+                if rank not in pm.ranks:
+                    continue
+                name = f"rank{rank:04d}.{pm.program}.onnx"
+                files[name] = _write_graph(folder / name, fill(form, rank))
+                graphs[pm.program][rank] = name
+        if checkpoint is not None:
+            files[CHECKPOINT] = _write_text(folder / CHECKPOINT, checkpoint)
+        contents = manifest(
+            models,
+            graphs,
+            parameters,
+            places,
+            files,
+            model_name=model_name,
+            strategy=strategy or {},
+            report=report or {},
+            training=training,
+            pipeline=pipeline,
+        )
+        with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
+            stream.write(_json(contents) + "\n")
+        for names in graphs.values():
+            # Graphs of the other ranks differ in numbers only.
+            first = next((name for name in names if name is not None), None)
+            if first is not None:
+                _check(folder / first)
+
+
+def _check(path: Path) -> None:
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        text = " ".join(str(error).split())
+        raise ArtifactError(f"{path.name} would not be valid ONNX: {text}") from error
+
+
+def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:
+    found: dict[str, Parameter] = {}
+    for pm in models:
+        for parameter in pm.parameters:
+            other = found.setdefault(parameter.name, parameter)
+            if other.sharding != parameter.sharding or other.source.dtype != parameter.source.dtype:
+                mesh = pm.plan.mesh
+                raise ArtifactError(
+                    f"parameter {parameter.name!r} is cut in two ways: "
+                    f"{other.sharding.describe(mesh)} and, in {pm.program!r}, "
+                    f"{parameter.sharding.describe(mesh)}"
+                )
+    return found
+
+
+def _write_text(path: Path, text: str) -> Written:
+    data = text.encode()
+    path.write_bytes(data)
+    return Written(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _write_graph(path: Path, proto: onnx.ModelProto) -> Written:
+    try:
+        data = proto.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path.name}: cannot be serialised, {error}; constants of more than {MAX_PROTOBUF} "
+            "bytes must be weights"
+        ) from error
+    path.write_bytes(data)
+    return Written(len(data), hashlib.sha256(data).hexdigest())
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
+
+
+def _json(contents: Mapping[str, Any]) -> str:
+    try:
+        return _pretty(contents, "\n")
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(f"the manifest cannot be written as JSON: {error}") from error
+
+
+def _pretty(item: Any, indent: str) -> str:
+    """Returns JSON in which only what does not fit on a line is broken into lines.
+
+    What has a line break inside did not fit, so neither does what holds it: each item is written
+    once, however deep it lies.
+    """
+    inner = indent + " "
+    if isinstance(item, dict):
+        parts = [f"{_ENCODER.encode(str(k))}: {_pretty(v, inner)}" for k, v in item.items()]
+        opened, closed = "{", "}"
+    elif isinstance(item, list | tuple):
+        parts = [_pretty(v, inner) for v in item]
+        opened, closed = "[", "]"
+    else:
+        return _ENCODER.encode(item)
+    flat = opened + ", ".join(parts) + closed
+    if len(flat) <= LINE and "\n" not in flat:
+        return flat
+    return opened + inner + f",{inner}".join(parts) + indent + closed

@@ -1,0 +1,420 @@
+"""Emission: one ordinary ONNX graph for each rank, from the rank-generic graph.
+
+The graphs of the ranks differ only in the `group` (and `pairs`, `root`) of each collective, in
+where their weights lie, and in texts for people. So the graph is serialised once into a template,
+and a rank's graph is the template with these few fields filled in.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxpar.core.errors import ArtifactError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import split
+from onnxpar.emit.weight_layout import WeightLayout, layout
+from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
+from onnxpar.graph.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX
+from onnxpar.graph.closure import bodies_of, every_node
+from onnxpar.graph.reads import read_by
+from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
+from onnxpar.ops.device.standard_functions import STANDARD, put
+from onnxpar.ops.functions import FUNCTIONS
+from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
+
+DOMAIN_VERSION = 1
+WIDE = int(ir.DataType.FLOAT)
+_SHAPE_SIZE = 64
+_SCALES = 8
+"""Numbers of a Resize's scales at most, one a dim."""
+MIN_IR_VERSION = 11
+"""The first version with multi-device fields."""
+MAX_IR_VERSION = 13
+"""The last version that onnxruntime 1.31 reads."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A program's graph with the places that differ between ranks.
+
+    Attributes:
+        model: The partitioned model it is made from.
+        layout: Where each weight lies.
+        proto: The graph; `fill` writes into it, so it is one rank's at a time.
+        collectives: Each node that has a group: its position in the graph, and the node.
+        weights: `(parameter, position among the initializers)` of each weight kept in a file.
+        shapes: The same of what may say a shape. onnxruntime may read it while it infers shapes,
+            when it refuses external data, so that the rank's shard stands in the graph as well.
+    """
+
+    model: PartitionedModel
+    layout: WeightLayout
+    proto: onnx.ModelProto
+    collectives: tuple[tuple[int, ir.Node], ...]
+    weights: tuple[tuple[str, int], ...]
+    shapes: tuple[tuple[Parameter, int], ...]
+
+
+def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
+    """Returns one rank's graph as a model of its own.
+
+    Its weights are external tensors of the files that `onnxpar.emit.write` makes of this model
+    alone; they are not read here. To write several ranks, use one `template` and `fill` it.
+
+    Raises:
+        ArtifactError: The rank is not of the mesh, or a parameter cannot be stored.
+    """
+    held = {p.name: (pm.stage,) for p in pm.parameters}
+    proto = fill(template(pm, layout(pm.parameters, pm.plan.mesh, held)), rank)
+    return ir.from_proto(proto)
+
+
+def describe_rank(mesh: Mesh, rank: int, stages: int = 1) -> str:
+    """Returns a rank's place for people: `stage 0, rank 3 of 8, coordinates dp=0 tp=3`."""
+    stage, here = divmod(rank, mesh.size)
+    if mesh.axes:
+        places = " ".join(
+            f"{name}={mesh.index(here, mesh.axis_atoms(name))}" for name, _ in mesh.axes
+        )
+    elif mesh.atoms:
+        places = " ".join(
+            f"{c}/{size}" for c, size in zip(mesh.coords(here), mesh.atoms, strict=True)
+        )
+    else:
+        places = "none"
+    return f"stage {stage}, rank {rank} of {mesh.size * stages}, coordinates {places}"
+
+
+def global_group(
+    mesh: Mesh, rank: int, atoms: Sequence[int], stages: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the ranks of a collective's group: of the rank's stage, or its places in `stages`."""
+    stage, here = divmod(rank, mesh.size)
+    if stages:
+        return tuple(s * mesh.size + here for s in stages)
+    return tuple(stage * mesh.size + member for member in mesh.group(here, atoms))
+
+
+def used_system_inputs(pm: PartitionedModel) -> tuple[ir.Value, ...]:
+    """Returns the system inputs that some node reads, in the order in which they were asked for."""
+    read = {value for node in pm.builder.nodes for value in read_by(node)}
+    return tuple(value for value in pm.builder.system_inputs.values() if value in read)
+
+
+def template(pm: PartitionedModel, places: WeightLayout) -> Template:
+    """Serialises a partitioned model once. Its nodes are not changed.
+
+    Args:
+        pm: The program of all ranks.
+        places: Where its weights lie.
+
+    Raises:
+        ArtifactError: A parameter has no place and cannot be written into the graph.
+    """
+    source, mesh = pm.source, pm.plan.mesh
+    proto = onnx.ModelProto(
+        ir_version=min(max(source.ir_version or 0, MIN_IR_VERSION), MAX_IR_VERSION),
+        producer_name="onnxpar",
+    )
+    if source.domain:
+        proto.domain = source.domain
+    if source.model_version:
+        proto.model_version = source.model_version
+    # onnxruntime does without an import of a custom domain, ONNX's checker does not.
+    nodes = list(every_node(pm.builder.nodes))
+    used = {node.domain: 1 for node in nodes if node.domain not in ("", "ai.onnx")}
+    form = _form(pm, nodes)
+    versions = {**used, **source.opset_imports, DOMAIN: DOMAIN_VERSION}
+    for domain, version in versions.items():
+        standard = domain in ("", "ai.onnx")
+        proto.opset_import.add(domain=domain, version=form.opset if standard else version)
+    for function in _called_functions(pm, form):
+        ir.serde.serialize_function_into(proto.functions.add(), function)
+    _put_metadata(
+        proto,
+        {
+            **source.metadata_props,
+            "onnxpar.program": pm.program,
+            "onnxpar.mesh": " ".join(f"{name}={size}" for name, size in mesh.axes)
+            or f"{mesh.size} devices",
+        },
+    )
+    graph = proto.graph
+    graph.name = source.graph.name or pm.program
+    fed = [GraphInput(p.local.name or p.name, p.local, p.sharding) for p in pm.parameters if p.fed]
+    for item in (*pm.inputs, *fed):
+        _put_value(graph.input.add(), item, mesh)
+    for handed in pm.handed_in:
+        ir.serde.serialize_value_into(graph.input.add(), handed.local)
+        _put_metadata(graph.input[-1], {"onnxpar.from": handed.source})
+    for value in used_system_inputs(pm):
+        ir.serde.serialize_value_into(graph.input.add(), value)
+    for item in pm.outputs:
+        _put_value(graph.output.add(), item, mesh)
+    told = {item.local for item in pm.outputs}
+    for handed in pm.handed_out:
+        # What is an output of the model is one of the graph once, also where other stages read it.
+        if handed.local not in told:
+            ir.serde.serialize_value_into(graph.output.add(), handed.local)
+    for value in pm.builder.initializers:
+        if value.const_value is None:
+            raise ArtifactError(f"constant {value.name!r} has no value")
+        ir.serde.serialize_tensor_into(graph.initializer.add(), value.const_value)
+        graph.initializer[-1].name = value.name or ""
+    weights, shapes = [], []
+    for parameter in pm.parameters:
+        if parameter.fed:
+            continue
+        if _says_a_size(parameter):
+            shapes.append((parameter, len(graph.initializer)))
+        elif parameter.name in places.shards:
+            weights.append((parameter.name, len(graph.initializer)))
+        _put_parameter(graph.initializer.add(), parameter, places, mesh)
+    collectives = tuple(_put_nodes(graph, pm, form))
+    return Template(pm, places, proto, collectives, tuple(weights), tuple(shapes))
+
+
+def fill(form: Template, rank: int) -> onnx.ModelProto:
+    """Fills in one rank's groups and weights, and returns the template's graph.
+
+    The graph returned is the template's own: it is valid until the next call.
+
+    Raises:
+        ArtifactError: The rank is not of the mesh.
+    """
+    pm, mesh = form.model, form.model.plan.mesh
+    if rank not in pm.ranks:
+        raise ArtifactError(
+            f"expected a rank from {pm.ranks.start} to {pm.ranks.stop - 1}, got {rank}"
+        )
+    graph = form.proto.graph
+    original = pm.source.graph.doc_string
+    place = describe_rank(mesh, rank, pm.stages)
+    graph.doc_string = f"{place}\n\n{original}" if original else place
+    devices = str(mesh.size * pm.stages)
+    _put_metadata(form.proto, {"onnxpar.rank": str(rank), "onnxpar.devices": devices})
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+    for index, node in form.collectives:
+        key = node.meta["atoms"], node.meta.get("stages", ())
+        if key not in groups:
+            groups[key] = global_group(mesh, rank, *key)
+        group, root = groups[key], node.meta.get("root")
+        _put_ints(graph.node[index], "group", group)
+        pairs = node.meta.get("pairs")
+        if pairs:
+            _put_ints(graph.node[index], "pairs", [group[i] for pair in pairs for i in pair])
+        if root is not None:
+            _put_int(graph.node[index], "root", group[root])
+    for name, index in form.weights:
+        shard = form.layout.shard(name, rank)
+        if shard.length:
+            location, offset, length = graph.initializer[index].external_data
+            location.value = shard.file
+            offset.value = str(shard.offset)
+            length.value = str(shard.length)
+    for parameter, index in form.shapes:
+        content = parameter.source.const_value
+        assert content is not None
+        array = np.asarray(content.numpy())
+        shard_of = split(array, parameter.sharding, mesh, rank % mesh.size)
+        graph.initializer[index].raw_data = shard_of.astype(
+            shard_of.dtype.newbyteorder("<")
+        ).tobytes()
+    return form.proto
+
+
+def _form(pm: PartitionedModel, nodes: Sequence[ir.Node]) -> CudaForm:
+    """How the graph is written: the same for all devices, and such that GPUs have kernels for it.
+
+    A model with functions of its own keeps its opset, which they are of.
+    """
+    if pm.source.functions:
+        return CudaForm(pm.builder.opset)
+    return cuda_form(nodes, pm.builder.opset)
+
+
+def _put_nodes(
+    graph: onnx.GraphProto, pm: PartitionedModel, form: CudaForm
+) -> Iterator[tuple[int, ir.Node]]:
+    outputs = {item.local for item in pm.outputs} | {item.local for item in pm.handed_out}
+    on_host = host_nodes(pm.builder.nodes, _given_to_host(pm))
+    for node in pm.builder.nodes:
+        proto = onnx.NodeProto()
+        ir.serde.serialize_node_into(proto, node)
+        _put_metadata(proto, _layouts(pm, node))
+        if node in on_host:
+            _put_metadata(proto, {LAYER: HOST})
+        graph.node.extend(_formed(proto, node, form))
+        for value in node.outputs:
+            if value not in outputs and value.name and value.type is not None:
+                ir.serde.serialize_value_into(graph.value_info.add(), value)
+        if "atoms" in node.meta:
+            yield len(graph.node) - 1, node
+
+
+def _formed(proto: onnx.NodeProto, node: ir.Node, form: CudaForm) -> list[onnx.NodeProto]:
+    """Returns what is written for a node, whose bodies are changed: itself, casts around it."""
+    for name, body in bodies_of(node).items():
+        inner = _attribute(proto, name).g.node
+        made = [_formed(p, n, form) for p, n in zip(inner, body, strict=True)]
+        del inner[:]
+        for nodes in made:
+            inner.extend(nodes)
+    if node in form.ours:
+        put(proto, form.opset, DOMAIN)
+    if node not in form.wide:
+        return [proto]
+    before, after = [], []
+    for index in _narrow(node.inputs):
+        wide = f"{proto.name}/wide.{index}"
+        before.append(_cast(wide, proto.input[index], wide, WIDE))
+        proto.input[index] = wide
+    for index in _narrow(node.outputs):
+        name, wide = proto.output[index], f"{proto.name}/wide:{index}"
+        if name:
+            after.append(_cast(wide, wide, name, int(node.outputs[index].dtype or WIDE)))
+            proto.output[index] = wide
+    return [*before, proto, *after]
+
+
+def _narrow(values: Sequence[ir.Value | None]) -> list[int]:
+    return [index for index, value in enumerate(values) if is_narrow(value)]
+
+
+def _cast(name: str, x: str, y: str, to: int) -> onnx.NodeProto:
+    return onnx.helper.make_node("Cast", [x], [y], name=name, to=to)
+
+
+def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
+    """Returns what is on the host from the start: sizes, coordinates, counters, small constants."""
+    builder = pm.builder
+    prefixes = (SYMBOL_PREFIX, COORD_PREFIX, *COUNTERS)
+    given = {v for name, v in builder.system_inputs.items() if name.startswith(prefixes)}
+    constants = [*builder.initializers, *(p.local for p in pm.parameters if not p.fed)]
+    return given | {value for value in constants if is_small(value)}
+
+
+def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:
+    """Returns how a node of the undivided model lies on the mesh, for people."""
+    plan = pm.plan.nodes.get(node.name or "")
+    if plan is None or node.domain == DOMAIN:
+        return {}
+    mesh = pm.plan.mesh
+    texts = {
+        "onnxpar.in_layouts": " ".join(s.describe(mesh) if s else "-" for s in plan.inputs),
+        "onnxpar.out_layouts": " ".join(s.describe(mesh) for s in plan.outputs),
+    }
+    if plan.reason:
+        texts["onnxpar.replicated"] = plan.reason
+    return texts
+
+
+def _put_value(proto: onnx.ValueInfoProto, item: GraphInput, mesh: Mesh) -> None:
+    ir.serde.serialize_value_into(proto, item.local)
+    proto.name = item.name
+    _put_metadata(
+        proto,
+        {
+            "onnxpar.layout": item.sharding.describe(mesh),
+            "onnxpar.global_shape": str(list(item.sharding.shape)),
+        },
+    )
+
+
+def _says_a_size(parameter: Parameter) -> bool:
+    """Whether onnxruntime may read it to infer a shape, which it cannot in a weight file."""
+    content = parameter.source.const_value
+    if content is None or content.size > _SHAPE_SIZE:
+        return False
+    if content.dtype == ir.DataType.FLOAT:
+        return len(content.shape) == 1 and content.size <= _SCALES
+    return content.dtype in (ir.DataType.INT64, ir.DataType.INT32)
+
+
+def _put_parameter(
+    proto: onnx.TensorProto, parameter: Parameter, places: WeightLayout, mesh: Mesh
+) -> None:
+    source = parameter.source
+    if parameter.name not in places.shards:
+        # Text: ONNX allows no external data for it.
+        if source.const_value is None or parameter.sharding.split_atoms:
+            raise ArtifactError(f"parameter {parameter.name!r} has no place in the weight files")
+        ir.serde.serialize_tensor_into(proto, source.const_value)
+        proto.name = parameter.local.name or parameter.name
+        return
+    shard = places.shards[parameter.name][0]
+    proto.name = parameter.local.name or parameter.name
+    proto.data_type = int(source.dtype or ir.DataType.UNDEFINED)
+    proto.dims.extend(shard.shape)
+    if shard.length and not _says_a_size(parameter):
+        proto.data_location = onnx.TensorProto.EXTERNAL
+        for key in ("location", "offset", "length"):
+            proto.external_data.add(key=key)
+    else:
+        proto.raw_data = b""
+    _put_metadata(
+        proto,
+        {
+            "onnxpar.layout": parameter.sharding.describe(mesh),
+            "onnxpar.global_shape": str(list(parameter.sharding.shape)),
+        },
+    )
+
+
+def _put_metadata(
+    proto: onnx.ModelProto | onnx.NodeProto | onnx.ValueInfoProto | onnx.TensorProto,
+    texts: dict[str, str],
+) -> None:
+    present = {entry.key: entry for entry in proto.metadata_props}
+    for key, text in texts.items():
+        if key in present:
+            present[key].value = text
+        else:
+            proto.metadata_props.add(key=key, value=text)
+
+
+def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
+    found: onnx.AttributeProto | None = next((a for a in node.attribute if a.name == name), None)
+    if found is None:
+        found = node.attribute.add(name=name)
+    return found
+
+
+def _put_ints(node: onnx.NodeProto, name: str, values: tuple[int, ...] | list[int]) -> None:
+    attribute = _attribute(node, name)
+    attribute.type = onnx.AttributeProto.INTS
+    attribute.ints[:] = values
+
+
+def _put_int(node: onnx.NodeProto, name: str, value: int) -> None:
+    attribute = _attribute(node, name)
+    attribute.type = onnx.AttributeProto.INT
+    attribute.i = value
+
+
+def _called_functions(pm: PartitionedModel, form: CudaForm) -> list[ir.Function]:
+    """Returns the functions that the program calls, directly or through others.
+
+    They are the model's own, and those of the operators that onnxpar has put in.
+    """
+    functions = dict(pm.source.functions)
+    for node in every_node(pm.builder.nodes):
+        made = FUNCTIONS.get(node.op_type) if node.domain == DOMAIN else None
+        if made is not None and node.op_identifier() not in functions:
+            functions[node.op_identifier()] = made.made(form.opset)
+    found: dict[tuple[str, str, str], ir.Function] = {}
+    waiting = list(pm.builder.nodes)
+    while waiting:
+        node = waiting.pop()
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                waiting.extend(attribute.as_graph())
+        identifier = node.op_identifier()
+        if identifier in functions and identifier not in found:
+            found[identifier] = functions[identifier]
+            waiting.extend(functions[identifier])
+    stand = sorted({node.op_type for node in form.ours})
+    return [*found.values(), *(STANDARD[name].made(form.opset) for name in stand)]

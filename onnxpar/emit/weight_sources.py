@@ -1,0 +1,216 @@
+"""Reads the bytes of a model's weights in pieces, so that none of them need fit into memory."""
+
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from onnxpar.core.errors import ArtifactError
+from onnxpar.partition.partitioned_model import Parameter
+
+Bytes = NDArray[np.uint8]
+
+MADV_POPULATE_READ = 22
+"""Advice of Linux 5.14 and later, from its mman-common.h: all pages are read, or it is an error."""
+
+WINDOW = 1 << 25
+"""Bytes of a file that are mapped at once, from a multiple of this on: large pages fit."""
+
+
+class Reader(Protocol):
+    """Gives the bytes of one tensor, little-endian and packed as in ONNX's `raw_data`."""
+
+    def read(self, start: int, stop: int) -> Bytes:
+        """Returns bytes `[start, stop)`, not to be changed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Region:
+    """A tensor's bytes in a file of external data.
+
+    Attributes:
+        path: The file. Links are followed, as the caches of model hubs are made of them.
+        offset: Bytes before the tensor.
+        length: Bytes of the tensor.
+    """
+
+    path: Path
+    offset: int
+    length: int
+
+
+def check(parameters: Iterable[Parameter]) -> None:
+    """Checks that every parameter's data is there, without reading it.
+
+    Raises:
+        ArtifactError: A tensor has no data, its file is missing or outside the model's folder, or
+            has fewer bytes than the tensor.
+    """
+    sizes: dict[Path, int] = {}
+    for parameter in parameters:
+        tensor = _tensor(parameter)
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        region = _region(parameter.name, tensor)
+        if region.path not in sizes:
+            sizes[region.path] = _size(parameter.name, region.path)
+        end = region.offset + region.length
+        if sizes[region.path] < end:
+            raise ArtifactError(
+                f"tensor {parameter.name!r}: its data file {region.path} is truncated: expected at "
+                f"least {end} bytes ({region.length} from byte {region.offset}), got "
+                f"{sizes[region.path]}"
+            )
+
+
+@contextmanager
+def reader(parameter: Parameter) -> Iterator[Reader]:
+    """Opens a parameter's data; a tensor that is no external data is held in memory meanwhile.
+
+    Raises:
+        ArtifactError: As `check`.
+    """
+    tensor = _tensor(parameter)
+    if not isinstance(tensor, ir.ExternalTensor):
+        try:
+            data = _bytes(tensor)
+        except ValueError as error:
+            raise ArtifactError(
+                f"tensor {parameter.name!r}: its data does not fit its shape: {error}"
+            ) from error
+        yield _InMemory(data)
+        return
+    region = _region(parameter.name, tensor)
+    try:
+        stream = FileIO(os.fspath(region.path), "rb")
+    except OSError as error:
+        raise _unreadable(parameter.name, region.path, error) from error
+    with stream:
+        yield _InFile(parameter.name, region, stream)
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    data: Bytes
+
+    def read(self, start: int, stop: int) -> Bytes:
+        return self.data[start:stop]
+
+
+class _InFile:
+    def __init__(self, name: str, region: Region, stream: FileIO) -> None:
+        self._name = name
+        self._region = region
+        self._stream = stream
+        self._begin = 0
+        self._window: mmap.mmap | None = None
+
+    def read(self, start: int, stop: int) -> Bytes:
+        mapped = self._mapped(start, stop)
+        return self._copied(start, stop) if mapped is None else mapped
+
+    def _mapped(self, start: int, stop: int) -> Bytes | None:
+        """Returns bytes in the system's own memory; None where that is not possible or not safe.
+
+        A process that touches a page which the system cannot read, as the file became shorter, is
+        ended. So pages are asked for before they are touched; where that fails, reading says why.
+        """
+        if sys.platform != "linux":
+            return None
+        region = self._region
+        first, last = region.offset + start, region.offset + stop
+        try:
+            window = self._window
+            if window is None or not self._begin <= first <= last <= self._begin + len(window):
+                self._begin = first - first % WINDOW
+                end = min(max(self._begin + WINDOW, last), region.offset + region.length)
+                window = self._window = mmap.mmap(
+                    self._stream.fileno(),
+                    end - self._begin,
+                    flags=mmap.MAP_PRIVATE,
+                    prot=mmap.PROT_READ,
+                    offset=self._begin,
+                )
+            at = first - self._begin
+            page = at - at % mmap.PAGESIZE
+            window.madvise(MADV_POPULATE_READ, page, at + stop - start - page)
+        except (OSError, ValueError):
+            return None
+        return np.frombuffer(window, np.uint8, stop - start, at)
+
+    def _copied(self, start: int, stop: int) -> Bytes:
+        piece = np.empty(stop - start, np.uint8)
+        view = piece.data
+        try:
+            self._stream.seek(self._region.offset + start)
+            done = 0
+            while done < len(view):
+                count = self._stream.readinto(view[done:])
+                if not count:
+                    raise ArtifactError(
+                        f"tensor {self._name!r}: its data file {self._region.path} became shorter "
+                        f"while it was read: expected {self._region.length} bytes from byte "
+                        f"{self._region.offset}, got {start + done}"
+                    )
+                done += count
+        except OSError as error:
+            raise _unreadable(self._name, self._region.path, error) from error
+        return piece
+
+
+def _tensor(parameter: Parameter) -> ir.TensorProtocol:
+    tensor = parameter.source.const_value
+    if tensor is None:
+        raise ArtifactError(f"tensor {parameter.name!r}: the model has no data for it")
+    return tensor
+
+
+def _bytes(tensor: ir.TensorProtocol) -> Bytes:
+    array = tensor.numpy()
+    if tensor.dtype.bitwidth == 8 * array.dtype.itemsize and sys.byteorder == "little":
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return np.frombuffer(tensor.tobytes(), np.uint8)
+
+
+def _region(name: str, tensor: ir.ExternalTensor) -> Region:
+    base, location = os.fspath(tensor.base_dir), os.fspath(tensor.location)
+    # A model from elsewhere must not make other files of this machine part of its weights.
+    folder = os.path.abspath(base)
+    path = os.path.abspath(os.path.join(base, location))
+    if base and os.path.commonpath([folder, path]) != folder:
+        raise ArtifactError(
+            f"tensor {name!r}: expected its data file in the model's folder {base}, got {location}"
+        )
+    offset = tensor.offset or 0
+    length = tensor.nbytes
+    if offset < 0 or (tensor.length is not None and tensor.length != length):
+        raise ArtifactError(
+            f"tensor {name!r}: expected {length} bytes of external data for "
+            f"{tensor.dtype.name.lower()}{list(tensor.shape)}, got {tensor.length} bytes from byte "
+            f"{offset} of {location}"
+        )
+    return Region(Path(path), offset, length)
+
+
+def _size(name: str, path: Path) -> int:
+    try:
+        with path.open("rb"):
+            return path.stat().st_size
+    except FileNotFoundError:
+        raise ArtifactError(f"tensor {name!r}: its data file {path} is missing") from None
+    except OSError as error:
+        raise _unreadable(name, path, error) from error
+
+
+def _unreadable(name: str, path: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(f"tensor {name!r}: its data file {path} cannot be read: {error.strerror}")

@@ -1,0 +1,79 @@
+"""Sizes that a plan takes to be equal without a proof, for the runtime to compare.
+
+A rule gives one factor to dims of several operands, as `k` in "m k, k n -> m n", because the
+operator demands that they are equal. Where the model does not show it (the batches of scores and of
+labels have two names), every rank cuts both by the one size, so a run must have equal ones.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.core.symbols import Dim, SymbolTable, symbols_of
+from onnxpar.propagation.walk import Rules
+
+
+@dataclass(frozen=True)
+class Side:
+    """One dim of an operand: name of the global value, position of the dim, and its size."""
+
+    value: str
+    dim: int
+    size: Dim
+
+
+@dataclass(frozen=True)
+class Equality:
+    """Two dims that a node takes to be of one size.
+
+    Attributes:
+        node: Name of the node, the first in the model's order that needs this equality.
+        op_type: Its operator.
+        left: The dim of the earlier operand.
+        right: The dim of the later operand.
+    """
+
+    node: str
+    op_type: str
+    left: Side
+    right: Side
+
+
+def assumed_equalities(
+    nodes: Iterable[ir.Node], rules: Rules, table: SymbolTable
+) -> tuple[Equality, ...]:
+    """Returns the equalities between operands that rules assume and nothing proves.
+
+    Each pair of sizes is told once. Pairs of integers are left out (shape inference has compared
+    them), and sizes that depend on data, which no runtime knows beforehand.
+
+    Args:
+        nodes: The model's nodes, in order.
+        rules: The rule of each.
+        table: What is known of the symbols of the model's inputs.
+    """
+    found: dict[frozenset[Dim], Equality] = {}
+    for node in nodes:
+        name = node.name or ""
+        rule, view = rules.rules[name], rules.views[name]
+        first: dict[str, Side] = {}
+        for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=False)):
+            if value is None or operand.mode:
+                continue
+            for dim, (size, factors) in enumerate(
+                zip(view.shape(index), operand.dims, strict=True)
+            ):
+                if (
+                    len(factors) != 1
+                    or factors[0] in rule.scaled
+                    or any(s not in table for s in symbols_of(size))
+                ):
+                    continue
+                side = Side(value.name or "", dim, size)
+                other = first.setdefault(factors[0], side)
+                both_known = isinstance(size, int) and isinstance(other.size, int)
+                if not both_known and not table.equal(size, other.size):
+                    pair = frozenset((size, other.size))
+                    found.setdefault(pair, Equality(name, node.op_type, other, side))
+    return tuple(found.values())

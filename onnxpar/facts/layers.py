@@ -1,0 +1,140 @@
+"""Finds the layers of a network: runs of nodes that repeat one after another.
+
+Sizes, masks and positions that all layers share are computed where the first of them is needed, in
+many an exported network within the first layer. So layers are looked for in what remains, which is
+the same in each: see `carriers`.
+
+Two nodes are alike where operator, element types and shapes of what they read and make are alike. A
+run is found by comparing the row of nodes with itself, shifted by each possible length of a layer.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.graph.reads import read_by
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.roles import reads_elements
+
+SMALLEST = 8
+"""Nodes that a layer must have at least, so that a few alike in a row are taken for none."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Nodes `[start, stop)` of a row."""
+
+    start: int
+    stop: int
+
+
+def carriers(nodes: Iterable[ir.Node]) -> list[ir.Node]:
+    """Returns the nodes whose results depend on elements of a graph input and on a weight.
+
+    A position bias, made of a weight and of how long the input is, is none. A weight is an
+    initializer of a floating type that is no scalar.
+
+    Args:
+        nodes: Nodes in topological order, with all that they read from one another.
+    """
+    varying: set[ir.Value] = set()
+    weighed: set[ir.Value] = set()
+    found = []
+    for node in nodes:
+        read = read_by(node)
+        varies = reads_elements(node) and any(v.is_graph_input() or v in varying for v in read)
+        weighs = any(_is_weight(v) or v in weighed for v in read)
+        if varies:
+            varying.update(node.outputs)
+        if weighs:
+            weighed.update(node.outputs)
+        if varies and weighs:
+            found.append(node)
+    return found
+
+
+def _is_weight(value: ir.Value) -> bool:
+    real = value.dtype is not None and value.dtype.is_floating_point()
+    return value.is_initializer() and real and bool(len(value.shape or ()))
+
+
+def find_layers(nodes: Sequence[ir.Node], env: ShapeEnv) -> list[Layer]:
+    """Returns the layers of a forward pass, in order; none where nothing repeats.
+
+    Of all rows of repetitions the one that covers the most nodes is taken, and then what remains
+    before and behind it is looked at in the same way. Layers begin where the least is read across.
+
+    Args:
+        nodes: Nodes in topological order, best those of `carriers`.
+        env: Their shapes.
+    """
+    kinds: dict[object, int] = {}
+    row = np.array([kinds.setdefault(_kind(node, env), len(kinds)) for node in nodes], np.int64)
+    crossing = np.array(_crossing(nodes))
+    return [Layer(a, b) for a, b in _find(row, crossing, 0)]
+
+
+def _kind(node: ir.Node, env: ShapeEnv) -> object:
+    def facts(value: ir.Value | None) -> object:
+        return None if value is None else (value.dtype, env.shapes.get(value.name or ""))
+
+    operands = tuple(map(facts, node.inputs))
+    return node.domain, node.op_type, operands, tuple(map(facts, node.outputs))
+
+
+def _crossing(nodes: Sequence[ir.Node]) -> list[int]:
+    """How many values that nodes made are read across the border before each node."""
+    number = {id(node): i for i, node in enumerate(nodes)}
+    change = [0] * (len(nodes) + 1)
+    for i, node in enumerate(nodes):
+        for value in node.outputs:
+            readers = [number[id(user)] for user in value.consumers() if id(user) in number]
+            if readers and max(readers) > i:
+                change[i + 1] += 1
+                change[max(readers) + 1] -= 1
+    return [int(n) for n in np.cumsum(change[: len(nodes)])]
+
+
+def _find(
+    row: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    crossing: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    offset: int,
+) -> list[tuple[int, int]]:
+    best = _longest(row)
+    if best is None:
+        return []
+    start, period, length = best
+    # A run may be cut at any place of its first layer; a cheap cut may cost a layer's worth.
+    places = range(start, start + period)
+    first = min(places, key=lambda at: (crossing[at], -((start + length - at) // period), at))
+    count = (start + length - first) // period
+    end = first + count * period
+    inner = [(offset + first + i * period, offset + first + (i + 1) * period) for i in range(count)]
+    return [
+        *_find(row[:first], crossing[:first], offset),
+        *inner,
+        *_find(row[end:], crossing[end:], offset + end),
+    ]
+
+
+def _longest(
+    row: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+) -> tuple[int, int, int] | None:
+    """Start, period and length of the repetition that covers the most nodes."""
+    # Of several periods the least: two layers are no layer.
+    best: tuple[int, int, int] | None = None
+    covered = 0
+    for period in range(SMALLEST, len(row) // 2 + 1):
+        alike = np.concatenate(([False], row[:-period] == row[period:], [False]))
+        edges = np.flatnonzero(alike[1:] != alike[:-1])
+        begins, lengths = edges[::2], edges[1::2] - edges[::2]
+        if not len(lengths):
+            continue
+        at = int(lengths.argmax())
+        length = int(lengths[at]) + period
+        whole = length // period * period
+        if length >= 2 * period and whole > covered:
+            best, covered = (int(begins[at]), period, length), whole
+    return best

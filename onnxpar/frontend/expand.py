@@ -1,0 +1,348 @@
+"""Replaces nodes by their bodies: calls of functions, operators without a rule, and gradients.
+
+A body's nodes are named `<node>/<inner name>`, stand where the node stood, and say in their
+metadata which node that was, so that a strategy for it still reaches them. What the node's results
+are called, the body's are called.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+from onnx_shape_inference import ShapeInferenceContext, registry
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.reads import read_by
+from onnxpar.graph.shapes import NOT_EXPANDED, NodeView, read_shapes, shapes
+from onnxpar.ops.elementwise.cast import fold_casts
+from onnxpar.ops.function_body import (
+    BodyNode,
+    adopt_opset,
+    fill_defaults,
+    has_schema_body,
+    origin,
+    schema_body,
+)
+from onnxpar.ops.operator import ByBody, OpDef, expanded
+from onnxpar.ops.sequence.sequence import fold_sequences
+from onnxpar.ops.table import REGISTRY
+
+MAX_DEPTH = 16
+"""Bodies within bodies; ONNX's go three deep."""
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Replaces every call of a function of the model by its body. The model is changed.
+
+    Raises:
+        ModelError: A function calls itself, takes a graph, or is written for another opset in which
+            an operator of it means something else.
+    """
+    if not model.functions:
+        return
+    opset = _opset(model)
+    for function in model.functions.values():
+        adopt_opset(function, opset)
+        for domain, version in function.opset_imports.items():
+            model.opset_imports.setdefault(domain, version)
+    for _ in range(MAX_DEPTH):
+        nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+        names = _names(nodes)
+        calls = [node for node in nodes if node.op_identifier() in model.functions]
+        if not calls:
+            model.functions.clear()
+            return
+        for node in calls:
+            if not node.name:
+                node.name = _unused(names, node.op_type)
+            _by_function(model, node, model.functions[node.op_identifier()], names)
+    raise ModelError(
+        f"node {calls[0].name!r}: the functions of the model call one another without end"
+    )
+
+
+def expand_unknown(
+    model: ir.Model, infer: Callable[[], None], table: Callable[[], SymbolTable]
+) -> None:
+    """Replaces every node whose operator has a body and no rule. The model is changed.
+
+    Sequences whose length and positions are known are folded away too, which is the same to them.
+    What cannot be replaced stays as it is, is computed whole by every device, and says why in its
+    metadata.
+
+    Args:
+        model: The model, on which shape inference has run.
+        infer: Runs shape inference again.
+        table: Returns the symbols of the model's inputs.
+    """
+    opset = _opset(model)
+    for _ in range(MAX_DEPTH):
+        changed, failed = fold_sequences(model), False
+        # A body of ours is emitted with shapes; what ONNX's give is inferred afterwards.
+        builder: GlobalBuilder | None = None
+        nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+        unknown = [
+            (n, d)
+            for n in nodes
+            if (d := _definition(model, n, opset)) is None or d.rule is expanded
+        ]
+        names = _names(nodes) if unknown else set()
+        for node, definition in unknown:
+            try:
+                ours = definition is not None and definition.body is not None
+                # Shapes within the bodies of control flow are not known to the builder.
+                if definition is not None and ours and node.graph is model.graph:
+                    if builder is None:
+                        env = shapes(model, table())
+                        builder = GlobalBuilder.over(model.graph, opset, env)
+                    try:
+                        _by_our_body(node, definition, builder)
+                    except ModelError as error:
+                        if not has_schema_body(node, opset):
+                            raise
+                        node.metadata_props[NOT_EXPANDED] = str(error)
+                        _by_schema(model, node, opset, names)
+                elif has_schema_body(node, opset):
+                    _by_schema(model, node, opset, names)
+                else:
+                    continue
+                changed = True
+            except ModelError as error:
+                node.metadata_props.setdefault(NOT_EXPANDED, str(error))
+                failed = True
+        if changed or failed:
+            common.RemoveUnusedNodesPass()(model)
+        if not changed:
+            return
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        infer()
+
+
+def expand_by_body(
+    model: ir.Model, builder: GlobalBuilder, variables: Iterable[ir.Value], end: ir.Value
+) -> None:
+    """Replaces the nodes differentiated by their body that lie between variables and `end`.
+
+    Args:
+        model: The model; its graph is changed.
+        builder: Over its graph; shapes of all values are known to it, and will be of new ones.
+        variables: What is differentiated by.
+        end: What is differentiated.
+
+    Raises:
+        ModelError: What a body needs to know is not known.
+    """
+    opset = builder.opset
+    for _ in range(MAX_DEPTH):
+        nodes = [
+            (node, definition)
+            for node in _between(model.graph, variables, end)
+            if (definition := _definition(model, node, opset)) is not None
+            and isinstance(definition.gradient, ByBody)
+        ]
+        if not nodes:
+            return
+        names = _names(model.graph)
+        for node, definition in nodes:
+            if definition.body is not None:
+                _by_our_body(node, definition, builder)
+            else:
+                _infer(model, _by_schema(model, node, opset, names), builder)
+
+
+def _opset(model: ir.Model) -> int:
+    return model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+
+
+def _definition(model: ir.Model, node: ir.Node, opset: int) -> OpDef | None:
+    standard = node.domain in ("", "ai.onnx")
+    version = opset if standard else model.opset_imports.get(node.domain, 1)
+    return REGISTRY.find(node.domain, node.op_type, version)
+
+
+def _between(graph: ir.Graph, variables: Iterable[ir.Value], end: ir.Value) -> list[ir.Node]:
+    """The nodes on paths from variables to `end`, in their order."""
+    varying = set(variables)
+    for node in graph:
+        if any(v in varying for v in read_by(node)):
+            varying.update(node.outputs)
+    reaching = {end}
+    for node in reversed(graph):
+        if any(out in reaching for out in node.outputs):
+            reaching.update(read_by(node))
+    return [n for n in graph if any(out in varying and out in reaching for out in n.outputs)]
+
+
+# -- the two kinds of bodies -----------------------------------------------------------------------
+
+
+def _by_our_body(node: ir.Node, definition: OpDef, builder: GlobalBuilder) -> None:
+    assert definition.body is not None
+    view = NodeView(node, builder.env, builder.opset)
+    kept = builder.scope, builder.metadata, builder.before
+    builder.scope, builder.metadata, builder.before = view.name, origin(node), node
+    try:
+        results = list(definition.body(BodyNode(view, builder)))
+        _replace(node, results, builder)
+    finally:
+        builder.scope, builder.metadata, builder.before = kept
+
+
+def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> list[ir.Node]:
+    """Puts the nodes of ONNX's body in the place of a node; their shapes are not known yet."""
+    function = schema_body(node, opset)
+    fill_defaults(node, opset)
+    return _by_function(model, node, function, names)
+
+
+def _by_function(
+    model: ir.Model, node: ir.Node, function: ir.Function, names: set[str]
+) -> list[ir.Node]:
+    """Puts the nodes of a function in the place of a node; their shapes are not known yet."""
+    # The body is instantiated on operands of its own, one each even where one value is two.
+    operands = [
+        None if v is None else ir.Value(name=f"operand.{i}", type=v.type, shape=v.shape)
+        for i, v in enumerate(node.inputs)
+    ]
+    call = ir.Node(
+        function.domain,
+        function.name,
+        operands,
+        node.attributes.values(),
+        overload=function.overload,
+        num_outputs=len(node.outputs),
+    )
+    for index, value in enumerate(call.outputs):
+        value.name = f"result.{index}"
+    scratch = ir.Model(
+        ir.Graph(
+            [v for v in operands if v is not None],
+            call.outputs,
+            nodes=[call],
+            opset_imports=dict(model.opset_imports),
+        ),
+        ir_version=model.ir_version,
+        functions=[function],
+    )
+    try:
+        common.InlinePass()(scratch)
+    except (ValueError, ir.passes.PreconditionError) as error:
+        raise ModelError(f"node {node.name!r} ({node.op_type}): {error}") from error
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(scratch)
+    fold_casts(scratch.graph)
+    made = list(scratch.graph)
+    results: list[ir.Value | None] = list(scratch.graph.outputs)
+    constants = [v for v in scratch.graph.initializers.values() if v.uses()]
+    scratch.graph.outputs.clear()
+    scratch.graph.initializers.clear()
+    scratch.graph.remove(made)
+    assert node.graph is not None
+    for value in constants:
+        value.name = _unused(names, f"{node.name}/{value.name}")
+        node.graph.register_initializer(value)
+    for inner in _within(made):
+        inner.metadata_props.update(origin(node))
+        inner.name = _unused(names, f"{node.name}/{_title(inner)}")
+        for value in inner.outputs:
+            if value.name:
+                value.name = _unused(names, f"{node.name}/{value.name}")
+    node.graph.insert_before(node, made)
+    for operand, own in zip(operands, node.inputs, strict=True):
+        if operand is not None and own is not None:
+            ir.convenience.replace_all_uses_with(operand, own)
+            results = [own if result is operand else result for result in results]
+    _replace(node, results, None)
+    return made
+
+
+def _within(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """The nodes, and those of their bodies at any depth."""
+    for node in nodes:
+        yield node
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from ir.traversal.RecursiveGraphIterator(attribute.as_graph())
+
+
+def _names(nodes: Iterable[ir.Node]) -> set[str]:
+    """The names of nodes and of what they read and make."""
+    taken: set[str] = set()
+    for node in nodes:
+        taken.add(node.name or "")
+        taken.update(v.name or "" for v in (*node.inputs, *node.outputs) if v is not None)
+    return taken
+
+
+def _title(inner: ir.Node) -> str:
+    """What a node of a body is called: InlinePass calls those without a name `node`."""
+    named = inner.name and not inner.name.startswith("node")
+    return (inner.name or "") if named else inner.op_type
+
+
+def _replace(
+    node: ir.Node, results: Sequence[ir.Value | None], builder: GlobalBuilder | None
+) -> None:
+    """Puts results in the place of a node's, under the names of those, and removes the node."""
+    graph = node.graph
+    assert graph is not None
+    taken: set[ir.Value | None] = set(node.inputs)
+    for index, (old, new) in enumerate(zip(node.outputs, results, strict=False)):
+        if new is None or not old.name or not (old.uses() or old.is_graph_output()):
+            continue
+        if new in taken or new.producer() is None:
+            # An operand, or the same as another result: it needs a name of its own.
+            same = ir.Node("", "Identity", [new], num_outputs=1, name=f"{node.name}/same.{index}")
+            same.metadata_props.update(origin(node))
+            same.outputs[0].type, same.outputs[0].shape = new.type, new.shape
+            if builder is not None and new.name in builder.shapes:
+                builder.shapes[old.name] = builder.shapes[new.name]
+            graph.insert_before(node, same)
+            new = same.outputs[0]
+        elif builder is not None:
+            for known in (builder.shapes, builder.contents):
+                if new.name in known:
+                    known[old.name] = known.pop(new.name)
+        taken.add(new)
+        name, old.name = old.name, f"{old.name}.replaced"
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        new.name = name
+        new.type = new.type or old.type
+        new.shape = new.shape or old.shape
+    graph.remove(node, safe=True)
+
+
+def _unused(taken: set[str], name: str) -> str:
+    found, count = name, 0
+    while found in taken:
+        count += 1
+        found = f"{name}.{count}"
+    taken.add(found)
+    return found
+
+
+# -- shapes of what ONNX's bodies are made of, where inference does not run again ----------------
+
+
+def _infer(model: ir.Model, nodes: Sequence[ir.Node], builder: GlobalBuilder) -> None:
+    """Infers the shapes of new nodes, in their order, from those of the values they read."""
+    context = ShapeInferenceContext(model.opset_imports)
+    sizes = {size for shape in builder.shapes.values() for size in shape}
+    context.reserve_symbol_names({name for size in sizes for name in symbols_of(size)})
+    constants = {v for node in nodes for v in read_by(node) if v.is_initializer()}
+    found = read_shapes(constants, builder.table)
+    builder.shapes.update(found.shapes)
+    builder.contents.update(found.contents)
+    for value in {v for node in nodes for v in read_by(node)}:
+        items = builder.contents.get(value.name or "")
+        if items is not None and value.const_value is None:
+            data = [d if isinstance(d, int) else ir.SymbolicDim(dim_str(d)) for d in items]
+            context.set_symbolic_value(value, data)
+    for node in nodes:
+        infer = registry.get(node.domain, node.op_type, version=builder.opset)
+        if infer is not None:
+            infer(context, node)
+    found = read_shapes([out for node in nodes for out in node.outputs], builder.table)
+    builder.shapes.update(found.shapes)
+    builder.contents.update(found.contents)

@@ -1,0 +1,89 @@
+"""Computes what constants alone determine, once, when a model is read.
+
+`torch.onnx.export(optimize=False)` leaves ranges, casts and shapes of constants in the graph, whose
+sizes are known only once they are computed. Their results become initializers; a result that only
+such nodes read is dropped. Nothing that may be trained is computed with: the floating-point
+initializers of the file stay operands of the nodes that read them, and so does all that is made of
+them. A result is no parameter of the user's: the file has no tensor of that name.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from onnxpar.ops.sizes.constant_folding import FOLD_BYTES, fold_node, is_foldable, reads
+
+Array = NDArray[Any]
+
+
+def fold_constants(model: ir.Model, opset: int, kept: Collection[ir.Value]) -> bool:
+    """Replaces nodes that are computed of constants by their results. The model is changed.
+
+    Nodes in the bodies of control flow stay, and so does a node that makes a result of the model.
+
+    Args:
+        model: The model, its nodes in topological order and its constants initializers.
+        opset: Version of the default domain.
+        kept: Initializers that may be trained.
+
+    Returns:
+        Whether anything was replaced.
+    """
+    graph = model.graph
+    results = set(graph.outputs)
+    known: dict[ir.Value, Array] = {}
+    folded: list[ir.Node] = []
+    for node in graph:
+        if not is_foldable(node) or any(out in results for out in node.outputs):
+            continue
+        needed = set(reads(node))
+        operands = [
+            _constant(value, known, kept) if value is not None and index in needed else None
+            for index, value in enumerate(node.inputs)
+        ]
+        if any(operands[i] is None for i in needed if node.inputs[i] is not None):
+            continue
+        made = fold_node(node, operands, opset)
+        if made is not None:
+            known.update(zip(node.outputs, made, strict=True))
+            folded.append(node)
+    gone = set(folded)
+    fresh = []
+    for node in folded:
+        for out in node.outputs:
+            if any(user not in gone for user, _ in out.uses()):
+                value = _initializer(out, known[out])
+                out.replace_all_uses_with(value)
+                fresh.append(value)
+    graph.remove(reversed(folded), safe=True)
+    for value in fresh:
+        graph.register_initializer(value)
+    return bool(folded)
+
+
+def _constant(
+    value: ir.Value, known: dict[ir.Value, Array], kept: Collection[ir.Value]
+) -> Array | None:
+    """The elements of a small constant that is not trained."""
+    if value in known:
+        return known[value]
+    tensor = value.const_value
+    if not value.is_initializer() or tensor is None or tensor.nbytes > FOLD_BYTES:
+        return None
+    if value in kept or tensor.dtype == ir.DataType.STRING:
+        return None
+    return np.asarray(tensor.numpy())
+
+
+def _initializer(made: ir.Value, array: Array) -> ir.Value:
+    kind = ir.DataType.from_numpy(array.dtype)
+    tensor = ir.Tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=kind, name=made.name)
+    return ir.Value(
+        name=made.name,
+        type=ir.TensorType(kind),
+        shape=ir.Shape(array.shape),
+        const_value=tensor,
+    )

@@ -1,0 +1,71 @@
+"""Writes the model after each stage, numbered, as `.onnx` and as ONNX text, for people to read."""
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from onnxpar.core.errors import ArtifactError
+from onnxpar.graph.closure import close, uncapture
+from onnxpar.graph.plan import Plan
+
+TEXT_ELEMENTS = 64
+
+
+class Dumper:
+    """Writes numbered files into one directory, which is made where it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the directory; ArtifactError where that is not possible."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot make the dump directory {str(folder)!r}: {error}"
+            ) from error
+        self._folder = folder
+        self._count = 0
+
+    def _path(self, stage: str, suffix: str) -> Path:
+        return self._folder / f"{self._count:02d}.{stage}{suffix}"
+
+    def model(self, stage: str, model: ir.Model) -> None:
+        """Writes a model; larger initializers become inputs, so that weights are not copied."""
+        proto = _without_weights(model)
+        onnx.save(proto, self._path(stage, ".onnx"))
+        self._path(stage, ".txt").write_text(onnx.printer.to_text(proto), encoding="utf-8")
+        self._count += 1
+
+    def plan(self, stage: str, model: ir.Model, plan: Plan) -> None:
+        """Writes a plan, a line for each operand and result of each node."""
+        lines = []
+        for node in model.graph:
+            chosen = plan.nodes[node.name or ""]
+            lines.append(f"{node.name} ({node.op_type}){'  pinned' if chosen.pinned else ''}")
+            for value, sharding in zip(node.inputs, chosen.inputs, strict=False):
+                if value is not None:
+                    text = sharding.describe(plan.mesh) if sharding else "as it lies"
+                    lines.append(f"    in  {value.name}: {text}")
+            for value, sharding in zip(node.outputs, chosen.outputs, strict=True):
+                lines.append(f"    out {value.name}: {sharding.describe(plan.mesh)}")
+        self._path(stage, ".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._count += 1
+
+
+def _without_weights(model: ir.Model) -> onnx.ModelProto:
+    large = {
+        name
+        for name, value in model.graph.initializers.items()
+        if value.const_value is None or value.const_value.size > TEXT_ELEMENTS
+    }
+    values = {name: model.graph.initializers.pop(name) for name in large}
+    uncapture(model.graph)
+    try:
+        proto = ir.serde.serialize_model(model)
+    finally:
+        close(model.graph)
+        model.graph.initializers.update(values)
+    named = {i.name for i in proto.graph.input}
+    for name in sorted(large - named):
+        proto.graph.input.append(ir.serde.serialize_value(values[name]))
+    return proto

@@ -1,0 +1,139 @@
+"""Which parts of a dim views tell apart: a projection's columns are really (heads, size).
+
+Walks the graph backwards. Where a Reshape splits a dim into (heads, size), or a Split takes it
+apart into (3, width), every value before it up to the weight has that structure too, so that a
+split of the weight can be chosen which the later views keep. The other way round, rows are really
+(batch, positions) behind the view that merged them (`merged`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import WHOLE, Operand, OpRule
+from onnxpar.core.symbols import Dim, SymbolTable, exact_div
+from onnxpar.graph.plan import factor_sizes
+from onnxpar.graph.shapes import NodeView
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a dim: its size, and whether the operators that use it let it be split."""
+
+    size: Dim
+    splittable: bool = True
+
+
+Parts = tuple[Part, ...]
+
+
+def structure(
+    nodes: Sequence[ir.Node],
+    rules: Mapping[str, OpRule],
+    views: Mapping[str, NodeView],
+    table: SymbolTable,
+) -> dict[str, tuple[Parts, ...]]:
+    """Returns for each value, by name, the parts of each of its dims, major first."""
+    found: dict[str, tuple[Parts, ...]] = {}
+    for node in reversed(nodes):
+        rule, view = rules[node.name or ""], views[node.name or ""]
+        if all(o.mode for o in rule.inputs) or all(o.mode for o in rule.outputs):
+            continue
+        outs = zip(rule.outputs, node.outputs, strict=True)
+        factors = _of_factors(rule, view, outs, found, table)
+        for index, operand in enumerate(rule.inputs):
+            value = node.inputs[index] if index < len(node.inputs) else None
+            if operand.mode or value is None or value.name is None:
+                continue
+            dims = tuple(
+                (Part(size),)
+                if rule.scaled.intersection(names)
+                else tuple(p for name in names for p in factors[name]) or (Part(size),)
+                for names, size in zip(operand.dims, view.shape(index), strict=True)
+            )
+            known = found.get(value.name)
+            found[value.name] = dims if known is None else tuple(map(_finer, known, dims))
+    return found
+
+
+def merged(
+    nodes: Sequence[ir.Node],
+    rules: Mapping[str, OpRule],
+    views: Mapping[str, NodeView],
+    table: SymbolTable,
+    found: Mapping[str, tuple[Parts, ...]],
+) -> dict[str, tuple[Parts, ...]]:
+    """Returns `structure`, with the parts that symbolic dims were merged of where it has one part.
+
+    A split of the leading part stays where it is through the view whatever the sizes are; one of
+    the merged dim does so only where it is proved to divide that part.
+    """
+    finer = dict(found)
+    for node in nodes:
+        rule, view = rules[node.name or ""], views[node.name or ""]
+        read = zip(rule.inputs, node.inputs, strict=False)
+        factors = _of_factors(rule, view, read, finer, table)
+        for operand, value in zip(rule.outputs, node.outputs, strict=True):
+            dims, shape = finer.get(value.name or ""), view.env.shapes.get(value.name or "")
+            if operand.mode or dims is None or shape is None or rule.scaled:
+                continue
+            finer[value.name or ""] = tuple(
+                parts
+                if isinstance(size, int)
+                else _finer(parts, tuple(p for name in names for p in factors[name]))
+                for names, parts, size in zip(operand.dims, dims, shape, strict=True)
+            )
+    return finer
+
+
+def _finer(first: Parts, second: Parts) -> Parts:
+    return second if len(second) > len(first) else first
+
+
+def _of_factors(
+    rule: OpRule,
+    view: NodeView,
+    operands: Iterable[tuple[Operand, ir.Value | None]],
+    found: Mapping[str, tuple[Parts, ...]],
+    table: SymbolTable,
+) -> dict[str, Parts]:
+    """The parts of each factor, from those of the operands given: what is read, or what is made."""
+    sizes = factor_sizes(rule, view)
+    factors: dict[str, Parts] = {}
+    for operand, value in operands:
+        dims = found.get(value.name or "") if value is not None else None
+        if dims is None or operand.mode:
+            continue
+        for names, parts in zip(operand.dims, dims, strict=True):
+            for name, mine in _cut(names, parts, sizes, table).items():
+                factors[name] = _finer(factors.get(name, ()), mine)
+    for name in rule.factors:
+        if rule.kinds[name] == WHOLE:
+            factors[name] = (Part(sizes[name], False),)
+        else:
+            factors.setdefault(name, (Part(sizes[name]),))
+    return factors
+
+
+def _cut(
+    names: tuple[str, ...], parts: Parts, sizes: Mapping[str, Dim], table: SymbolTable
+) -> dict[str, Parts]:
+    """Gives each factor of a merged dim its share of the dim's parts, where they line up."""
+    if len(names) == 1:
+        return {names[0]: parts}
+    factors: dict[str, Parts] = {}
+    left = list(parts)
+    for name in names:
+        mine: list[Part] = []
+        rest: Dim = sizes[name]
+        while left and not table.equal(rest, 1):
+            inside = exact_div(rest, left[0].size)
+            if inside is None:
+                break
+            mine.append(left.pop(0))
+            rest = inside
+        if not table.equal(rest, 1):
+            return factors
+        factors[name] = tuple(mine) or (Part(sizes[name]),)
+    return factors

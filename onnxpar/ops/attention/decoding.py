@@ -1,0 +1,126 @@
+"""Operators of decoding that carry a state: caches, recurrent attention, causal convolution.
+
+Batch and heads (or channels) are split, the sequence is not.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.attention.heads import Operands, head_size, in_range
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import normal_axis
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_cost import convolves, keeps_state
+from onnxpar.ops.operator import Missing, OpDef
+
+MICROSOFT = "com.microsoft"
+_SELECTED = "any 0+1, max 0, max 1, min 0, min 1"
+_DECODING = Missing("it is a step of decoding; train a model without a cache")
+
+
+def tensor_scatter_rule(view: NodeView) -> OpRule:
+    """TensorScatter: every dim but the written one; places go with dim 0."""
+    names = axis_names(len(view.shape(0)))
+    axis = normal_axis(view, view.attr("axis", -2), len(names))
+    words = ["1" if i == axis else name for i, name in enumerate(names)]
+    text = " ".join(words)
+    operands = Operands(view)
+    for operand in (text, text, words[0]):
+        operands.add(operand)
+    return parse_rule(f"{operands.rest()} -> {text}; linear: {_SELECTED}")
+
+
+def tensor_scatter_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Padding is written at the beginning."""
+    inputs = list(node.inputs)
+    if node.view.has(2):
+        inputs[2] = in_range(node, 2, node.plan.rule.inputs[2].dims[0])
+    return node.copy(inputs)
+
+
+def linear_attention_rule(view: NodeView) -> OpRule:
+    """LinearAttention: `b 1 (h d), b 1 (h d), b 1 (h e), b h d e, … -> b 1 (h e), b h d e`.
+
+    Raises:
+        ModelError: Queries and values have different numbers of heads, or several states are kept.
+    """
+    queries, values = (int(view.attr(f"{n}_num_heads")) for n in ("q", "kv"))
+    if queries != values or view.attr("state_window", 0):
+        raise ModelError(
+            f"node {view.name!r} (LinearAttention): expected as many query heads as value heads "
+            f"and one state, got {queries}, {values} and {view.attr('state_window', 0)}"
+        )
+    size = head_size(view, view.shape(0)[2], queries)
+    value_size = head_size(view, view.shape(2)[2], values)
+    if view.shape(1)[2] != view.shape(0)[2]:
+        raise ModelError(f"node {view.name!r} (LinearAttention): keys have other heads than values")
+    operands = Operands(view)
+    for text in ("b 1 (h d)", "b 1 (h d)", "b 1 (h e)", "b h 1 1"):
+        operands.add(text)
+    for index in (4, 5):
+        width = view.shape(index)[2] if view.has(index) else 1
+        kinds = {1: "b 1 1", values: "b 1 h", values * size: "b 1 (h d)"}
+        operands.add(kinds.get(width) if isinstance(width, int) else None)
+    made = ", ".join(("b 1 (h e)", "b h 1 1")[: len(view.node.outputs)])
+    sizes = {"h": values, "d": size, "e": value_size}
+    return parse_rule(f"{operands.rest()} -> {made}; whole: d e", sizes)
+
+
+def linear_attention_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The local numbers of heads."""
+    heads = int(node.local_size("h"))
+    return node.copy(None, {"q_num_heads": heads, "kv_num_heads": heads})
+
+
+def causal_conv_rule(view: NodeView) -> OpRule:
+    """CausalConvWithState: `b c 1, c 1 1, c, b c 1 -> b c 1, b c 1`: each channel by itself.
+
+    Raises:
+        ModelError: The convolution is of several dims, or keeps several states.
+    """
+    plain = not view.attr("state_window", 0) and int(view.attr("ndim", 1)) == 1
+    if not plain or view.attr("channels_last", 0):
+        raise ModelError(
+            f"node {view.name!r} (CausalConvWithState): expected one dim, channels before it and "
+            "one state"
+        )
+    operands = Operands(view)
+    for text in ("b c 1", "c 1 1", "c", "b c 1"):
+        operands.add(text)
+    made = ", ".join(("b c 1", "b c 1")[: len(view.node.outputs)])
+    return parse_rule(f"{operands.rest()} -> {made}")
+
+
+DEFS = (
+    OpDef("", "TensorScatter", 24, tensor_scatter_rule, tensor_scatter_local, gradient=_DECODING),
+    OpDef(
+        "",
+        "LinearAttention",
+        27,
+        linear_attention_rule,
+        linear_attention_local,
+        gradient=_DECODING,
+        cost=keeps_state,
+    ),
+    OpDef(
+        MICROSOFT,
+        "LinearAttention",
+        1,
+        linear_attention_rule,
+        linear_attention_local,
+        gradient=_DECODING,
+        cost=keeps_state,
+    ),
+    OpDef(
+        MICROSOFT,
+        "CausalConvWithState",
+        1,
+        causal_conv_rule,
+        gradient=_DECODING,
+        cost=convolves(0, 1),
+    ),
+)

@@ -1,0 +1,205 @@
+"""Rotary position embedding (Su et al., 2021): every dim may be split but the rotated one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.attention.heads import head_size, in_range
+from onnxpar.ops.attention.parts import places, reshape
+from onnxpar.ops.forms import global_index
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import BY_BODY, OpDef
+
+MICROSOFT = "com.microsoft"
+
+
+def _operand(view: NodeView, heads: int) -> tuple[str, dict[str, Dim]]:
+    """The text of the rotated operand: `b h s 1`, or `b s (h d)` with sizes."""
+    shape = view.shape(0)
+    if len(shape) == 4:
+        return "b h s 1", {}
+    if len(shape) != 3 or heads < 1:
+        raise ModelError(
+            f"node {view.name!r} (RotaryEmbedding): expected 4 dims, or 3 and the number of heads, "
+            f"got {len(shape)} and {heads}"
+        )
+    return "b s (h d)", {"h": heads, "d": head_size(view, shape[2], heads)}
+
+
+def _rule(text: str, caches: str, sizes: dict[str, Dim], *, linear: str, special: str) -> OpRule:
+    clauses = ("; whole: d" if sizes else "") + special
+    return parse_rule(f"{text}, {caches} -> {text}{clauses}; linear: {linear}", sizes)
+
+
+def rotary_rule(view: NodeView) -> OpRule:
+    """RotaryEmbedding (23): `b s (h d), ., ., b s -> b s (h d)`, d whole."""
+    text, sizes = _operand(view, int(view.attr("num_heads", 0)))
+    if view.has(3):
+        return _rule(text, "., ., b s", sizes, linear="sum 0", special="")
+    caches = "b s 1, b s 1" + (", -" if view.arity > 3 else "")
+    # What is not rotated passes whatever the angles are.
+    linear = "sum 0" if view.attr("rotary_embedding_dim", 0) else "sum 0, sum 1+2"
+    return _rule(text, caches, sizes, linear=linear, special="")
+
+
+def rotary_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The local number of heads; padding rotates by the first angle."""
+    inputs = list(node.inputs)
+    if node.view.has(3):
+        inputs[3] = in_range(node, 3, ("b", "s"))
+    heads = {"num_heads": int(node.local_size("h"))} if len(node.in_shape(0)) == 3 else {}
+    return node.copy(inputs, heads)
+
+
+def _contrib_heads(view: NodeView) -> int:
+    """Heads of an operand with three dims: said, or by the caches, which rotate whole heads."""
+    heads = int(view.attr("num_heads", 0))
+    hidden, half = view.shape(0)[-1], view.shape(2)[-1]
+    if heads or not isinstance(hidden, int) or not isinstance(half, int):
+        return heads
+    return hidden // (2 * half)
+
+
+def contrib_rotary_rule(view: NodeView) -> OpRule:
+    """RotaryEmbedding of com.microsoft: positions come before the caches, or are one offset.
+
+    Raises:
+        ModelError: Sequences of a packed batch (`is_packed_batching`).
+    """
+    if view.attr("is_packed_batching", 0):
+        raise ModelError(f"node {view.name!r} (RotaryEmbedding): a packed batch is not divided")
+    text, sizes = _operand(view, _contrib_heads(view))
+    offset = len(view.shape(1)) == 1
+    positions = "1" if offset else "b s"
+    special = "; special: s" if offset else ""
+    return _rule(text, f"{positions}, ., .", sizes, linear="sum 0", special=special)
+
+
+def contrib_rotary_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The local number of heads; an offset becomes the positions of the local part."""
+    inputs = list(node.inputs)
+    x = node.in_shape(0)
+    batch, length = x[0], x[1 if len(x) == 3 else 2]
+    if len(node.view.shape(1)) == 2:
+        inputs[1] = in_range(node, 1, ("b", "s"))
+    elif node.atoms("s"):
+        # Behind the end there are no angles: padding takes those of the last position.
+        last = node.builder.size(node.size("s") - 1)
+        index = node.op("Min", global_index(node, "s"), last, dtype=INT64, shape=[length])
+        positions = node.op("Add", index, node.input(1), dtype=INT64, shape=[length])
+        shape = node.builder.shape([batch, length])
+        inputs[1] = node.op("Expand", positions, shape, dtype=INT64, shape=[batch, length])
+    named = len(x) == 3 and node.view.attr("num_heads", 0)
+    return node.copy(inputs, {"num_heads": int(node.local_size("h"))} if named else {})
+
+
+def rotary_body(node: BodyNode) -> Sequence[ir.Value]:
+    """Pairs of elements as points of a plane, turned by the angle of their place."""
+    cos, sin = node.input(1), node.input(2)
+    rank = len(node.view.shape(0))
+    if node.has(3):
+        cos, sin = (_looked_up(node, table, node.input(3)) for table in (cos, sin))
+    angles = tuple(node.builder.unsqueeze(table, [2 if rank == 3 else 1]) for table in (cos, sin))
+    return (_turned(node, angles, int(node.view.attr("num_heads", 0))),)
+
+
+def contrib_rotary_body(node: BodyNode) -> Sequence[ir.Value]:
+    """The same for com.microsoft.
+
+    Raises:
+        ModelError: Sequences of a packed batch.
+    """
+    if node.view.attr("is_packed_batching", 0):
+        raise node.fail("expected a batch that is not packed")
+    x = node.view.shape(0)
+    positions, length = node.input(1), x[1 if len(x) == 3 else 2]
+    axes = [2 if len(x) == 3 else 1]
+    if len(node.view.shape(1)) == 1:
+        positions = node.op("Add", places(node, length), positions, shape=[length])
+        axes = [0, 2] if len(x) == 3 else [0, 1]
+    angles = tuple(
+        node.builder.unsqueeze(_looked_up(node, node.input(i), positions), axes) for i in (2, 3)
+    )
+    return (_turned(node, angles, _contrib_heads(node.view)),)
+
+
+def _looked_up(node: BodyNode, table: ir.Value, positions: ir.Value) -> ir.Value:
+    shape = [*node.shape(positions), node.shape(table)[-1]]
+    return node.op("Gather", table, positions, shape=shape, axis=0)
+
+
+def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
+    """The operand turned by the cosines and sines, which broadcast against its halves."""
+    x, given = node.input(0), node.view.shape(0)
+    shape = list(given)
+    if len(given) == 3:
+        size = head_size(node.view, given[2], heads)
+        shape = [*given[:2], heads, size]
+        x = reshape(node, x, shape)
+    whole = shape[-1]
+    half = node.shape(angles[0])[-1]
+    if not isinstance(whole, int) or not isinstance(half, int):
+        raise node.fail(f"expected heads of known size, got {whole}")
+    rest: list[ir.Value] = []
+    if 2 * half < whole:
+        x, other = _split(node, x, [2 * half, whole - 2 * half])
+        rest = [other]
+    lead = shape[:-1]
+    pairs = bool(node.view.attr("interleaved", 0))
+    if pairs:
+        parts = _split(node, reshape(node, x, [*lead, half, 2]), [1, 1])
+        first, second = (reshape(node, part, [*lead, half]) for part in parts)
+    else:
+        first, second = _split(node, x, [half, half])
+    cos, sin = angles
+    turned = [
+        node.op(sign, node.op("Mul", a, cos), node.op("Mul", b, sin))
+        for sign, a, b in (("Sub", first, second), ("Add", second, first))
+    ]
+    if pairs:
+        turned = [reshape(node, part, [*lead, half, 1]) for part in turned]
+        y = node.op("Concat", *turned, shape=[*lead, half, 2], axis=-1)
+        y = reshape(node, y, [*lead, 2 * half])
+        y = node.op("Concat", y, *rest, shape=shape, axis=-1) if rest else y
+    else:
+        y = node.op("Concat", *turned, *rest, shape=shape, axis=-1)
+    return reshape(node, y, given)
+
+
+def _split(node: BodyNode, x: ir.Value, sizes: Sequence[int]) -> tuple[ir.Value, ...]:
+    lead = node.shape(x)[:-1]
+    return node.builder.ops(
+        "Split",
+        [x, node.builder.const(np.array(sizes))],
+        [(x.dtype, [*lead, size]) for size in sizes],
+        {"axis": -1},
+    )
+
+
+DEFS = (
+    OpDef(
+        "",
+        "RotaryEmbedding",
+        23,
+        rotary_rule,
+        rotary_local,
+        gradient=BY_BODY,
+        body=rotary_body,
+    ),
+    OpDef(
+        MICROSOFT,
+        "RotaryEmbedding",
+        1,
+        contrib_rotary_rule,
+        contrib_rotary_local,
+        gradient=BY_BODY,
+        body=contrib_rotary_body,
+    ),
+)

@@ -1,0 +1,350 @@
+"""Attention of ONNX (since opset 23): by batch, by heads, and by either sequence.
+
+A split of the queries leaves queries where they are; each device needs all keys and values. A split
+of keys and values leaves those where they are: the devices agree on each row's maximum and sum, and
+the result waits for a sum. Propagation takes what is cheaper: gathering keys and values for a long
+prompt, and parts of a sum for a few tokens behind a long cache.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.attention import contrib, decoding
+from onnxpar.ops.attention.heads import (
+    Heads,
+    Operands,
+    broadcast,
+    head_size,
+    heads_of,
+    in_range,
+    local_heads,
+    valid_along,
+)
+from onnxpar.ops.attention.parts import (
+    Sizes,
+    Window,
+    attend,
+    constant,
+    key_heads,
+    merged_heads,
+    over_heads,
+    places,
+    query_heads,
+    seen,
+)
+from onnxpar.ops.forms import BOOL, global_index, iota
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_cost import attends
+from onnxpar.ops.operator import BY_BODY, OpDef
+
+_MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
+
+
+def _heads(view: NodeView) -> Heads:
+    q, k, v = (view.shape(i) for i in range(3))
+    if len(q) == 4:
+        kv, groups = heads_of(view, q[1], k[1])
+        return Heads(kv, groups, q[3], v[3])
+    kv, groups = heads_of(view, view.attr("q_num_heads"), view.attr("kv_num_heads"))
+    return Heads(kv, groups, head_size(view, q[2], kv * groups), head_size(view, v[2], kv))
+
+
+def _window(view: NodeView) -> Window:
+    """The bounds by place: those of the attributes, and 0 on the right where it is causal."""
+    left, right = (int(view.attr(f"{side}_window_size", -1)) for side in ("left", "right"))
+    if view.attr("is_causal", 0):
+        right = 0
+    return Window(left if left >= 0 else None, right if right >= 0 else None)
+
+
+def _lengths(view: NodeView) -> tuple[Dim, Dim, Dim]:
+    """Length of the queries, of new keys, and of all keys."""
+    q, k = view.shape(0), view.shape(1)
+    axis = 2 if len(q) == 4 else 1
+    past: Dim = view.shape(_PAST_KEY)[2] if view.has(_PAST_KEY) else 0
+    return q[axis], k[axis], k[axis] + past
+
+
+def attention_rule(view: NodeView) -> OpRule:
+    """Attention: `b s (h g d), b t (h d), b t (h e), … -> b s (h g e); sum: t`, d whole.
+
+    Keys are split only where there is no past to be put before them.
+    """
+    heads = _heads(view)
+    _, _, keys = _lengths(view)
+    flat = len(view.shape(0)) == 3
+    grown = view.has(_PAST_KEY)
+    t = "1" if grown else "t"
+    operands = Operands(view)
+    if flat:
+        texts = [f"b s ({heads.names} d)", f"b {t} (h d)", f"b {t} (h e)"]
+        result = f"b s ({heads.names} e)"
+    else:
+        texts = [f"b ({heads.names}) s d", f"b h {t} d", f"b h {t} e"]
+        result = f"b ({heads.names}) s e"
+    for text in texts:
+        operands.add(text)
+    fixed = {"d"}
+    mask = view.shape(_MASK) if view.has(_MASK) else ()
+    if mask and mask[-1] != 1 and not view.table.equal(mask[-1], keys):
+        # A mask that ends before the keys do is filled up behind its end.
+        operands.add(broadcast(mask, ["b", f"({heads.names})", "s", "1"]))
+        fixed |= {"s", "t"}
+    else:
+        operands.add_broadcast(["b", f"({heads.names})", "s", t])
+    for text in ("b h 1 d", "b h 1 e", "b"):
+        operands.add(text)
+    scores = f"b ({heads.names}) s 1"
+    outputs = [result, f"b h {t} d", f"b h {t} e", scores][: len(view.node.outputs)]
+    if len(outputs) > 3:
+        fixed |= {"t", "s"} if _window(view).bounded else {"t"}
+    text = f"{operands.rest()} -> {', '.join(outputs)}"
+    special = ""
+    if not grown and "t" not in fixed:
+        text += "; sum: t"
+    if _window(view).bounded and "s" not in fixed:
+        special = "; special: s"
+    fixed -= {"t"} if grown else set()
+    text += f"; whole: {' '.join(sorted(fixed))}{special}"
+    rule = parse_rule(text + ("; linear: sum 2" if len(outputs) == 1 else ""), heads.sizes)
+    if rule.kinds.get("t") != "sum":
+        return rule
+    # The maximum and the sum of each row.
+    rows = view.shape(0)[0] * heads.kv * heads.groups * _lengths(view)[0]
+    return replace(rule, inner={"t": 2 * rows})
+
+
+def attention_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The local numbers of heads; a split of queries says in a mask what they may see."""
+    if "t" in node.plan.rule.kinds and node.atoms("t"):
+        return _over_keys(node)
+    inputs = list(node.inputs)
+    attributes: dict[str, object] = {}
+    if len(node.in_shape(0)) == 3:
+        keys, queries = local_heads(node)
+        attributes = {"q_num_heads": queries, "kv_num_heads": keys}
+    if node.view.has(_LENGTHS):
+        # A sequence that is padding has one key, since none is more than some kernels expect.
+        inputs[_LENGTHS] = in_range(node, _LENGTHS, ("b",), 1)
+    if node.atoms("s") and _window(node.view).bounded:
+        while len(inputs) <= _MASK:
+            inputs.append(None)
+        inputs[_MASK] = _with_places(node)
+        attributes |= {"is_causal": 0}
+        attributes |= dict.fromkeys(("left_window_size", "right_window_size"))
+    return node.copy(inputs, attributes)
+
+
+def _seen_locally(node: LocalNode) -> tuple[ir.Value, list[Dim]]:
+    """What the local queries may see of the local keys by their places, and its shape."""
+    view = node.view
+    axis = 1 if len(view.shape(0)) == 3 else 2
+    queries = node.in_shape(0)[axis]
+    size, _, total = _lengths(view)
+    rows = global_index(node, "s")
+    grown = view.has(_PAST_KEY)
+    columns = iota(node, total) if grown else global_index(node, "t")
+    keys = total if grown else node.local_size("t")
+    if not view.has(_LENGTHS):
+        if grown:
+            past = node.builder.size(view.shape(_PAST_KEY)[2])
+            rows = node.op("Add", rows, past, dtype=INT64, shape=[queries])
+        return seen(node, rows, columns, _window(view), queries, keys), [queries, keys]
+    batch = node.in_shape(_LENGTHS)[0]
+    ends = node.builder.reshape(node.input(_LENGTHS), [batch, 1, 1])
+    first = node.op("Sub", ends, node.builder.size(size), dtype=INT64, shape=[batch, 1, 1])
+    rows = node.op("Add", rows, first, dtype=INT64, shape=[batch, 1, queries])
+    found = seen(node, rows, columns, _window(view), queries, keys, batch)
+    return found, [batch, 1, queries, keys]
+
+
+def _with_places(node: LocalNode) -> ir.Value:
+    """The mask of the local queries, what they may see by their places included."""
+    found, shape = _seen_locally(node)
+    if not node.view.has(_MASK):
+        return found
+    mask, dims = node.input(_MASK), node.in_shape(_MASK)
+    together = _broadcast_shape(dims, shape)
+    if mask.dtype == BOOL:
+        return node.op("And", mask, found, shape=together)
+    assert mask.dtype is not None
+    lowest = constant(node, -math.inf, mask.dtype)
+    return node.op("Where", found, mask, lowest, dtype=mask.dtype, shape=together)
+
+
+def _broadcast_shape(left: Sequence[Dim], right: Sequence[Dim]) -> list[Dim]:
+    length = max(len(left), len(right))
+    pairs = zip(
+        [1] * (length - len(left)) + list(left),
+        [1] * (length - len(right)) + list(right),
+        strict=True,
+    )
+    return [b if a == 1 else a for a, b in pairs]
+
+
+def _over_keys(node: LocalNode) -> Sequence[ir.Value]:
+    """Keys split: statistics of each row are all-reduced, and the result is a part of a sum."""
+    view = node.view
+    q, rank = node.in_shape(0), len(node.in_shape(0))
+    kv, queries = local_heads(node)
+    heads = _heads(view)
+    length = q[1] if rank == 3 else q[2]
+    sizes = Sizes(
+        q[0],
+        kv,
+        queries // kv,
+        length,
+        node.local_size("t"),
+        heads.size,
+        node.local_size("e"),
+    )
+    k = key_heads(node, node.input(1), sizes, heads.size, rank=rank)
+    v = key_heads(node, node.input(2), sizes, sizes.value_size, rank=rank)
+    bias: ir.Value | None = None
+    allowed: list[ir.Value] = []
+    if view.has(_MASK):
+        mask = over_heads(node, node.input(_MASK), node.in_shape(_MASK), sizes)
+        if mask.dtype == BOOL:
+            allowed.append(mask)
+        else:
+            bias = mask
+    if _window(view).bounded:
+        found, shape = _seen_locally(node)
+        allowed.append(over_heads(node, found, shape, sizes))
+    if not node.is_even("t"):
+        allowed.append(valid_along(node, "t"))
+    if view.has(_LENGTHS):
+        ends = node.builder.reshape(node.input(_LENGTHS), [sizes.batch, 1, 1, 1, 1])
+        shape = [sizes.batch, 1, 1, 1, sizes.keys]
+        columns = global_index(node, "t")
+        allowed.append(node.op("Less", columns, ends, dtype=BOOL, shape=shape))
+    y = attend(
+        node,
+        query_heads(node, node.input(0), sizes, rank=rank),
+        k,
+        v,
+        sizes,
+        scale=_scale(view, heads),
+        softcap=float(view.attr("softcap", 0.0)),
+        bias=bias,
+        allowed=_all(node, allowed),
+        atoms=node.atoms("t"),
+    )
+    return [merged_heads(node, y, sizes, rank=rank), k, v][: len(view.node.outputs)]
+
+
+def _all(node: LocalNode | BodyNode, allowed: Sequence[ir.Value]) -> ir.Value | None:
+    """What all of these allow; they broadcast against the scores in 5 dims."""
+    if not allowed:
+        return None
+    found = allowed[0]
+    for other in allowed[1:]:
+        if isinstance(node, BodyNode):
+            shape = _broadcast_shape(node.shape(found), node.shape(other))
+            found = node.op("And", found, other, shape=shape)
+        else:
+            found = node.op("And", found, other)
+    return found
+
+
+def _scale(view: NodeView, heads: Heads) -> float:
+    scale = view.attr("scale")
+    return float(scale) if scale is not None else 1 / math.sqrt(int(heads.size))
+
+
+def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
+    """Products, a mask and a Softmax, with the heads as dims of their own.
+
+    Raises:
+        ModelError: The scores are an output too.
+    """
+    view = node.view
+    if len(view.node.outputs) > 3 and view.node.outputs[3].name:
+        raise node.fail("its gradient needs that its scores are no output")
+    heads = _heads(view)
+    queries, new, total = _lengths(view)
+    rank = len(view.shape(0))
+    batch = view.shape(0)[0]
+    sizes = Sizes(batch, heads.kv, heads.groups, queries, new, heads.size, heads.value_size)
+    k = key_heads(node, node.input(1), sizes, heads.size, rank=rank)
+    v = key_heads(node, node.input(2), sizes, heads.value_size, rank=rank)
+    if node.has(_PAST_KEY):
+        shapes = [[batch, heads.kv, total, size] for size in (heads.size, heads.value_size)]
+        k = node.op("Concat", node.input(_PAST_KEY), k, shape=shapes[0], axis=2)
+        v = node.op("Concat", node.input(_PAST_VALUE), v, shape=shapes[1], axis=2)
+    sizes = Sizes(batch, heads.kv, heads.groups, queries, total, heads.size, heads.value_size)
+    bias, allowed = _masks(node, sizes)
+    y = attend(
+        node,
+        query_heads(node, node.input(0), sizes, rank=rank),
+        k,
+        v,
+        sizes,
+        scale=_scale(view, heads),
+        softcap=float(view.attr("softcap", 0.0)),
+        bias=bias,
+        allowed=allowed,
+    )
+    return [merged_heads(node, y, sizes, rank=rank), k, v][: len(view.node.outputs)]
+
+
+def _masks(node: BodyNode, sizes: Sizes) -> tuple[ir.Value | None, ir.Value | None]:
+    """What is added to the scores, and which keys are seen."""
+    view, window = node.view, _window(node.view)
+    bias: ir.Value | None = None
+    allowed: list[ir.Value] = []
+    if node.has(_MASK):
+        mask, dims = node.input(_MASK), view.shape(_MASK)
+        if dims[-1] != 1 and not view.table.equal(dims[-1], sizes.keys):
+            raise node.fail(f"expected a mask of all {sizes.keys} keys, got {dims[-1]}")
+        mask = over_heads(node, mask, dims, sizes)
+        if mask.dtype == BOOL:
+            allowed.append(mask)
+        else:
+            bias = mask
+    if not window.bounded and not node.has(_LENGTHS):
+        return bias, _all(node, allowed)
+    rows, columns = places(node, sizes.queries), places(node, sizes.keys)
+    if node.has(_LENGTHS):
+        lead = [sizes.batch, 1, 1]
+        ends = node.op(
+            "Reshape", node.input(_LENGTHS), node.builder.sizes(lead), dtype=INT64, shape=lead
+        )
+        length = node.builder.sizes([sizes.queries])
+        first = node.op("Sub", ends, length, shape=lead)
+        rows = node.op("Add", rows, first, shape=[sizes.batch, 1, sizes.queries])
+        shape = [sizes.batch, 1, sizes.keys]
+        inside = node.op("Less", columns, ends, dtype=BOOL, shape=shape)
+        allowed.append(over_heads(node, inside, [sizes.batch, 1, 1, sizes.keys], sizes))
+    elif node.has(_PAST_KEY):
+        past = node.builder.sizes([view.shape(_PAST_KEY)[2]])
+        rows = node.op("Add", rows, past, shape=[sizes.queries])
+    if window.bounded:
+        batch = sizes.batch if node.has(_LENGTHS) else None
+        found = seen(node, rows, columns, window, sizes.queries, sizes.keys, batch)
+        allowed.append(over_heads(node, found, node.shape(found), sizes))
+    return bias, _all(node, allowed)
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        "",
+        "Attention",
+        23,
+        attention_rule,
+        attention_local,
+        gradient=BY_BODY,
+        cost=attends(_PAST_KEY),
+        body=attention_body,
+    ),
+    *contrib.DEFS,
+    *decoding.DEFS,
+)

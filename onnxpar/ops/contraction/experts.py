@@ -1,0 +1,148 @@
+"""Mixtures of experts as one operator (com.microsoft): by tokens, and through every expert.
+
+Each expert is a feed-forward network; its inner width is split as Megatron-LM splits one (Shoeybi
+et al., 2019), so that each device has a part of all experts, the router's choice is the same
+everywhere, and one sum is pending. No device waits for one whose experts are asked for more often.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.attention.heads import Operands
+from onnxpar.ops.contraction.matmul import on_first
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_cost import routes
+from onnxpar.ops.operator import Missing, OpDef
+
+MICROSOFT = "com.microsoft"
+# Operands of MoE and of QMoE.
+_LAST_BIAS, _QUANTISED_LAST_BIAS = 5, 7
+
+
+def _widths(view: NodeView, rows: Dim, inner: int) -> str:
+    """How rows of the first weight are made of the inner width: one, or two together."""
+    fusion = int(view.attr("swiglu_fusion", 0))
+    if rows == inner:
+        return "{0}"
+    if rows != 2 * inner or fusion not in (1, 2):
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): expected {inner} rows in the first weight, "
+            f"or twice as many and 'swiglu_fusion', got {rows}"
+        )
+    return "({0} u)" if fusion == 1 else "(u {0})"
+
+
+def _tokens(view: NodeView) -> tuple[str, str]:
+    """The text of tokens, and of the router's numbers for each."""
+    return ("n 1", "n 1") if len(view.shape(0)) == 2 else ("b s 1", "(b s) 1")
+
+
+def experts_rule(view: NodeView) -> OpRule:
+    """MoE: `n 1, n 1, 1 k 1, 1 k, 1 1 k, 1 1, … -> n 1; sum: k`, k the inner width."""
+    inner = view.shape(4)[2]
+    if not isinstance(inner, int):
+        raise ModelError(f"node {view.name!r} (MoE): its inner width must be known, got {inner}")
+    rows = _widths(view, view.shape(2)[1], inner).format("k")
+    tokens, router = _tokens(view)
+    operands = Operands(view)
+    texts = (tokens, router, f"1 {rows} 1", f"1 {rows}", "1 1 k", "1 1", "1 k 1", "1 k")
+    for text in texts:
+        operands.add(text)
+    text = f"{operands.rest()} -> {tokens}; sum: k" + ("; whole: u" if "u" in rows else "")
+    sizes: dict[str, Dim] = {"k": inner, "u": 2, **_token_sizes(view)}
+    return parse_rule(text, sizes)
+
+
+def _token_sizes(view: NodeView) -> dict[str, Dim]:
+    shape = view.shape(0)
+    return {} if len(shape) == 2 else {"b": shape[0], "s": shape[1]}
+
+
+def quantised_experts_rule(view: NodeView) -> OpRule:
+    """QMoE: as MoE, its weights integers of few bits; bytes and blocks of them are not cut.
+
+    Raises:
+        ModelError: Zero points, or weights of two widths, or prepared for one kernel.
+    """
+    bits, block = int(view.attr("expert_weight_bits", 4)), int(view.attr("block_size", 0))
+    further = any(view.has(i) for i in range(11, view.arity) if i != 14)
+    two = any(view.attr(f"fc{n}_expert_weight_bits", 0) not in (0, bits) for n in (1, 2, 3))
+    kernel = view.attr("weights_prepacked", 0) not in (0, -1)
+    if further or two or kernel or view.attr("quant_type", "int") not in ("int", b"int"):
+        raise ModelError(
+            f"node {view.name!r} (QMoE): expected integers of one width without zero points"
+        )
+    per_byte = 8 // bits
+    stored = view.shape(5)[2]
+    if not isinstance(stored, int) or (block and stored * per_byte % block):
+        raise ModelError(f"node {view.name!r} (QMoE): expected whole blocks, got {stored} bytes")
+    unit = block or per_byte
+    inner = stored * per_byte
+    columns = "(k p)" if unit > 1 else "k"
+    inside = columns.strip("()")
+    rows = _widths(view, view.shape(2)[1], inner)
+    rows = rows.format(inside) if rows != "{0}" else columns
+    last = "(k w)" if unit > per_byte else "k"
+    tokens, router = _tokens(view)
+    wide = " 1" if block else ""
+    operands = Operands(view)
+    for text in (
+        tokens,
+        router,
+        f"1 {rows} 1",
+        f"1 {rows}{wide}",
+        f"1 {rows}",
+        f"1 1 {last}",
+        "1 1 k" if block else "1 1",
+        "1 1",
+        f"1 {columns} 1",
+        f"1 {columns}{wide}",
+        f"1 {columns}",
+    ):
+        operands.add(text)
+    while len(operands.texts) < 14:
+        operands.add()
+    operands.add(router)
+    text = f"{operands.rest()} -> {tokens}; sum: k"
+    sizes: dict[str, Dim] = {"k": inner // unit, "p": unit, "w": unit // per_byte, "u": 2}
+    named = text.replace("(", " ").replace(")", " ").replace(",", " ").split()
+    whole = [name for name in ("p", "w", "u") if name in named]
+    if whole:
+        text += f"; whole: {' '.join(whole)}"
+    return parse_rule(text, {**sizes, **_token_sizes(view)})
+
+
+def experts_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The last bias is added on one device of those that share the inner width."""
+    inputs = list(node.inputs)
+    index = _LAST_BIAS if node.view.node.op_type == "MoE" else _QUANTISED_LAST_BIAS
+    if node.atoms("k") and node.view.has(index):
+        inputs[index] = on_first(node, index, node.atoms("k"))
+    return node.copy(inputs)
+
+
+DEFS = (
+    OpDef(
+        MICROSOFT,
+        "MoE",
+        1,
+        experts_rule,
+        experts_local,
+        gradient=Missing("export the experts as operators of their own to train them"),
+        cost=routes(2, 4, 6),
+    ),
+    OpDef(
+        MICROSOFT,
+        "QMoE",
+        1,
+        quantised_experts_rule,
+        experts_local,
+        gradient=Missing("its weights are integers of few bits"),
+        cost=routes(2, 5, 8, bits=4),
+    ),
+)

@@ -1,0 +1,489 @@
+"""The rule of a node with bodies, from the rules of the nodes in them.
+
+The factors of all nodes of a body are put together dim by dim (see `dim_parts`), through the
+bodies' inputs and results and through what they capture: a part of a dim that every node lets be
+split alike is a factor of the whole node. A sum over such a part (or a maximum, and so on) may stay
+pending to the end of the body where all that reads it is linear; it is then pending in the results
+of the node, and in a state from step to step if the state begins with zero. What would need
+communication within a body is left whole: a device that stands still in a loop would keep the
+others waiting, and it is never emitted there.
+"""
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import ABSENT, ANY, REPLICATED, SPECIAL, WHOLE, Operand, OpRule, parse_rule
+from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.plan import NodePlan, factor_sizes, operand_sharding, shardings
+from onnxpar.graph.shapes import CONST_LIMIT, NodeView, ShapeEnv, read_shapes
+from onnxpar.ops.control.dim_parts import DimParts
+from onnxpar.ops.operator import OpDef
+from onnxpar.propagation.walk import Rules
+
+Pending = dict[int, str]
+_SAME_ZEROS = ("Expand", "Identity", "Reshape", "Unsqueeze", "Squeeze")
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body and the rules of its nodes.
+
+    Attributes:
+        graph: The body.
+        env: Shapes of its values and of those around it.
+        rules: The rule of each of its nodes.
+        ops: The operator definition of each node that has one, by node name.
+    """
+
+    graph: ir.Graph
+    env: ShapeEnv
+    rules: Rules
+    ops: Mapping[str, OpDef]
+
+
+@dataclass(frozen=True)
+class Port:
+    """An operand or a result of a node with bodies.
+
+    Attributes:
+        outer: The value outside; None where it is absent.
+        inner: The inputs or results of bodies that are it, or a slice of it.
+        axis: The dim of the outer value that the slices are of; None where they are all of it.
+    """
+
+    outer: ir.Value | None
+    inner: tuple[ir.Value, ...] = ()
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How the bodies of a node hang together with its operands and results.
+
+    Attributes:
+        operands: The operands that the operator has, captured ones excluded.
+        results: The results.
+        states: Of each value that is handed from step to step: where it begins, the input and the
+            result of the body that it is.
+        control: Results of bodies that decide what is run, which every device must have.
+    """
+
+    operands: tuple[Port, ...]
+    results: tuple[Port, ...]
+    states: tuple[tuple[ir.Value | None, ir.Value, ir.Value], ...] = ()
+    control: tuple[ir.Value, ...] = ()
+
+
+def body_env(graph: ir.Graph, outer: ShapeEnv) -> ShapeEnv:
+    """Returns what is known of a body's values, and of those around it."""
+    inner = read_shapes([*graph.inputs, *(v for n in graph for v in n.outputs)], outer.table)
+    return ShapeEnv(
+        ChainMap(dict(inner.shapes), dict(outer.shapes)),
+        ChainMap(dict(inner.contents), dict(outer.contents)),
+        outer.table,
+    )
+
+
+def is_zero(value: ir.Value | None) -> bool:
+    """Whether a value is known to hold nothing but zeros."""
+    if value is None:
+        return False
+    if value.const_value is not None:
+        tensor = value.const_value
+        return tensor.size <= CONST_LIMIT and not np.any(np.asarray(tensor.numpy()))
+    node = value.producer()
+    if node is None or node.domain not in ("", "ai.onnx"):
+        return False
+    if node.op_type in _SAME_ZEROS:
+        return is_zero(node.inputs[0])
+    if node.op_type != "ConstantOfShape":
+        return False
+    fill = node.attributes.get("value")
+    return fill is None or not np.any(fill.as_tensor().numpy())
+
+
+@dataclass
+class BodyAnalysis:
+    """What may be split of a node with bodies.
+
+    Attributes:
+        view: The node.
+        wiring: How its bodies hang together.
+        bodies: The bodies, by attribute.
+    """
+
+    view: NodeView
+    wiring: Wiring
+    bodies: Mapping[str, Body]
+    pending: dict[str, Pending] = field(default_factory=dict)
+    _dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _factors: dict[str, dict[str, int]] = field(default_factory=dict)
+    _carried: dict[str, dict[int, Pending]] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Puts the factors of all nodes together."""
+        self.parts = DimParts(self.view.table)
+        for body in self.bodies.values():
+            for node in body.graph:
+                self._node(body, node)
+        for port in (*self.wiring.operands, *self.wiring.results):
+            self._port(port)
+        for begin, before, after in self.wiring.states:
+            self._same(before, after, "a step of the loop changes its size")
+            if begin is not None:
+                self._same(begin, before, "a step of the loop changes its size")
+        while not self._settled():
+            pass
+
+    # -- dims --------------------------------------------------------------------------------------
+
+    def dims(self, value: ir.Value) -> tuple[int, ...] | None:
+        """The parts that the dims of a value are; None where its rank is not known."""
+        name = value.name or ""
+        if name not in self._dims:
+            shape = self._shape(name)
+            if shape is None:
+                return None
+            self._dims[name] = tuple(self.parts.new(size) for size in shape)
+        return self._dims[name]
+
+    def _shape(self, name: str) -> tuple[Dim, ...] | None:
+        for body in self.bodies.values():
+            if name in body.env.shapes:
+                return body.env.shapes[name]
+        return self.view.env.shapes.get(name)
+
+    def _forbid(self, value: ir.Value, why: str) -> None:
+        self.parts.forbid(self.dims(value) or (), why)
+
+    def _same(self, one: ir.Value, other: ir.Value, why: str) -> None:
+        ours, theirs = self.dims(one), self.dims(other)
+        if ours is None or theirs is None or len(ours) != len(theirs):
+            self._forbid(one, why)
+            self._forbid(other, why)
+            return
+        for a, b in zip(ours, theirs, strict=True):
+            self.parts.unify((a,), (b,), why)
+
+    def _node(self, body: Body, node: ir.Node) -> None:
+        name = node.name or ""
+        rule, view = body.rules.rules[name], body.rules.views[name]
+        sizes = factor_sizes(rule, view)
+        why = f"{name!r} ({node.op_type}) in its body needs it whole"
+        if name in body.rules.reasons:
+            why = f"{name!r} ({node.op_type}) in its body: {body.rules.reasons[name]}"
+        factors = self._factors[name] = {f: self.parts.new(sizes[f]) for f in rule.factors}
+        for value, operand in (
+            *zip(node.inputs, rule.inputs, strict=False),
+            *zip(node.outputs, rule.outputs, strict=True),
+        ):
+            if value is None or not value.name or operand.mode in (ANY, ABSENT):
+                continue
+            dims = self.dims(value)
+            if operand.mode or dims is None:
+                self._forbid(value, why)
+                continue
+            for dim, names in zip(dims, operand.dims, strict=True):
+                if names:
+                    # As a rule does of the operands of its node (see `facts.equalities`).
+                    parts = [factors[n] for n in names]
+                    self.parts.unify((dim,), parts, why, assume=len(names) == 1)
+                else:
+                    self.parts.forbid((dim,), why)
+        for factor, kind in rule.kinds.items():
+            if kind in (WHOLE, SPECIAL):
+                told = why if kind == WHOLE else f"{name!r} ({node.op_type}) would communicate"
+                self.parts.forbid((factors[factor],), told)
+
+    def _port(self, port: Port) -> None:
+        why = "a body has no known rank for it"
+        if port.outer is None or not port.outer.name:
+            return
+        outer = self.dims(port.outer)
+        if outer is None:
+            for value in port.inner:
+                self._forbid(value, why)
+            return
+        rest = outer
+        if port.axis is not None:
+            axis = port.axis + len(outer) if port.axis < 0 else port.axis
+            self.parts.forbid((outer[axis],), "it is what the body steps along")
+            rest = (*outer[:axis], *outer[axis + 1 :])
+        for value in port.inner:
+            inner = self.dims(value)
+            if inner is None or len(inner) != len(rest):
+                self.parts.forbid(outer, why)
+                self._forbid(value, why)
+                continue
+            for a, b in zip(rest, inner, strict=True):
+                self.parts.unify((a,), (b,), "the bodies make other sizes of it")
+
+    def _leaves(self, value: ir.Value) -> set[int]:
+        return set(self.parts.leaves(self.dims(value) or ()))
+
+    # -- pending reductions ------------------------------------------------------------------------
+
+    def _settled(self) -> bool:
+        """Follows pending reductions to the results; False where that forbade another split."""
+        self._forbid_twice()
+        before = len(self.parts.fixed)
+        entering: dict[str, Pending] = {v.name or "": {} for _, v, _ in self.wiring.states}
+        zeros = {v.name or "" for begin, v, _ in self.wiring.states if is_zero(begin)}
+        while True:
+            self.pending = dict(entering)
+            for body in self.bodies.values():
+                for node in body.graph:
+                    if not self._follow(body, node, zeros):
+                        return False
+            for name in zeros:
+                entering[name] = self.pending[name]
+            grown = False
+            for begin, inner, after in self.wiring.states:
+                old, new = entering[inner.name or ""], self.pending.get(after.name or "", {})
+                if old == new:
+                    continue
+                if not is_zero(begin) or not old.items() <= new.items():
+                    return self._refuse({**old, **new}, "a sum over it is handed to the next step")
+                entering[inner.name or ""] = new
+                grown = True
+            if not grown:
+                break
+        for value in self.wiring.control:
+            if self.pending.get(value.name or ""):
+                return self._refuse(self.pending[value.name or ""], "what is run depends on it")
+        self._check_results()
+        return len(self.parts.fixed) == before
+
+    def _forbid_twice(self) -> None:
+        # Devices that split rows and columns alike would make the blocks of the diagonal alone.
+        for name, factors in self._factors.items():
+            self._forbid_repeated(factors.values(), f"two dims of {name!r} in its body are one")
+        for value, dims in self._dims.items():
+            self._forbid_repeated(dims, f"two dims of {value!r} are one")
+
+    def _forbid_repeated(self, parts: Iterable[int], why: str) -> None:
+        leaves = self.parts.leaves(list(parts))
+        self.parts.forbid([leaf for leaf in leaves if leaves.count(leaf) > 1], why)
+
+    def _refuse(self, pending: Pending, why: str) -> bool:
+        self.parts.forbid(list(pending), why)
+        return False
+
+    def _follow(self, body: Body, node: ir.Node, zeros: set[str]) -> bool:
+        name = node.name or ""
+        rule, factors = body.rules.rules[name], self._factors[name]
+        why = f"{name!r} ({node.op_type}) in its body is not linear in a sum over it"
+        held: dict[int, Pending] = {}
+        for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=False)):
+            waiting = self.pending.get(value.name or "", {}) if value is not None else {}
+            if not waiting or operand.mode == ANY:
+                continue
+            if operand.mode:
+                return self._refuse(waiting, why)
+            held[index] = waiting
+        carried: Pending = {}
+        if held:
+            carried = next(iter(held.values()))
+            for index, value in enumerate(node.inputs):
+                # Zeros wait for whatever sum the other operands wait for.
+                if index in held or value is None or rule.inputs[index].mode:
+                    continue
+                if value.name in zeros:
+                    self.pending[value.name or ""] = held[index] = carried
+                elif is_zero(value) and ("sum", frozenset(held)) not in rule.linear:
+                    held[index] = carried
+            every: Pending = {k: r for p in held.values() for k, r in p.items()}
+            own = set(self.parts.leaves(list(factors.values())))
+            kinds = set(carried.values())
+            if (
+                any(p != carried for p in held.values())
+                or len(kinds) != 1
+                or (next(iter(kinds)), frozenset(held)) not in rule.linear
+                or own & set(carried)
+            ):
+                return self._refuse(every, why)
+        self._carried[name] = held
+        for value, operand in zip(node.outputs, rule.outputs, strict=True):
+            has = {f for names in operand.dims for f in names}
+            waiting = dict(carried)
+            for factor, kind in rule.kinds.items():
+                if kind not in REDUCTIONS or factor in has:
+                    continue
+                for leaf in self.parts.leaves((factors[factor],)):
+                    if leaf not in self.parts.fixed:
+                        waiting[leaf] = kind
+            if waiting and (operand.mode or len(set(waiting.values())) > 1):
+                return self._refuse(waiting, why)
+            self.pending[value.name or ""] = waiting
+        return True
+
+    def _check_results(self) -> None:
+        waiting = [self.result_pending(port) for port in self.wiring.results]
+        for port, mine in zip(self.wiring.results, waiting, strict=True):
+            for value in port.inner:
+                theirs = self.pending.get(value.name or "", {})
+                if theirs != mine and not is_zero(value):
+                    self.parts.forbid([*theirs, *mine], "only one of the bodies sums over it")
+            if len(set(mine.values())) > 1:
+                self.parts.forbid(list(mine), "two reductions would be pending")
+        for leaf, kind in {k: r for p in waiting for k, r in p.items()}.items():
+            for port, mine in zip(self.wiring.results, waiting, strict=True):
+                if port.outer is None or not port.outer.name:
+                    continue
+                if mine.get(leaf) != kind and leaf not in self._leaves(port.outer):
+                    self.parts.forbid(
+                        (leaf,), f"it is summed over, but not for {port.outer.name!r}"
+                    )
+        reached = {leaf for p in waiting for leaf in p}
+        for port in self.wiring.results:
+            if port.outer is not None and port.outer.name:
+                reached |= self._leaves(port.outer)
+        for value in self._outside():
+            for leaf in self._leaves(value) - reached:
+                self.parts.forbid((leaf,), "no result has it")
+
+    def result_pending(self, port: Port) -> Pending:
+        """What a result waits for."""
+        for value in port.inner:
+            if not is_zero(value):
+                return self.pending.get(value.name or "", {})
+        return {}
+
+    def _outside(self) -> Iterator[ir.Value]:
+        yield from (v for v in self.view.node.inputs if v is not None)
+
+    # -- the rule ----------------------------------------------------------------------------------
+
+    def rule(self) -> OpRule:
+        """Returns the rule of the node.
+
+        Raises:
+            ModelError: Nothing may be split.
+        """
+        node = self.view.node
+        inputs = [self._operand(v) for v in node.inputs]
+        for index, port in enumerate(self.wiring.operands):
+            if not port.inner:
+                inputs[index] = REPLICATED if port.outer is not None else ABSENT
+        outputs = [self._operand(v) for v in node.outputs]
+        text = f"{', '.join(inputs)} -> {', '.join(outputs)}"
+        leaves = {leaf: name for leaf, name in self._names.items()}
+        splittable = [leaf for leaf in leaves if leaf not in self.parts.fixed]
+        if not splittable:
+            raise ModelError(self._why())
+        whole = [name for leaf, name in leaves.items() if leaf in self.parts.fixed]
+        if whole:
+            text += f"; whole: {' '.join(whole)}"
+        reduced: dict[str, list[str]] = {}
+        for leaf, kind in {
+            k: r for port in self.wiring.results for k, r in self.result_pending(port).items()
+        }.items():
+            if leaf in leaves:
+                reduced.setdefault(kind, []).append(leaves[leaf])
+        for kind, names in reduced.items():
+            text += f"; {kind}: {' '.join(names)}"
+        return parse_rule(text, {name: self.parts.size(leaf) for leaf, name in leaves.items()})
+
+    def _why(self) -> str:
+        told = f"node {self.view.name!r} ({self.view.node.op_type}): nothing of it can be divided"
+        reasons = dict.fromkeys(
+            self.parts.fixed[leaf]
+            for value in (*self._outside(), *self.view.node.outputs)
+            for leaf in self.parts.leaves(self.dims(value) or ())
+            if leaf in self.parts.fixed and self.parts.size(leaf) != 1
+        )
+        return f"{told}: {'; '.join(list(reasons)[:3])}" if reasons else told
+
+    def _operand(self, value: ir.Value | None) -> str:
+        if value is None:
+            return ABSENT
+        dims = self.dims(value) if value.name else None
+        if dims is None:
+            return REPLICATED
+        return " ".join(self._dim_text(dim) for dim in dims)
+
+    def _dim_text(self, dim: int) -> str:
+        leaves = self.parts.leaves((dim,))
+        if all(leaf in self.parts.fixed for leaf in leaves):
+            return "1"
+        names = [self._names.setdefault(leaf, f"f{len(self._names)}") for leaf in leaves]
+        return names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+    # -- carrying out a plan -----------------------------------------------------------------------
+
+    def plans(self, factors: Mapping[str, DimSharding], mesh: Mesh) -> "BodyPlans":
+        """Returns how bodies are divided, from the splits of the rule's factors."""
+        self.rule()
+        split = {leaf: factors[n] for leaf, n in self._names.items() if n in factors}
+        return BodyPlans(self, split, mesh)
+
+
+@dataclass(frozen=True)
+class BodyPlans:
+    """How the bodies of a node are divided.
+
+    Attributes:
+        analysis: What may be split.
+        split: The components of each part that is split.
+        mesh: The device mesh.
+    """
+
+    analysis: BodyAnalysis
+    split: Mapping[int, DimSharding]
+    mesh: Mesh
+
+    def components(self, parts: Sequence[int]) -> DimSharding:
+        """The components of a list of parts."""
+        known = self.analysis.parts
+        return tuple(
+            c
+            for leaf in known.leaves(parts)
+            for c in self.split.get(leaf, (Component(known.size(leaf)),))
+        )
+
+    def _held(self, pending: Pending) -> tuple[tuple[int, ...], str]:
+        atoms = tuple(a for leaf in pending for c in self.split.get(leaf, ()) for a in c.atoms)
+        return atoms, next(iter(pending.values()), "sum")
+
+    def sharding(self, value: ir.Value) -> Sharding:
+        """How a value lies that the bodies read, make or hand on."""
+        analysis = self.analysis
+        dims, shape = analysis.dims(value), analysis._shape(value.name or "")
+        if dims is None or shape is None:
+            return Sharding.replicated(())
+        names = {f"d{i}": self.components((dim,)) for i, dim in enumerate(dims)}
+        operand = Operand(tuple((name,) for name in names))
+        sizes = dict(zip(names, shape, strict=True))
+        atoms, reduction = self._held(analysis.pending.get(value.name or "", {}))
+        laid = operand_sharding(operand, shape, names, sizes)
+        return laid.with_partial(atoms, reduction).canonical(self.mesh, analysis.view.table)
+
+    def nodes(self, body: Body) -> dict[str, NodePlan]:
+        """The plan of each node of a body."""
+        found = {}
+        for node in body.graph:
+            name = node.name or ""
+            rule, view = body.rules.rules[name], body.rules.views[name]
+            factors = {
+                f: self.components((part,)) for f, part in self.analysis._factors[name].items()
+            }
+            factors = {f: c for f, c in factors.items() if any(p.atoms for p in c)}
+            held = {i: self._held(p) for i, p in self.analysis._carried[name].items()}
+            carried = {i: (atoms, kind) for i, (atoms, kind) in held.items() if atoms}
+            found[name] = shardings(
+                rule,
+                view,
+                factors,
+                self.mesh,
+                carried=carried,
+                reason=body.rules.reasons.get(name, ""),
+            )
+        return found

@@ -1,0 +1,160 @@
+"""If, Loop and Scan: the rules of the nodes inside their bodies make theirs.
+
+What is run is decided alike on every device: conditions and trip counts are needed whole, and the
+axis that a Scan steps along is not split. A body is then partitioned as a graph is, for what its
+node splits, and never communicates (see `onnxpar.ops.control.body_rule`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule
+from onnxpar.graph.closure import bodies_of, own_inputs
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.control.body_rule import Body, BodyAnalysis, Port, Wiring, body_env
+from onnxpar.ops.control.gradient import if_gradient, loop_body, scan_gradient
+from onnxpar.ops.fallback import refuse_random
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import BY_BODY, OpDef
+from onnxpar.partition.control_bodies import Known, partition_body
+
+WiringFn = Callable[[NodeView], Wiring]
+
+
+def if_wiring(view: NodeView) -> Wiring:
+    """The condition, and of each result the results of both branches."""
+    branches = [g.outputs for g in bodies_of(view.node).values()]
+    results = tuple(
+        Port(out, tuple(outputs[i] for outputs in branches))
+        for i, out in enumerate(view.node.outputs)
+    )
+    return Wiring((Port(view.node.inputs[0]),), results)
+
+
+def loop_wiring(view: NodeView) -> Wiring:
+    """Trip count and condition, the states, and the results that steps are stacked to."""
+    node, own = view.node, own_inputs(view.node)
+    body = bodies_of(node)["body"]
+    initial, entering, leaving = own[2:], body.inputs[2:], body.outputs[1:]
+    count = len(initial)
+    return Wiring(
+        (*(Port(v) for v in own[:2]), *map(_port, initial, entering)),
+        tuple(
+            Port(out, (made,), None if i < count else 0)
+            for i, (out, made) in enumerate(zip(node.outputs, leaving, strict=True))
+        ),
+        tuple(zip(initial, entering, leaving[:count], strict=True)),
+        (body.outputs[0],),
+    )
+
+
+def scan_wiring(view: NodeView) -> Wiring:
+    """The states, and what is sliced and stacked along an axis each."""
+    node, own = view.node, own_inputs(view.node)
+    body = bodies_of(node)["body"]
+    scanned = view.attr("num_scan_inputs")
+    states = len(own) - scanned
+    into = view.attr("scan_input_axes") or [0] * scanned
+    out_of = view.attr("scan_output_axes") or [0] * (len(node.outputs) - states)
+    operands = [_port(v, inner) for v, inner in zip(own[:states], body.inputs, strict=False)]
+    operands += [
+        Port(v, (inner,), axis)
+        for v, inner, axis in zip(own[states:], body.inputs[states:], into, strict=True)
+    ]
+    results = [
+        Port(v, (made,)) for v, made in zip(node.outputs[:states], body.outputs, strict=False)
+    ]
+    results += [
+        Port(v, (made,), axis)
+        for v, made, axis in zip(node.outputs[states:], body.outputs[states:], out_of, strict=True)
+    ]
+    return Wiring(
+        tuple(operands),
+        tuple(results),
+        tuple(zip(own[:states], body.inputs[:states], body.outputs[:states], strict=True)),
+    )
+
+
+def _port(outer: ir.Value | None, inner: ir.Value) -> Port:
+    return Port(outer, (inner,))
+
+
+def analyse_bodies(view: NodeView, wiring: WiringFn) -> BodyAnalysis:
+    """Returns what may be split of a node with bodies."""
+    # The table of operators has this module's; it can be read when it is complete.
+    from onnxpar.ops.node_rules import graph_rules
+
+    bodies = {}
+    for name, graph in bodies_of(view.node).items():
+        env = body_env(graph, view.env)
+        rules, ops = graph_rules(graph, env, {"": view.opset})
+        bodies[name] = Body(graph, env, rules, ops)
+    return BodyAnalysis(view, wiring(view), bodies)
+
+
+def rule_by(wiring: WiringFn) -> Callable[[NodeView], OpRule]:
+    """Returns the rule of an operator, what all nodes of its bodies let be split."""
+
+    def rule(view: NodeView) -> OpRule:
+        return analyse_bodies(view, wiring).rule()
+
+    rule.__doc__ = "What all nodes of the bodies let be split alike, without communication."
+    return rule
+
+
+def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    """Returns the local form of an operator: its bodies partitioned."""
+
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        view = node.view
+        refuse_random(view.node, node.mesh.size)
+        plans = analyse_bodies(view, wiring).plans(node.plan.factors, node.mesh)
+        own = own_inputs(view.node)
+        captured: list[Known] = []
+        for index in range(len(own), len(view.node.inputs)):
+            value, laid, here = view.node.inputs[index], node.plan.inputs[index], node.inputs[index]
+            if value is not None and laid is not None and here is not None:
+                captured.append((value, laid, here, node.zero[index]))
+        attributes: dict[str, object] = dict(view.node.attributes)
+        for name, body in plans.analysis.bodies.items():
+            attributes[name] = partition_body(
+                node.builder,
+                body.graph,
+                body.env,
+                body.rules,
+                body.ops,
+                plans.nodes(body),
+                captured,
+                [plans.sharding(v) for v in body.graph.inputs],
+                [plans.sharding(v) for v in body.graph.outputs],
+            )
+        return node.builder.ops(
+            view.node.op_type,
+            node.inputs[: len(own)],
+            [
+                (out.dtype, node.out_shape(i) if out.name in view.env.shapes else None)
+                for i, out in enumerate(view.node.outputs)
+            ],
+            attributes,
+            domain=view.node.domain,
+            name=node.builder.fresh_node(view.name),
+        )
+
+    local.__doc__ = "The bodies, partitioned for the local shapes."
+    return local
+
+
+DEFS = (
+    OpDef("", "If", 1, rule_by(if_wiring), local_by(if_wiring), gradient=if_gradient),
+    OpDef(
+        "",
+        "Loop",
+        1,
+        rule_by(loop_wiring),
+        local_by(loop_wiring),
+        gradient=BY_BODY,
+        body=loop_body,
+    ),
+    OpDef("", "Scan", 9, rule_by(scan_wiring), local_by(scan_wiring), gradient=scan_gradient),
+)

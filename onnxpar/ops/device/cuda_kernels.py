@@ -1,0 +1,159 @@
+"""Which nodes onnxruntime's CUDA provider has a kernel for, and which it computes on the CPU.
+
+What the provider has is in `cuda_kernels.json`, which `tools/cuda_kernels.py` reads out of it. What
+it refuses in spite of a kernel, because of an attribute, is written here.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnxpar.graph.builder import DOMAIN
+
+_TABLE = "cuda_kernels.json"
+Types = Sequence[str | None]
+"""Type of each operand or result, `float`, `int64`, …; None where it is left out or unknown."""
+
+
+@cache
+def _read() -> Mapping[str, Any]:
+    text = resources.files("onnxpar.ops").joinpath(_TABLE).read_text(encoding="utf-8")
+    table: Mapping[str, Any] = json.loads(text)
+    return table
+
+
+def table_version() -> str:
+    """Returns the version of onnxruntime that the table is of."""
+    version: str = _read()["onnxruntime"]
+    return version
+
+
+def why_no_kernel(
+    domain: str, op_type: str, opset: int, inputs: Types, outputs: Types
+) -> str | None:
+    """Returns why the CUDA provider has no kernel for a node of these types; None where it has.
+
+    Args:
+        domain: The operator's domain.
+        op_type: The operator.
+        opset: Version of the domain.
+        inputs: Types of the operands.
+        outputs: Types of the results.
+    """
+    domain = "" if domain == "ai.onnx" else domain
+    name = f"{domain}:{op_type}" if domain else op_type
+    rows: Mapping[str, Any] = _read()["operators"].get(name, {})
+    since = max((int(s) for s in rows if int(s) <= opset), default=0)
+    if not since or not rows[str(since)]["kernels"]:
+        return None if _is_expanded(name, opset) else "the provider has no kernel for it"
+    row = rows[str(since)]
+    actual = [*_named(row["in"], inputs), *_named(row["out"], outputs)]
+    refused: list[str] = []
+    for kernel in row["kernels"]:
+        wrong = [(n, t) for names, t in actual for n in names if n in kernel and t not in kernel[n]]
+        if not wrong:
+            return None
+        refused.append(f"{wrong[0][0]} is {wrong[0][1]}")
+    return f"the provider has no kernel for its types ({refused[0]})"
+
+
+def _is_expanded(name: str, opset: int) -> bool:
+    """Whether onnxruntime puts ONNX's function in the place of an operator."""
+    versions = _read()["expanded"].get(name)
+    return bool(versions) and onnx.defs.get_schema(name, opset, "").since_version in versions
+
+
+def _named(formal: Sequence[str], actual: Types) -> list[tuple[tuple[str, ...], str]]:
+    """Pairs the two names that a type goes by with the type; the last formal one repeats."""
+    if not formal:
+        return []
+    last = len(formal) - 1
+    pairs = ((formal[min(i, last)], kind) for i, kind in enumerate(actual))
+    return [(tuple(names.split("|")), kind) for names, kind in pairs if kind is not None]
+
+
+def has_kernel_in(op_type: str, opset: int, dtype: ir.DataType) -> bool:
+    """Tells whether a standard operator has a kernel whose every type variable can be a type."""
+    rows: Mapping[str, Any] = _read()["operators"].get(op_type, {})
+    since = onnx.defs.get_schema(op_type, opset, "").since_version
+    known = max((int(s) for s in rows if int(s) <= since), default=0)
+    kind = type_name(ir.TensorType(dtype))
+    row = rows.get(str(known), {"kernels": [], "out": []})
+    variables = {name for names in row["out"][:1] for name in names.split("|")}
+    return any(
+        all(kind in types for name, types in kernel.items() if name in variables)
+        for kernel in row["kernels"]
+    )
+
+
+def why_on_host(node: ir.Node, opset: int) -> str | None:
+    """Returns why a node is computed on the CPU beside the CUDA provider; None where it is not.
+
+    Nodes of the domain `onnxpar` have kernels on the device: the runtime's library brings them.
+    """
+    if node.domain == DOMAIN:
+        return None
+    inputs = [type_name(v.type) if v is not None else None for v in node.inputs]
+    outputs = [type_name(v.type) for v in node.outputs]
+    reason = why_no_kernel(node.domain, node.op_type, opset, inputs, outputs)
+    refusal = _REFUSED.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    return reason if reason or refusal is None else refusal(node)
+
+
+def type_name(kind: ir.TypeProtocol | None) -> str | None:
+    """Returns a type as onnxruntime writes it, without `tensor(...)`; None where it is unknown."""
+    if kind is None:
+        return None
+    if isinstance(kind, ir.SequenceType):
+        return f"seq({type_name(kind.elem_type)})"
+    if isinstance(kind, ir.OptionalType):
+        return f"optional({type_name(kind.elem_type)})"
+    names = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+    dtype: ir.DataType = kind.dtype
+    return names.get(dtype, dtype.name.lower())
+
+
+def _uneven_padding(node: ir.Node) -> str | None:
+    pads = node.attributes.get_ints("pads", ())
+    half = len(pads) // 2
+    if tuple(pads[:half]) != tuple(pads[half:]):
+        return "cuDNN has no transposed convolution with different padding before and after"
+    if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
+        return "the padding of auto_pad may differ before and after"
+    return None
+
+
+_ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
+    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"),
+    "RNN": ("tanh", "tanh"),
+}
+_PEEPHOLE = 7
+
+
+def _unusual_recurrence(node: ir.Node) -> str | None:
+    for name in ("activation_alpha", "activation_beta", "clip"):
+        if name in node.attributes:
+            return f"cuDNN has no {name}"
+    known = _ACTIVATIONS[node.op_type]
+    given = tuple(a.lower() for a in node.attributes.get_strings("activations", ()))
+    if given != known[: len(given)]:
+        return f"cuDNN has no activations {', '.join(given)}"
+    if node.attributes.get_int("input_forget", 0):
+        return "cuDNN does not couple the gates (input_forget)"
+    if node.attributes.get_int("linear_before_reset", 1) != 1:
+        return "cuDNN multiplies before it resets (linear_before_reset)"
+    if len(node.inputs) > _PEEPHOLE and node.inputs[_PEEPHOLE] is not None:
+        return "cuDNN has no peepholes"
+    return None
+
+
+_REFUSED: Mapping[str, Callable[[ir.Node], str | None]] = {
+    "ConvTranspose": _uneven_padding,
+    **dict.fromkeys(_ACTIVATIONS, _unusual_recurrence),
+}

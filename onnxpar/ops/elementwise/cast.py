@@ -1,0 +1,106 @@
+"""Cast, CastLike and BitCast."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.elementwise.cast_gradient import cast_gradient
+from onnxpar.ops.forms import cast
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import NotDifferentiable, OpDef
+
+_F = ir.DataType
+# Casts that lose nothing, so that a sum may be taken after them.
+_WIDENING = {
+    (_F.FLOAT16, _F.FLOAT),
+    (_F.FLOAT16, _F.DOUBLE),
+    (_F.BFLOAT16, _F.FLOAT),
+    (_F.BFLOAT16, _F.DOUBLE),
+    (_F.FLOAT, _F.DOUBLE),
+}
+
+
+def _linear(view: NodeView) -> str:
+    value, result = view.node.inputs[0], view.node.outputs[0]
+    source, target = (None if v is None else v.dtype for v in (value, result))
+    if source is None or target is None:
+        return ""
+    if source == target or (source, target) in _WIDENING:
+        return "; linear: any 0"
+    # Rounding keeps the order of floats; a sum of rounded parts is not the rounded sum.
+    both = source.is_floating_point() and target.is_floating_point()
+    return "; linear: max 0, min 0" if both else ""
+
+
+def cast_rule(view: NodeView) -> OpRule:
+    """Cast: every dim; pending sums only where the cast is exact."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    return parse_rule(f"{names} -> {names}{_linear(view)}")
+
+
+def cast_like_rule(view: NodeView) -> OpRule:
+    """CastLike: as Cast; the second operand gives its type alone."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    return parse_rule(f"{names}, * -> {names}{_linear(view)}")
+
+
+def cast_like_local(node: LocalNode) -> Sequence[ir.Value]:
+    """A Cast to the type of the second operand, which is then needed by nobody."""
+    return (cast(node, node.input(0), node.out_dtype(), node.out_shape()),)
+
+
+def bit_cast_rule(view: NodeView) -> OpRule:
+    """BitCast: every dim."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    return parse_rule(f"{names} -> {names}")
+
+
+def fold_casts(graph: ir.Graph) -> None:
+    """Replaces CastLike of constants to a known type, which bodies are full of, by constants.
+
+    Args:
+        graph: The graph; it is changed. Types of what its nodes make need not be known.
+    """
+    for node in list(graph):
+        if node.domain or node.op_type != "CastLike":
+            continue
+        value, like = node.inputs
+        tensor = None if value is None else value.const_value
+        dtype = None if like is None else like.dtype
+        if value is None or tensor is None or dtype is None:
+            continue
+        name = node.outputs[0].name
+        folded = ir.Value(
+            name=f"{name}.folded",
+            type=ir.TensorType(dtype),
+            shape=ir.Shape(tensor.numpy().shape),
+            const_value=ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=name),
+        )
+        graph.register_initializer(folded)
+        ir.convenience.replace_all_uses_with(node.outputs[0], folded)
+        graph.remove(node, safe=True)
+
+
+DEFS = (
+    OpDef("", "Cast", 6, cast_rule, gradient=cast_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "CastLike",
+        15,
+        cast_like_rule,
+        cast_like_local,
+        gradient=cast_gradient,
+        keeps_zero=True,
+    ),
+    OpDef(
+        "",
+        "BitCast",
+        26,
+        bit_cast_rule,
+        gradient=NotDifferentiable("its result is a row of bits"),
+        keeps_zero=True,
+    ),
+)

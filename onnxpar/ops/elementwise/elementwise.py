@@ -1,0 +1,190 @@
+"""Elementwise operators: every dim is a parallel factor; they differ in what they are linear in."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import broadcast_rule
+from onnxpar.ops.elementwise.elementwise_gradient import SEVERAL, UNARY
+from onnxpar.ops.forms import BOOL
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.gradient import Gradient
+from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.operator import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
+
+
+def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
+    def rule(view: NodeView) -> OpRule:
+        return broadcast_rule(view, linear)
+
+    rule.__doc__ = "Every dim, broadcast as numpy does" + (
+        f"; linear: {linear}." if linear else "."
+    )
+    return rule
+
+
+def _extrema(operands: Iterable[int]) -> str:
+    """A pending max or min of one operand passes where the result grows with it."""
+    return ", ".join(f"{reduction} {i}" for i in operands for reduction in ("max", "min"))
+
+
+def _sum_rule(view: NodeView) -> OpRule:
+    """Every dim, broadcast as numpy does; all operands may be pending sums together."""
+    everyone = "+".join(str(i) for i in range(view.arity))
+    return broadcast_rule(view, f"sum {everyone}, {_extrema(range(view.arity))}")
+
+
+def _mean_body(node: BodyNode) -> Sequence[ir.Value]:
+    """The sum of the operands and its quotient by how many they are."""
+    operands = [node.input(i) for i in range(node.view.arity)]
+    total = node.op("Sum", *operands, shape=node.view.out_shape())
+    return [node.op("Div", total, node.number(len(operands), total))]
+
+
+def _mean_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The sum by how many they are: CUDA has no Mean."""
+    operands = [node.input(i) for i in range(node.view.arity)]
+    total = node.op("Sum", *operands, shape=node.out_shape())
+    count = node.builder.const(np.array(len(operands)), total.dtype)
+    return (node.op("Div", total, count, shape=node.out_shape()),)
+
+
+def _shrink_body(node: BodyNode) -> Sequence[ir.Value]:
+    """Gives x + bias below -lambd, x - bias above lambd, and 0 between them."""
+    x, view = node.input(0), node.view
+    edge, bias = float(view.attr("lambd", 0.5)), node.number(view.attr("bias", 0.0), x)
+    low = node.op("Less", x, node.number(-edge, x), dtype=BOOL)
+    high = node.op("Greater", x, node.number(edge, x), dtype=BOOL)
+    upper = node.op("Where", high, node.op("Sub", x, bias), node.number(0, x), dtype=x.dtype)
+    return [node.op("Where", low, node.op("Add", x, bias), upper, dtype=x.dtype)]
+
+
+def _extremum_rule(view: NodeView) -> OpRule:
+    """Max and Min: any one operand, since max and min distribute over one another; or all."""
+    everyone = "+".join(str(i) for i in range(view.arity))
+    joint = f", {view.node.op_type.lower()} {everyone}" if view.arity > 1 else ""
+    return broadcast_rule(view, _extrema(range(view.arity)) + joint)
+
+
+def _is_float(view: NodeView) -> bool:
+    value = view.node.inputs[0]
+    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _div_rule(view: NodeView) -> OpRule:
+    """Quotients of integers are rounded: a sum of them is not the quotient of the sum."""
+    return broadcast_rule(view, "sum 0" if _is_float(view) else "")
+
+
+def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The same operator; integers divide padding by 1, since a division by zero ends the run."""
+    if _is_float(node.view):
+        return node.copy()
+    divisor = node.input(1)
+    for factor in node.split_factors():
+        divisor = node.masked(divisor, 1, factor, 1)
+    return node.copy([node.input(0), divisor])
+
+
+def _hard_sigmoid_rule(view: NodeView) -> OpRule:
+    """Every dim; a pending max or min passes where the slope alpha is not negative."""
+    return broadcast_rule(view, _MONOTONE if view.attr("alpha", 0.2) >= 0 else "")
+
+
+def _shrink_rule(view: NodeView) -> OpRule:
+    """Every dim; a pending max or min passes where no jump goes down: bias at most lambd (or 0)."""
+    edge, bias = float(view.attr("lambd", 0.5)), float(view.attr("bias", 0.0))
+    rises = bias <= edge if edge >= 0 else bias <= 0
+    return broadcast_rule(view, _MONOTONE if rises else "")
+
+
+# Operators that keep the order of all their operands may come before a pending max or min. Sqrt
+# and Log do too, but a part may be negative where the greatest is not, and become NaN.
+_MONOTONE = "max 0, min 0"
+_MONOTONE_UP = (
+    ("Relu", 1, True),
+    ("Tanh", 1, True),
+    ("Sigmoid", 1, False),
+    ("Exp", 1, False),
+    ("Ceil", 1, True),
+    ("Floor", 1, True),
+    ("Round", 11, True),
+    ("Erf", 9, True),
+    ("Softplus", 1, False),
+    ("Softsign", 1, True),
+    ("Atan", 7, True),
+    ("Sinh", 9, True),
+    ("Asinh", 9, True),
+)
+_PLAIN_UNARY = (
+    ("Acos", 7, False),
+    ("Acosh", 9, False),
+    ("Asin", 7, True),
+    ("Atanh", 9, True),
+    ("Celu", 12, True),
+    ("Cos", 7, False),
+    ("Cosh", 9, False),
+    ("Elu", 1, True),
+    ("Gelu", 20, True),
+    ("HardSwish", 14, True),
+    ("LeakyRelu", 1, True),
+    ("Log", 1, False),
+    ("Mish", 18, True),
+    ("Reciprocal", 1, False),
+    ("Selu", 1, True),
+    ("Sin", 7, True),
+    ("Sqrt", 1, True),
+    ("Tan", 7, True),
+    ("ThresholdedRelu", 10, True),
+)
+_TESTS = (("IsNaN", 9), ("IsInf", 10), ("Not", 1), ("BitwiseNot", 18))
+_LOGIC = (("And", 7), ("Or", 7), ("Xor", 7), ("Equal", 7), ("Less", 7), ("Greater", 7))
+_COMPARE = (("LessOrEqual", 12), ("GreaterOrEqual", 12))
+_BITS = (("BitwiseAnd", 18), ("BitwiseOr", 18), ("BitwiseXor", 18), ("BitShift", 11))
+_DISCRETE = (*_TESTS, *_LOGIC, *_COMPARE, *_BITS)
+
+_STEPS = NotDifferentiable("constant between its steps")
+_TRUTH = NotDifferentiable("its result is true or false, or a row of bits")
+
+
+def _gradient(name: str) -> Gradient | NotDifferentiable:
+    """Returns the gradient of an operator of floats; what has none is a step function."""
+    return UNARY.get(name) or SEVERAL.get(name) or _STEPS
+
+
+def _op(
+    name: str, version: int, rule: RuleFn, local: LocalFn = copy_node, *, zero: bool = False
+) -> OpDef:
+    return OpDef("", name, version, rule, local, gradient=_gradient(name), keeps_zero=zero)
+
+
+DEFS = (
+    *(_op(n, v, _rule(_MONOTONE), zero=z) for n, v, z in _MONOTONE_UP),
+    *(_op(n, v, _rule(), zero=z) for n, v, z in _PLAIN_UNARY),
+    *(OpDef("", n, v, _rule(), gradient=_TRUTH) for n, v in _DISCRETE),
+    _op("HardSigmoid", 1, _hard_sigmoid_rule),
+    # |xy| = |x||y|. The sign and the reciprocal of a product are not left pending so: the product
+    # may vanish or overflow in its type where the parts do not.
+    _op("Abs", 1, _rule("prod 0"), zero=True),
+    _op("Sign", 9, _rule(_MONOTONE), zero=True),
+    _op("Neg", 6, _rule("sum 0"), zero=True),
+    _op("Add", 7, _sum_rule, zero=True),
+    _op("Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), zero=True),
+    _op("Mul", 7, _rule("sum 0, sum 1, prod 0+1"), zero=True),
+    _op("Div", 7, _div_rule, _quotient_local),
+    _op("Pow", 7, _rule()),
+    _op("Mod", 10, _rule(), _quotient_local),
+    _op("PRelu", 7, _rule(), zero=True),
+    _op("Sum", 6, _sum_rule, zero=True),
+    OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body),
+    OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True),
+    OpDef(
+        "", "Mean", 6, _sum_rule, _mean_local, gradient=BY_BODY, keeps_zero=True, body=_mean_body
+    ),
+    _op("Max", 6, _extremum_rule, zero=True),
+    _op("Min", 6, _extremum_rule, zero=True),
+    _op("Clip", 6, _rule(_MONOTONE)),
+)

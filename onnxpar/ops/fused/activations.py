@@ -1,0 +1,145 @@
+"""Activations and products that onnxruntime's optimiser fuses (domain `com.microsoft`)."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.contraction.matmul import gemm_rule, on_first
+from onnxpar.ops.elementwise.broadcast import broadcast_rule
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import BY_BODY, OpDef
+
+MICROSOFT = "com.microsoft"
+_GELU_OPSET = 20
+_TANH_SLOPE = math.sqrt(2 / math.pi)
+_TANH_CUBE = 0.044715
+
+
+def _gelu(node: BodyNode, x: ir.Value, *, tanh: bool) -> ir.Value:
+    """Gelu, by the error function or the hyperbolic tangent (Hendrycks and Gimpel, 2016)."""
+    if node.builder.opset >= _GELU_OPSET:
+        return node.op("Gelu", x, approximate="tanh" if tanh else "none")
+    half = node.op("Mul", x, node.number(0.5, x))
+    if tanh:
+        square = node.op("Mul", node.op("Mul", x, x), node.number(_TANH_CUBE, x))
+        inner = node.op("Mul", x, node.op("Add", square, node.number(1, x)))
+        bent = node.op("Tanh", node.op("Mul", inner, node.number(_TANH_SLOPE, x)))
+    else:
+        bent = node.op("Erf", node.op("Mul", x, node.number(1 / math.sqrt(2), x)))
+    return node.op("Mul", half, node.op("Add", bent, node.number(1, x)))
+
+
+def _gelu_body(*, tanh: bool) -> Callable[[BodyNode], Sequence[ir.Value]]:
+    def body(node: BodyNode) -> Sequence[ir.Value]:
+        x = node.input(0)
+        if node.has(1):
+            shape = node.view.out_shape()
+            x = node.op("Add", x, node.input(1), shape=shape)
+        return (_gelu(node, x, tanh=tanh),)
+
+    body.__doc__ = "The sum with the bias, where there is one, and Gelu of it."
+    return body
+
+
+def quick_gelu_body(node: BodyNode) -> Sequence[ir.Value]:
+    """Gives x times the sigmoid of alpha times x."""
+    x = node.input(0)
+    steep = node.op("Mul", x, node.number(float(node.view.attr("alpha", 1.702)), x))
+    return (node.op("Mul", x, node.op("Sigmoid", steep)),)
+
+
+# What an activation's attributes alpha and beta are in ONNX, with the defaults of onnxruntime.
+_ACTIVATIONS = {
+    "Relu": (),
+    "Tanh": (),
+    "Sigmoid": (),
+    "LeakyRelu": (("alpha", "activation_alpha", 0.01),),
+    "HardSigmoid": (("alpha", "activation_alpha", 0.2), ("beta", "activation_beta", 0.5)),
+    "ThresholdedRelu": (("alpha", "activation_alpha", 1.0),),
+    "Elu": (("alpha", "activation_alpha", 1.0),),
+}
+
+
+def _activation(view: NodeView) -> tuple[str, dict[str, Any]]:
+    """The operator that follows a product, and its attributes.
+
+    Raises:
+        ModelError: It is none that is known.
+    """
+    name = str(view.attr("activation", ""))
+    if name not in _ACTIVATIONS:
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): expected an activation among "
+            f"{', '.join(_ACTIVATIONS)}, got {name!r}"
+        )
+    return name, {kind: float(view.attr(key, d)) for kind, key, d in _ACTIVATIONS[name]}
+
+
+_PRODUCT = ("alpha", "beta", "transA", "transB")
+
+
+def fused_gemm_rule(view: NodeView) -> OpRule:
+    """FusedGemm: as Gemm, but a sum over a split K must be complete before the activation."""
+    _activation(view)
+    rule = gemm_rule(view)
+    kinds = {name: "special" if name == "K" else kind for name, kind in rule.kinds.items()}
+    return replace(rule, kinds=kinds, linear=())
+
+
+def fused_gemm_local(node: LocalNode) -> Sequence[ir.Value]:
+    """With K split: Gemm, an all-reduce of its parts, and the activation."""
+    atoms = node.atoms("K")
+    if not atoms:
+        return node.copy()
+    operands = []
+    for index in (0, 1):
+        operands.append(node.masked(node.input(index), index, "K", 0, known_zero=node.zero[index]))
+    if node.view.has(2):
+        operands.append(on_first(node, 2, atoms))
+    shape = node.out_shape()
+    attributes = {n: node.view.attr(n) for n in _PRODUCT if node.view.attr(n) is not None}
+    part = node.op("Gemm", *operands, dtype=node.out_dtype(), shape=shape, **attributes)
+    name, given = _activation(node.view)
+    return (node.op(name, node.all_reduce(part, atoms, shape), shape=shape, **given),)
+
+
+def fused_gemm_body(node: BodyNode) -> Sequence[ir.Value]:
+    """Gemm and the activation."""
+    attributes = {n: node.view.attr(n) for n in _PRODUCT if node.view.attr(n) is not None}
+    operands = [node.input(i) for i in range(3) if node.has(i)]
+    y = node.op("Gemm", *operands, shape=node.view.out_shape(), **attributes)
+    name, given = _activation(node.view)
+    return (node.op(name, y, **given),)
+
+
+def elementwise_rule(view: NodeView) -> OpRule:
+    """Every dim; a bias goes with the dims that it has."""
+    return broadcast_rule(view)
+
+
+def _elementwise(op_type: str, body: Callable[[BodyNode], Sequence[ir.Value]]) -> OpDef:
+    return OpDef(MICROSOFT, op_type, 1, elementwise_rule, gradient=BY_BODY, body=body)
+
+
+DEFS = (
+    _elementwise("Gelu", _gelu_body(tanh=False)),
+    _elementwise("BiasGelu", _gelu_body(tanh=False)),
+    _elementwise("FastGelu", _gelu_body(tanh=True)),
+    _elementwise("QuickGelu", quick_gelu_body),
+    OpDef(
+        MICROSOFT,
+        "FusedGemm",
+        1,
+        fused_gemm_rule,
+        fused_gemm_local,
+        gradient=BY_BODY,
+        body=fused_gemm_body,
+    ),
+)

@@ -1,0 +1,153 @@
+"""Interpolation along one axis as a matrix: what Resize does, one axis at a time.
+
+Resize is linear in its operand and separable: along each axis a result is a weighted sum of inputs.
+`matrix` gives these weights, as the specification of Resize (opset 19) defines them; antialiasing
+widens the filter by the factor of reduction, as Pillow does, and sums weights beyond the border up
+at the border unless `exclude_outside` drops them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar.core.errors import ModelError
+
+Weights = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """How one axis is resized.
+
+    Attributes:
+        size: Elements before.
+        out: Elements after.
+        scale: Elements after for one before, as the coordinates are computed by it.
+        mode: nearest, linear or cubic.
+        coordinates: `coordinate_transformation_mode`.
+        nearest: `nearest_mode`, or "simple": up for a reduction, down otherwise.
+        cubic: `cubic_coeff_a`.
+        exclude_outside: Whether taps beyond the border count for nothing.
+        antialias: Whether a reduction widens the filter.
+    """
+
+    size: int
+    out: int
+    scale: float
+    mode: str = "nearest"
+    coordinates: str = "half_pixel"
+    nearest: str = "round_prefer_floor"
+    cubic: float = -0.75
+    exclude_outside: bool = False
+    antialias: bool = False
+
+
+def places(axis: Interpolation, real: type[np.floating[Any]] = np.float64) -> NDArray[Any]:
+    """Where each element after lies among those before, computed in the type `real`.
+
+    Raises:
+        ModelError: The mode of coordinates is not known, or crops.
+    """
+    index, scale = np.arange(axis.out, dtype=real), real(axis.scale)
+    half = real(0.5)
+    if axis.coordinates == "half_pixel":
+        found = (index + half) / scale - half
+    elif axis.coordinates == "half_pixel_symmetric":
+        stretch = real(axis.out) / (scale * real(axis.size))
+        centre = real(axis.size) / real(2)
+        found = centre * (real(1) - stretch) + ((index + half) / scale - half)
+    elif axis.coordinates == "pytorch_half_pixel":
+        found = (index + half) / scale - half if axis.out > 1 else np.zeros(1, real)
+    elif axis.coordinates == "align_corners":
+        last = real(axis.out - 1)
+        found = index * real(axis.size - 1) / last if axis.out > 1 else np.zeros(1, real)
+    elif axis.coordinates == "asymmetric":
+        found = index / scale
+    elif axis.coordinates == "tf_half_pixel_for_nn":
+        found = (index + half) / scale
+    else:
+        raise ModelError(f"Resize: no matrix for coordinates {axis.coordinates!r}")
+    return np.asarray(found, real)
+
+
+def nearest(axis: Interpolation) -> NDArray[np.int64]:
+    """Which element before each one after is, for mode nearest.
+
+    Raises:
+        ModelError: The mode of rounding is not known.
+    """
+    # In float32, as onnxruntime: what rounds up and what down is decided by the last bit.
+    at = places(axis, np.float32)
+    half = np.float32(0.5)
+    if axis.nearest == "round_prefer_floor":
+        found = np.ceil(at - half)
+    elif axis.nearest == "round_prefer_ceil":
+        found = np.floor(at + half)
+    elif axis.nearest == "floor" or (axis.nearest == "simple" and axis.scale >= 1):
+        found = np.floor(at)
+    elif axis.nearest in ("ceil", "simple"):
+        found = np.ceil(at)
+    else:
+        raise ModelError(f"Resize: no rounding {axis.nearest!r}")
+    return np.asarray(np.clip(found, 0, axis.size - 1), np.int64)
+
+
+def repeats(axis: Interpolation) -> int:
+    """How often each element is repeated, in place, by a nearest enlargement; 0 if it is not so."""
+    times, rest = divmod(axis.out, axis.size)
+    if axis.mode != "nearest" or rest or times == 0:
+        return 0
+    return times if np.array_equal(nearest(axis), np.arange(axis.out) // times) else 0
+
+
+@lru_cache(maxsize=256)
+def matrix(axis: Interpolation) -> Weights:
+    """The weights, [elements after, elements before].
+
+    Raises:
+        ModelError: A mode is not known.
+    """
+    found = np.zeros((axis.out, axis.size))
+    rows = np.arange(axis.out)
+    if axis.mode == "nearest":
+        found[rows, nearest(axis)] = 1
+        return found
+    if axis.mode not in ("linear", "cubic"):
+        raise ModelError(f"Resize: no mode {axis.mode!r}")
+    wide = axis.antialias and axis.scale < 1
+    at = places(axis)
+    stretch = axis.scale if wide else 1.0
+    support = (1 if axis.mode == "linear" else 2) / stretch
+    if axis.mode == "linear" and not wide:
+        at = np.clip(at, 0, axis.size - 1)
+    kernel = _triangle if axis.mode == "linear" else _cubic(axis.cubic)
+    first = np.floor(at - support).astype(np.int64)
+    for tap in range(int(np.ceil(2 * support)) + 2):
+        place = first + tap
+        weight = kernel((place - at) * stretch)
+        if axis.exclude_outside:
+            weight = np.where((place < 0) | (place >= axis.size), 0, weight)
+        np.add.at(found, (rows, np.clip(place, 0, axis.size - 1)), weight)
+    if wide or axis.exclude_outside:
+        found /= found.sum(axis=1, keepdims=True)
+    return found
+
+
+def _triangle(x: Weights) -> Weights:
+    return np.asarray(np.maximum(0, 1 - np.abs(x)))
+
+
+def _cubic(a: float) -> Callable[[Weights], Weights]:
+    """Keys's kernel (Cubic convolution interpolation for digital image processing, 1981)."""
+
+    def kernel(x: Weights) -> Weights:
+        x = np.abs(x)
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        return np.asarray(np.where(x < 1, near, np.where(x < 2, far, 0)))
+
+    return kernel

@@ -1,0 +1,331 @@
+"""Resize and Upsample: batch and channels are parallel, resized dims divide too.
+
+The same devices hold a part of a dim before and after. Where every element is repeated in place and
+the parts line up, as for the enlargement of a feature map by 2, a device needs nothing of another.
+Else each gathers the dim and makes its own part of the result, by the rows of the interpolation's
+matrix that are its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.sharding import Component, local_size
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import BOOL, cast, global_index, work_dtype
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.image.interpolation import Interpolation, matrix, nearest, repeats
+from onnxpar.ops.image.resize_gradient import resize_gradient
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import OpDef
+
+_MATRIX_LIMIT = 1 << 22
+"""Elements of a matrix of weights that is written into a graph."""
+
+
+def _scales_index(view: NodeView) -> int:
+    return 2 if view.node.op_type == "Resize" and view.opset >= 11 else 1
+
+
+def _places(view: NodeView) -> tuple[int, ...]:
+    """The axes that scales and sizes are of."""
+    rank = len(view.shape(0))
+    axes = view.attr("axes")
+    return tuple(range(rank)) if not axes else tuple(a % rank for a in axes)
+
+
+def _scales(view: NodeView) -> dict[int, float] | None:
+    """Scale of each axis that has one; None where sizes are given.
+
+    Raises:
+        ModelError: They are not constant.
+    """
+    index = _scales_index(view)
+    if view.node.op_type == "Upsample" and view.opset < 9:
+        given: Sequence[float] | None = view.attr("scales")
+    else:
+        if not view.has(index) or view.shape(index) == (0,):
+            return None
+        known = view.const(index)
+        given = None if known is None else [float(s) for s in known]
+    if given is None or len(given) != len(_places(view)):
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): the scales must be constant to be divided"
+        )
+    return dict(zip(_places(view), given, strict=True))
+
+
+def _mode(view: NodeView) -> str:
+    return str(view.attr("mode", "nearest"))
+
+
+def _crops(view: NodeView) -> bool:
+    return bool(view.attr("coordinate_transformation_mode") == "tf_crop_and_resize")
+
+
+def _keeps_ratio(view: NodeView) -> bool:
+    return str(view.attr("keep_aspect_ratio_policy", "stretch")) != "stretch"
+
+
+def resized(view: NodeView) -> dict[int, Interpolation | None]:
+    """Returns the axes that are resized, each with how; None where that is not known.
+
+    Raises:
+        ModelError: The scales are not constant.
+    """
+    shape, out = view.shape(0), view.out_shape()
+    scales = _scales(view)
+    if not _crops(view) and shape == out and all(isinstance(d, int) for d in shape):
+        return {}  # onnxruntime copies, whatever the scales
+    found: dict[int, Interpolation | None] = {}
+    old = view.node.op_type == "Upsample" or view.opset < 11
+    policy = scales is None and _keeps_ratio(view)
+    for axis, (before, after) in enumerate(zip(shape, out, strict=True)):
+        scale = None if scales is None else scales.get(axis, 1.0)
+        same = (before == after and not policy) if scale is None else scale == 1
+        if axis not in _places(view) or (same and not _crops(view)):
+            continue
+        if not isinstance(before, int) or not isinstance(after, int) or _crops(view) or policy:
+            found[axis] = None
+            continue
+        mode = _mode(view)
+        found[axis] = Interpolation(
+            before,
+            after,
+            after / before if scale is None else float(np.float32(scale)),
+            # Upsample, and Resize before opset 11, say bilinear and the like.
+            "linear" if mode.endswith("linear") else mode,
+            "asymmetric" if old else view.attr("coordinate_transformation_mode", "half_pixel"),
+            "simple" if old else view.attr("nearest_mode", "round_prefer_floor"),
+            float(view.attr("cubic_coeff_a", -0.75)),
+            bool(view.attr("exclude_outside", 0)),
+            bool(view.attr("antialias", 0)),
+        )
+    return found
+
+
+def _linear(view: NodeView, axes: Mapping[int, Interpolation | None]) -> str:
+    value = view.node.inputs[0]
+    if value is None or value.dtype is None or not value.dtype.is_floating_point():
+        return ""
+    if not axes or (_mode(view) == "nearest" and not _crops(view)):
+        return "; linear: any 0"
+    return "; linear: sum 0" if not _crops(view) or view.attr("extrapolation_value", 0) == 0 else ""
+
+
+def _splits(view: NodeView, axis: Interpolation | None) -> bool:
+    """Whether a resized axis may be split."""
+    # Where came with opset 9.
+    if axis is None or axis.size * axis.out > _MATRIX_LIMIT or view.opset < 9:
+        return False
+    value = view.node.inputs[0]
+    real = value is not None and value.dtype is not None and value.dtype.is_floating_point()
+    return real or axis.mode == "nearest"
+
+
+def resize_rule(view: NodeView) -> OpRule:
+    """Resize: `a b h w -> a b h w; scaled: h w`; dims of unknown size must be whole.
+
+    Raises:
+        ModelError: The scales or sizes are not constant, or an aspect ratio is kept that the batch
+            takes part in.
+    """
+    names = axis_names(len(view.shape(0)))
+    axes = resized(view)
+    by_sizes = _scales(view) is None
+    if by_sizes and _keeps_ratio(view) and set(_places(view)) != set(axes):
+        raise ModelError(
+            f"node {view.name!r} (Resize): a kept aspect ratio is divided where the attribute axes "
+            "names the resized dims alone"
+        )
+    left, right, scaled, whole = list(names), list(names), [], []
+    for axis, how in axes.items():
+        if _splits(view, how):
+            scaled.append(names[axis])
+        else:
+            right[axis] = f"{names[axis]}_out"
+            whole += [names[axis], right[axis]]
+    rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
+    text = f"{' '.join(left)}{rest} -> {' '.join(right)}"
+    for kind, factors in (("scaled", scaled), ("whole", whole)):
+        text += f"; {kind}: {' '.join(factors)}" if factors else ""
+    return parse_rule(text + _linear(view, axes))
+
+
+def resize_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Divided axes that do not line up are resized by their matrices, what is left by a Resize."""
+    if not node.plan.factors:
+        return node.copy()
+    view, names = node.view, axis_names(len(node.in_shape(0)))
+    axes = resized(view)
+    x, shape, out = _safe(node), list(node.in_shape(0)), node.out_shape()
+    left = dict(axes)
+    for axis, how in axes.items():
+        if how is None or not node.atoms(names[axis]) or _lines_up(node, how, names[axis]):
+            continue
+        x = _part(node, x, axis, how, shape)
+        shape[axis] = out[axis]
+        del left[axis]
+    if not left:
+        return (x,)
+    return (_rest(node, x, left),)
+
+
+def _safe(node: LocalNode) -> ir.Value:
+    """The operand with zeros for padding that onnxruntime would multiply by zero, NaN included.
+
+    It interpolates between all dims of a tensor that has fewer than four.
+    """
+    x = node.input(0)
+    if len(node.in_shape(0)) < 4 and _mode(node.view) != "nearest":
+        for factor in node.split_factors():
+            x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
+    return x
+
+
+def _lines_up(node: LocalNode, how: Interpolation, factor: str) -> bool:
+    """Whether a device's part of the result is its part of the operand, each element repeated."""
+    times = repeats(how)
+    size, out = how.size, how.out
+    for atom in node.atoms(factor):
+        count = node.mesh.atoms[atom]
+        size, out = -(-size // count), -(-out // count)
+        if not times or out != size * times:
+            return False
+    return repeats(replace(how, size=size, out=out)) == times
+
+
+def _part(
+    node: LocalNode, x: ir.Value, axis: int, how: Interpolation, shape: Sequence[Dim]
+) -> ir.Value:
+    """This device's part of a resized dim, made of the gathered operand of local shape `shape`."""
+    sharding = node.plan.inputs[0]
+    assert sharding is not None
+    (component,) = sharding.dims[axis]
+    x = node.all_gather(x, component.atoms, shape, axis)
+    wide = [*shape[:axis], how.size, *shape[axis + 1 :]]
+    held = _held(component, node.mesh, how.size)
+    padded = int(local_size(component, node.mesh, node.view.table)) * node.mesh.count(
+        component.atoms
+    )
+    if padded != how.size:
+        x = node.op("Gather", x, node.builder.const(held), shape=wide, axis=axis)
+    factor = axis_names(len(shape))[axis]
+    result = [*wide[:axis], node.local_size(factor), *wide[axis + 1 :]]
+    index = global_index(node, factor)
+    length = [node.local_size(factor)]
+    if not node.is_even(factor):
+        last = node.builder.const(np.array(how.out - 1, np.int64))
+        # Min has no integers before opset 12.
+        inside = node.op("Less", index, last, dtype=BOOL, shape=length)
+        index = node.op("Where", inside, index, last, dtype=INT64, shape=length)
+    if how.mode == "nearest":
+        table = node.builder.const(nearest(how))
+        taken = node.op("Gather", table, index, shape=length, axis=0)
+        return node.op("Gather", x, taken, shape=result, axis=axis)
+    kind = work_dtype(x.dtype)
+    before = x.dtype
+    weights = node.builder.const(matrix(how), kind)
+    weights = node.op("Gather", weights, index, shape=[*length, how.size], axis=0)
+    x = along(node, cast(node, x, kind, wide), weights, axis, wide, length[0])
+    return cast(node, x, before, result)
+
+
+def _held(component: Component, mesh: Mesh, size: int) -> np.ndarray:
+    """Where each element of a dim lies in what is gathered of its parts, padding between them."""
+    place, length = np.zeros(size, np.int64), size
+    inside = np.arange(size)
+    for atom in component.atoms:
+        count = mesh.atoms[atom]
+        length = -(-length // count)
+        place = place * count + inside // length
+        inside = inside % length
+    return place * length + inside
+
+
+def along(
+    node: LocalNode, x: ir.Value, weights: ir.Value, axis: int, shape: Sequence[Dim], out: Dim
+) -> ir.Value:
+    """Returns weights [out, size] times `x`, of local shape `shape`, along an axis of it."""
+    rank = len(shape)
+    result = [*shape[:axis], out, *shape[axis + 1 :]]
+    if axis == rank - 2:
+        return node.op("MatMul", weights, x, dtype=x.dtype, shape=result)
+    turned = node.op("Transpose", weights, shape=[shape[axis], out], perm=[1, 0])
+    if axis == rank - 1:
+        return node.op("MatMul", x, turned, shape=result)
+    order = [*(i for i in range(rank) if i != axis), axis]
+    last = node.op("Transpose", x, shape=[shape[i] for i in order], perm=order)
+    made = node.op("MatMul", last, turned, shape=[result[i] for i in order])
+    back = [order.index(i) for i in range(rank)]
+    return node.op("Transpose", made, shape=result, perm=back)
+
+
+def _rest(node: LocalNode, x: ir.Value, left: Mapping[int, object]) -> ir.Value:
+    """A Resize of the axes `left`; the others have their local sizes already."""
+    view, out = node.view, node.out_shape()
+    scales, places = _scales(view), _places(view)
+    inputs = list(node.inputs)
+    inputs[0] = x
+    if scales is None:
+        if any(out[p] != view.out_shape()[p] for p in places):
+            inputs[3] = node.builder.shape([out[p] for p in places])
+        return node.copy(inputs)[0]
+    given = [scales[p] if p in left else 1.0 for p in places]
+    index = _scales_index(view)
+    if index < len(inputs):
+        inputs[index] = node.builder.const(np.array(given, np.float32))
+        return node.copy(inputs)[0]
+    return node.copy(inputs, {"scales": given})[0]
+
+
+def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """The transposed matrices, axis by axis; sums over what was repeated."""
+    axes = resized(node.view)
+    scales = _scales(node.view)
+    times: dict[int, int] = {}
+    for axis, how in axes.items():
+        if how is not None:
+            times[axis] = repeats(how)
+        elif scales is not None and not _crops(node.view):
+            times[axis] = _always_repeats(node.view, scales[axis])
+        if how is None and not times.get(axis):
+            raise ModelError(
+                f"node {node.view.name!r} ({node.view.node.op_type}): a gradient needs constant "
+                f"sizes and no cropping along axis {axis}"
+            )
+    return [resize_gradient(node, axes, times)]
+
+
+def _always_repeats(view: NodeView, scale: float) -> int:
+    """How often elements of a dim of any size are repeated in place; 0 where they may not be."""
+    mode = view.attr("coordinate_transformation_mode", "half_pixel")
+    if scale != int(scale) or scale < 1 or mode in ("align_corners", "half_pixel_symmetric"):
+        return 0
+    old = view.node.op_type == "Upsample" or view.opset < 11
+    # What is repeated depends on the position within an element alone.
+    size = 64
+    return repeats(
+        Interpolation(
+            size,
+            size * int(scale),
+            scale,
+            _mode(view),
+            "asymmetric" if old else mode,
+            "simple" if old else view.attr("nearest_mode", "round_prefer_floor"),
+        )
+    )
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef("", "Resize", 10, resize_rule, resize_local, gradient=_gradient),
+    OpDef("", "Upsample", 7, resize_rule, resize_local, gradient=_gradient),
+)

@@ -1,0 +1,108 @@
+"""Operators that read images at places that other tensors give: GridSample, RoiAlign and the like.
+
+What is read may lie anywhere, so images are whole where they are read; batch, channels, regions and
+the places themselves divide. Regions that lie in the images of another device count as zero, and
+the sum is pending.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import cast, locate, zero_unless
+from onnxpar.ops.image.sample_body import affine_body, grid_body, roi_body
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, Missing, OpDef, expanded
+from onnxpar.ops.quantized.forms import can_mask
+
+_IMAGE, _REGION = "N", "R"
+
+
+def grid_rule(view: NodeView) -> OpRule:
+    """GridSample: `n c h w, n y x 1 -> n c y x; whole: h w; linear: sum 0`."""
+    rank = len(view.shape(0)) - 2
+    names = axis_names(rank)
+    before = [f"{n}_in" for n in names]
+    text = f"N C {' '.join(before)}, N {' '.join(names)} 1 -> N C {' '.join(names)}"
+    # Nothing but elements of the image where there is no border of zeros.
+    moves = view.attr("mode") == "nearest" and view.attr("padding_mode", "zeros") != "zeros"
+    linear = "any 0" if moves else "sum 0"
+    return parse_rule(f"{text}; whole: {' '.join(before)}; linear: {linear}")
+
+
+def align_rule(view: NodeView) -> OpRule:
+    """RoiAlign: `n c h w, r 1, r -> r c y x; sum: n; whole: h w y x; linear: sum 0` (or max)."""
+    linear = "sum 0" if view.attr("mode", "avg") == "avg" else "max 0"
+    kinds = "sum: N; whole: h w y x" if can_mask(view) else "whole: N R h w y x"
+    return parse_rule(f"N C h w, R 1, R -> R C y x; {kinds}; linear: {linear}")
+
+
+def align_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Regions of images that are elsewhere give zero; padding of regions reads the first image."""
+    rois = node.masked(node.input(1), 1, _REGION, 0, known_zero=node.zero[1])
+    images = node.masked(node.input(2), 2, _REGION, 0, known_zero=node.zero[2])
+    rest = node.inputs[3:]
+    if not node.atoms(_IMAGE):
+        return node.copy([node.input(0), rois, images, *rest])
+    shape = node.in_shape(2)
+    place, inside = locate(node, _IMAGE, cast(node, images, INT64, shape), shape)
+    place = cast(node, place, images.dtype, shape)
+    made = node.copy([node.input(0), rois, place, *rest])[0]
+    inside = node.builder.reshape(inside, [*shape, 1, 1, 1])
+    return (zero_unless(node, inside, made, node.out_shape()),)
+
+
+def crop_rule(view: NodeView) -> OpRule:
+    """CropAndResize (com.microsoft): `n c h w, r 1, r, . -> r c y x; sum: n; whole: h w y x`."""
+    linear = "" if view.attr("extrapolation_value", 0.0) else "; linear: sum 0"
+    return parse_rule(f"N C h w, R 1, R, . -> R C y x; sum: N; whole: h w y x{linear}")
+
+
+def max_rule(view: NodeView) -> OpRule:
+    """MaxRoiPool: `n c h w, r 1 -> r c y x; whole: n h w y x`; a region begins with its image."""
+    regions = "" if can_mask(view) else "R "
+    return parse_rule(f"N C h w, R 1 -> R C y x; whole: {regions}N h w y x; linear: max 0")
+
+
+def max_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Padding of regions reads the first image."""
+    rois = node.masked(node.input(1), 1, _REGION, 0, known_zero=node.zero[1])
+    return node.copy([node.input(0), rois])
+
+
+def suppression_rule(view: NodeView) -> OpRule:
+    """NonMaxSuppression: whole, since how much it selects depends on the data.
+
+    Raises:
+        ModelError: Always.
+    """
+    raise ModelError(
+        f"node {view.name!r} (NonMaxSuppression): how many boxes it selects of each image is known "
+        "only when the model runs, and their list is of all images"
+    )
+
+
+_ELSEWHERE = Missing("no gradient rule is written for it; RoiAlign has one")
+DEFS: tuple[OpDef, ...] = (
+    *(
+        OpDef(domain, "GridSample", since, grid_rule, gradient=BY_BODY, body=grid_body)
+        for domain, since in (("", 16), ("com.microsoft", 1))
+    ),
+    OpDef("", "AffineGrid", 20, expanded, gradient=BY_BODY, body=affine_body),
+    OpDef("", "RoiAlign", 10, align_rule, align_local, gradient=BY_BODY, body=roi_body),
+    OpDef("com.microsoft", "CropAndResize", 1, crop_rule, align_local, gradient=_ELSEWHERE),
+    OpDef(
+        "",
+        "MaxRoiPool",
+        1,
+        max_rule,
+        max_local,
+        gradient=_ELSEWHERE,
+    ),
+    OpDef("", "NonMaxSuppression", 10, suppression_rule, gradient=NOT_DIFFERENTIABLE),
+)

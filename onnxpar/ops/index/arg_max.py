@@ -1,0 +1,273 @@
+"""Operators that say where something is: ArgMax, Hardmax, TopK, and those that count as they find.
+
+Over a split axis every device finds its own candidates, and only those travel: one value and one
+index a row for ArgMax, k of each for TopK. Of equal values the one of the least global index is
+found, as on one device.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+import sympy
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.padding import mask_component
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import (
+    BOOL,
+    FLOAT,
+    cast,
+    copy_or,
+    global_index,
+    normal_axis,
+    reduce,
+    reduced,
+    written_out,
+)
+from onnxpar.ops.index.top_k_gradient import top_k_gradient
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
+from onnxpar.ops.view.reshape import further
+
+# Types in which onnxruntime does not compare, and those in which it does so in their place.
+_COMPARED_AS = {
+    **dict.fromkeys(
+        (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16),
+        ir.DataType.INT32,
+    ),
+    **dict.fromkeys((ir.DataType.FLOAT16, ir.DataType.BFLOAT16), FLOAT),
+}
+
+
+def arg_rule(view: NodeView) -> OpRule:
+    """Every dim may be split; the searched one communicates a value and an index a row."""
+    names = axis_names(len(view.shape(0)))
+    axis = normal_axis(view, view.attr("axis", 0), len(names))
+    keep = view.attr("keepdims", 1)
+    result = [
+        "1" if position == axis else name
+        for position, name in enumerate(names)
+        if keep or position != axis
+    ]
+    return parse_rule(f"{' '.join(names)} -> {' '.join(result)}; special: {names[axis]}")
+
+
+def hardmax_rule(view: NodeView) -> OpRule:
+    """Hardmax: every dim may be split; the searched one communicates a value and an index a row."""
+    names = axis_names(len(view.shape(0)))
+    text = " ".join(names)
+    if view.opset < 13:
+        # All dims from the axis on are searched as one.
+        rank = len(names)
+        first = int(view.attr("axis", 1))
+        joint = names[first + rank if first < 0 else first :]
+        return parse_rule(f"{text} -> {text}" + (f"; whole: {' '.join(joint)}" if joint else ""))
+    axis = normal_axis(view, view.attr("axis", -1), len(names))
+    return parse_rule(f"{text} -> {text}; special: {names[axis]}")
+
+
+def _hardmax_axes(view: NodeView) -> tuple[int, ...]:
+    """The axis that is searched, where it is one."""
+    return (int(view.attr("axis", -1)),) if view.opset >= 13 else ()
+
+
+def hardmax_local(node: LocalNode) -> Sequence[ir.Value]:
+    """One at the first index that has the greatest of all parts, zero elsewhere."""
+    view, shape = node.view, node.in_shape(0)
+    axis = normal_axis(view, view.attr("axis", -1), len(shape))
+    factor = axis_names(len(shape))[axis]
+    found, index = _first(node, axis, factor, largest=True, last=False)
+    hit = node.op("Equal", index, found, dtype=BOOL, shape=shape)
+    return (cast(node, hit, node.out_dtype(), shape),)
+
+
+def _places(node: LocalNode, factor: str, fill: str) -> ir.Value:
+    """The global index of each local element along `factor`, padding at an end of the range."""
+    index = global_index(node, factor)
+    length = node.local_size(factor)
+    components = node.components(factor)
+    for position, component in enumerate(components):
+        if component.atoms:
+            index = mask_component(
+                node.builder,
+                index,
+                [length],
+                0,
+                components[:position],
+                component,
+                components[position + 1 :],
+                fill,
+            )
+    return index
+
+
+def _arg(node: LocalNode, *, largest: bool) -> Sequence[ir.Value]:
+    view, shape = node.view, node.in_shape(0)
+    axis = normal_axis(view, view.attr("axis", 0), len(shape))
+    factor = axis_names(len(shape))[axis]
+    last = bool(view.attr("select_last_index", 0))
+    found, _ = _first(node, axis, factor, largest=largest, last=last)
+    return (node.builder.reshape(found, node.out_shape()),)
+
+
+def _first(
+    node: LocalNode, axis: int, factor: str, *, largest: bool, last: bool
+) -> tuple[ir.Value, ir.Value]:
+    """The first (last) global index along an axis that has the extremum, and each element's own.
+
+    The former has a dim of size 1 there, the latter is [local size, 1, …].
+    """
+    shape = node.in_shape(0)
+    x = node.masked(node.input(0), 0, factor, "lowest" if largest else "highest")
+    x = cast(node, x, _COMPARED_AS.get(x.dtype or FLOAT), shape)
+    kept = reduced(shape, [axis])
+    atoms = node.atoms(factor)
+    top = reduce(node, "ReduceMax" if largest else "ReduceMin", x, [axis], shape)
+    top = node.all_reduce(top, atoms, kept, "max" if largest else "min")
+    hit = node.op("Equal", x, top, dtype=BOOL, shape=shape)
+    # Where nothing is equal, as to NaN, the end that is never better than a hit.
+    size = node.builder.size(node.size(factor))
+    one = node.builder.const([1])
+    other = node.builder.const([0]) if last else node.op("Sub", size, one, shape=[1])
+    index = _places(node, factor, "lowest" if last else "highest")
+    index = node.builder.reshape(index, [shape[axis], *[1] * (len(shape) - axis - 1)])
+    found = node.op("Where", hit, index, other, dtype=INT64, shape=shape)
+    found = reduce(node, "ReduceMax" if last else "ReduceMin", found, [axis], shape)
+    return node.all_reduce(found, atoms, kept, "max" if last else "min"), index
+
+
+def arg_max_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The greatest of all parts, then the first (last) index that has it, each all-reduced."""
+    return _arg(node, largest=True)
+
+
+def arg_min_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The least of all parts, then the first (last) index that has it, each all-reduced."""
+    return _arg(node, largest=False)
+
+
+def top_k_rule(view: NodeView) -> OpRule:
+    """TopK: every dim may be split; the searched one gathers k values and indices of each part."""
+    names = axis_names(len(view.shape(0)))
+    axis = normal_axis(view, view.attr("axis", -1), len(names))
+    result = list(names)
+    result[axis] = "K"
+    operand, found = " ".join(names), " ".join(result)
+    # Until opset 11 nothing puts candidates of several devices in order.
+    kinds = f"special: {names[axis]}; whole: K" if view.opset >= 11 else f"whole: {names[axis]} K"
+    return parse_rule(f"{operand}{further(view)} -> {found}, {found}; {kinds}")
+
+
+def top_k_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The k best of each part, gathered, and the k best of those."""
+    view, shape = node.view, list(node.in_shape(0))
+    axis = normal_axis(view, view.attr("axis", -1), len(shape))
+    factor = axis_names(len(shape))[axis]
+    largest = int(view.attr("largest", 1))
+    atoms, components = node.atoms(factor), node.components(factor)
+    values = node.masked(node.input(0), 0, factor, "lowest" if largest else "highest")
+    index = _places(node, factor, "highest")
+    if len(components) == 1 or node.is_even(factor):
+        # Padding lies behind what is equal to it, so that it is never preferred.
+        count = _least(node.out_shape()[axis], shape[axis])
+        values, place = _best(node, values, shape, axis, count, largest=largest)
+        shape[axis] = count
+        index = node.op("Gather", index, place, shape=shape, axis=0)
+    else:
+        tail = [1] * (len(shape) - axis - 1)
+        index = node.builder.reshape(index, [shape[axis], *tail])
+        index = node.op("Expand", index, node.builder.shape(shape), shape=shape)
+    values = node.all_gather(values, atoms, shape, axis)
+    index = node.all_gather(index, atoms, shape, axis)
+    shape[axis] = shape[axis] * node.mesh.count(atoms)
+    if len(components) > 1:
+        # Parts interleave: of equal values the first must be that of the least index.
+        index, order = _best(node, index, shape, axis, shape[axis], largest=0)
+        values = node.op("GatherElements", values, order, shape=shape, axis=axis)
+    out = node.out_shape()
+    values, place = _best(node, values, shape, axis, out[axis], largest=largest)
+    return values, node.op("GatherElements", index, place, shape=out, axis=axis)
+
+
+def _least(one: Dim, other: Dim) -> Dim:
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
+    return sympy.Min(one, other)
+
+
+def _best(
+    node: LocalNode, x: ir.Value, shape: Sequence[Dim], axis: int, count: Dim, *, largest: int
+) -> tuple[ir.Value, ...]:
+    """The `count` greatest (least) along an axis and their places, in order."""
+    found = [*shape[:axis], count, *shape[axis + 1 :]]
+    return node.builder.ops(
+        "TopK",
+        [x, node.builder.size(count)],
+        [(x.dtype, found), (INT64, found)],
+        {"axis": axis, "largest": largest, "sorted": 1},
+    )
+
+
+def compress_rule(view: NodeView) -> OpRule:
+    """Compress: the chosen axis is whole, since how many are chosen depends on data."""
+    names = axis_names(len(view.shape(0)))
+    axis = view.attr("axis")
+    if axis is None:
+        text = f"{' '.join(names)}, C -> K; whole: {' '.join([*names, 'C', 'K'])}"
+        return parse_rule(f"{text}; linear: any 0")
+    chosen = normal_axis(view, axis, len(names))
+    result = list(names)
+    result[chosen] = "K"
+    text = f"{' '.join(names)}, C -> {' '.join(result)}; whole: {names[chosen]} C K"
+    return parse_rule(f"{text}; linear: any 0")
+
+
+def _depends_on_data(view: NodeView, what: str) -> OpRule:
+    raise ModelError(
+        f"node {view.name!r} ({view.node.op_type}): {what} depends on the data of all devices"
+    )
+
+
+def non_zero_rule(view: NodeView) -> OpRule:
+    """NonZero: computed whole; how many elements are found depends on all data."""
+    return _depends_on_data(view, "how many elements are found, and their order,")
+
+
+def unique_rule(view: NodeView) -> OpRule:
+    """Unique: computed whole; how many values are found, and their order, depends on all data."""
+    return _depends_on_data(view, "how many values are found, and their order,")
+
+
+DEFS = (
+    OpDef("", "ArgMax", 1, arg_rule, copy_or(arg_max_local), gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "ArgMin", 1, arg_rule, copy_or(arg_min_local), gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "TopK", 1, top_k_rule, copy_or(top_k_local), gradient=top_k_gradient),
+    OpDef(
+        "",
+        "Hardmax",
+        1,
+        hardmax_rule,
+        written_out(hardmax_local, _hardmax_axes),
+        gradient=NotDifferentiable("constant between its steps"),
+    ),
+    OpDef(
+        "",
+        "Compress",
+        9,
+        compress_rule,
+        gradient=Missing("the shape of its result, which a gradient must have, depends on data"),
+        keeps_zero=True,
+    ),
+    OpDef("", "NonZero", 9, non_zero_rule, gradient=NOT_DIFFERENTIABLE),
+    OpDef(
+        "",
+        "Unique",
+        11,
+        unique_rule,
+        gradient=Missing("the shape of its result, which a gradient must have, depends on data"),
+    ),
+)

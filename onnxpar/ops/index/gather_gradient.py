@@ -1,0 +1,47 @@
+"""Gradients of lookups: what was read at an index is added up there."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.ops.gradient import GradNode
+
+INDEXED_SUM = "IndexedSum"
+"""Operator of the global graph: rows [i…, b…], indices [i…], what was read? [V, b…] -> [V, b…].
+
+Rows of equal index are added up: the gradient of Gather along dim 0. The last operand has the
+result's shape, and its elements are not read.
+"""
+
+
+def gather_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Adds the cotangent's rows up where they were read."""
+    data = node.input(0)
+    axis = node.view.attr("axis", 0)
+    axis = axis + len(node.shape(data)) if axis < 0 else axis
+    return [indexed_gradient(node, node.cotangent(), node.input(1), axis, node.shape(data))]
+
+
+def indexed_gradient(
+    node: GradNode, dy: ir.Value, index: ir.Value, axis: int, shape: Sequence[Dim]
+) -> ir.Value:
+    """Emits the gradient of Gather along `axis` of a tensor of this shape."""
+    places, rank = len(node.shape(index)), len(node.shape(dy))
+    rows = list(shape)
+    vocabulary = rows.pop(axis)
+    if axis:
+        # The indexed dims to the front, and the result's back to where it was.
+        order = [*range(axis, axis + places), *range(axis), *range(axis + places, rank)]
+        before = node.shape(dy)
+        dy = node.op("Transpose", dy, shape=[before[i] for i in order], perm=order)
+    source = node.input(0)
+    # An activation would be held in memory for its shape; a parameter is there anyway.
+    held = source.producer() is None and not axis and node.shape(source) == tuple(shape)
+    like = source if held else None
+    found = node.op(INDEXED_SUM, dy, index, like, shape=[vocabulary, *rows], domain=DOMAIN)
+    if axis:
+        back = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]
+        found = node.op("Transpose", found, shape=shape, perm=back)
+    return found

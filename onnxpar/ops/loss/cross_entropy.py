@@ -1,0 +1,400 @@
+"""Cross-entropy losses, split by rows, by positions and by classes.
+
+With the classes split, each device finds the labels that are in its part; what travels is one
+maximum, one sum and one score for each row, never the scores (Megatron-LM's parallel
+cross-entropy, Shoeybi et al., 2019). A mean is divided by the global weight of all labels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import NodeError
+from onnxpar.core.mesh import Atoms
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import DOMAIN, INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
+from onnxpar.ops.functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.loss.cross_entropy_gradient import (
+    LOSS_GRAD,
+    log_likelihood_gradient,
+    softmax_cross_entropy_gradient,
+)
+from onnxpar.ops.norm.rows import log_softmax
+from onnxpar.ops.operator import Missing, OpDef
+
+CLASSES = "C"
+SCORES, LABELS, WEIGHTS, COTANGENT = range(4)
+REDUCTIONS = ("none", "mean", "sum")
+_NO_LABEL = -1
+"""What is ignored where the loss ignores none: labels are not negative."""
+
+
+def _keeps_log_prob(view: NodeView) -> bool:
+    return len(view.node.outputs) > 1 and bool(view.node.outputs[1].name)
+
+
+def loss_rule(view: NodeView) -> OpRule:
+    """`a C b, a b, C -> ; sum: a b; special: C`: rows and positions b, classes C.
+
+    The log-probabilities, where they are an output too, are split by rows and positions while the
+    loss is pending.
+
+    Raises:
+        NodeError: There is no such reduction.
+    """
+    reduction = view.attr("reduction", "mean")
+    if reduction not in REDUCTIONS:
+        raise NodeError(
+            f"node {view.name!r} ({view.node.op_type}): 'reduction': expected one of "
+            f"{', '.join(REDUCTIONS)}, got {reduction!r}"
+        )
+    names = axis_names(len(view.shape(LABELS)))
+    rows = " ".join(names)
+    scores = " ".join([names[0], CLASSES, *names[1:]])
+    weights = f", {CLASSES}" if view.has(WEIGHTS) else ", -" if view.arity > 2 else ""
+    plain = reduction == "none"
+    outputs = [rows if plain else ""]
+    outputs += [scores if _keeps_log_prob(view) else "."] * (len(view.node.outputs) - 1)
+    text = f"{scores}, {rows}{weights} -> {', '.join(outputs)}; special: {CLASSES}"
+    if not plain:
+        text += f"; sum: {rows}"
+    if view.node.op_type == "NegativeLogLikelihoodLoss":
+        text += "; linear: sum 0"
+    return parse_rule(text)
+
+
+def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        plain = node.view.attr("reduction", "mean") == "none"
+        if not node.plan.factors or (plain and not node.atoms(CLASSES)):
+            if softmax and _keeps_log_prob(node.view) and _fuses(node):
+                return _fused_loss(node)
+            return node.copy([node.input(SCORES), _safe_labels(node), *node.inputs[WEIGHTS:]])
+        return _Loss(node, softmax).emit()
+
+    local.__doc__ = "Labels found where their class lies; global weights under a mean."
+
+    return local
+
+
+def _fuses(node: LocalNode) -> bool:
+    """Whether a kernel can take the place of the node's form in standard operators."""
+    whole = not node.view.has(WEIGHTS) and not node.atoms(CLASSES)
+    return whole and node.builder.opset >= MIN_OPSET
+
+
+def _fused_loss(node: LocalNode) -> Sequence[ir.Value]:
+    """The same operator in one pass over the scores, where training reads its second output."""
+    labels = cast(node, _safe_labels(node), INT64, node.in_shape(LABELS))
+    return node.builder.ops(
+        CROSS_ENTROPY.name,
+        [node.input(SCORES), labels],
+        [(node.out_dtype(i), node.out_shape(i)) for i in (0, 1)],
+        {
+            "reduction": node.view.attr("reduction", "mean"),
+            "ignore_index": node.view.attr("ignore_index", _NO_LABEL),
+        },
+        domain=DOMAIN,
+    )
+
+
+def _safe_labels(node: LocalNode) -> ir.Value:
+    """The labels, padding set to class 0, which is always there."""
+    labels = node.input(LABELS)
+    for factor in _rows(node):
+        labels = node.masked(labels, LABELS, factor, 0, known_zero=node.zero[LABELS])
+    return labels
+
+
+def _rows(node: LocalNode) -> tuple[str, ...]:
+    return tuple(f for f in node.split_factors() if f != CLASSES)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Emits the local form of one loss node."""
+
+    node: LocalNode
+    softmax: bool
+
+    @property
+    def rows(self) -> tuple[Dim, ...]:
+        """Local shape of the labels."""
+        return self.node.in_shape(LABELS)
+
+    @property
+    def wide(self) -> ir.DataType:
+        """The type in which the loss is computed."""
+        return work_dtype(self.node.input(SCORES).dtype)
+
+    def emit(self) -> Sequence[ir.Value]:
+        node, view = self.node, self.node.view
+        atoms = node.atoms(CLASSES)
+        log_prob = self._log_prob(atoms)
+        labels = cast(node, node.input(LABELS), INT64, self.rows)
+        counted = self._counted(labels)
+        place, inside = locate(node, CLASSES, labels, self.rows)
+        if counted is not None:
+            inside = node.op("And", inside, counted, shape=self.rows)
+        picked = self._picked(log_prob, place)
+        zero = node.builder.const(np.array(0), self.wide)
+        picked = node.op("Where", inside, picked, zero, dtype=self.wide, shape=self.rows)
+        picked = node.all_reduce(picked, atoms, self.rows)
+        loss = node.op("Neg", picked, shape=self.rows)
+        weight = self._weight(place, inside, counted, atoms)
+        if weight is not None and view.has(WEIGHTS):
+            loss = node.op("Mul", loss, weight, shape=self.rows)
+        reduction = view.attr("reduction", "mean")
+        if reduction != "none":
+            loss = self._total(loss)
+            if reduction == "mean":
+                loss = node.op("Div", loss, self._denominator(weight), shape=[])
+        outputs = [cast(node, loss, node.out_dtype(), node.out_shape())]
+        if _keeps_log_prob(view):
+            outputs.append(cast(node, log_prob, node.out_dtype(1), node.out_shape(1)))
+        elif len(view.node.outputs) > 1:
+            outputs.append(log_prob)
+        return outputs
+
+    def _row_atoms(self) -> Atoms:
+        return tuple(a for f in _rows(self.node) for a in self.node.atoms(f))
+
+    def _log_prob(self, atoms: Atoms) -> ir.Value:
+        node = self.node
+        shape = node.in_shape(SCORES)
+        x = node.input(SCORES)
+        if not self.softmax:
+            return cast(node, x, self.wide, shape)
+        if atoms:
+            x = node.masked(x, SCORES, CLASSES, "lowest")
+        x = cast(node, x, self.wide, shape)
+        if not atoms and node.builder.opset >= 13:
+            return node.op("LogSoftmax", x, shape=shape, axis=1)
+        return log_softmax(node, x, 1, atoms, shape)
+
+    def _counted(self, labels: ir.Value) -> ir.Value | None:
+        """Which labels count: neither ignored nor padding; None where all do."""
+        node, rows = self.node, self.rows
+        uneven = [f for f in _rows(node) if not node.is_even(f)]
+        ignored = node.view.attr("ignore_index")
+        if ignored is None and not uneven:
+            return None
+        if ignored is None:
+            counted = node.op("Equal", labels, labels, dtype=BOOL, shape=rows)
+        else:
+            value = node.builder.const(np.array(ignored), INT64)
+            same = node.op("Equal", labels, value, dtype=BOOL, shape=rows)
+            counted = node.op("Not", same, shape=rows)
+        for factor in uneven:
+            counted = node.masked(counted, LABELS, factor, 0)
+        return counted
+
+    def _picked(self, log_prob: ir.Value, place: ir.Value) -> ir.Value:
+        """The log-probability of each row's label, where this device has it."""
+        node, rows = self.node, self.rows
+        column = [rows[0], 1, *rows[1:]]
+        index = node.builder.reshape(place, column)
+        found = node.op("GatherElements", log_prob, index, shape=column, axis=1)
+        return node.builder.reshape(found, rows)
+
+    def _weight(
+        self, place: ir.Value, inside: ir.Value, counted: ir.Value | None, atoms: Atoms
+    ) -> ir.Value | None:
+        """The weight of each row; None where every one is 1."""
+        node, rows = self.node, self.rows
+        zero = node.builder.const(np.array(0), self.wide)
+        if node.view.has(WEIGHTS):
+            weights = cast(node, node.input(WEIGHTS), self.wide, node.in_shape(WEIGHTS))
+            weight = node.op("Gather", weights, place, shape=rows, axis=0)
+            weight = node.op("Where", inside, weight, zero, dtype=self.wide, shape=rows)
+            return node.all_reduce(weight, atoms, rows)
+        if counted is None:
+            return None
+        return cast(node, counted, self.wide, rows)
+
+    def _total(self, x: ir.Value) -> ir.Value:
+        """The sum of a local tensor shaped as the labels, as a scalar."""
+        if not self.rows:
+            return x
+        node = self.node
+        axes = list(range(len(self.rows)))
+        if node.builder.opset >= 13:
+            every = node.builder.const(np.array(axes, np.int64))
+            return node.op("ReduceSum", x, every, shape=[], keepdims=0)
+        return node.op("ReduceSum", x, shape=[], keepdims=0, axes=axes)
+
+    def _denominator(self, weight: ir.Value | None) -> ir.Value:
+        """The global weight of all labels, as a scalar."""
+        node = self.node
+        if weight is None or not (
+            node.view.has(WEIGHTS) or node.view.node.attributes.get("ignore_index")
+        ):
+            count = count_of(node, node.view.shape(LABELS), self.wide)
+            return node.builder.reshape(count, [])
+        return node.all_reduce(self._total(weight), self._row_atoms(), [])
+
+
+def loss_grad_rule(view: NodeView) -> OpRule:
+    """`a C b, a b, C, -> a C b; special: C`: as the loss; the last operand is its cotangent."""
+    names = axis_names(len(view.shape(LABELS)))
+    rows = " ".join(names)
+    scores = " ".join([names[0], CLASSES, *names[1:]])
+    weights = CLASSES if view.has(WEIGHTS) else "-"
+    plain = view.attr("reduction", "mean") == "none"
+    special = f"{CLASSES} {rows}" if _counts_labels(view) else CLASSES
+    return parse_rule(
+        f"{scores}, {rows}, {weights}, {rows if plain else ''} -> {scores}; special: {special}"
+    )
+
+
+def _counts_labels(view: NodeView) -> bool:
+    """Whether a mean is over a number of labels that only the labels tell."""
+    counted = view.has(WEIGHTS) or view.attr("ignore_index") is not None
+    return counted and view.attr("reduction", "mean") == "mean"
+
+
+def loss_grad_local(node: LocalNode) -> Sequence[ir.Value]:
+    """(exp(log_prob) - [class is label]) · weight · cotangent, by the global weight under a mean.
+
+    Without `softmax` the exponential is left out: the scores are log-probabilities themselves.
+    """
+    return _LossGrad(node, bool(node.view.attr("softmax", 1))).emit()
+
+
+@dataclass(frozen=True)
+class _LossGrad(_Loss):
+    """Emits the local form of the gradient of a loss; operand 0 is the log-probabilities."""
+
+    def emit(self) -> Sequence[ir.Value]:
+        node = self.node
+        shape = node.in_shape(SCORES)
+        fuses = self.softmax and _fuses(node)
+        result = self._fused(shape) if fuses else self._composed(shape)
+        return (cast(node, result, node.out_dtype(), node.out_shape()),)
+
+    def _fused(self, shape: Sequence[Dim]) -> ir.Value:
+        """One node, where every row of scores is whole and of weight 1 or none."""
+        node, rows = self.node, self.rows
+        labels = cast(node, node.input(LABELS), INT64, rows)
+        reduction = node.view.attr("reduction", "mean")
+        scale = cast(node, node.input(COTANGENT), self.wide, rows if reduction == "none" else [])
+        if reduction == "mean":
+            counted = self._counted(labels)
+            weight = None if counted is None else cast(node, counted, self.wide, rows)
+            scale = node.op("Div", scale, self._denominator(weight), shape=[])
+        ignored = node.view.attr("ignore_index", _NO_LABEL)
+        for factor in _rows(node):
+            labels = node.masked(labels, LABELS, factor, ignored)
+        return node.builder.ops(
+            CROSS_ENTROPY_GRAD.name,
+            [scale, cast(node, node.input(SCORES), self.wide, shape), labels],
+            [(self.wide, shape)],
+            {
+                "reduction": "none" if reduction == "none" else "sum",
+                "ignore_index": ignored,
+            },
+            domain=DOMAIN,
+        )[0]
+
+    def _composed(self, shape: Sequence[Dim]) -> ir.Value:
+        node, rows, view = self.node, self.rows, self.node.view
+        labels = cast(node, node.input(LABELS), INT64, rows)
+        counted = self._counted(labels)
+        place, inside = locate(node, CLASSES, labels, rows)
+        if counted is not None:
+            inside = node.op("And", inside, counted, shape=rows)
+        weight = self._weight(place, inside, counted, node.atoms(CLASSES))
+        plain = view.attr("reduction", "mean") == "none"
+        scale = cast(node, node.input(COTANGENT), self.wide, rows if plain else [])
+        if view.attr("reduction", "mean") == "mean":
+            scale = node.op("Div", scale, self._denominator(weight), shape=[])
+        if weight is not None:
+            scale = node.op("Mul", weight, scale, shape=rows)
+        elif not plain:
+            scale = node.op("Expand", scale, node.builder.shape(rows), shape=rows)
+        zero = node.builder.const(np.array(0), self.wide)
+        there = node.op("Where", inside, scale, zero, dtype=self.wide, shape=rows)
+        column = [rows[0], 1, *rows[1:]]
+        there = node.builder.reshape(node.op("Neg", there, shape=rows), column)
+        index = node.builder.reshape(place, column)
+        spread = self._spread(scale, column, shape, counted)
+        return _scatter_add(node, spread, index, there, shape, column)
+
+    def _spread(
+        self,
+        scale: ir.Value,
+        column: Sequence[Dim],
+        shape: Sequence[Dim],
+        counted: ir.Value | None,
+    ) -> ir.Value:
+        """The part of every class: its probability, scaled; nothing where there is no softmax."""
+        node = self.node
+        zero = node.builder.const(np.array(0), self.wide)
+        if not self.softmax:
+            return node.op("Expand", zero, node.builder.shape(shape), shape=shape)
+        log_prob = cast(node, node.input(SCORES), self.wide, shape)
+        part = node.op("Exp", log_prob, shape=shape)
+        part = node.op("Mul", part, node.builder.reshape(scale, column), shape=shape)
+        if counted is None:
+            return part
+        # A row that is not counted may hold anything, and zero times infinity is no zero.
+        kept = node.builder.reshape(counted, column)
+        return node.op("Where", kept, part, zero, dtype=self.wide, shape=shape)
+
+
+def _scatter_add(
+    node: LocalNode,
+    x: ir.Value,
+    index: ir.Value,
+    there: ir.Value,
+    shape: Sequence[Dim],
+    column: Sequence[Dim],
+) -> ir.Value:
+    """Adds `there`, of shape `column`, to `x`, of `shape`, at one place along dim 1 of each row."""
+    if node.builder.opset >= 16:
+        return node.op("ScatterElements", x, index, there, shape=shape, axis=1, reduction="add")
+    before = node.op("GatherElements", x, index, shape=column, axis=1)
+    total = node.op("Add", before, there, shape=column)
+    return node.op("ScatterElements", x, index, total, shape=shape, axis=1)
+
+
+def label_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
+    """Labels are classes, or the label that does not count."""
+    return [(LABELS, 0, view.shape(SCORES)[1] - 1, view.attr("ignore_index"))]
+
+
+DEFS = (
+    OpDef(
+        "",
+        "SoftmaxCrossEntropyLoss",
+        12,
+        loss_rule,
+        _loss(softmax=True),
+        gradient=softmax_cross_entropy_gradient,
+        indices=label_indices,
+    ),
+    OpDef(
+        "",
+        "NegativeLogLikelihoodLoss",
+        12,
+        loss_rule,
+        _loss(softmax=False),
+        gradient=log_likelihood_gradient,
+        indices=label_indices,
+    ),
+    OpDef(
+        DOMAIN,
+        LOSS_GRAD,
+        1,
+        loss_grad_rule,
+        loss_grad_local,
+        gradient=Missing("it is a gradient itself"),
+    ),
+)

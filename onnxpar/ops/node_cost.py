@@ -1,0 +1,152 @@
+"""What one device computes and moves for its share of a node, where the rule does not say it.
+
+The default (`by_rule`) counts a product for every point of the factors where two operands share a
+factor that no result has, as MatMul and Einsum do, and one operation for each element of the
+largest operand elsewhere; all operands are read and all results written once.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from onnxpar.core.rule import ANY, OpRule
+from onnxpar.graph.shapes import NodeView
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A device's share of a node, in numbers.
+
+    Attributes:
+        rule: The node's rule.
+        view: What the rule saw: attributes and global shapes.
+        factors: Local size of each factor.
+        inputs: Local shape of each operand; None where it is absent or its elements are not read.
+        outputs: Local shape of each result.
+        input_bytes: Bytes of the local part of each operand, 0 where there is none.
+        output_bytes: Bytes of the local part of each result.
+    """
+
+    rule: OpRule
+    view: NodeView
+    factors: Mapping[str, int]
+    inputs: tuple[Shape | None, ...]
+    outputs: tuple[Shape, ...]
+    input_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all operands and results."""
+        return sum(self.input_bytes) + sum(self.output_bytes)
+
+    def input(self, index: int) -> Shape:
+        """Local shape of an operand, () where it is absent."""
+        return (self.inputs[index] if index < len(self.inputs) else None) or ()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Arithmetic operations, and bytes read and written; both 0 for what is nothing but a name."""
+
+    flops: float
+    traffic: float
+
+
+CostFn = Callable[[Share], Cost]
+
+
+def by_rule(share: Share) -> Cost:
+    """Counts from the rule's factors; see the module."""
+    rule = share.rule
+    made = {f for o in rule.outputs for names in o.dims for f in names}
+    read = [{f for names in i.dims for f in names} for i in rule.inputs if i.mode != ANY]
+    contracted = any(f not in made and sum(f in r for r in read) > 1 for f in share.factors)
+    if contracted:
+        return Cost(2.0 * prod(share.factors.values()), share.bytes)
+    shapes = [s for s in (*share.inputs, *share.outputs) if s is not None]
+    return Cost(float(max(map(prod, shapes), default=0)), share.bytes)
+
+
+def view_only(share: Share) -> Cost:
+    """A view of what is there: nothing is computed, nothing moves."""
+    return Cost(0.0, 0.0)
+
+
+def moves(share: Share) -> Cost:
+    """Everything is read and written once, however many factors the rule has."""
+    return Cost(0.0, share.bytes)
+
+
+def selects(share: Share) -> Cost:
+    """Reads of each operand no more than it writes: rows of a table, a part of a tensor."""
+    written = sum(share.output_bytes)
+    return Cost(0.0, written + sum(min(size, written) for size in share.input_bytes))
+
+
+def convolves(image: int | None, weight: int | None) -> CostFn:
+    """Each element of one tensor meets all of the weight but its first dim.
+
+    Args:
+        image: Operand of that tensor; None for the result.
+        weight: Operand of the weight, whose first dim are the channels of that tensor; None for
+            the result.
+    """
+
+    def cost(share: Share) -> Cost:
+        many = share.outputs[0] if image is None else share.input(image)
+        kernel = share.outputs[0] if weight is None else share.input(weight)
+        return Cost(2.0 * prod(many) * prod(kernel[1:]), share.bytes)
+
+    return cost
+
+
+def attends(past: int) -> CostFn:
+    """Queries meet all keys, and the scores all values; operands 0 and 1 are queries and keys.
+
+    Args:
+        past: Operand of the earlier keys, put before the new ones where there are any.
+    """
+
+    def cost(share: Share) -> Cost:
+        made = prod(share.outputs[0])
+        separate = len(share.input(1)) > 1
+        met = share.input(1)[-2] if separate else share.input(0)[1]
+        if len(share.input(past)) > 2:
+            met += share.input(past)[-2]
+        return Cost(2.0 * met * ((prod(share.input(0)) if separate else made) + made), share.bytes)
+
+    return cost
+
+
+def recurs(share: Share) -> Cost:
+    """Each step multiplies by the weights of the input and of the state; see `recurrent_rule`."""
+    size = {name: share.factors.get(name, 1) for name in "tbdgih"}
+    steps = size["t"] * size["b"] * size["d"]
+    return Cost(2.0 * steps * size["g"] * (size["i"] + size["h"]), share.bytes)
+
+
+def keeps_state(share: Share) -> Cost:
+    """Each key writes a matrix of the state with its value, and each query reads it."""
+    values = share.factors.get("e", 1)
+    return Cost(4.0 * prod(share.input(0)) * values, share.bytes)
+
+
+def routes(*weights: int, bits: int = 8) -> CostFn:
+    """Each token meets the weights of the experts that it is sent to.
+
+    Args:
+        *weights: Operands that are weights, an expert in each of the first dim.
+        bits: Of an element of a weight in each of its bytes, where no attribute says it; 8 where
+            none are packed.
+    """
+
+    def cost(share: Share) -> Cost:
+        tokens = prod(share.input(0)[:-1])
+        packed = 8 / int(share.view.attr("expert_weight_bits", bits))
+        one = sum(prod(share.input(w)[1:]) for w in weights if share.input(w))
+        return Cost(2.0 * tokens * int(share.view.attr("k", 1)) * one * packed, share.bytes)
+
+    return cost

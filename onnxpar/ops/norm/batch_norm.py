@@ -1,0 +1,177 @@
+"""BatchNormalization (Ioffe & Szegedy, 2015): statistics over the batch and all that splits it.
+
+In inference form every dim is parallel. In training form the batch and the spatial dims are
+special: each device sums what it holds, and the sums are all-reduced, one number a channel.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.mesh import Atoms
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import cast, reduce, reduced, work_dtype
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.norm.batch_norm_gradient import BATCH_NORM_GRAD, batch_norm_gradient
+from onnxpar.ops.norm.statistics import (
+    global_count,
+    inverse_deviation,
+    masker,
+    mean_and_variance,
+    split_atoms,
+)
+from onnxpar.ops.operator import Missing, OpDef
+
+
+def _axes(rank: int) -> tuple[int, ...]:
+    """The axes that statistics run over: all but that of the channels."""
+    return (0, *range(2, rank))
+
+
+def batch_norm_rule(view: NodeView) -> OpRule:
+    """`a b c, b, b, b, b -> a b c`; in training form `a` and `c` are special.
+
+    Raises:
+        ModelError: There is no dim of channels; the statistics are not one number a channel; or the
+            node is in the training form of opset 13 and older, which says itself by its outputs.
+    """
+    rank = len(view.shape(0))
+    what = f"node {view.name!r} (BatchNormalization)"
+    if rank < 2:
+        raise ModelError(f"{what}: expected a batch and channels, got a tensor of rank {rank}")
+    if not view.attr("spatial", 1):
+        raise ModelError(f"{what}: its statistics are not one number a channel (spatial=0)")
+    names = axis_names(rank)
+    dims = " ".join(names)
+    outputs = [dims, *["b"] * (len(view.node.outputs) - 1)]
+    trains = view.attr("training_mode", 0)
+    if len(outputs) > 1 and not trains:
+        raise ModelError(f"{what}: its statistics are outputs, which needs training_mode")
+    text = f"{dims}, b, b, b, b -> {', '.join(outputs)}"
+    if trains:
+        text += f"; special: {' '.join(names[axis] for axis in _axes(rank))}"
+    return parse_rule(text)
+
+
+def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Copies the inference form; writes out the training form, whatever is split.
+
+    Written out it works in any opset and on any of onnxruntime's devices: on CUDA there is no
+    kernel for the training form, and the CPU's writes new statistics over the old ones.
+    """
+    view = node.view
+    if not view.attr("training_mode", 0):
+        return node.copy()
+    shape, dtype = node.in_shape(0), node.out_dtype()
+    wide = work_dtype(dtype)
+    channels = [shape[1]]
+    axes = _axes(len(shape))
+    x = cast(node, node.input(0), wide, shape)
+    sizes = [view.shape(0)[axis] for axis in axes]
+    _, mean, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
+    assert mean is not None
+    statistics = [node.builder.reshape(value, channels) for value in (mean, variance)]
+    scale, bias = (cast(node, node.input(i), wide, channels) for i in (1, 2))
+    epsilon = float(view.attr("epsilon", 1e-5))
+    y = node.op("BatchNormalization", x, scale, bias, *statistics, shape=shape, epsilon=epsilon)
+    outputs = [cast(node, y, dtype, shape)]
+    momentum = float(view.attr("momentum", 0.9))
+    for index in range(1, len(view.node.outputs)):
+        value = statistics[index - 1]
+        if momentum:
+            old = cast(node, node.input(index + 2), wide, channels)
+            kept_share, new_share = (node.builder.const(m, wide) for m in (momentum, 1 - momentum))
+            old = node.op("Mul", old, kept_share, shape=channels)
+            new = node.op("Mul", value, new_share, shape=channels)
+            value = node.op("Add", old, new, shape=channels)
+        outputs.append(cast(node, value, node.out_dtype(index), channels))
+    return outputs
+
+
+# -- the gradient in training form -----------------------------------------------------------------
+
+
+def batch_norm_grad_rule(view: NodeView) -> OpRule:
+    """`a b c, a b c, b, b, b -> a b c, b, b; special: a c`: the sums come out whole."""
+    names = axis_names(len(view.shape(0)))
+    dims = " ".join(names)
+    outputs = [dims, *("b" if out.name else "." for out in view.node.outputs[1:])]
+    special = " ".join(names[axis] for axis in _axes(len(names)))
+    return parse_rule(f"{dims}, {dims}, b, b, b -> {', '.join(outputs)}; special: {special}")
+
+
+def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
+    """As `onnxpar.ops.norm.batch_norm_gradient` says; both sums travel together.
+
+    With n elements a channel, i the inverse deviation and x̂ = (x - mean) i: dbias = Σ dy,
+    dscale = Σ dy x̂, dx = scale i (dy - dbias / n - x̂ dscale / n).
+    """
+    view, shape = node.view, node.in_shape(0)
+    wide = work_dtype(node.out_dtype())
+    axes = _axes(len(shape))
+    kept = reduced(shape, axes)
+    mask, atoms = masker(node), split_atoms(node)
+    dy, x = (cast(node, node.input(i), wide, shape) for i in (0, 1))
+    scale, mean, variance = (
+        node.builder.reshape(cast(node, node.input(i), wide, [shape[1]]), kept) for i in (2, 3, 4)
+    )
+    count = global_count(node, [view.shape(0)[axis] for axis in axes], wide)
+    inverse = inverse_deviation(node, variance, float(view.attr("epsilon", 1e-5)), kept)
+    centred = node.op("Sub", x, mean, shape=shape)
+    along = node.op("Mul", dy, centred, shape=shape)
+    counted = [
+        reduce(node, "ReduceSum", mask(values, False), axes, shape) for values in (dy, along)
+    ]
+    total, slope = _summed(node, counted, atoms, kept)
+    slope = node.op("Mul", slope, inverse, shape=kept)
+    step = node.op("Mul", scale, inverse, shape=kept)
+    mean_dy = node.op("Div", total, count, shape=kept)
+    bend = node.op("Mul", node.op("Div", slope, count, shape=kept), inverse, shape=kept)
+    rest = node.op("Sub", dy, mean_dy, shape=shape)
+    rest = node.op("Sub", rest, node.op("Mul", centred, bend, shape=shape), shape=shape)
+    found = [node.op("Mul", rest, step, shape=shape)]
+    found += [node.builder.reshape(value, [shape[1]]) for value in (slope, total)]
+    return [
+        cast(node, value, node.out_dtype(index), node.out_shape(index))
+        for index, value in enumerate(found)
+    ]
+
+
+def _summed(
+    node: LocalNode, parts: Sequence[ir.Value], atoms: Atoms, shape: Sequence[Dim]
+) -> list[ir.Value]:
+    """All-reduces values of one shape, whose first dim is 1, together."""
+    if not atoms:
+        return list(parts)
+    both = [len(parts), *shape[1:]]
+    joined = node.builder.ops("Concat", list(parts), [(parts[0].dtype, both)], {"axis": 0})[0]
+    joined = node.all_reduce(joined, atoms, both)
+    return [
+        node.op("Gather", joined, node.builder.const([index]), shape=shape, axis=0)
+        for index in range(len(parts))
+    ]
+
+
+DEFS = (
+    OpDef(
+        "",
+        "BatchNormalization",
+        7,
+        batch_norm_rule,
+        batch_norm_local,
+        gradient=batch_norm_gradient,
+    ),
+    OpDef(
+        DOMAIN,
+        BATCH_NORM_GRAD,
+        1,
+        batch_norm_grad_rule,
+        batch_norm_grad_local,
+        gradient=Missing("it is a gradient itself"),
+    ),
+)

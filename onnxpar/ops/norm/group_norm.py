@@ -1,0 +1,262 @@
+"""Normalisations over single instances, groups of channels, chosen axes, and neighbours."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import (
+    BOOL,
+    cast,
+    copy_or,
+    normal_axes,
+    normal_axis,
+    reduce,
+    reduced,
+    work_dtype,
+    written_out,
+)
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.norm.group_norm_gradient import (
+    group_norm_gradient,
+    instance_norm_gradient,
+    lp_norm_gradient,
+    mean_variance_norm_gradient,
+)
+from onnxpar.ops.norm.statistics import inverse_deviation, masker, mean_and_variance, split_atoms
+from onnxpar.ops.operator import BY_BODY, OpDef
+
+_MVN_EPSILON = 1e-9
+"""Added to the deviation, by ONNX's function body."""
+
+
+# -- InstanceNormalization -------------------------------------------------------------------------
+
+
+def instance_norm_rule(view: NodeView) -> OpRule:
+    """`a b c d, b, b -> a b c d; special: c d` (Ulyanov et al., 2016)."""
+    names = axis_names(len(view.shape(0)))
+    dims, space = " ".join(names), " ".join(names[2:])
+    return parse_rule(f"{dims}, b, b -> {dims}" + (f"; special: {space}" if space else ""))
+
+
+def instance_norm_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Statistics summed over the parts, two numbers a channel of an instance."""
+    shape, dtype = node.in_shape(0), node.out_dtype()
+    wide = work_dtype(dtype)
+    axes = range(2, len(shape))
+    x = cast(node, node.input(0), wide, shape)
+    y = _standardised(node, x, shape, axes, [node.view.shape(0)[axis] for axis in axes])
+    aside = [1, shape[1], *[1] * len(axes)]
+    scale, bias = (
+        node.builder.reshape(cast(node, node.input(i), wide, [shape[1]]), aside) for i in (1, 2)
+    )
+    y = node.op("Add", node.op("Mul", y, scale, shape=shape), bias, shape=shape)
+    return (cast(node, y, dtype, shape),)
+
+
+def _standardised(
+    node: LocalNode,
+    x: ir.Value,
+    shape: Sequence[Dim],
+    axes: Sequence[int],
+    sizes: Sequence[Dim],
+) -> ir.Value:
+    """(x - mean) / sqrt(variance + epsilon) over axes, x being laid out as input 0."""
+    centred, _, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
+    epsilon = float(node.view.attr("epsilon", 1e-5))
+    inverse = inverse_deviation(node, variance, epsilon, reduced(shape, axes))
+    return node.op("Mul", centred, inverse, shape=shape)
+
+
+# -- GroupNormalization ----------------------------------------------------------------------------
+
+
+def group_norm_rule(view: NodeView) -> OpRule:
+    """`a (g k) c, (g k), (g k) -> a (g k) c; special: k c` (Wu & He, 2018).
+
+    Before opset 21 scale and bias are one number a group.
+
+    Raises:
+        ModelError: The channels are not known to be so many groups.
+    """
+    shape = view.shape(0)
+    groups = int(view.attr("num_groups", 1))
+    if not isinstance(shape[1], int) or groups < 1 or shape[1] % groups:
+        raise ModelError(
+            f"node {view.name!r} (GroupNormalization): expected channels in {groups} groups, got "
+            f"{shape[1]}"
+        )
+    space = [f"s{axis}" for axis in range(2, len(shape))]
+    dims = " ".join(["n", "(g k)", *space])
+    affine = "g" if view.opset < 21 else "(g k)"
+    text = f"{dims}, {affine}, {affine} -> {dims}; special: {' '.join(['k', *space])}"
+    return parse_rule(text, {"g": groups, "k": shape[1] // groups})
+
+
+def group_norm_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The groups that the device has; where they are in parts, statistics summed over these."""
+    view, shape = node.view, node.in_shape(0)
+    groups, inner = node.local_size("g"), node.local_size("k")
+    if not node.split_factors("special"):
+        return node.copy(attributes={"num_groups": int(groups)})
+    dtype = node.out_dtype()
+    wide = work_dtype(dtype)
+    grouped = [shape[0], groups, inner, *shape[2:]]
+    axes = range(2, len(grouped))
+    sizes = [node.size("k"), *view.shape(0)[2:]]
+    flat = masker(node)
+
+    def mask(x: ir.Value, known_zero: bool) -> ir.Value:
+        x = flat(node.builder.reshape(x, shape), known_zero)
+        return node.builder.reshape(x, grouped)
+
+    x = node.builder.reshape(cast(node, node.input(0), wide, shape), grouped)
+    centred, _, variance = mean_and_variance(node, x, grouped, axes, sizes, mask)
+    epsilon = float(view.attr("epsilon", 1e-5))
+    inverse = inverse_deviation(node, variance, epsilon, reduced(grouped, axes))
+    y = node.op("Mul", centred, inverse, shape=grouped)
+    rest = [1] * len(shape[2:])
+    aside = [1, groups, 1 if view.opset < 21 else inner, *rest]
+    scale, bias = (
+        node.builder.reshape(cast(node, node.input(i), wide, node.in_shape(i)), aside)
+        for i in (1, 2)
+    )
+    y = node.op("Add", node.op("Mul", y, scale, shape=grouped), bias, shape=grouped)
+    return (cast(node, node.builder.reshape(y, shape), dtype, shape),)
+
+
+# -- MeanVarianceNormalization and LpNormalization -------------------------------------------------
+
+
+def _axes_rule(view: NodeView, axes: Sequence[int]) -> OpRule:
+    names = axis_names(len(view.shape(0)))
+    text = " ".join(names)
+    special = " ".join(names[axis] for axis in axes)
+    return parse_rule(f"{text} -> {text}" + (f"; special: {special}" if special else ""))
+
+
+def _mvn_axes(view: NodeView) -> tuple[int, ...]:
+    return normal_axes(view, view.attr("axes", (0, 2, 3)), len(view.shape(0)))
+
+
+def mean_variance_norm_rule(view: NodeView) -> OpRule:
+    """Every dim may be split; the normalised ones communicate statistics."""
+    return _axes_rule(view, _mvn_axes(view))
+
+
+def mean_variance_norm_local(node: LocalNode) -> Sequence[ir.Value]:
+    """(x - mean) / (deviation + 1e-9), statistics summed over the parts."""
+    shape, dtype = node.in_shape(0), node.out_dtype()
+    wide, axes = work_dtype(dtype), _mvn_axes(node.view)
+    x = cast(node, node.input(0), wide, shape)
+    sizes = [node.view.shape(0)[axis] for axis in axes]
+    centred, _, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
+    kept = reduced(shape, axes)
+    deviation = node.op("Sqrt", variance, shape=kept)
+    deviation = node.op("Add", deviation, node.builder.const(_MVN_EPSILON, wide), shape=kept)
+    return (cast(node, node.op("Div", centred, deviation, shape=shape), dtype, shape),)
+
+
+def _lp_axis(view: NodeView) -> int:
+    return normal_axis(view, view.attr("axis", -1), len(view.shape(0)))
+
+
+def lp_norm_rule(view: NodeView) -> OpRule:
+    """Every dim may be split; the normalised one communicates norms."""
+    return _axes_rule(view, [_lp_axis(view)])
+
+
+def lp_norm_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The norm of the parts, all-reduced; what has none stays zero."""
+    shape, dtype = node.in_shape(0), node.out_dtype()
+    wide, axes = work_dtype(dtype), [_lp_axis(node.view)]
+    x = masker(node)(node.input(0), node.zero[0])
+    x = cast(node, x, wide, shape)
+    kept = reduced(shape, axes)
+    one = node.view.attr("p", 2) == 1
+    part = reduce(node, "ReduceL1" if one else "ReduceSumSquare", x, axes, shape)
+    norm = node.all_reduce(part, split_atoms(node), kept)
+    if not one:
+        norm = node.op("Sqrt", norm, shape=kept)
+    none = node.op("Equal", norm, node.builder.const(0, wide), dtype=BOOL, shape=kept)
+    norm = node.op("Where", none, node.builder.const(1, wide), norm, dtype=wide, shape=kept)
+    return (cast(node, node.op("Div", x, norm, shape=shape), dtype, shape),)
+
+
+# -- LRN -------------------------------------------------------------------------------------------
+
+
+def lrn_rule(view: NodeView) -> OpRule:
+    """Every dim but that of the channels, whose neighbours an element needs."""
+    names = axis_names(len(view.shape(0)))
+    text = " ".join(names)
+    return parse_rule(f"{text} -> {text}; whole: {names[1]}")
+
+
+def lrn_body(node: BodyNode) -> Sequence[ir.Value]:
+    """Emits x (bias + alpha/size Σ x²)^-beta, Σ over near channels (Krizhevsky et al., 2012).
+
+    The window is added up shift by shift: it is five channels wide as a rule, and a sum of shifts
+    has derivatives in any type.
+    """
+    view, x = node.view, node.input(0)
+    shape = node.shape(x)
+    rank, size = len(shape), int(view.attr("size", 1))
+    before = (size - 1) // 2
+    square = node.op("Mul", x, x)
+    pads = [0] * (2 * rank)
+    pads[1], pads[rank + 1] = before, size - 1 - before
+    wider = [shape[0], shape[1] + size - 1, *shape[2:]]
+    padded = node.op("Pad", square, node.builder.sizes(pads), shape=wider)
+    parts = []
+    for shift in range(size):
+        ends = node.builder.sizes([shape[1] + shift])
+        bounds = node.builder.sizes([shift]), ends, node.builder.sizes([1])
+        parts.append(node.op("Slice", padded, *bounds, shape=shape))
+    total = node.op("Sum", *parts)
+    share = node.number(float(view.attr("alpha", 1e-4)) / size, x)
+    base = node.op("Add", node.op("Mul", total, share), node.number(view.attr("bias", 1.0), x))
+    return [node.op("Mul", x, node.op("Pow", base, node.number(-view.attr("beta", 0.75), x)))]
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        "",
+        "InstanceNormalization",
+        6,
+        instance_norm_rule,
+        copy_or(instance_norm_local),
+        gradient=instance_norm_gradient,
+    ),
+    OpDef(
+        "",
+        "GroupNormalization",
+        18,
+        group_norm_rule,
+        group_norm_local,
+        gradient=group_norm_gradient,
+    ),
+    OpDef(
+        "",
+        "MeanVarianceNormalization",
+        9,
+        mean_variance_norm_rule,
+        written_out(mean_variance_norm_local, _mvn_axes),
+        gradient=mean_variance_norm_gradient(_mvn_axes),
+    ),
+    OpDef(
+        "",
+        "LpNormalization",
+        1,
+        lp_norm_rule,
+        copy_or(lp_norm_local),
+        gradient=lp_norm_gradient(_lp_axis),
+    ),
+    OpDef("", "LRN", 1, lrn_rule, gradient=BY_BODY, body=lrn_body),
+)

@@ -1,0 +1,138 @@
+"""Gradients of normalisations over instances, groups of channels and chosen axes."""
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.norm.rows_gradient import pull_back
+
+
+def instance_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """InstanceNormalization (Ulyanov et al., 2016): as `pull_back`, over the spatial dims."""
+    shape = node.shape(node.input(0))
+    space = tuple(range(2, len(shape)))
+    aside = [shape[1], *[1] * len(space)]
+    return _affine(node, node.input(0), node.cotangent(), space, aside, (0, *space))
+
+
+def group_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """GroupNormalization (Wu & He, 2018): as `pull_back`, over channels of a group and space.
+
+    Scale and bias are one number a group before opset 21, one a channel since.
+    """
+    x, build = node.input(0), node.builder
+    shape = node.shape(x)
+    groups = int(node.view.attr("num_groups", 1))
+    inner = shape[1] // groups
+    grouped = [shape[0], groups, inner, *shape[2:]]
+    split = build.sizes(grouped)
+    dy = node.op("Reshape", node.cotangent(), split, shape=grouped)
+    # The bias alone does not ask for x.
+    parted = dy if node.wanted == {2} else node.op("Reshape", x, split, shape=grouped)
+    axes = tuple(range(2, len(grouped)))
+    of_group = node.view.opset < 21
+    aside: list[Dim] = [groups, 1 if of_group else inner, *[1] * len(shape[2:])]
+    summed = (0, *axes) if of_group else (0, *axes[1:])
+    dx, *rest = _affine(node, parted, dy, axes, aside, summed)
+    return [None if dx is None else build.reshape_like(dx, x), *rest]
+
+
+def _affine(
+    node: GradNode,
+    x: ir.Value,
+    dy: ir.Value,
+    axes: Sequence[int],
+    aside: Sequence[Dim],
+    summed: Sequence[int],
+) -> list[ir.Value | None]:
+    """The gradient of x̂ · scale + bias.
+
+    Args:
+        node: The node; its inputs 1 and 2 are scale and bias.
+        x: Its input 0, in the shape in which it is normalised.
+        dy: The cotangent of its output, in that shape.
+        axes: The axes that statistics run over.
+        aside: The shape in which scale and bias meet x.
+        summed: The axes that they do not have.
+    """
+    build = node.builder
+    g = None
+    if node.wants(0):
+        scale = node.op("Reshape", node.input(1), build.sizes(aside), shape=aside)
+        g = node.op("Mul", dy, scale, shape=node.shape(dy))
+    dx = normal = None
+    if node.wants(0) or node.wants(1):
+        pulled = pull_back(node, x, g, axes)
+        dx, normal = pulled.dx, pulled.normal
+    found = [dx]
+    for index, values in ((1, normal), (2, dy)):
+        if not node.wants(index) or values is None:
+            found.append(None)
+            continue
+        along = node.op("Mul", dy, values) if index == 1 else values
+        total = build.reduce("ReduceSum", along, summed)
+        found.append(build.reshape_like(total, node.input(index)))
+    return found
+
+
+def mean_variance_norm_gradient(
+    axes: Callable[[NodeView], tuple[int, ...]],
+) -> Callable[[GradNode], Sequence[ir.Value | None]]:
+    """Returns the rule of y = c / (σ + 1e-9), where c = x - mean and σ² = mean(c²).
+
+    dx = (dy - mean(dy) - c mean(dy c) / (σ (σ + 1e-9))) / (σ + 1e-9); where σ is 0, c is too, and
+    its term is left out.
+    """
+
+    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
+        x, dy, build = node.input(0), node.cotangent(), node.builder
+        over = axes(node.view)
+        if not over:
+            return [node.op("Mul", dy, node.number(0.0, dy))]
+        centred = node.op("Sub", x, build.reduce("ReduceMean", x, over, keepdims=True))
+        square = node.op("Mul", centred, centred)
+        deviation = node.op("Sqrt", build.reduce("ReduceMean", square, over, keepdims=True))
+        divisor = node.op("Add", deviation, node.number(1e-9, x))
+        zero, one = node.number(0.0, x), node.number(1.0, x)
+        flat = node.op("Equal", deviation, zero, dtype=ir.DataType.BOOL)
+        safe = node.op("Where", flat, one, deviation, dtype=x.dtype, shape=node.shape(deviation))
+        along = build.reduce("ReduceMean", node.op("Mul", dy, centred), over, keepdims=True)
+        bend = node.op("Div", along, node.op("Mul", safe, divisor))
+        rest = node.op("Sub", dy, build.reduce("ReduceMean", dy, over, keepdims=True))
+        rest = node.op("Sub", rest, node.op("Mul", centred, bend))
+        return [node.op("Div", rest, divisor)]
+
+    gradient.__doc__ = mean_variance_norm_gradient.__doc__
+    return gradient
+
+
+def lp_norm_gradient(
+    axis: Callable[[NodeView], int],
+) -> Callable[[GradNode], Sequence[ir.Value | None]]:
+    """Returns the rule dx = (dy - s Σ dy y) / norm along one axis.
+
+    s is the derivative of the norm: y for the 2-norm, the sign of x for the 1-norm. Where the norm
+    is 0 the result is 0 whatever x is nearby, as far as the operator says; so is dx.
+    """
+
+    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
+        x, y, dy = node.input(0), node.output(), node.cotangent()
+        axes = [axis(node.view)]
+        first = node.view.attr("p", 2) == 1
+        norm = node.builder.reduce("ReduceL1" if first else "ReduceL2", x, axes, keepdims=True)
+        slope = node.op("Sign", x) if first else y
+        total = node.builder.reduce("ReduceSum", node.op("Mul", dy, y), axes, keepdims=True)
+        rest = node.op("Sub", dy, node.op("Mul", slope, total))
+        zero, one = node.number(0.0, x), node.number(1.0, x)
+        none = node.op("Equal", norm, zero, dtype=ir.DataType.BOOL)
+        safe = node.op("Where", none, one, norm, dtype=x.dtype, shape=node.shape(norm))
+        inverse = node.op(
+            "Where", none, zero, node.op("Reciprocal", safe), dtype=x.dtype, shape=node.shape(norm)
+        )
+        return [node.op("Mul", rest, inverse)]
+
+    gradient.__doc__ = lp_norm_gradient.__doc__
+    return gradient

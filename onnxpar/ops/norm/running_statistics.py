@@ -1,0 +1,171 @@
+"""Running statistics: how BatchNormalization goes from one form to the other, and what it keeps.
+
+Exporters write the inference form, whatever mode a model is in. To be trained a node goes to the
+training form, and what it mixes into its running statistics is written out beside it, so that they
+are plain values of the graph: new = momentum · old + (1 - momentum) · of the batch, the variance of
+the batch being that of the population, as the operator's specification says.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.graph.builder import GENERATED
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.shapes import VIRTUAL_STAGE, ShapeEnv
+from onnxpar.ops.forms import work_dtype
+from onnxpar.ops.roles import is_statistic
+
+_PLACES = (3, 4)
+
+
+@dataclass(frozen=True)
+class Running:
+    """What `keep_statistics` did.
+
+    Attributes:
+        env: Shapes of all values, new ones included.
+        updated: Name of the value that a running statistic gets -> name of its initializer.
+    """
+
+    env: ShapeEnv
+    updated: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The nodes with running statistics, by what training does with them.
+
+    Attributes:
+        put: Those in inference form that are put in training form.
+        fixed: Those that keep the inference form, since their statistics are frozen.
+        stuck: Those that stay as they are: in a body of control flow, or with statistics that are
+            no initializers.
+    """
+
+    put: tuple[str, ...]
+    fixed: tuple[str, ...]
+    stuck: tuple[str, ...]
+
+
+def forms(graph: ir.Graph, frozen: Iterable[str]) -> Forms:
+    """Tells what `keep_statistics` will do; the graph is not changed."""
+    frozen = frozenset(frozen)
+    put, fixed, stuck = [], [], []
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        if not _has_statistics(node):
+            continue
+        name = node.name or ""
+        if not _learns(node, graph):
+            stuck.append(name)
+        elif _is_frozen(node, frozen):
+            fixed.append(name)
+        elif not _trains(node):
+            put.append(name)
+    return Forms(tuple(put), tuple(fixed), tuple(stuck))
+
+
+def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefix: str) -> Running:
+    """Puts nodes in training form and appends the updates of their statistics as outputs.
+
+    Statistics that several nodes share are updated by one after the other, in the order of the
+    graph, as by a layer that is called several times.
+
+    Args:
+        model: The normalised model; it is changed.
+        env: Its shapes.
+        frozen: Names of initializers that do not change. A node with a frozen statistic is put in
+            inference form.
+        prefix: What the name of an update begins with; the statistic's name follows.
+    """
+    graph = model.graph
+    frozen = frozenset(frozen)
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    builder = GlobalBuilder.over(graph, opset, env)
+    latest: dict[str, ir.Value] = {}
+    for node in list(graph):
+        if not _has_statistics(node) or not _learns(node, graph):
+            continue
+        if _is_frozen(node, frozen):
+            _infer(node)
+            continue
+        momentum = node.attributes.get_float("momentum", 0.9)
+        node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+        # With no share of the old ones, what the node makes are the statistics of the batch.
+        node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
+        node.resize_outputs(3)
+        builder.scope = node.name or ""
+        builder.metadata = {k: v for k, v in node.metadata_props.items() if k == VIRTUAL_STAGE}
+        for index in _PLACES:
+            statistic, batch = node.inputs[index], node.outputs[index - 2]
+            assert statistic is not None
+            name = statistic.name or ""
+            if not batch.name:
+                batch.name = builder.fresh(f"{node.name}:{index - 2}{GENERATED}")
+                builder.declare(batch, statistic.dtype, builder.shape_of(statistic))
+            readers = list(batch.uses())
+            latest[name] = _mixed(builder, latest.get(name, statistic), batch, momentum)
+            for reader, place in readers:
+                reader.replace_input_with(place, latest[name])
+    updated = {}
+    for name, value in latest.items():
+        builder.rename(value, prefix + name)
+        updated[value.name or ""] = name
+        graph.outputs.append(value)
+    graph.sort()
+    return Running(builder.env, updated)
+
+
+def infer_with_statistics(graph: ir.Graph) -> None:
+    """Puts every node, those in bodies too, in inference form."""
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        if _has_statistics(node):
+            _infer(node)
+
+
+def _mixed(builder: GlobalBuilder, old: ir.Value, batch: ir.Value, momentum: float) -> ir.Value:
+    dtype, shape = old.dtype, builder.shape_of(old)
+    assert dtype is not None
+    wide = work_dtype(dtype)
+    parts = [
+        builder.op("Mul", builder.cast(value, wide), builder.const(share, wide), shape=shape)
+        for value, share in ((old, momentum), (batch, 1 - momentum))
+    ]
+    return builder.cast(builder.op("Add", *parts, shape=shape), dtype)
+
+
+def _infer(node: ir.Node) -> None:
+    """Puts a node in inference form; who read a new statistic reads the old one."""
+    node.attributes.pop("training_mode", None)
+    for index, out in enumerate(node.outputs[1:3], 3):
+        old = node.inputs[index]
+        assert old is not None
+        if out.is_graph_output() and node.graph is not None:
+            same = ir.Node("", "Identity", [old], name=f"{node.name}/{out.name}")
+            made = same.outputs[0]
+            made.name, made.type, made.shape = out.name, out.type, out.shape
+            node.graph.append(same)
+            old = made
+        out.replace_all_uses_with(old, replace_graph_outputs=True)
+    node.resize_outputs(1)
+
+
+def _has_statistics(node: ir.Node) -> bool:
+    return all(is_statistic(node, index) for index in _PLACES)
+
+
+def _learns(node: ir.Node, graph: ir.Graph) -> bool:
+    """Whether a node may keep statistics: it stands in the graph, and they are initializers."""
+    statistics = [node.inputs[index] for index in _PLACES]
+    return node.graph is graph and all(
+        v is not None and graph.initializers.get(v.name or "") is v for v in statistics
+    )
+
+
+def _is_frozen(node: ir.Node, frozen: frozenset[str]) -> bool:
+    return any(v is not None and v.name in frozen for v in (node.inputs[i] for i in _PLACES))
+
+
+def _trains(node: ir.Node) -> bool:
+    return bool(node.attributes.get_int("training_mode", 0))

@@ -1,0 +1,157 @@
+"""Normalisations of a residual sum, which onnxruntime fuses (domain `com.microsoft`).
+
+y = norm(x + skip + bias), the sum itself being a further output for the next layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.contrib_inference import MICROSOFT
+from onnxpar.ops.elementwise.broadcast import aligned, axis_names
+from onnxpar.ops.forms import cast, reduced, work_dtype
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.norm.statistics import inverse_deviation, masker, mean_and_variance
+from onnxpar.ops.operator import BY_BODY, LocalFn, OpDef
+
+_LAYER_NORM_SINCE = 17
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One of the two operators.
+
+    Attributes:
+        name: Its name.
+        centre: Whether the mean is taken off.
+        bias: Which input is added to the sum before it is normalised.
+    """
+
+    name: str
+    centre: bool
+    bias: int
+
+
+_KINDS = (
+    _Kind("SkipLayerNormalization", True, 4),
+    _Kind("SkipSimplifiedLayerNormalization", False, 3),
+)
+_MEAN, _INVERSE, _SUM = 1, 2, 3
+
+
+def _rule(kind: _Kind) -> Callable[[NodeView], OpRule]:
+    def rule(view: NodeView) -> OpRule:
+        shape = view.shape(0)
+        names = axis_names(len(shape))
+        dims, last = " ".join(names), names[-1]
+        skip, whole = aligned(view.shape(1), shape, names)
+        operands = [dims, skip]
+        operands += [last if view.has(i) else "-" for i in range(2, view.arity)]
+        row = " ".join([*names[:-1], "1"])
+        shapes = {0: dims, _MEAN: row, _INVERSE: row, _SUM: dims}
+        outputs = [shapes[i] if out.name else "." for i, out in enumerate(view.node.outputs)]
+        if not kind.centre and len(outputs) > _MEAN and outputs[_MEAN] != ".":
+            raise ModelError(f"node {view.name!r} ({kind.name}): it has no mean to give")
+        text = f"{', '.join(operands)} -> {', '.join(outputs)}"
+        if last not in whole:
+            text += f"; special: {last}"
+        if whole:
+            text += f"; whole: {' '.join(sorted(whole))}"
+        return parse_rule(text)
+
+    rule.__doc__ = "Leading dims parallel, the normalised one special; vectors go with it."
+    return rule
+
+
+def _local(kind: _Kind) -> LocalFn:
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        if not node.split_factors("special"):
+            return _copied(node)
+        view, shape, dtype = node.view, node.in_shape(0), node.out_dtype()
+        wide = work_dtype(dtype)
+        total = node.op("Add", node.input(0), node.input(1), shape=shape)
+        if view.has(kind.bias):
+            total = node.op("Add", total, node.input(kind.bias), shape=shape)
+        x = cast(node, total, wide, shape)
+        axis = len(shape) - 1
+        centred, mean, variance = mean_and_variance(
+            node, x, shape, [axis], [view.shape(0)[axis]], masker(node), centre=kind.centre
+        )
+        kept = reduced(shape, [axis])
+        inverse = inverse_deviation(node, variance, _epsilon(view), kept)
+        y = cast(node, node.op("Mul", centred, inverse, shape=shape), dtype, shape)
+        y = node.op("Mul", y, node.input(2), shape=shape)
+        if kind.centre and view.has(3):
+            y = node.op("Add", y, node.input(3), shape=shape)
+        known = {0: y, _MEAN: mean, _INVERSE: inverse, _SUM: total}
+        outputs = []
+        for index, out in enumerate(view.node.outputs):
+            value = known[index]
+            # One that nobody reads is a value of its own, since it has no name.
+            if value is None or not out.name:
+                value = node.op("Identity", inverse, shape=kept)
+            outputs.append(cast(node, value, out.dtype if out.name else None, shape))
+        return outputs
+
+    local.__doc__ = "Statistics summed over the parts, two numbers a row at most."
+    return local
+
+
+def _copied(node: LocalNode) -> Sequence[ir.Value]:
+    """The same node; what nobody reads has no name, and is not computed."""
+    made = node.copy()
+    for value, out in zip(made, node.view.node.outputs, strict=True):
+        if not out.name:
+            value.name = ""
+    return made
+
+
+def _body(kind: _Kind) -> Callable[[BodyNode], Sequence[ir.Value | None]]:
+    def body(node: BodyNode) -> Sequence[ir.Value | None]:
+        view, build = node.view, node.builder
+        x = node.input(0)
+        shape = node.shape(x)
+        if kind.centre and view.opset < _LAYER_NORM_SINCE:
+            raise node.fail(f"expected opset {_LAYER_NORM_SINCE} or newer for its parts")
+        total = node.op("Add", x, node.input(1))
+        if view.has(kind.bias):
+            total = node.op("Add", total, node.input(kind.bias))
+        stash = work_dtype(x.dtype)
+        row = (stash, [*shape[:-1], 1])
+        operands = [total, node.input(2)]
+        if kind.centre and view.has(3):
+            operands.append(node.input(3))
+        wanted = [bool(out.name) for out in view.node.outputs]
+        wanted += [False] * (_SUM + 1 - len(wanted))
+        name = "LayerNormalization" if kind.centre else "SimplifiedLayerNormalization"
+        statistics = (_MEAN, _INVERSE) if kind.centre else (_INVERSE,)
+        read = any(wanted[i] for i in statistics)
+        made = build.ops(
+            name,
+            operands,
+            [(x.dtype, shape), *([row] * len(statistics) if read else [])],
+            {"axis": -1, "epsilon": _epsilon(view), "stash_type": int(stash)},
+        )
+        found: list[ir.Value | None] = [made[0], None, None, total]
+        for index, value in zip(statistics, made[1:], strict=False):
+            found[index] = value
+        return found[: len(view.node.outputs)]
+
+    body.__doc__ = "The sum, and the normalisation of it."
+    return body
+
+
+def _epsilon(view: NodeView) -> float:
+    # As onnxruntime's schema has it, unlike ONNX's normalisations.
+    return float(view.attr("epsilon", 1e-12))
+
+
+DEFS = tuple(
+    OpDef(MICROSOFT, kind.name, 1, _rule(kind), _local(kind), gradient=BY_BODY, body=_body(kind))
+    for kind in _KINDS
+)

@@ -1,0 +1,126 @@
+"""What an operator must say to be divided: `OpDef`, and the lookup by (domain, type, version)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError, RuleError
+from onnxpar.core.rule import OpRule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.function_body import BodyFn
+from onnxpar.ops.gradient import Gradient
+from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.node_cost import CostFn
+
+RuleFn = Callable[[NodeView], OpRule]
+LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
+IndicesFn = Callable[[NodeView], Iterable[tuple[int, Dim, Dim, int | None]]]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A slot that is not filled, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotDifferentiable(Missing):
+    """Of a gradient that is no gap: nothing flows back through the operator, by what it is."""
+
+
+@dataclass(frozen=True)
+class ByBody:
+    """Of a gradient that is that of the operator's body.
+
+    A node on a path from what is trained to the loss is replaced by its body before it is
+    differentiated; elsewhere the operator's own rule divides it.
+    """
+
+
+BY_BODY = ByBody()
+UNWRITTEN = Missing("no gradient rule is written for it")
+NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
+FROM_RULE = Missing("counted from the rule's factors")
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """Everything that onnxpar knows about an operator.
+
+    Attributes:
+        domain: "" for ONNX's default domain.
+        op_type: Name of the operator.
+        since_version: First opset version for which this definition holds.
+        rule: Returns the sharding rule of a node.
+        local: Emits the node's local form; the default copies the node as it is, which is right
+            where the rule's parallel factors and pending reductions say all.
+        gradient: Emits the gradient, or BY_BODY, or why there is none.
+        cost: Counts what a device computes and moves for its share; else why the default holds.
+        keeps_zero: Whether the padding of the outputs is zero where that of all inputs is.
+        indices: Returns which operands are indices, as `(operand, least, greatest, ignored)`: the
+            range that its elements must lie in, and one element that may lie outside (None: none).
+        body: Emits what the operator does in operators that have rules; None where the function
+            body of ONNX's own schema says it, if the schema has one.
+        carries_integers: Whether integers that the operator makes stand for floats, as quantised
+            ones do, so that what reads them may pass a cotangent on, which is a float.
+    """
+
+    domain: str
+    op_type: str
+    since_version: int
+    rule: RuleFn
+    local: LocalFn = copy_node
+    gradient: Gradient | ByBody | Missing = UNWRITTEN
+    cost: CostFn | Missing = FROM_RULE
+    keeps_zero: bool = False
+    indices: IndicesFn | None = None
+    body: BodyFn | None = None
+    carries_integers: bool = False
+
+
+def expanded(view: NodeView) -> OpRule:
+    """Replaced by its body, in operators that have rules, before anything is divided.
+
+    Raises:
+        ModelError: Always: a node that is still there could not be replaced.
+    """
+    raise ModelError(
+        f"{view.node.op_type} is divided through its body, and what that needs to know of node "
+        f"{view.name!r} is not known"
+    )
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A table of operator definitions."""
+
+    defs: tuple[OpDef, ...]
+    _index: dict[tuple[str, str], list[OpDef]] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        """Builds the index; RuleError where an operator is defined twice."""
+        seen: set[tuple[str, str, int]] = set()
+        for op in self.defs:
+            key = (op.domain, op.op_type, op.since_version)
+            if key in seen:
+                raise RuleError(f"operator {op.op_type} since {op.since_version} is defined twice")
+            seen.add(key)
+            self._index.setdefault((op.domain, op.op_type), []).append(op)
+        for versions in self._index.values():
+            versions.sort(key=lambda op: op.since_version, reverse=True)
+
+    def find(self, domain: str, op_type: str, version: int) -> OpDef | None:
+        """Returns the newest definition that holds for an opset version, or None."""
+        domain = "" if domain == "ai.onnx" else domain
+        for op in self._index.get((domain, op_type), ()):
+            if op.since_version <= version:
+                return op
+        return None
+
+    @staticmethod
+    def join(tables: Iterable[Sequence[OpDef]]) -> "Registry":
+        """Joins the tables of the families."""
+        return Registry(tuple(op for table in tables for op in table))

@@ -1,0 +1,151 @@
+"""onnxruntime's element by element operators on quantised tensors, its pools and its concatenation.
+
+Their scales and zero points are of the whole tensor, so every dim that the operator treats alike
+may be split. (Domain `com.microsoft`.)
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import aligned, axis_names
+from onnxpar.ops.forms import FLOAT, cast, copy_or, count_of, normal_axes, normal_axis, reduce
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import OpDef, RuleFn
+from onnxpar.ops.quantized.forms import INT32, requantised
+from onnxpar.ops.quantized.products import FOR_INFERENCE
+
+
+def _broadcast(*tensors: int) -> RuleFn:
+    """Returns the rule of operands that are broadcast against one another, the others scalars."""
+
+    def rule(view: NodeView) -> OpRule:
+        out = view.out_shape()
+        names = axis_names(len(out))
+        whole, texts = set[str](), []
+        for index in range(view.arity):
+            if index in tensors:
+                text, fixed = aligned(view.shape(index), out, names)
+                texts.append(text)
+                whole |= fixed
+            else:
+                texts.append("." if view.has(index) else "-")
+        result = " ".join("1" if s == 1 else n for n, s in zip(names, out, strict=True))
+        clause = f"; whole: {' '.join(sorted(whole))}" if whole else ""
+        return parse_rule(f"{', '.join(texts)} -> {result}{clause}")
+
+    rule.__doc__ = "Element by element; scales and zero points are needed whole."
+    return rule
+
+
+def softmax_rule(view: NodeView) -> OpRule:
+    """QLinearSoftmax: rows are parallel; the normalised dims are whole."""
+    names = axis_names(len(view.shape(0)))
+    axis = normal_axis(view, view.attr("axis", -1), len(names))
+    # Before opset 13 everything from the axis on was one row.
+    row = names[axis:] if int(view.attr("opset", 13)) < 13 else [names[axis]]
+    return _scaled(view, " ".join(names), " ".join(names), "whole", row)
+
+
+def _scaled(view: NodeView, left: str, right: str, kind: str, factors: Sequence[str]) -> OpRule:
+    scales = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
+    clause = f"; {kind}: {' '.join(factors)}" if factors else ""
+    return parse_rule(f"{left}{scales} -> {right}{clause}")
+
+
+def concat_rule(view: NodeView) -> OpRule:
+    """QLinearConcat: scale and zero point of the result, then three operands for each tensor."""
+    rank = len(view.out_shape())
+    names = axis_names(rank)
+    axis = normal_axis(view, view.attr("axis"), rank)
+    texts, joined = [".", "."], []
+    for index in range(2, view.arity):
+        if (index - 2) % 3:
+            texts.append(".")
+            continue
+        joined.append(f"join{index}")
+        texts.append(" ".join([*names[:axis], joined[-1], *names[axis + 1 :]]))
+    text = f"{', '.join(texts)} -> {' '.join(names)}; whole: {' '.join([*joined, names[axis]])}"
+    return parse_rule(text)
+
+
+def _spatial(view: NodeView) -> list[int]:
+    rank = len(view.shape(0))
+    return list(range(1, rank - 1) if view.attr("channels_last", 0) else range(2, rank))
+
+
+def mean_rule(view: NodeView) -> OpRule:
+    """QLinearGlobalAveragePool, QLinearReduceMean: split means sum integers over the devices."""
+    names = axis_names(len(view.shape(0)))
+    axes = _mean_axes(view)
+    keep = view.attr("keepdims", 1)
+    result = ["1" if i in axes else n for i, n in enumerate(names) if keep or i not in axes]
+    return _scaled(view, " ".join(names), " ".join(result), "special", [names[a] for a in axes])
+
+
+def _mean_axes(view: NodeView) -> list[int]:
+    if view.node.op_type == "QLinearGlobalAveragePool":
+        return _spatial(view)
+    rank = len(view.shape(0))
+    return list(normal_axes(view, view.attr("axes") or range(rank), rank))
+
+
+def mean_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The part summed in int32, all-reduced, less the zero point, and rounded once."""
+    view, shape = node.view, node.in_shape(0)
+    axes = _mean_axes(view)
+    names = axis_names(len(shape))
+    split = node.split_factors("special")
+    x = cast(node, node.input(0), INT32, shape)
+    for factor in split:
+        x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
+    kept = [1 if i in axes else size for i, size in enumerate(shape)]
+    total = reduce(node, "ReduceSum", x, axes, shape)
+    atoms = tuple(a for f in split for a in node.atoms(f))
+    total = node.all_reduce(total, atoms, kept)
+    sizes = [node.size(names[a]) for a in axes]
+    if view.has(2):
+        point = cast(node, node.builder.reshape(node.input(2), [1]), INT32, [1])
+        zeros = node.op("Mul", point, count_of(node, sizes, INT32), shape=[1])
+        total = node.op("Sub", total, zeros, shape=kept)
+    divisor = node.op(
+        "Mul", node.builder.reshape(node.input(3), [1]), count_of(node, sizes, FLOAT), shape=[1]
+    )
+    scale = node.op("Div", node.builder.reshape(node.input(1), [1]), divisor, shape=[1])
+    made = requantised(node, total, scale, node.inputs[4] if view.has(4) else None, kept)
+    return (node.builder.reshape(made, node.out_shape()),)
+
+
+def pool_rule(view: NodeView) -> OpRule:
+    """QLinearAveragePool: batch and channels are parallel, windows need whole images."""
+    rank = len(view.shape(0))
+    names, spatial = axis_names(rank), _spatial(view)
+    left = [f"{n}_in" if i in spatial else n for i, n in enumerate(names)]
+    right = [f"{n}_out" if i in spatial else n for i, n in enumerate(names)]
+    whole = [n for n in (*left, *right) if n not in names]
+    return _scaled(view, " ".join(left), " ".join(right), "whole", whole)
+
+
+_RULES: dict[str, RuleFn] = {
+    "QLinearAdd": _broadcast(0, 3),
+    "QLinearMul": _broadcast(0, 3),
+    "QLinearWhere": _broadcast(0, 1, 4),
+    "QLinearSigmoid": _broadcast(0),
+    "QLinearLeakyRelu": _broadcast(0),
+    "QLinearSoftmax": softmax_rule,
+    "QLinearConcat": concat_rule,
+    "QLinearAveragePool": pool_rule,
+}
+_MEANS = ("QLinearGlobalAveragePool", "QLinearReduceMean")
+DEFS: tuple[OpDef, ...] = (
+    *(
+        OpDef("com.microsoft", op_type, 1, rule, gradient=FOR_INFERENCE)
+        for op_type, rule in _RULES.items()
+    ),
+    *(
+        OpDef("com.microsoft", op_type, 1, mean_rule, copy_or(mean_local), gradient=FOR_INFERENCE)
+        for op_type in _MEANS
+    ),
+)

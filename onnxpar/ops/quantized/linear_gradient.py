@@ -1,0 +1,115 @@
+"""Gradients of linear quantisation: rounding passes the cotangent on, inside the range.
+
+The straight-through estimator (Bengio, Léonard & Courville, Estimating or Propagating Gradients
+Through Stochastic Neurons, 2013), as PyTorch's fake_quantize has it: the slope is 1 where the
+rounded value is one that the integers have, and 0 beyond. A step size that is itself trained gets
+the gradient of Learned Step Size Quantization (Esser et al., 2020), which the same estimator gives.
+The cotangent of the integers between the two operators is a float of the scale's type.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.ops.forms import normal_axis
+from onnxpar.ops.gradient import GradNode
+
+BOOL = ir.DataType.BOOL
+# Of integers that numpy does not have.
+_RANGES = {ir.DataType.INT4: (-8, 7), ir.DataType.UINT4: (0, 15)}
+
+
+def _wide(node: GradNode, value: ir.Value) -> ir.Value:
+    """A scale or zero point, shaped so that it broadcasts against the tensor.
+
+    Raises:
+        ModelError: It is given block by block, and a gradient cannot tell which is whose.
+    """
+    shape, rank = node.shape(value), len(node.shape(node.input(0)))
+    if len(shape) == 0 or (len(shape) == 1 and shape[0] == 1):
+        return node.op("Reshape", value, node.builder.const(np.array([], np.int64)), shape=[])
+    if len(shape) == 1:
+        axis = normal_axis(node.view, node.view.attr("axis", 1), rank)
+        size = shape[0]
+        target = np.array([-1, *[1] * (rank - axis - 1)], np.int64)
+        return node.op(
+            "Reshape",
+            value,
+            node.builder.const(target),
+            shape=[size, *[1] * (rank - axis - 1)],
+        )
+    raise ModelError(
+        f"node {node.view.name!r} ({node.view.node.op_type}): a gradient needs a scale of the "
+        f"tensor or of an axis, got one of the shape {list(shape)}"
+    )
+
+
+def _to_scale(node: GradNode, x: ir.Value) -> ir.Value:
+    """Sums what every element does to its scale."""
+    scale, rank = node.input(1), len(node.shape(x))
+    axes = list(range(rank))
+    if len(node.shape(scale)) == 1 and node.shape(scale)[0] != 1:
+        axes.remove(normal_axis(node.view, node.view.attr("axis", 1), rank))
+    if axes:
+        x = node.builder.reduce("ReduceSum", x, axes)
+    return node.builder.reshape_like(x, scale)
+
+
+def dequantize_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """For y = s (q - z): dq = s dy, ds = Σ dy (q - z)."""
+    dy, scale = node.cotangent(), node.input(1)
+    shape = node.shape(dy)
+    wide = _wide(node, scale)
+    integers = node.op("Mul", dy, wide, shape=shape) if node.wants(0) else None
+    if not node.wants(1):
+        return [integers]
+    steps = _float(node, node.input(0), scale)
+    if node.view.has(2):
+        zero = _float(node, _wide(node, node.input(2)), scale)
+        steps = node.op("Sub", steps, zero, shape=shape)
+    return [integers, _to_scale(node, node.op("Mul", dy, steps, shape=shape))]
+
+
+def _float(node: GradNode, x: ir.Value, like: ir.Value) -> ir.Value:
+    assert like.dtype is not None
+    return node.builder.cast(x, like.dtype)
+
+
+def quantize_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """For q = round(x / s) + z inside the range: dx = dq / s, ds = -Σ dq x / s².
+
+    Raises:
+        ModelError: The result is of no integers but of small floats.
+    """
+    x, scale, dq = node.input(0), node.input(1), node.cotangent()
+    shape = node.shape(x)
+    wide = _wide(node, scale)
+    steps = node.op("Div", x, wide, shape=shape)
+    rounded = node.op("Round", steps, shape=shape)
+    if node.view.has(2):
+        zero = _float(node, _wide(node, node.input(2)), scale)
+        rounded = node.op("Add", rounded, zero, shape=shape)
+    low, high = (node.number(limit, scale) for limit in _limits(node))
+    above = node.op("GreaterOrEqual", rounded, low, dtype=BOOL, shape=shape)
+    below = node.op("LessOrEqual", rounded, high, dtype=BOOL, shape=shape)
+    inside = node.op("And", above, below, dtype=BOOL, shape=shape)
+    passed = node.op("Where", inside, dq, node.number(0, dq), dtype=dq.dtype, shape=shape)
+    dx = node.op("Div", passed, wide, shape=shape)
+    if not node.wants(1):
+        return [dx]
+    slope = node.op("Neg", node.op("Mul", dx, steps, shape=shape), shape=shape)
+    return [dx, _to_scale(node, slope)]
+
+
+def _limits(node: GradNode) -> tuple[int, int]:
+    kind = node.output().dtype
+    if kind in _RANGES:
+        return _RANGES[kind]
+    if kind is None or not np.issubdtype(kind.numpy(), np.integer):
+        raise ModelError(
+            f"node {node.view.name!r} (QuantizeLinear): a gradient needs integers, got {kind}"
+        )
+    limits = np.iinfo(kind.numpy())
+    return limits.min, limits.max

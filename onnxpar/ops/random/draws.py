@@ -1,0 +1,227 @@
+"""Dropout and all that draws: numbers of a counter-based generator, equal on every mesh.
+
+onnxruntime's own kernels keep hidden state and count local elements, so that no two runs or
+divisions agree, nor do two ranks that should hold the same.
+Here every element draws by its global index (Philox4x32-10, Salmon et al., 2011), keyed by the
+system inputs seed, step and micro-batch, and by the node's name; the attribute `seed` is not read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from zlib import crc32
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.sharding import Component, local_size
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import COUNTERS, DOMAIN, INT64
+from onnxpar.graph.padding import block_start
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.fallback import drops, require_readable
+from onnxpar.ops.forms import BOOL, FLOAT, cast, reduce, work_dtype, zero_unless
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
+from onnxpar.ops.random.dropout_gradient import dropout_gradient
+
+_RATIO, _TRAINING = 1, 2
+DOUBLE = ir.DataType.DOUBLE
+
+
+def dropout_rule(view: NodeView) -> OpRule:
+    """Dropout: every dim; parts of a pending sum drop the same elements on every device."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    operands = names + "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
+    outputs = [names] * len(view.node.outputs)
+    text = f"{operands} -> {', '.join(outputs)}"
+    if len(outputs) == 1:
+        text += "; linear: sum 0" if drops(view.node) else "; linear: any 0"
+    return parse_rule(text)
+
+
+def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Keeps an element where its random number is at least the ratio, and scales what is kept."""
+    shape = node.out_shape()
+    if not drops(node.view.node):
+        # As it is, and the mask is true: of opset 22, onnxruntime has no Dropout for CUDA.
+        idle_outputs = [node.op("Identity", node.input(0), shape=shape)]
+        if len(node.view.node.outputs) > 1:
+            true = node.builder.const(np.array(True))
+            mask = node.op("Expand", true, node.builder.shape(shape), dtype=BOOL, shape=shape)
+            idle_outputs.append(_masked(node, mask))
+        return idle_outputs
+    x = node.input(0)
+    number = drawn(node, shape, "uniform")
+    ratio = node.builder.const(np.array(0.5), FLOAT)
+    if node.view.has(_RATIO):
+        ratio = cast(node, node.input(_RATIO), FLOAT, [])
+    kept = node.op("GreaterOrEqual", number, ratio, dtype=BOOL, shape=shape)
+    if node.view.const(_TRAINING) is None:
+        idle = node.op("Not", node.input(_TRAINING), shape=[])
+        kept = node.op("Or", kept, idle, shape=shape)
+        ratio = node.op("Where", idle, node.builder.const(np.array(0), FLOAT), ratio, dtype=FLOAT)
+    one = node.builder.const(np.array(1), FLOAT)
+    scale = node.op("Reciprocal", node.op("Sub", one, ratio, shape=[]), shape=[])
+    scaled = node.op("Mul", x, cast(node, scale, x.dtype, []), shape=shape)
+    y = zero_unless(node, kept, scaled, shape)
+    return [y, _masked(node, kept)] if len(node.view.node.outputs) > 1 else [y]
+
+
+def _masked(node: LocalNode, kept: ir.Value) -> ir.Value:
+    """The mask as an output: false on padding, as the partitioner may count on."""
+    for factor in node.split_factors():
+        kept = node.masked(kept, 0, factor, 0)
+    return kept
+
+
+def stop_dropping(graph: ir.Graph) -> None:
+    """Puts every Dropout of a graph, and of its bodies, in inference mode."""
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        if _is_dropout(node) and drops(node):
+            node.replace_input_with(_TRAINING, None)
+
+
+def idle_dropouts(graph: ir.Graph) -> list[str]:
+    """Returns the names of the Dropout nodes that are in inference mode, and drop nothing."""
+    nodes = ir.traversal.RecursiveGraphIterator(graph)
+    return [node.name or "" for node in nodes if _is_dropout(node) and not drops(node)]
+
+
+def _is_dropout(node: ir.Node) -> bool:
+    return node.domain in ("", "ai.onnx") and node.op_type == "Dropout"
+
+
+def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
+    """Emits float32 numbers for output 0, of local shape `shape`.
+
+    They are "uniform" in [0, 1), or "normal" of mean 0 and deviation 1. Each is a function of the
+    key and of the element's global row-major index alone. A merged dim is drawn as one dim for each
+    of its components, which leaves that index as it is.
+    """
+    builder = node.builder
+    parts: list[Component] = [c for dim in node.plan.outputs[0].dims for c in dim]
+    local = [local_size(c, node.mesh, node.view.table) for c in parts]
+    name = crc32(node.view.drawing_name.encode())
+    key = builder.ops(
+        "Concat",
+        [*map(builder.system_input, COUNTERS), builder.const([name])],
+        [(INT64, [4])],
+        {"axis": 0},
+    )[0]
+    numbers = builder.ops(
+        "Philox",
+        [key, builder.shape(local), builder.shape([c.size for c in parts]), _starts(node, parts)],
+        [(FLOAT, local)],
+        {"distribution": distribution, "dtype": int(FLOAT)},
+        domain=DOMAIN,
+    )[0]
+    return builder.reshape(numbers, shape)
+
+
+def _starts(node: LocalNode, parts: Sequence[Component]) -> ir.Value:
+    if not any(c.atoms for c in parts):
+        return node.builder.const(np.zeros(len(parts), np.int64))
+    starts = [block_start(node.builder, c) for c in parts]
+    if len(starts) == 1:
+        return starts[0]
+    return node.builder.ops("Concat", starts, [(INT64, [len(starts)])], {"axis": 0})[0]
+
+
+def noise_rule(view: NodeView) -> OpRule:
+    """Made in shards: every dim is a factor of the output alone; an operand gives its shape.
+
+    Raises:
+        ModelError: A size depends on data, or the numbers are to be of no floating-point type.
+    """
+    require_readable(view, "the sizes of the output", view.out_shape())
+    dtype = view.node.outputs[0].dtype
+    if dtype is None or not dtype.is_floating_point():
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): expected numbers of a floating-point type, "
+            f"got {dtype}"
+        )
+    rule = parse_rule(f"* -> {' '.join(axis_names(len(view.out_shape())))}")
+    return replace(rule, inputs=rule.inputs[: view.arity])
+
+
+def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        shape = node.out_shape()
+        dtype = work_dtype(node.out_dtype())
+        low = float(node.view.attr(shift, 0.0))
+        factor = float(node.view.attr(scale, 1.0))
+        if distribution == "uniform":
+            factor -= low
+        x = cast(node, drawn(node, shape, distribution), dtype, shape)
+        for op_type, number in (("Mul", factor), ("Add", low)):
+            constant = node.builder.const(np.array(number), dtype)
+            x = node.op(op_type, x, constant, dtype=dtype, shape=shape)
+        return (cast(node, x, node.out_dtype(), shape),)
+
+    local.__doc__ = f"Draws each element by its global index: {distribution}, {shift} and {scale}."
+    return local
+
+
+def bernoulli_rule(view: NodeView) -> OpRule:
+    """Bernoulli: every dim; a pending max or min, its parts being compared with equal numbers."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    dtype = view.node.outputs[0].dtype
+    pending = dtype is not None and dtype.is_floating_point()
+    return parse_rule(f"{names} -> {names}" + ("; linear: max 0, min 0" if pending else ""))
+
+
+def bernoulli_local(node: LocalNode) -> Sequence[ir.Value]:
+    """One where the element's random number is less than its probability."""
+    shape = node.out_shape()
+    dtype = work_dtype(node.input(0).dtype)
+    chance = cast(node, node.input(0), dtype, shape)
+    number = cast(node, drawn(node, shape, "uniform"), dtype, shape)
+    hit = node.op("Less", number, chance, dtype=BOOL, shape=shape)
+    return (cast(node, hit, node.out_dtype(), shape),)
+
+
+def multinomial_rule(view: NodeView) -> OpRule:
+    """Multinomial: rows and samples are drawn in shards; a row's chances are whole."""
+    return parse_rule("b C -> b S; whole: C")
+
+
+def multinomial_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Counts the running sums of a row's chances that the element's random number has passed."""
+    shape = node.out_shape()
+    rows, classes = node.in_shape(0)
+    # In float64: a uniform number below 1, times the total, is then below the total.
+    x = cast(node, node.input(0), DOUBLE, [rows, classes])
+    top = reduce(node, "ReduceMax", x, [1], [rows, classes])
+    low = node.op("Sub", x, top, shape=[rows, classes])
+    chances = node.op("Exp", low, shape=[rows, classes])
+    ends = node.op("CumSum", chances, node.builder.const(1), shape=[rows, classes])
+    total = reduce(node, "ReduceSum", chances, [1], [rows, classes])
+    number = cast(node, drawn(node, shape, "uniform"), DOUBLE, shape)
+    place = node.op("Mul", number, total, shape=shape)
+    tall = [*shape, classes]
+    place = node.builder.reshape(place, [*shape, 1])
+    ends = node.builder.reshape(ends, [rows, 1, classes])
+    passed = node.op("Less", place, ends, dtype=BOOL, shape=tall)
+    passed = cast(node, node.op("Not", passed, shape=tall), INT64, tall)
+    count = reduce(node, "ReduceSum", passed, [2], tall)
+    # The running sum and the total may differ in their last bits.
+    last = node.builder.size(classes - 1)
+    count = node.op("Min", node.builder.reshape(count, shape), last, shape=shape)
+    return (cast(node, count, node.out_dtype(), shape),)
+
+
+_NORMAL = _noise("normal", "mean", "scale")
+_UNIFORM = _noise("uniform", "low", "high")
+
+DEFS = (
+    OpDef("", "Dropout", 7, dropout_rule, dropout_local, dropout_gradient, keeps_zero=True),
+    OpDef("", "RandomNormal", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "RandomNormalLike", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "RandomUniform", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "RandomUniformLike", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Bernoulli", 15, bernoulli_rule, bernoulli_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Multinomial", 7, multinomial_rule, multinomial_local, gradient=NOT_DIFFERENTIABLE),
+)

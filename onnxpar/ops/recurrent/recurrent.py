@@ -1,0 +1,120 @@
+"""RNN, GRU and LSTM: batch and directions are divided, the rest is needed whole.
+
+The gates of a step read all of the hidden state of the step before, through a full matrix: a split
+of the hidden size would gather the state in every step, of every direction. Steps follow one
+another, and the input size is contracted inside of a nonlinear function. So batch is what is split,
+and of a bidirectional network the directions: a device that has the backward one reverses its
+input.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import ABSENT, REPLICATED, OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.forms import BOOL, global_index
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_cost import recurs
+from onnxpar.ops.operator import BY_BODY, OpDef
+from onnxpar.ops.recurrent.body import BODIES, activation_lists
+
+X, W, R, B, LENGTHS, H0, C0, P = range(8)
+_OPERANDS = {W: "d g i", R: "d g h", B: "d e", LENGTHS: "b", P: "d p"}
+
+
+def recurrent_rule(view: NodeView) -> OpRule:
+    """`t b i, d g i, d g h, d e, b, d b h, d b h, d p -> t d b h, d b h, d b h`.
+
+    Batch is parallel; the directions are where there are two that differ in their direction alone.
+    """
+    batch_first = view.attr("layout", 0) == 1
+    state = "b d h" if batch_first else "d b h"
+    texts = {X: "b t i" if batch_first else "t b i", **_OPERANDS, H0: state, C0: state}
+    inputs = [texts[i] if view.has(i) else ABSENT for i in range(view.arity)]
+    results = ["b t d h" if batch_first else "t d b h", state, state]
+    outputs = [
+        text if out.name else REPLICATED
+        for text, out in zip(results, view.node.outputs, strict=False)
+    ]
+    present = {name for text in (*inputs, *outputs) for name in text.split()}
+    whole = [name for name in "tighep" if name in present]
+    special = ""
+    if _two_alike(view):
+        special = "; special: d"
+    else:
+        whole.append("d")
+    text = f"{', '.join(inputs)} -> {', '.join(outputs)}; whole: {' '.join(whole)}{special}"
+    return parse_rule(text)
+
+
+def _two_alike(view: NodeView) -> bool:
+    """Whether there are two directions with the same activations."""
+    if view.attr("direction", "forward") != "bidirectional":
+        return False
+    first, second = activation_lists(view)
+    return first == second
+
+
+def recurrent_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The local rows. Lengths of rows that are padding are set to 1, which every kernel takes."""
+    inputs = list(node.inputs)
+    lengths = inputs[LENGTHS] if len(inputs) > LENGTHS else None
+    if lengths is not None:
+        inputs[LENGTHS] = node.masked(lengths, LENGTHS, "b", 1)
+    if "d" not in node.split_factors("special"):
+        return node.copy(inputs)
+    return _one_direction(node, inputs)
+
+
+def _one_direction(node: LocalNode, inputs: list[ir.Value | None]) -> Sequence[ir.Value]:
+    """The forward network, on the reversed input where a device has that direction."""
+    view = node.view
+    batch_first = view.attr("layout", 0) == 1
+    times, rows = (1, 0) if batch_first else (0, 1)
+    shape = node.in_shape(X)
+    lengths = inputs[LENGTHS] if len(inputs) > LENGTHS else None
+    if lengths is None:
+        steps = node.builder.size(shape[times])
+        lengths = node.op("Expand", steps, node.builder.shape([shape[rows]]), shape=[shape[rows]])
+    else:
+        lengths = node.op("Cast", lengths, dtype=INT64, shape=[shape[rows]], to=int(INT64))
+    one = node.builder.const([1])
+    backward = node.op("Equal", global_index(node, "d"), one, dtype=BOOL, shape=[1])
+
+    def turned(x: ir.Value, size: Sequence[Dim]) -> ir.Value:
+        reversed_ = node.op(
+            "ReverseSequence", x, lengths, shape=size, batch_axis=rows, time_axis=times
+        )
+        return node.op("Where", backward, reversed_, x, dtype=x.dtype, shape=size)
+
+    inputs[X] = turned(node.input(X), shape)
+    changed: dict[str, object] = {"direction": "forward"}
+    for name in ("activations", "activation_alpha", "activation_beta"):
+        values = view.attr(name)
+        if values is not None:
+            changed[name] = list(values)[: len(values) // 2]
+    outputs = list(node.copy(inputs, changed))
+    if view.node.outputs[0].name:
+        full = node.out_shape(0)
+        flat = [s for i, s in enumerate(full) if i != (2 if batch_first else 1)]
+        y = turned(node.builder.reshape(outputs[0], flat), flat)
+        outputs[0] = node.builder.reshape(y, full)
+    return outputs
+
+
+DEFS = tuple(
+    OpDef(
+        "",
+        op_type,
+        7,
+        recurrent_rule,
+        recurrent_local,
+        gradient=BY_BODY,
+        cost=recurs,
+        body=body,
+    )
+    for op_type, body in BODIES.items()
+)

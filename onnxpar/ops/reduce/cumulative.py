@@ -1,0 +1,131 @@
+"""Running sums and products: over a split axis a scan of each part, and what the parts before give.
+
+Of each part one total a row travels (the exclusive prefix of a parallel scan; Blelloch, 1990,
+"Prefix sums and their applications").
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.sharding import DimSharding, local_size
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import BOOL, copy_or, iota, normal_axes, position, reduce, reduced
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient
+from onnxpar.ops.reduce.reduce_gradient import cumsum_gradient
+
+
+def _axis(view: NodeView) -> int:
+    axis = view.ints(1, "axis")
+    return normal_axes(view, axis or (0,), len(view.shape(0)), "axis")[0]
+
+
+def cumsum_rule(view: NodeView) -> OpRule:
+    """CumSum: every dim may be split; the running one communicates a total a row."""
+    names = axis_names(len(view.shape(0)))
+    text = " ".join(names)
+    return parse_rule(f"{text}, . -> {text}; special: {names[_axis(view)]}; linear: sum 0")
+
+
+def cumprod_rule(view: NodeView) -> OpRule:
+    """CumProd: every dim may be split; the running one communicates a total a row."""
+    names = axis_names(len(view.shape(0)))
+    text = " ".join(names)
+    return parse_rule(f"{text}, . -> {text}; special: {names[_axis(view)]}; linear: prod 0")
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An operator that runs along an axis.
+
+    Attributes:
+        op_type: Its name.
+        reduction: The reduction of a whole part.
+        combine: What joins two parts.
+        identity: What leaves a part as it is.
+    """
+
+    op_type: str
+    reduction: str
+    combine: str
+    identity: int
+
+
+_SUM = _Running("CumSum", "ReduceSum", "Add", 0)
+_PRODUCT = _Running("CumProd", "ReduceProd", "Mul", 1)
+
+
+def cumsum_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The running sum of the local part, and the totals of the parts before it."""
+    return _local(node, _SUM)
+
+
+def cumprod_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The running product of the local part, and the totals of the parts before it."""
+    return _local(node, _PRODUCT)
+
+
+def _local(node: LocalNode, running: _Running) -> Sequence[ir.Value]:
+    axis, shape = _axis(node.view), node.in_shape(0)
+    factor = axis_names(len(shape))[axis]
+    zero = node.zero[0] and running.identity == 0
+    x = node.masked(node.input(0), 0, factor, running.identity, known_zero=zero)
+    parts = node.components(factor)
+    sizes = [local_size(c, node.mesh, node.view.table) for c in parts]
+    tall = [*shape[:axis], *sizes, *shape[axis + 1 :]]
+    exclusive = bool(node.view.attr("exclusive", 0))
+    x = node.builder.reshape(x, tall)
+    y = _scan(node, running, x, tall, axis, parts, exclusive=exclusive)
+    return (node.builder.reshape(y, shape),)
+
+
+def _scan(
+    node: LocalNode,
+    running: _Running,
+    x: ir.Value,
+    shape: Sequence[Dim],
+    axis: int,
+    parts: DimSharding,
+    *,
+    exclusive: bool,
+) -> ir.Value:
+    """The running total over the dims from `axis` on that `parts` are, as over one dim."""
+    at = axis + len(parts) - 1
+    atoms = parts[-1].atoms
+    reverse = int(node.view.attr("reverse", 0))
+    where = node.builder.const(at)
+    y = node.op(running.op_type, x, where, shape=shape, exclusive=int(exclusive), reverse=reverse)
+    kept = reduced(shape, [at])
+    total = reduce(node, running.reduction, x, [at], shape)
+    if atoms:
+        count = node.mesh.count(atoms)
+        totals = node.all_gather(total, atoms, kept, at)
+        gathered = [*kept[:at], count, *kept[at + 1 :]]
+        # Without the parts that come later, this one among them.
+        side = "Greater" if reverse else "Less"
+        earlier = node.op(side, iota(node, count), position(node, atoms), dtype=BOOL, shape=[count])
+        earlier = node.builder.reshape(earlier, [count, *[1] * (len(shape) - at - 1)])
+        nothing = node.builder.const(np.array(running.identity), x.dtype)
+        before = node.op("Where", earlier, totals, nothing, dtype=x.dtype, shape=gathered)
+        before = reduce(node, running.reduction, before, [at], gathered)
+        y = node.op(running.combine, y, before, shape=shape)
+        total = reduce(node, running.reduction, totals, [at], gathered)
+    if len(parts) == 1:
+        return y
+    rows = [*shape[:at], *shape[at + 1 :]]
+    total = node.builder.reshape(total, rows)
+    before = _scan(node, running, total, rows, axis, parts[:-1], exclusive=True)
+    return node.op(running.combine, y, node.builder.reshape(before, kept), shape=shape)
+
+
+DEFS = (
+    OpDef("", "CumSum", 11, cumsum_rule, copy_or(cumsum_local), gradient=cumsum_gradient),
+    OpDef("", "CumProd", 26, cumprod_rule, copy_or(cumprod_local), gradient=cumprod_gradient),
+)

@@ -1,0 +1,147 @@
+"""Reductions: a split of a reduced dim leaves a pending reduction, or communicates inside.
+
+Sum, Mean, L1 and SumSquare are sums of what each device has, Max, Min and Prod likewise; L2, LogSum
+and LogSumExp end in a function that no sum commutes with, so they reduce inside the node.
+"""
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import BOOL, cast, copy_or, count_of, reduce, reduced_axes, work_dtype
+from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.operator import LocalFn, OpDef
+from onnxpar.ops.reduce.reduce_gradient import REDUCTIONS
+from onnxpar.ops.view.reshape import further
+
+# With noop_with_empty_axes the others still square their elements or take absolute values.
+_IDENTITY_WITHOUT_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
+
+
+def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
+    def rule(view: NodeView) -> OpRule:
+        names = axis_names(len(view.shape(0)))
+        axes = reduced_axes(view)
+        operands = " ".join(names) + further(view)
+        if axes is None:
+            identity = view.node.op_type in _IDENTITY_WITHOUT_AXES
+            text = f"{operands} -> {' '.join(names)}"
+            return parse_rule(text + ("; linear: any 0" if identity else ""))
+        keep = view.attr("keepdims", 1)
+        result = [
+            "1" if axis in axes else name
+            for axis, name in enumerate(names)
+            if keep or axis not in axes
+        ]
+        text = f"{operands} -> {' '.join(result)}"
+        if axes:
+            text += f"; {kind if _splits(view, kind) else 'whole'}: "
+            text += " ".join(names[axis] for axis in axes)
+        if linear and _splits(view, kind):
+            text += f"; linear: {linear}"
+        return parse_rule(text)
+
+    rule.__doc__ = f"Reduced dims: {kind}, the others are kept." + (
+        f" Linear: {linear}." if linear else ""
+    )
+    return rule
+
+
+def _splits(view: NodeView, kind: str) -> bool:
+    """Means and logarithms of integers round midway: parts do not make the whole of them."""
+    value = view.node.inputs[0]
+    exact = kind in ("max", "min", "prod") or view.node.op_type in (
+        "ReduceSum",
+        "ReduceL1",
+        "ReduceSumSquare",
+    )
+    return exact or (
+        value is not None and value.dtype is not None and value.dtype.is_floating_point()
+    )
+
+
+def mean_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The sum over the local part by the global count."""
+    split = node.split_factors("sum")
+    if not split:
+        return node.copy()
+    axes = reduced_axes(node.view)
+    assert axes is not None
+    shape = node.in_shape(0)
+    wide = work_dtype(node.out_dtype())
+    total = reduce(node, "ReduceSum", cast(node, node.input(0), wide, shape), axes, shape)
+    sizes = node.view.shape(0)
+    kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
+    count = count_of(node, [sizes[axis] for axis in axes], wide)
+    return _finish(node, node.op("Div", total, count, shape=kept))
+
+
+def _inner(node: LocalNode, fill: float | str) -> tuple[ir.Value, tuple[int, ...]]:
+    """Returns the operand in the working type, padding of the reduced dims filled, and the axes."""
+    axes = reduced_axes(node.view)
+    assert axes is not None
+    x = node.input(0)
+    for factor in node.split_factors("special"):
+        x = node.masked(x, 0, factor, fill, known_zero=node.zero[0])
+    return cast(node, x, work_dtype(x.dtype), node.in_shape(0)), axes
+
+
+def _finish(node: LocalNode, x: ir.Value) -> Sequence[ir.Value]:
+    x = node.builder.reshape(x, node.out_shape())
+    return (cast(node, x, node.out_dtype(), node.out_shape()),)
+
+
+def _summed(op_type: str, last: str) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    def special(node: LocalNode) -> Sequence[ir.Value]:
+        x, axes = _inner(node, 0)
+        shape = node.in_shape(0)
+        kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
+        atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
+        total = node.all_reduce(reduce(node, op_type, x, axes, shape), atoms, kept)
+        return _finish(node, node.op(last, total, shape=kept))
+
+    special.__doc__ = f"{op_type} of the local part, all-reduced, then {last}."
+    return special
+
+
+def log_sum_exp(node: LocalNode) -> Sequence[ir.Value]:
+    """Emits log Σ exp(x - m) + m, m the greatest element of all parts; infinite m is left out."""
+    x, axes = _inner(node, "lowest")
+    shape = node.in_shape(0)
+    kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
+    atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
+    top = node.all_reduce(reduce(node, "ReduceMax", x, axes, shape), atoms, kept, "max")
+    size = node.op("Abs", top, shape=kept)
+    infinite = node.op("Equal", size, _number(node, x, "inf"), dtype=BOOL, shape=kept)
+    top = node.op("Where", infinite, _number(node, x, "0"), top, dtype=x.dtype, shape=kept)
+    powers = node.op("Exp", node.op("Sub", x, top, shape=shape), shape=shape)
+    total = node.all_reduce(reduce(node, "ReduceSum", powers, axes, shape), atoms, kept)
+    return _finish(node, node.op("Add", node.op("Log", total, shape=kept), top, shape=kept))
+
+
+def _number(node: LocalNode, like: ir.Value, text: str) -> ir.Value:
+    return node.builder.const(float(text), like.dtype)
+
+
+def _op(
+    name: str, kind: str, linear: str = "", local: LocalFn = copy_node, *, zero: bool = False
+) -> OpDef:
+    rule = _rule(kind, linear)
+    return OpDef("", name, 1, rule, local, gradient=REDUCTIONS[name], keeps_zero=zero)
+
+
+DEFS = (
+    _op("ReduceSum", "sum", "sum 0", zero=True),
+    _op("ReduceMean", "sum", "sum 0", mean_local, zero=True),
+    _op("ReduceMax", "max", "max 0"),
+    _op("ReduceMin", "min", "min 0"),
+    _op("ReduceProd", "prod", "prod 0"),
+    _op("ReduceL1", "sum", zero=True),
+    _op("ReduceSumSquare", "sum", zero=True),
+    _op("ReduceL2", "special", local=copy_or(_summed("ReduceSumSquare", "Sqrt"))),
+    _op("ReduceLogSum", "special", local=copy_or(_summed("ReduceSum", "Log"))),
+    _op("ReduceLogSumExp", "special", local=copy_or(log_sum_exp)),
+)

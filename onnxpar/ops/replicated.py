@@ -1,0 +1,47 @@
+"""Operators that every device computes whole, by what they are, and the one on text that is not."""
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
+
+_TEXT = "it computes with text, which no collective moves"
+_IMAGE = "the bytes of an image file are decoded one after the other"
+_OLD_SCAN = "opset 9 gave Scan another meaning, in which it is divided"
+
+
+def _whole(reason: str) -> Callable[[NodeView], OpRule]:
+    def rule(view: NodeView) -> OpRule:
+        raise ModelError(f"node {view.name!r} ({view.node.op_type}): {reason}")
+
+    rule.__doc__ = f"Computed whole: {reason}."
+    return rule
+
+
+def tf_idf_rule(view: NodeView) -> OpRule:
+    """TfIdfVectorizer: rows of numbers may be split, the words of a row may not; text is whole."""
+    value = view.node.inputs[0]
+    if value is None or value.dtype == ir.DataType.STRING:
+        raise ModelError(f"node {view.name!r} (TfIdfVectorizer): {_TEXT}")
+    rows = "b " if len(view.shape(0)) == 2 else ""
+    return parse_rule(f"{rows}C -> {rows}V; whole: C V")
+
+
+DEFS = (
+    *(
+        OpDef("", name, version, _whole(_TEXT), gradient=NOT_DIFFERENTIABLE)
+        for name, version in (
+            ("RegexFullMatch", 20),
+            ("StringConcat", 20),
+            ("StringNormalizer", 10),
+            ("StringSplit", 20),
+        )
+    ),
+    OpDef("", "ImageDecoder", 20, _whole(_IMAGE), gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Scan", 8, _whole(_OLD_SCAN), gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "TfIdfVectorizer", 9, tf_idf_rule, gradient=NOT_DIFFERENTIABLE),
+)

@@ -1,0 +1,393 @@
+"""Sequences and optional values: folded away where their length and every position are constant.
+
+Exporters use sequences for a list that they cut up at once: SplitToSequence, then SequenceAt at
+constant positions. Such a list is known when the model is normalised, so that cutting is a Split
+and joining a Concat, which are divided, and differentiated, as any other.
+A list whose length or positions depend on data (one that a loop grows, a graph's input) is left,
+and computed whole by every device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.rule import OpRule
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import EXPANDED_FROM, NodeView
+from onnxpar.ops.function_body import origin
+from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
+
+Items = list[ir.Value]
+_ABSENT = object()
+"""What an optional value without an element is known as."""
+
+
+def fold_sequences(model: ir.Model) -> bool:
+    """Replaces what reads sequences and optional values that are known. The model is changed.
+
+    Shapes are to be inferred anew afterwards, since those of new nodes are not known.
+
+    Args:
+        model: The model, on which shape inference has run.
+
+    Returns:
+        Whether anything was replaced.
+
+    Raises:
+        NodeError: A constant position is outside of its sequence.
+    """
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    if not any(n.domain in ("", "ai.onnx") and n.op_type in _MAKERS for n in nodes):
+        return False
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    names = {v.name or "" for v in model.graph.initializers.values()}
+    names |= {n.name or "" for n in nodes} | {v.name or "" for n in nodes for v in n.outputs}
+    fold = _Fold(opset, names)
+    fold.graph(model.graph)
+    common.RemoveUnusedNodesPass()(model)
+    return fold.changed
+
+
+@dataclass
+class _Fold:
+    opset: int
+    names: set[str]
+    lists: dict[ir.Value, Items] = field(default_factory=dict)
+    optional: dict[ir.Value, object] = field(default_factory=dict)
+    changed: bool = False
+
+    def graph(self, graph: ir.Graph) -> None:
+        for node in list(graph):
+            if node.domain in ("", "ai.onnx") and node.op_type in _FOLDS:
+                _FOLDS[node.op_type](self, node)
+                continue
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.GRAPH:
+                    self.graph(attribute.as_graph())
+
+    # -- what is made ----------------------------------------------------------------------------
+
+    def emit(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        count: int = 1,
+        **attributes: Any,
+    ) -> Items:
+        """Puts a node before another one and returns its results."""
+        node = ir.Node(
+            "",
+            op_type,
+            inputs,
+            ir.convenience.convert_attributes(attributes),
+            num_outputs=count,
+            name=self.fresh(f"{before.name}/{op_type}"),
+        )
+        for index, value in enumerate(node.outputs):
+            value.name = f"{node.name}:{index}"
+        node.metadata_props.update(origin(before))
+        assert before.graph is not None
+        before.graph.insert_before(before, node)
+        return list(node.outputs)
+
+    def constant(self, before: ir.Node, array: Any) -> ir.Value:
+        """A constant of int64."""
+        data = np.asarray(array, np.int64)
+        name = self.fresh(f"{before.name}/constant")
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(INT64),
+            shape=ir.Shape(data.shape),
+            const_value=ir.Tensor(data, name=name),
+        )
+        assert isinstance(before.graph, ir.Graph)
+        before.graph.register_initializer(value)
+        return value
+
+    def fresh(self, name: str) -> str:
+        found, count = name, 0
+        while found in self.names:
+            count += 1
+            found = f"{name}.{count}"
+        self.names.add(found)
+        return found
+
+    def with_axes(self, before: ir.Node, op_type: str, x: ir.Value, axis: int) -> ir.Value:
+        """Squeeze or Unsqueeze of one axis."""
+        if self.opset >= 13:
+            return self.emit(before, op_type, [x, self.constant(before, [axis])])[0]
+        return self.emit(before, op_type, [x], axes=[axis])[0]
+
+    def replace(self, node: ir.Node, value: ir.Value) -> None:
+        """Has the readers of a node's result read another value instead."""
+        old = node.outputs[0]
+        self.changed = self.changed or bool(old.uses()) or old.is_graph_output()
+        maker = value.producer()
+        if old.is_graph_output():
+            # A body's result must be made in the body.
+            here = maker is not None and maker.graph is node.graph
+            ours = maker is not None and here and EXPANDED_FROM in maker.metadata_props
+            if not ours or value.is_graph_output():
+                value = self.emit(node, "Identity", [value])[0]
+            value.name, old.name = old.name, f"{old.name}.replaced"
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    def items(self, node: ir.Node, index: int = 0) -> Items | None:
+        value = node.inputs[index]
+        return None if value is None else self.lists.get(value)
+
+    def position(self, node: ir.Node, index: int, count: int, *, end: bool = False) -> int | None:
+        """A constant position in a list of `count`; None where it is not constant."""
+        value = node.inputs[index] if len(node.inputs) > index else None
+        if value is None:
+            return count if end else count - 1
+        if value.const_value is None:
+            return None
+        found = int(value.const_value.numpy().reshape(()))
+        place = found + count if found < 0 else found
+        if not 0 <= place < count + end:
+            raise NodeError(
+                f"node {node.name!r} ({node.op_type}): expected a position in a sequence of "
+                f"{count}, got {found}"
+            )
+        return place
+
+    # -- sequences -------------------------------------------------------------------------------
+
+    def split(self, node: ir.Node) -> None:
+        x, axis = node.inputs[0], _int(node, "axis", 0)
+        parts = node.inputs[1] if len(node.inputs) > 1 else None
+        if x is None or x.shape is None:
+            return
+        rank = len(x.shape)
+        size = x.shape[axis] if -rank <= axis < rank else None
+        if parts is not None and parts.shape is not None and len(parts.shape) == 1:
+            count = parts.shape[0]
+            if not isinstance(count, int):
+                return
+            if self.opset < 13 and parts.const_value is None:
+                return
+            lengths = parts
+        else:
+            each = 1
+            if parts is not None:
+                if parts.const_value is None:
+                    return
+                each = int(parts.const_value.numpy().reshape(()))
+            if not isinstance(size, int) or each < 1:
+                return
+            whole, rest = divmod(size, each)
+            every = [each] * whole + [rest] * bool(rest)
+            count, lengths = len(every), self.constant(node, every)
+        if self.opset >= 13:
+            made = self.emit(node, "Split", [x, lengths], count, axis=axis)
+        else:
+            assert lengths.const_value is not None
+            sizes = [int(n) for n in lengths.const_value.numpy()]
+            made = self.emit(node, "Split", [x], count, axis=axis, split=sizes)
+        if parts is None and not _int(node, "keepdims", 1):
+            made = [self.with_axes(node, "Squeeze", item, axis) for item in made]
+        self.lists[node.outputs[0]] = made
+
+    def construct(self, node: ir.Node) -> None:
+        if all(v is not None for v in node.inputs):
+            self.lists[node.outputs[0]] = [v for v in node.inputs if v is not None]
+
+    def empty(self, node: ir.Node) -> None:
+        self.lists[node.outputs[0]] = []
+
+    def insert(self, node: ir.Node) -> None:
+        items, item = self.items(node), node.inputs[1]
+        if items is None or item is None:
+            return
+        place = self.position(node, 2, len(items), end=True)
+        if place is not None:
+            self.lists[node.outputs[0]] = [*items[:place], item, *items[place:]]
+
+    def erase(self, node: ir.Node) -> None:
+        items = self.items(node)
+        place = None if items is None else self.position(node, 1, len(items))
+        if items is not None and place is not None:
+            self.lists[node.outputs[0]] = [*items[:place], *items[place + 1 :]]
+
+    def at(self, node: ir.Node) -> None:
+        items = self.items(node)
+        place = None if items is None else self.position(node, 1, len(items))
+        if items is not None and place is not None:
+            self.replace(node, items[place])
+
+    def length(self, node: ir.Node) -> None:
+        items = self.items(node)
+        if items is not None:
+            self.replace(node, self.constant(node, len(items)))
+
+    def concat(self, node: ir.Node) -> None:
+        items, axis = self.items(node), _int(node, "axis", 0)
+        if not items:
+            return
+        if _int(node, "new_axis", 0):
+            items = [self.with_axes(node, "Unsqueeze", item, axis) for item in items]
+        self.replace(node, self.emit(node, "Concat", items, axis=axis)[0])
+
+    def map(self, node: ir.Node) -> None:
+        """Applies the body to each element: that often it stands there."""
+        first = self.items(node)
+        if first is None:
+            return
+        operands: list[Items] = []
+        for value in node.inputs:
+            if value is None:
+                return
+            items = self.lists.get(value)
+            if items is None and isinstance(value.type, ir.SequenceType):
+                return
+            operands.append([value] * len(first) if items is None else items)
+        if any(len(items) != len(first) for items in operands):
+            raise NodeError(f"node {node.name!r} (SequenceMap): its sequences differ in length")
+        results: list[Items] = [[] for _ in node.outputs]
+        for place in range(len(first)):
+            body = node.attributes["body"].as_graph().clone(allow_outer_scope_values=True)
+            for value, items in zip(body.inputs, operands, strict=True):
+                ir.convenience.replace_all_uses_with(
+                    value, items[place], replace_graph_outputs=True
+                )
+            made, outputs = list(body), list(body.outputs)
+            body.outputs.clear()
+            body.remove(made)
+            assert isinstance(node.graph, ir.Graph)
+            for initializer in list(body.initializers.values()):
+                body.initializers.pop(initializer.name or "")
+                initializer.name = self.fresh(f"{node.name}/{place}/{initializer.name}")
+                node.graph.register_initializer(initializer)
+            for inner in made:
+                inner.name = self.fresh(f"{node.name}/{place}/{inner.name or inner.op_type}")
+                inner.metadata_props.update(origin(node))
+                for value in inner.outputs:
+                    if value.name:
+                        value.name = self.fresh(f"{node.name}/{place}/{value.name}")
+            node.graph.insert_before(node, made)
+            for items, value in zip(results, outputs, strict=True):
+                items.append(value)
+        for output, items in zip(node.outputs, results, strict=True):
+            self.lists[output] = items
+
+    def same(self, node: ir.Node) -> None:
+        """Identity: of a sequence or an optional value, what that is."""
+        value, result = node.inputs[0], node.outputs[0]
+        if value in self.lists:
+            self.lists[result] = self.lists[value]
+        if value in self.optional:
+            self.optional[result] = self.optional[value]
+
+    # -- optional values -------------------------------------------------------------------------
+
+    def wrap(self, node: ir.Node) -> None:
+        value = node.inputs[0] if node.inputs else None
+        result = node.outputs[0]
+        self.optional[result] = _ABSENT if value is None else value
+        if value in self.lists:
+            self.lists[result] = self.lists[value]
+
+    def element(self, node: ir.Node) -> None:
+        value = node.inputs[0]
+        found = self.optional.get(value) if value is not None else None
+        if found is None and value is not None and not isinstance(value.type, ir.OptionalType):
+            found = value if value.type is not None else None
+        if isinstance(found, ir.Value):
+            if found in self.lists:
+                self.lists[node.outputs[0]] = self.lists[found]
+            self.replace(node, found)
+
+    def presence(self, node: ir.Node) -> None:
+        value = node.inputs[0] if node.inputs else None
+        if value is None:
+            present = False
+        elif value in self.optional:
+            present = self.optional[value] is not _ABSENT
+        elif value.type is not None and not isinstance(value.type, ir.OptionalType):
+            present = True
+        else:
+            return
+        array = np.array(present)
+        name = self.fresh(f"{node.name}/constant")
+        constant = ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.BOOL),
+            shape=ir.Shape([]),
+            const_value=ir.Tensor(array, name=name),
+        )
+        assert isinstance(node.graph, ir.Graph)
+        node.graph.register_initializer(constant)
+        self.replace(node, constant)
+
+
+_FOLDS: Mapping[str, Callable[[_Fold, ir.Node], None]] = MappingProxyType(
+    {
+        "SplitToSequence": _Fold.split,
+        "SequenceConstruct": _Fold.construct,
+        "SequenceEmpty": _Fold.empty,
+        "SequenceInsert": _Fold.insert,
+        "SequenceErase": _Fold.erase,
+        "SequenceAt": _Fold.at,
+        "SequenceLength": _Fold.length,
+        "ConcatFromSequence": _Fold.concat,
+        "SequenceMap": _Fold.map,
+        "Identity": _Fold.same,
+        "Optional": _Fold.wrap,
+        "OptionalGetElement": _Fold.element,
+        "OptionalHasElement": _Fold.presence,
+    }
+)
+_MAKERS = frozenset(_FOLDS) - {"Identity"}
+
+
+def _int(node: ir.Node, name: str, default: int) -> int:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_int()
+
+
+# -- what is left ----------------------------------------------------------------------------------
+
+
+def sequence_rule(view: NodeView) -> OpRule:
+    """Folded into Split, Concat and the like where length and positions are known, else whole."""
+    raise ModelError(
+        f"node {view.name!r} ({view.node.op_type}): the length of its sequence, or a position, is "
+        "not known before the model runs"
+    )
+
+
+def optional_rule(view: NodeView) -> OpRule:
+    """Folded where it is known whether the value is there; else computed whole."""
+    raise ModelError(
+        f"node {view.name!r} ({view.node.op_type}): whether the value is there is not known before "
+        "the model runs"
+    )
+
+
+_UNKNOWN = Missing("none of a sequence whose length or positions are not known")
+_UNKNOWN_VALUE = Missing("none of a value that may be absent")
+
+DEFS = (
+    OpDef("", "SplitToSequence", 11, sequence_rule, gradient=_UNKNOWN),
+    OpDef("", "SequenceConstruct", 11, sequence_rule, gradient=_UNKNOWN),
+    OpDef("", "SequenceEmpty", 11, sequence_rule, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "SequenceInsert", 11, sequence_rule, gradient=_UNKNOWN),
+    OpDef("", "SequenceErase", 11, sequence_rule, gradient=_UNKNOWN),
+    OpDef("", "SequenceAt", 11, sequence_rule, gradient=_UNKNOWN),
+    OpDef("", "SequenceLength", 11, sequence_rule, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "ConcatFromSequence", 11, sequence_rule, gradient=_UNKNOWN),
+    OpDef("", "SequenceMap", 17, sequence_rule, gradient=_UNKNOWN),
+    OpDef("", "Optional", 15, optional_rule, gradient=_UNKNOWN_VALUE),
+    OpDef("", "OptionalGetElement", 15, optional_rule, gradient=_UNKNOWN_VALUE),
+    OpDef("", "OptionalHasElement", 15, optional_rule, gradient=NOT_DIFFERENTIABLE),
+)

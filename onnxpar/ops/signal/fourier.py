@@ -1,0 +1,165 @@
+"""Fourier transforms and what goes with them: DFT, STFT, MelWeightMatrix.
+
+A transformed axis is whole; everything around it divides, the frames of an STFT too: a device cuts
+the frames that are its own out of the whole signal. Windows are expanded to what computes them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import global_index, normal_axis
+from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, OpDef
+from onnxpar.ops.signal.fourier_gradient import dft_gradient
+
+_FRAME = "F"
+
+
+def transformed_axis(view: NodeView) -> int:
+    """The axis that a DFT transforms, counted from the front.
+
+    Raises:
+        ModelError: It is an operand that is not constant.
+    """
+    rank = len(view.shape(0))
+    if view.opset < 20:
+        return normal_axis(view, view.attr("axis", 1), rank)
+    if not view.has(2):
+        return rank - 2
+    known = view.contents(2)
+    if known is None or not isinstance(known[0], int):
+        raise ModelError(f"node {view.name!r} (DFT): the axis must be constant to be divided")
+    return normal_axis(view, known[0], rank)
+
+
+def dft_rule(view: NodeView) -> OpRule:
+    """DFT: `a t_in 1, ., . -> a t 1; whole: t_in t; linear: sum 0` for axis 1 of rank 3."""
+    rank = len(view.shape(0))
+    names = axis_names(rank - 1)
+    axis = transformed_axis(view)
+    left, right = list(names), list(names)
+    left[axis], right[axis] = f"{names[axis]}_in", f"{names[axis]}_out"
+    rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
+    return parse_rule(
+        f"{' '.join(left)} 1{rest} -> {' '.join(right)} 1; whole: {left[axis]} {right[axis]}; "
+        "linear: sum 0"
+    )
+
+
+def _scalar(view: NodeView, index: int, what: str) -> int:
+    known = view.contents(index)
+    if known is None or len(known) != 1 or not isinstance(known[0], int):
+        raise ModelError(f"node {view.name!r} ({view.node.op_type}): {what} must be constant")
+    return known[0]
+
+
+def _lengths(view: NodeView) -> tuple[int, int]:
+    """Elements from one frame to the next, and of a frame.
+
+    Raises:
+        ModelError: They are not constant.
+    """
+    step = _scalar(view, 1, "the step")
+    if view.has(3):
+        return step, _scalar(view, 3, "the length of a frame")
+    length = view.shape(2)[0]
+    if not isinstance(length, int):
+        raise ModelError(f"node {view.name!r} (STFT): the length of the window must be constant")
+    return step, length
+
+
+def stft_rule(view: NodeView) -> OpRule:
+    """STFT: `n t 1, ., ., . -> n F b 1; whole: t b; special: F; linear: sum 0`."""
+    _lengths(view)
+    signal = "N t" + " 1" * (len(view.shape(0)) - 2)
+    rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
+    kind = "special" if isinstance(view.out_shape()[1], int) else "whole"
+    text = f"{signal}{rest} -> N {_FRAME} b 1; whole: t b"
+    text += f"; special: {_FRAME}" if kind == "special" else f" {_FRAME}"
+    return parse_rule(f"{text}; linear: sum 0")
+
+
+def stft_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Cuts what this device's frames cover out of the signal, zeros behind its end."""
+    if not node.atoms(_FRAME):
+        return node.copy()
+    step, length = _lengths(node.view)
+    frames = int(node.local_size(_FRAME))
+    shape = list(node.in_shape(0))
+    covered = (frames - 1) * step + length
+    # Elements by index, the last one for all behind the end: padding frames are not read.
+    first = global_index(node, _FRAME)
+    zero, one = (node.builder.const(np.array([n], np.int64)) for n in (0, 1))
+    first = node.op("Slice", first, zero, one, dtype=INT64, shape=[1])
+    first = node.op("Mul", first, node.builder.const(np.array([step], np.int64)), shape=[1])
+    place = node.builder.const(np.arange(covered, dtype=np.int64))
+    place = node.op("Add", place, first, dtype=INT64, shape=[covered])
+    last = node.op("Sub", node.builder.size(shape[1]), one, shape=[1])
+    place = node.op("Min", place, last, dtype=INT64, shape=[covered])
+    shape[1] = covered
+    part = node.op("Gather", node.input(0), place, shape=shape, axis=1)
+    return node.copy([part, *node.inputs[1:]])
+
+
+def stft_body(node: BodyNode) -> Sequence[ir.Value | None]:
+    """STFT: a gather of frames, their product with the window, and a DFT.
+
+    Raises:
+        ModelError: The number or length of the frames is symbolic, or the signal is complex and
+            only half of the spectrum is wanted.
+    """
+    view, signal = node.view, node.input(0)
+    step, length = _lengths(view)
+    batch, frames, bins, _ = view.out_shape()
+    if not isinstance(frames, int):
+        raise node.fail(f"its body needs a constant number of frames, got {frames}")
+    rest = list(node.shape(signal)[2:])
+    places = np.arange(frames)[:, None] * step + np.arange(length)
+    shape: list[Dim] = [batch, frames, length, *rest]
+    cut = node.op("Gather", signal, node.builder.const(places), shape=shape, axis=1)
+    if not rest:
+        cut = node.builder.unsqueeze(cut, [3])
+        shape.append(1)
+    if view.has(2):
+        window = node.builder.unsqueeze(node.input(2), [1])
+        cut = node.op("Mul", cut, window, shape=shape)
+    onesided = int(view.attr("onesided", 1))
+    out = [batch, frames, bins, 2]
+    if view.opset < 20:
+        return [node.op("DFT", cut, shape=out, axis=2, onesided=onesided)]
+    axis = node.builder.const(np.array(2, np.int64))
+    return [node.op("DFT", cut, None, axis, shape=out, onesided=onesided)]
+
+
+def mel_rule(view: NodeView) -> OpRule:
+    """MelWeightMatrix: a small matrix of constants, which every device makes.
+
+    Raises:
+        ModelError: Always.
+    """
+    raise ModelError(
+        f"node {view.name!r} (MelWeightMatrix): a small matrix that five numbers give is made "
+        "whole on every device"
+    )
+
+
+def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """The adjoint transform."""
+    return [dft_gradient(node, transformed_axis(node.view))]
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef("", "DFT", 17, dft_rule, gradient=_gradient),
+    OpDef("", "STFT", 17, stft_rule, stft_local, gradient=BY_BODY, body=stft_body),
+    OpDef("", "MelWeightMatrix", 17, mel_rule, gradient=NOT_DIFFERENTIABLE),
+)

@@ -1,0 +1,70 @@
+"""Gradient of DFT: the adjoint of a transform is the inverse one, but for the factor.
+
+With y = F x for n elements, F* = n F^-1; the inverse divides by n, so its adjoint is F / n. Real
+and imaginary part count as two real numbers, as in PyTorch's complex autograd.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.symbols import Dim
+from onnxpar.ops.gradient import GradNode
+
+
+def dft_gradient(node: GradNode, axis: int) -> ir.Value:
+    """Transforms the cotangent back.
+
+    Args:
+        node: The DFT.
+        axis: The transformed axis, counted from the front.
+
+    Raises:
+        ModelError: Its length is not constant, or an inverse gives real numbers from half of a
+            spectrum.
+    """
+    view, x, dy = node.view, node.input(0), node.cotangent()
+    inverse, onesided = bool(view.attr("inverse", 0)), bool(view.attr("onesided", 0))
+    shape, made = list(node.shape(x)), list(node.shape(dy))
+    what = f"node {view.name!r} (DFT)"
+    size = shape[axis]
+    length: Dim = size
+    if view.has(1):
+        known = view.contents(1)
+        if known is None:
+            raise ModelError(f"{what}: a gradient needs a constant dft_length")
+        length = known[0]
+    if not isinstance(length, int) or not isinstance(size, int):
+        raise ModelError(f"{what}: a gradient needs an axis of constant size, got {size}")
+    if inverse and onesided:
+        raise ModelError(f"{what}: there is no gradient of an inverse from half of a spectrum")
+    if onesided:
+        # What the spectrum does not have got no cotangent.
+        dy = _resized(node, dy, axis, length)
+        made[axis] = length
+    if view.opset < 20:
+        back = node.op("DFT", dy, shape=made, axis=axis, inverse=int(not inverse))
+    else:
+        place = node.builder.const(np.array(axis, np.int64))
+        back = node.op("DFT", dy, None, place, shape=made, inverse=int(not inverse))
+    factor = 1 / length if inverse else float(length)
+    back = node.op("Mul", back, node.number(factor, back), shape=made)
+    if shape[-1] == 1:
+        back = _resized(node, back, len(shape) - 1, 1)
+    return _resized(node, back, axis, size)
+
+
+def _resized(node: GradNode, x: ir.Value, axis: int, size: int) -> ir.Value:
+    """Cuts an axis off at the end, or extends it by zeros."""
+    shape = list(node.shape(x))
+    before = shape[axis]
+    assert isinstance(before, int)
+    shape[axis] = size
+    if before == size:
+        return x
+    if before > size:
+        bounds = (node.builder.const(np.array([n], np.int64)) for n in (0, size, axis))
+        return node.op("Slice", x, *bounds, shape=shape)
+    pads = np.zeros((2, len(shape)), np.int64)
+    pads[1, axis] = size - before
+    return node.op("Pad", x, node.builder.const(pads.ravel()), node.number(0, x), shape=shape)

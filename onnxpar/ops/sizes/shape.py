@@ -1,0 +1,164 @@
+"""Operators that make tensors from sizes: Shape, Size, ConstantOfShape, Range.
+
+Shape and Size of a global value are arithmetic on the symbols, since a device that holds a part of
+a value cannot know the whole. What ConstantOfShape and Range make exists nowhere before, so it can
+be made in shards: their factors stand in the output alone.
+"""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import REPLICATED, Operand, OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.global_builder import SIZES
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.fallback import replicated_rule, require_readable
+from onnxpar.ops.forms import cast, global_index, zero_unless
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
+
+
+def _shown(view: NodeView) -> tuple[Dim, ...]:
+    shape = view.shape(0)
+    return shape[slice(view.attr("start", 0), view.attr("end", None))]
+
+
+def shape_rule(view: NodeView) -> OpRule:
+    """Shape: the operand is not read, its global sizes are computed."""
+    require_readable(view, "the sizes of the operand", _shown(view))
+    return parse_rule("* -> .")
+
+
+def shape_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The global sizes, from the symbols' inputs."""
+    return (node.builder.shape(_shown(node.view)),)
+
+
+def size_rule(view: NodeView) -> OpRule:
+    """Size: the operand is not read, its global element count is computed."""
+    require_readable(view, "the sizes of the operand", view.shape(0))
+    return parse_rule("* -> .")
+
+
+def size_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The product of the global sizes, as a scalar."""
+    total: Dim = 1
+    for size in node.view.shape(0):
+        total = total * size
+    return (node.builder.reshape(node.builder.size(total), []),)
+
+
+def filled_rule(view: NodeView) -> OpRule:
+    """ConstantOfShape: every dim may be made in shards."""
+    shape = view.out_shape()
+    require_readable(view, "the shape of the output", shape)
+    names = axis_names(len(shape))
+    words = ("1" if size == 1 else n for n, size in zip(names, shape, strict=True))
+    return parse_rule(f". -> {' '.join(words)}")
+
+
+def filled_local(node: LocalNode) -> Sequence[ir.Value]:
+    """ConstantOfShape of the local shape."""
+    if not node.plan.factors:
+        return node.copy()
+    return node.copy([node.builder.shape(node.out_shape())])
+
+
+def range_rule(view: NodeView) -> OpRule:
+    """Range: element i is start + i·delta, so every device can make its own part."""
+    require_readable(view, "the number of elements", view.out_shape())
+    return parse_rule("., ., . -> n")
+
+
+def range_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Emits start + delta · (global index of each local element)."""
+    if not node.plan.factors:
+        return node.copy()
+    shape = node.out_shape()
+    dtype = node.out_dtype()
+    index = cast(node, global_index(node, "n"), dtype, shape)
+    steps = node.op("Mul", index, node.input(2), dtype=dtype, shape=shape)
+    return (node.op("Add", steps, node.input(0), dtype=dtype, shape=shape),)
+
+
+def constant_rule(view: NodeView) -> OpRule:
+    """Constant: whole on every device (loading turns constants into initializers)."""
+    return replicated_rule(view)
+
+
+def eye_rule(view: NodeView) -> OpRule:
+    """EyeLike: rows and columns of the output alone; the operand gives shape and type only."""
+    require_readable(view, "the sizes of the operand", view.shape(0))
+    return parse_rule("* -> a b")
+
+
+def eye_local(node: LocalNode) -> Sequence[ir.Value]:
+    """1 where the global column index is the row index + k."""
+    rows, columns = node.out_shape()
+    dtype = node.out_dtype()
+    row = node.builder.reshape(global_index(node, "a"), [rows, 1])
+    shift = node.builder.const([int(node.view.attr("k", 0))])
+    row = node.op("Add", row, shift, shape=[rows, 1])
+    hit = node.op(
+        "Equal", row, global_index(node, "b"), dtype=ir.DataType.BOOL, shape=[rows, columns]
+    )
+    return (cast(node, hit, dtype or ir.DataType.FLOAT, [rows, columns]),)
+
+
+def trilu_rule(view: NodeView) -> OpRule:
+    """Trilu: an element stays by its global row and column, so every dim may be split."""
+    names = " ".join(axis_names(len(view.shape(0))))
+    offset = ", ." if view.has(1) else ", -" if view.arity > 1 else ""
+    return parse_rule(f"{names}{offset} -> {names}; linear: any 0")
+
+
+def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Compares global indices where rows or columns are split."""
+    *_, row, column = axis_names(len(node.view.shape(0)))
+    if not (node.atoms(row) or node.atoms(column)):
+        return node.copy()
+    shape = node.in_shape(0)
+    x = node.input(0)
+    rows = node.builder.reshape(global_index(node, row), [shape[-2], 1])
+    if node.view.has(1):
+        rows = node.op("Add", rows, node.input(1), shape=[shape[-2], 1])
+    compare = "GreaterOrEqual" if node.view.attr("upper", 1) else "LessOrEqual"
+    kept = node.op(
+        compare, global_index(node, column), rows, dtype=ir.DataType.BOOL, shape=shape[-2:]
+    )
+    return (zero_unless(node, kept, x, shape),)
+
+
+def trilu_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Trilu of the cotangent: what was set to zero has no gradient."""
+    offset = [node.input(1)] if node.view.has(1) else []
+    upper = node.view.attr("upper", 1)
+    return [node.op("Trilu", node.cotangent(), *offset, upper=upper)]
+
+
+def sizes_rule(view: NodeView) -> OpRule:
+    """Sizes (domain onnxpar): no operand; the elements are expressions in the symbols."""
+    require_readable(view, "the sizes", view.env.contents[view.node.outputs[0].name or ""])
+    return OpRule((), (Operand(mode=REPLICATED),), MappingProxyType({}))
+
+
+def sizes_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The global sizes, from the symbols' inputs."""
+    return (node.builder.shape(node.view.env.contents[node.view.node.outputs[0].name or ""]),)
+
+
+DEFS = (
+    OpDef(DOMAIN, SIZES, 1, sizes_rule, sizes_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Shape", 1, shape_rule, shape_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Size", 1, size_rule, size_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "ConstantOfShape", 9, filled_rule, filled_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Range", 11, range_rule, range_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Constant", 1, constant_rule, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "EyeLike", 9, eye_rule, eye_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "Trilu", 14, trilu_rule, trilu_local, trilu_gradient, keeps_zero=True),
+)

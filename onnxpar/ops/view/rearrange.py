@@ -1,0 +1,103 @@
+"""Operators that put elements elsewhere: DepthToSpace, SpaceToDepth, ReverseSequence."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.view.rearrange_gradient import (
+    depth_to_space_gradient,
+    reverse_sequence_gradient,
+    space_to_depth_gradient,
+)
+
+# The channels of what has depth: x and y are the row and column in a block.
+_DEPTH = {"DCR": "(x y c)", "CRD": "(c x y)"}
+_SPACE = "n c (h x) (w y)"
+
+
+def _sizes(view: NodeView, space: Sequence[Dim], depth: Sequence[Dim]) -> dict[str, Dim]:
+    if len(space) != 4:
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): expected 4 dims, got {len(space)}"
+        )
+    block = int(view.attr("blocksize"))
+    return {"x": block, "y": block, "c": space[1], "h": depth[2], "w": depth[3]}
+
+
+def _depth(view: NodeView) -> str:
+    mode = str(view.attr("mode", "DCR"))
+    if mode not in _DEPTH:
+        raise ModelError(
+            f"node {view.name!r} ({view.node.op_type}): expected mode DCR or CRD, got {mode!r}"
+        )
+    return _DEPTH[mode]
+
+
+def depth_to_space_rule(view: NodeView) -> OpRule:
+    """DepthToSpace: `n (x y c) h w -> n c (h x) (w y)`, blocks x y whole; CRD has `(c x y)`."""
+    sizes = _sizes(view, view.out_shape(), view.shape(0))
+    return parse_rule(f"n {_depth(view)} h w -> {_SPACE}; whole: x y; linear: any 0", sizes)
+
+
+def space_to_depth_rule(view: NodeView) -> OpRule:
+    """SpaceToDepth: `n c (h x) (w y) -> n (x y c) h w`, blocks x y whole; CRD has `(c x y)`."""
+    sizes = _sizes(view, view.shape(0), view.out_shape())
+    return parse_rule(f"{_SPACE} -> n {_depth(view)} h w; whole: x y; linear: any 0", sizes)
+
+
+def reverse_sequence_rule(view: NodeView) -> OpRule:
+    """ReverseSequence: the time axis is whole; the batch axis and all others may be split."""
+    names = axis_names(len(view.shape(0)))
+    batch, time = (int(view.attr(f"{n}_axis", d)) for n, d in (("batch", 1), ("time", 0)))
+    if {batch, time} != {0, 1}:
+        raise ModelError(
+            f"node {view.name!r} (ReverseSequence): expected axes 0 and 1 for batch and time, got "
+            f"{batch} and {time}"
+        )
+    text = " ".join(names)
+    return parse_rule(f"{text}, {names[batch]} -> {text}; whole: {names[time]}; linear: any 0")
+
+
+def reverse_sequence_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Reverses the local sequences; those of padding are empty."""
+    (dim,) = node.plan.rule.inputs[1].dims
+    lengths = node.input(1)
+    for factor in dim:
+        lengths = node.masked(lengths, 1, factor, 0, known_zero=node.zero[1])
+    return node.copy([node.input(0), lengths])
+
+
+DEFS = (
+    OpDef(
+        "",
+        "DepthToSpace",
+        1,
+        depth_to_space_rule,
+        gradient=depth_to_space_gradient,
+        keeps_zero=True,
+    ),
+    OpDef(
+        "",
+        "SpaceToDepth",
+        1,
+        space_to_depth_rule,
+        gradient=space_to_depth_gradient,
+        keeps_zero=True,
+    ),
+    OpDef(
+        "",
+        "ReverseSequence",
+        10,
+        reverse_sequence_rule,
+        reverse_sequence_local,
+        gradient=reverse_sequence_gradient,
+        keeps_zero=True,
+    ),
+)

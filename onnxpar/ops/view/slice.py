@@ -1,0 +1,248 @@
+"""Operators that cut and join along a dim: Slice, Split, Concat, Expand, Where.
+
+A cut dim is whole, unless it is cut into or joined from equal pieces: such a dim is `(t d)`, t
+pieces of d elements, and d may be split (a fused projection to queries, keys and values splits by
+heads).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import aligned, axis_names, broadcast_rule
+from onnxpar.ops.elementwise.elementwise_gradient import where_gradient
+from onnxpar.ops.fallback import require_readable
+from onnxpar.ops.forms import normal_axis
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_cost import selects
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.view.reshape import further
+from onnxpar.ops.view.reshape_gradient import expand_gradient
+from onnxpar.ops.view.slice_gradient import Cut, concat_gradient, slice_gradient, split_gradient
+
+# Exporters write "to the end" as any of the greatest integers of their types.
+_TO_THE_END = 2**31 - 1
+
+
+def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequence[Dim]) -> OpRule:
+    """Returns the rule between one tensor and its pieces along `axis`; Split's way round."""
+    names = axis_names(len(joined))
+    equal = all(view.table.equal(pieces[0], piece) for piece in pieces)
+    sizes: dict[str, Dim] = {}
+    if equal:
+        last = "d" if pieces[0] != 1 else ""
+        whole = ["t"]
+        sizes = {"t": len(pieces)} | ({"d": pieces[0]} if last else {})
+        outer, inner = [f"(t {last})"], [last or "1"] * len(pieces)
+    else:
+        inner = [f"p{i}" for i in range(len(pieces))]
+        whole = ["p", *inner]
+        outer = ["p"]
+
+    def words(middle: str) -> str:
+        rest = [f"_{name}" for name in names]
+        rest[axis] = middle
+        return " ".join(rest)
+
+    one, many = words(outer[0]), [words(piece) for piece in inner]
+    if view.node.op_type == "Split":
+        text = f"{one}{further(view)} -> {', '.join(many)}; linear: any 0"
+    else:
+        everyone = "+".join(map(str, range(len(many))))
+        text = f"{', '.join(many)} -> {one}; linear: any {everyone}"
+        if len(many) > 1:
+            # A copy on every device is its own maximum, but not its own sum.
+            text += "".join(f", max {i}, min {i}" for i in range(len(many)))
+    return parse_rule(f"{text}; whole: {' '.join(whole)}", sizes)
+
+
+def split_rule(view: NodeView) -> OpRule:
+    """Split: `(t d) -> d, d, …` for equal pieces, else the axis is whole."""
+    shape = view.shape(0)
+    axis = normal_axis(view, view.attr("axis", 0), len(shape))
+    pieces = [view.out_shape(i)[axis] for i in range(len(view.node.outputs))]
+    return _piece_rule(view, shape, axis, pieces)
+
+
+def split_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Sizes of the pieces, where they are given, become local ones."""
+    given = node.view.has(1) or node.view.attr("split") is not None
+    if not given or "d" not in node.plan.factors:
+        return node.copy()
+    pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
+    if node.builder.opset >= 13:
+        return node.copy([node.input(0), node.builder.shape(pieces)])
+    if not all(isinstance(piece, int) for piece in pieces):
+        # Equal pieces are what Split makes where no sizes are given.
+        return node.copy(attributes={"split": None})
+    return node.copy(attributes={"split": pieces})
+
+
+def concat_rule(view: NodeView) -> OpRule:
+    """Concat: `d, d, … -> (t d)` for equal pieces, else the axis is whole."""
+    shapes = [view.shape(i) for i in range(view.arity)]
+    axis = normal_axis(view, view.attr("axis", 1), len(shapes[0]))
+    return _piece_rule(view, view.out_shape(), axis, [shape[axis] for shape in shapes])
+
+
+def _slices(view: NodeView) -> dict[int, int]:
+    """Returns for each sliced axis its position in starts, ends and steps.
+
+    Raises:
+        ModelError: The axes are an input that is not constant, or are not said by anything.
+    """
+    rank = len(view.shape(0))
+    if view.opset < 10:
+        axes: Sequence[int] | None = view.attr("axes")
+        count: Dim = len(view.attr("starts", ()))
+    else:
+        axes = view.ints(3, "axes")
+        (count,) = view.shape(1)
+    if axes is None and not isinstance(count, int):
+        raise ModelError(f"node {view.name!r} (Slice): the number of starts is {count}")
+    found = axes if axes is not None else range(int(count))
+    return {normal_axis(view, axis, rank): position for position, axis in enumerate(found)}
+
+
+def _bounds(view: NodeView, name: str, index: int, position: int) -> Dim | None:
+    if view.opset < 10:
+        values = view.attr(name)
+        return 1 if values is None else int(values[position])
+    if not view.has(index):
+        return 1
+    known = view.contents(index)
+    return None if known is None else known[position]
+
+
+def _keeps_all(view: NodeView, axis: int, position: int) -> bool:
+    """Whether the slice of an axis is proved to keep all of it."""
+    start = _bounds(view, "starts", 1, position)
+    end = _bounds(view, "ends", 2, position)
+    step = _bounds(view, "steps", 4, position)
+    if start != 0 or step != 1 or end is None:
+        return False
+    size = view.shape(0)[axis]
+    if isinstance(end, int):
+        return end >= _TO_THE_END or (isinstance(size, int) and end >= size)
+    return view.table.equal(end, size)
+
+
+def slice_rule(view: NodeView) -> OpRule:
+    """Slice: a dim that keeps all its elements may be split, the others are whole."""
+    shape = view.shape(0)
+    names = axis_names(len(shape))
+    cut = {axis for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}
+    result = [f"{n}_cut" if axis in cut else n for axis, n in enumerate(names)]
+    text = f"{' '.join(names)}{further(view)} -> {' '.join(result)}; linear: any 0"
+    if cut:
+        text += f"; whole: {' '.join(f'{names[a]} {names[a]}_cut' for a in sorted(cut))}"
+    return parse_rule(text)
+
+
+def slice_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Leaves out the axes of which all is kept: their ends are global sizes."""
+    view = node.view
+    if not node.plan.factors:
+        return node.copy()
+    kept = {axis: at for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}
+    if not kept:
+        return (node.op("Identity", node.input(0), shape=node.out_shape()),)
+    positions = list(kept.values())
+    if view.opset < 10:
+        bounds = {name: [view.attr(name)[i] for i in positions] for name in ("starts", "ends")}
+        return node.copy(attributes={**bounds, "axes": list(kept)})
+    chosen = node.builder.const(np.array(positions, np.int64))
+    operands = [node.input(0)]
+    for index in (1, 2, 4):
+        if index == 4:
+            axes = np.array(list(kept), np.int64)
+            dtype = operands[1].dtype
+            operands.append(node.builder.const(axes, dtype))
+            if not view.has(4):
+                continue
+        value = node.input(index)
+        operands.append(node.op("Gather", value, chosen, shape=[len(positions)], axis=0))
+    return node.copy(operands)
+
+
+def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Zeros where nothing was taken."""
+    view = node.view
+    cuts: dict[int, Cut] = {}
+    for axis, position in _slices(view).items():
+        if _keeps_all(view, axis, position):
+            continue
+        size, taken = view.shape(0)[axis], view.out_shape()[axis]
+        given = _bounds(view, "steps", 4, position)
+        step = given if isinstance(given, int) else None
+        if step != 1 or not view.table.equal(taken, size):
+            cuts[axis] = Cut(position, _first(view, position, size, step), step)
+    return [slice_gradient(node, cuts)]
+
+
+def _first(view: NodeView, position: int, size: Dim, step: int | None) -> Dim | None:
+    """The index from which on an axis is taken, counted from the front; None where it is unsure."""
+    start = _bounds(view, "starts", 1, position)
+    if start is None or step is None:
+        return None
+    if isinstance(start, int) and isinstance(size, int):
+        return slice(start, None, step).indices(size)[0]
+    least, most = view.table.bounds(start)
+    if least is not None and least >= 0:
+        return start
+    from_behind = most is not None and most < 0
+    least, _ = view.table.bounds(size + start)
+    return size + start if from_behind and least is not None and least >= 0 else None
+
+
+def expand_rule(view: NodeView) -> OpRule:
+    """Expand: dims that come in are factors of the output alone, so they can be made in shards."""
+    out = view.out_shape()
+    require_readable(view, "the shape of the output", out)
+    names = axis_names(len(out))
+    operand, whole = aligned(view.shape(0), out, names)
+    result = " ".join("1" if size == 1 else n for n, size in zip(names, out, strict=True))
+    text = f"{operand}, . -> {result}; linear: any 0"
+    return parse_rule(text + (f"; whole: {' '.join(sorted(whole))}" if whole else ""))
+
+
+def expand_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Expands to the local shape."""
+    if not node.plan.factors:
+        return node.copy()
+    return node.copy([node.input(0), node.builder.shape(node.out_shape())])
+
+
+def where_rule(view: NodeView) -> OpRule:
+    """Where: both branches may be pending together, one alone where the other is zero."""
+    linear = "any 1+2, max 1, max 2, min 1, min 2"
+    for pending, other in ((1, 2), (2, 1)):
+        value = view.node.inputs[other]
+        constant = None if value is None else value.const_value
+        if constant is not None and constant.size == 1 and not constant.numpy().any():
+            linear += f", sum {pending}, prod {pending}"
+    return broadcast_rule(view, linear)
+
+
+DEFS = (
+    OpDef("", "Split", 2, split_rule, split_local, gradient=split_gradient, keeps_zero=True),
+    OpDef("", "Concat", 4, concat_rule, gradient=concat_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Slice",
+        1,
+        slice_rule,
+        slice_local,
+        gradient=sliced_gradient,
+        cost=selects,
+        keeps_zero=True,
+    ),
+    OpDef("", "Expand", 8, expand_rule, expand_local, gradient=expand_gradient, keeps_zero=True),
+    OpDef("", "Where", 9, where_rule, gradient=where_gradient, keeps_zero=True),
+)

@@ -1,0 +1,79 @@
+"""The channels of a convolution's rule: groups are a factor that both kinds of channels share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.local import LocalNode
+
+BATCH, GROUP, FEW, MANY = "N", "G", "C", "M"
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Words of the channel dims of a rule; a factor of one element is left out.
+
+    Attributes:
+        image: Channels of the image that a convolution slides over, groups major.
+        results: Channels of its results, groups major.
+        few: Channels of the image in one group, as the weights have them.
+        sizes: Sizes of the factors of merged dims.
+        group: Number of groups.
+    """
+
+    image: str
+    results: str
+    few: str
+    sizes: Mapping[str, Dim]
+    group: int
+
+    @property
+    def summed(self) -> str:
+        """Clause on the channels that a convolution sums over."""
+        return f"; sum: {FEW}" if self.few != "1" else ""
+
+    @property
+    def gathered(self) -> str:
+        """Clause on the channels that a transposed convolution sums over."""
+        return f"; sum: {MANY}" if MANY in self.results else ""
+
+    def local_group(self, node: LocalNode) -> Dim:
+        """Number of groups on one device."""
+        return node.local_size(GROUP) if self.group > 1 else 1
+
+
+def channels(view: NodeView, few: Dim, many: Dim, group: int) -> Channels:
+    """Returns the words of channel dims.
+
+    Args:
+        view: The node.
+        few: Channels of the image, of all groups.
+        many: Channels of the results, of all groups.
+        group: Number of groups.
+
+    Raises:
+        ModelError: A number of channels is not known.
+        NodeError: The groups do not divide it.
+    """
+    what = f"node {view.name!r} ({view.node.op_type})"
+    if not isinstance(few, int) or not isinstance(many, int):
+        raise ModelError(f"{what}: the channels must be known to be divided, got {few} and {many}")
+    if group < 1 or few % group or many % group:
+        raise NodeError(f"{what}: expected {group} groups to divide {few} and {many} channels")
+    sizes: dict[str, Dim] = {}
+    image, one = _word(sizes, group, FEW, few // group)
+    results, _ = _word(sizes, group, MANY, many // group)
+    return Channels(image, results, one, sizes, group)
+
+
+def _word(sizes: dict[str, Dim], group: int, name: str, size: int) -> tuple[str, str]:
+    """Word of a dim of groups times `size`, and of a dim of `size` alone."""
+    if group == 1:
+        return name, name
+    sizes[GROUP] = group
+    if size == 1:
+        return GROUP, "1"
+    sizes[name] = size
+    return f"({GROUP} {name})", name

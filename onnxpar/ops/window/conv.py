@@ -1,0 +1,114 @@
+"""Conv and ConvTranspose, divided along any of their dims.
+
+Batch and groups are parallel, output channels too, a split of the input channels leaves a pending
+sum, and spatial dims exchange halos (`onnxpar.ops.window.halo`).
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import NodeError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.contraction.matmul import on_first
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_cost import convolves
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.window.channels import BATCH, FEW, Channels, channels
+from onnxpar.ops.window.conv_gradient import conv_gradient, conv_transpose_gradient
+from onnxpar.ops.window.sliding import conv_dims, windowed, words
+from onnxpar.ops.window.spreading import spread, transpose_dims
+
+
+def _channels(view: NodeView) -> Channels:
+    few, group = view.shape(0)[1], int(view.attr("group", 1))
+    own = view.shape(1)[1]
+    if isinstance(few, int) and isinstance(own, int) and own * group != few:
+        raise NodeError(
+            f"node {view.name!r} ({view.node.op_type}): operand 1 has filters of {own} channels in "
+            f"{group} groups: expected {own * group} channels of operand 0, got {few}"
+        )
+    return channels(view, few, view.shape(1)[0], group)
+
+
+def conv_rule(view: NodeView) -> OpRule:
+    """Conv: `N (G C) y x, (G M) C j i, (G M) -> N (G M) y x; sum: C; scaled: y x`."""
+    channel, space = _channels(view), words(conv_dims(view))
+    text = f"{BATCH} {channel.image} {space.image}, {channel.results} {channel.few} {space.kernel}"
+    linear = "sum 0, sum 1"
+    if view.has(2):
+        text += f", {channel.results}"
+        linear = "sum 0+2, sum 1+2, max 2, min 2"
+    elif view.arity > 2:
+        text += ", -"
+    text += f" -> {BATCH} {channel.results} {space.results}{channel.summed}{space.clauses()}"
+    return parse_rule(f"{text}; linear: {linear}", channel.sizes)
+
+
+def conv_local(node: LocalNode) -> Sequence[ir.Value]:
+    """On windows of the image; of devices that sum channels the first of a group adds the bias."""
+    if not node.plan.factors:
+        return node.copy()
+    image = windowed(node, 0, conv_dims(node.view))
+    return node.copy(
+        [image.x, node.input(1), *bias_once(node, FEW)],
+        {
+            "pads": list(image.pads),
+            "auto_pad": None,
+            "group": int(_channels(node.view).local_group(node)),
+        },
+    )
+
+
+def bias_once(node: LocalNode, summed: str) -> list[ir.Value]:
+    """Returns the bias, where there is one: zero on all but the first of those that sum."""
+    if not node.view.has(2):
+        return []
+    atoms = node.atoms(summed) if summed in node.plan.factors else ()
+    return [on_first(node, 2, atoms) if atoms else node.input(2)]
+
+
+def _transposed_channels(view: NodeView) -> Channels:
+    # What a transposed convolution takes is what the convolution made, and the other way round.
+    group = int(view.attr("group", 1))
+    many, few = view.shape(1)[0], view.shape(1)[1]
+    return channels(view, few * group, many, group)
+
+
+def conv_transpose_rule(view: NodeView) -> OpRule:
+    """ConvTranspose: `N (G M) y x, (G M) C j i, (G C) -> N (G C) y x; sum: M; scaled: y x`."""
+    channel, space = _transposed_channels(view), words(transpose_dims(view))
+    text = f"{BATCH} {channel.results} {space.results}"
+    text += f", {channel.results} {channel.few} {space.kernel}"
+    linear = "sum 0, sum 1"
+    if view.has(2):
+        text += f", {channel.image}"
+        linear = "sum 0+2, sum 1+2, max 2, min 2"
+    elif view.arity > 2:
+        text += ", -"
+    text += f" -> {BATCH} {channel.image} {space.image}{channel.gathered}{space.clauses()}"
+    return parse_rule(f"{text}; linear: {linear}", channel.sizes)
+
+
+def conv_transpose_local(node: LocalNode) -> Sequence[ir.Value]:
+    """On windows of the operand, what lies outside of the own block cut away."""
+    if not node.plan.factors:
+        return node.copy()
+    dims = transpose_dims(node.view)
+    group = int(_transposed_channels(node.view).local_group(node))
+    return (spread(node, dims, node.input(1), group, bias_once(node, "M")),)
+
+
+DEFS = (
+    OpDef("", "Conv", 1, conv_rule, conv_local, gradient=conv_gradient, cost=convolves(None, 1)),
+    OpDef(
+        "",
+        "ConvTranspose",
+        1,
+        conv_transpose_rule,
+        conv_transpose_local,
+        gradient=conv_transpose_gradient,
+        cost=convolves(0, 1),
+    ),
+)

@@ -1,0 +1,119 @@
+"""DeformConv and Col2Im: divided by batch, channels and groups; spatial dims are whole."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.contraction.matmul import on_first
+from onnxpar.ops.fallback import require_readable
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_cost import convolves
+from onnxpar.ops.operator import BY_BODY, OpDef
+from onnxpar.ops.window.channels import BATCH, FEW, GROUP, MANY, channels
+from onnxpar.ops.window.deform_body import deform_conv_body
+from onnxpar.ops.window.deform_gradient import col2im_gradient
+
+_OFFSETS = "O"
+
+
+def deform_conv_rule(view: NodeView) -> OpRule:
+    """DeformConv: `N (O C) y x, M (O C) j i, N (O t) q p, M, N (O u) q p -> N M q p; sum: O C`.
+
+    Groups are a factor where each has offsets of its own or all have the same.
+
+    Raises:
+        ModelError: A number of channels is not known, or groups and offset groups differ.
+    """
+    group, offsets = int(view.attr("group", 1)), int(view.attr("offset_group", 1))
+    if group > 1 and offsets not in (1, group):
+        raise ModelError(
+            f"node {view.name!r} (DeformConv): expected 1 or {group} offset groups to be divided, "
+            f"got {offsets}"
+        )
+    x, w = view.shape(0), view.shape(1)
+    channel = channels(view, x[1], w[0], group)
+    image, results, few = channel.image, channel.results, channel.few
+    sizes: dict[str, Dim] = dict(channel.sizes)
+    moved = ""
+    summed = [FEW] if few != "1" else []
+    if offsets > 1 and group > 1:
+        moved = GROUP
+    elif offsets > 1:
+        moved = _OFFSETS
+        sizes |= {_OFFSETS: offsets, FEW: int(x[1]) // offsets}
+        image = few = f"({_OFFSETS} {FEW})"
+        summed = [_OFFSETS, FEW]
+    taps = int(w[2]) * int(w[3])
+    if moved:
+        sizes |= {"t": 2 * taps, "u": taps}
+    steps, mask = (f"({moved} {name})" if moved else name for name in ("t", "u"))
+    operands = [
+        f"{BATCH} {image} y x",
+        f"{results} {few} j i",
+        f"{BATCH} {steps} q p",
+        results if view.has(3) else "-",
+        f"{BATCH} {mask} q p" if view.has(4) else "-",
+    ][: view.arity]
+    whole = ["y", "x", "j", "i", "t", "q", "p", *(["u"] if view.has(4) else [])]
+    linear = [0, 1, *([4] if view.has(4) else [])]
+    with_bias = "+3" if view.has(3) else ""
+    if not view.has(4):
+        sizes.pop("u", None)
+    text = f"{', '.join(operands)} -> {BATCH} {results} q p; whole: {' '.join(whole)}"
+    text += f"; sum: {' '.join(summed)}" if summed else ""
+    text += f"; linear: {', '.join(f'sum {i}{with_bias}' for i in linear)}"
+    text += ", max 3, min 3" if view.has(3) else ""
+    return parse_rule(text, sizes)
+
+
+def deform_conv_local(node: LocalNode) -> Sequence[ir.Value]:
+    """On local channels; of devices that sum channels the first of a group adds the bias."""
+    if not node.plan.factors:
+        return node.copy()
+    group = int(node.view.attr("group", 1))
+    offsets = int(node.view.attr("offset_group", 1))
+    local = node.local_size(GROUP) if group > 1 else 1
+    if offsets > 1:
+        offsets = int(local if group > 1 else node.local_size(_OFFSETS))
+    operands = list(node.inputs)
+    split = tuple(a for f in node.split_factors("sum") for a in node.atoms(f))
+    if split and node.view.has(3):
+        operands[3] = on_first(node, 3, split)
+    return node.copy(operands, {"group": int(local), "offset_group": offsets})
+
+
+def col2im_rule(view: NodeView) -> OpRule:
+    """Col2Im: `N (C k) l -> N C y x`; blocks and image are whole.
+
+    Raises:
+        ModelError: The number of channels is not known before the model runs.
+    """
+    made, held = view.out_shape(), view.shape(0)
+    require_readable(view, "the shape of the image", made)
+    count, rows = made[1], held[1]
+    if not isinstance(count, int) or not isinstance(rows, int):
+        raise ModelError(
+            f"node {view.name!r} (Col2Im): the channels must be known to be divided, got {count}"
+        )
+    space = " ".join(f"s{d}" for d in range(len(made) - 2))
+    text = f"{BATCH} ({MANY} k) l, ., . -> {BATCH} {MANY} {space}; whole: k l {space}"
+    return parse_rule(f"{text}; linear: sum 0", {MANY: count, "k": rows // count})
+
+
+DEFS = (
+    OpDef(
+        "",
+        "DeformConv",
+        19,
+        deform_conv_rule,
+        deform_conv_local,
+        gradient=BY_BODY,
+        cost=convolves(None, 1),
+        body=deform_conv_body,
+    ),
+    OpDef("", "Col2Im", 18, col2im_rule, gradient=col2im_gradient),
+)

@@ -1,0 +1,99 @@
+"""Pools over all of space: GlobalAveragePool, GlobalMaxPool, GlobalLpPool."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.forms import cast, count_of, reduce, work_dtype, written_out
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.window.pool_gradient import (
+    global_average_gradient,
+    global_lp_gradient,
+    global_max_gradient,
+)
+
+
+def _rule(view: NodeView, kind: str, linear: str = "") -> OpRule:
+    rank = len(view.shape(0)) - 2
+    space = " ".join(axis_names(rank))
+    text = f"N C {space} -> N C {' '.join(['1'] * rank)}"
+    return parse_rule(text + (f"; {kind}: {space}" if rank else "") + linear)
+
+
+def global_average_rule(view: NodeView) -> OpRule:
+    """GlobalAveragePool: `N C y x -> N C 1 1; sum: y x`."""
+    return _rule(view, "sum", "; linear: sum 0")
+
+
+def global_average_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The sum over the local part by the global count."""
+    if not node.split_factors("sum"):
+        return node.copy()
+    shape, made = node.in_shape(0), node.out_shape()
+    wide = work_dtype(node.out_dtype())
+    x = cast(node, node.input(0), wide, shape)
+    total = reduce(node, "ReduceSum", x, range(2, len(shape)), shape)
+    count = count_of(node, node.view.shape(0)[2:], wide)
+    mean = node.op("Div", total, count, shape=made)
+    return (cast(node, mean, node.out_dtype(), made),)
+
+
+def global_max_rule(view: NodeView) -> OpRule:
+    """GlobalMaxPool: `N C y x -> N C 1 1; max: y x`."""
+    return _rule(view, "max", "; linear: max 0")
+
+
+def global_lp_rule(view: NodeView) -> OpRule:
+    """GlobalLpPool: `N C y x -> N C 1 1; special: y x`."""
+    return _rule(view, "special")
+
+
+def _space(view: NodeView) -> range:
+    return range(2, len(view.shape(0)))
+
+
+def global_lp_local(node: LocalNode) -> Sequence[ir.Value]:
+    """The sum of powers of the local part, all-reduced, and its root."""
+    shape, made = node.in_shape(0), node.out_shape()
+    wide = work_dtype(node.out_dtype())
+    x = node.input(0)
+    for factor in node.split_factors("special"):
+        x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
+    p = int(node.view.attr("p", 2))
+    x = node.op("Abs", cast(node, x, wide, shape), shape=shape)
+    power = x if p == 1 else node.op("Pow", x, _number(node, p, wide), shape=shape)
+    total = reduce(node, "ReduceSum", power, range(2, len(shape)), shape)
+    atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
+    total = node.all_reduce(total, atoms, made)
+    root = total if p == 1 else node.op("Pow", total, _number(node, 1 / p, wide), shape=made)
+    return (cast(node, root, node.out_dtype(), made),)
+
+
+def _number(node: LocalNode, value: float, dtype: ir.DataType) -> ir.Value:
+    return node.builder.const(np.array(value), dtype)
+
+
+DEFS = (
+    OpDef(
+        "",
+        "GlobalAveragePool",
+        1,
+        global_average_rule,
+        global_average_local,
+        gradient=global_average_gradient,
+    ),
+    OpDef("", "GlobalMaxPool", 1, global_max_rule, gradient=global_max_gradient),
+    OpDef(
+        "",
+        "GlobalLpPool",
+        1,
+        global_lp_rule,
+        written_out(global_lp_local, _space),
+        gradient=global_lp_gradient,
+    ),
+)

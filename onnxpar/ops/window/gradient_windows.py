@@ -1,0 +1,40 @@
+"""What the gradients of convolutions and pools have in common: windows, in numbers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from onnxpar.core.errors import ModelError
+from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.window.sliding import Spatial
+
+
+def window_attributes(node: GradNode, dims: Sequence[Spatial], opset: int) -> dict[str, Any]:
+    """Returns kernel_shape, strides, dilations and pads of a node's windows.
+
+    Args:
+        node: The node.
+        dims: Its spatial dims.
+        opset: The least opset that the gradient needs.
+
+    Raises:
+        ModelError: The padding depends on sizes that are not numbers, or the opset is older.
+    """
+    view = node.view
+    what = f"node {view.name!r} ({view.node.op_type})"
+    if node.builder.opset < opset:
+        raise ModelError(
+            f"{what}: a gradient needs opset {opset}, the model has {node.builder.opset}"
+        )
+    before = [d.before for d in dims if d.before is not None]
+    after = [d.after for d in dims if d.after is not None]
+    if len(before) != len(dims):
+        raise ModelError(
+            f"{what}: a gradient needs sizes from which the padding of "
+            f"auto_pad={view.attr('auto_pad', 'NOTSET')!r} follows"
+        )
+    return {
+        "kernel_shape": [d.kernel for d in dims],
+        "strides": [d.stride for d in dims],
+        "dilations": [d.dilation for d in dims],
+        "pads": [*before, *after],
+    }

@@ -1,0 +1,178 @@
+"""Pools over windows: MaxPool, AveragePool, LpPool, MaxUnpool.
+
+Batch and channels are parallel, spatial dims exchange halos (`onnxpar.ops.window.halo`), whose border
+holds what changes no result: the lowest number for a maximum, zero for a sum.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.shapes import NodeView
+from onnxpar.ops.fallback import require_readable
+from onnxpar.ops.forms import global_index, iota
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.window.halo import Split, begin
+from onnxpar.ops.window.pool_counts import corrected
+from onnxpar.ops.window.pool_gradient import (
+    average_pool_gradient,
+    lp_pool_gradient,
+    max_pool_gradient,
+    max_unpool_gradient,
+)
+from onnxpar.ops.window.sliding import Spatial, pool_dims, split_dims, windowed, words
+
+
+def _has_indices(view: NodeView) -> bool:
+    return len(view.node.outputs) > 1 and bool(view.node.outputs[1].name)
+
+
+def max_pool_rule(view: NodeView) -> OpRule:
+    """MaxPool: `N C y x -> N C y x; scaled: y x`; with indices N and C communicate nothing either.
+
+    Indices count through the whole tensor, so batch and channels have a local form then.
+    """
+    space = words(pool_dims(view))
+    outputs = [f"N C {space.results}"]
+    if len(view.node.outputs) > 1:
+        outputs.append(outputs[0] if _has_indices(view) else ".")
+    text = f"N C {space.image} -> {', '.join(outputs)}{space.clauses(kernel=False)}"
+    return parse_rule(f"{text}; special: N C" if _has_indices(view) else f"{text}; linear: max 0")
+
+
+def sum_pool_rule(view: NodeView) -> OpRule:
+    """AveragePool and LpPool: `N C y x -> N C y x; scaled: y x`; the average is linear."""
+    space = words(pool_dims(view))
+    text = f"N C {space.image} -> N C {space.results}{space.clauses(kernel=False)}"
+    return parse_rule(f"{text}; linear: sum 0" if view.node.op_type == "AveragePool" else text)
+
+
+def _pooled(node: LocalNode, fill: float | str) -> tuple[ir.Value, ...]:
+    """The pool on windows; the copy where no spatial dim is split."""
+    dims = pool_dims(node.view)
+    if not split_dims(node, dims):
+        return node.copy()
+    # With ceil_mode a longer image would make one more result; indices tell by its length.
+    exact = bool(node.view.attr("ceil_mode", 0)) or _has_indices(node.view)
+    image = windowed(node, 0, dims, fill, exact=exact)
+    return node.copy([image.x], {"pads": list(image.pads), "auto_pad": None})
+
+
+def max_pool_local(node: LocalNode) -> Sequence[ir.Value]:
+    """On windows; indices in the window become indices in the whole tensor."""
+    made = _pooled(node, "lowest")
+    if not _has_indices(node.view) or not node.plan.factors:
+        return made
+    return made[0], _whole_indices(node, made[1])
+
+
+def _whole_indices(node: LocalNode, index: ir.Value) -> ir.Value:
+    """Indices as the whole tensor has them, from those in a local one."""
+    dims, image = pool_dims(node.view), node.view.shape(0)
+    split, shape = split_dims(node, dims), node.out_shape(1)
+    sizes: list[Dim] = []
+    for d, dim in enumerate(dims):
+        part = _split(node, dims, d)
+        sizes.append(dim.size if part is None else dim.sliding.span(part.own(node)))
+    where = node.op("Mod", index, node.builder.size(_product(sizes)), shape=shape)
+    if split:
+        where = _whole_places(node, where, sizes, shape)
+    ones = [1] * len(dims)
+    # Which image of the batch and which channel follows from where the index stands.
+    batch = node.builder.reshape(global_index(node, "N"), [shape[0], 1, *ones])
+    channel = node.builder.reshape(global_index(node, "C"), [shape[1], *ones])
+    rows = [shape[0], shape[1], *ones]
+    row = node.op("Mul", batch, node.builder.size(image[1]), shape=[shape[0], 1, *ones])
+    row = node.op("Add", row, channel, shape=rows)
+    row = node.op("Mul", row, node.builder.size(_product(image[2:])), shape=rows)
+    return node.op("Add", where, row, dtype=INT64, shape=shape)
+
+
+def _whole_places(
+    node: LocalNode, where: ir.Value, sizes: Sequence[Dim], shape: Sequence[Dim]
+) -> ir.Value:
+    """Places in the whole image, from those in an image of local sizes."""
+    dims = pool_dims(node.view)
+    columns = bool(node.view.attr("storage_order", 0))
+    order = range(len(dims)) if columns else range(len(dims) - 1, -1, -1)
+    total: ir.Value | None = None
+    stride: Dim = 1
+    for d in order:
+        size = node.builder.size(sizes[d])
+        place = node.op("Mod", where, size, shape=shape)
+        where = node.op("Div", where, size, shape=shape)
+        part = _split(node, dims, d)
+        if part is not None:
+            place = node.op("Add", place, begin(node, part), shape=shape)
+        if stride != 1:
+            place = node.op("Mul", place, node.builder.size(stride), shape=shape)
+        total = place if total is None else node.op("Add", total, place, shape=shape)
+        stride = stride * dims[d].size
+    assert total is not None
+    return total
+
+
+def _split(node: LocalNode, dims: Sequence[Spatial], d: int) -> Split | None:
+    """How one spatial dim is split, or None."""
+    atoms = split_dims(node, dims).get(d)
+    if atoms is None:
+        return None
+    return Split(2 + d, atoms, dims[d].size, dims[d].results, dims[d].sliding)
+
+
+def _product(sizes: Sequence[Dim]) -> Dim:
+    total: Dim = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def average_pool_local(node: LocalNode) -> Sequence[ir.Value]:
+    """On windows, what a result does not count corrected along the split dims."""
+    (made,) = _pooled(node, 0)
+    return (corrected(node, made, pool_dims(node.view)),)
+
+
+def lp_pool_local(node: LocalNode) -> Sequence[ir.Value]:
+    """On windows with a border of zeros."""
+    return _pooled(node, 0)
+
+
+def max_unpool_rule(view: NodeView) -> OpRule:
+    """MaxUnpool: `N C y x, N C y x -> N C y x`; spatial dims are whole."""
+    require_readable(view, "the shape of the result", view.out_shape())
+    rank = len(view.shape(0)) - 2
+    read, made = (" ".join(f"{end}{d}" for d in range(rank)) for end in ("i", "o"))
+    shape = ", ." if view.has(2) else ", -" if view.arity > 2 else ""
+    text = f"N C {read}, N C {read}{shape} -> N C {made}; special: N C; whole: {read} {made}"
+    return parse_rule(f"{text}; linear: any 0")
+
+
+def max_unpool_local(node: LocalNode) -> Sequence[ir.Value]:
+    """Indices of the whole tensor become indices of the local one; those of padding do too."""
+    if not node.plan.factors:
+        return node.copy()
+    shape, out = node.in_shape(1), list(node.out_shape())
+    size = node.builder.size(_product(out[2:]))
+    # What stands in padding may be any number: Mod of a positive divisor is not negative.
+    where = node.op("Mod", node.input(1), size, shape=shape)
+    ones = [1] * (len(shape) - 2)
+    batch = node.builder.reshape(iota(node, shape[0]), [shape[0], 1, *ones])
+    channel = node.builder.reshape(iota(node, shape[1]), [shape[1], *ones])
+    rows = [shape[0], shape[1], *ones]
+    row = node.op("Mul", batch, node.builder.size(shape[1]), shape=[shape[0], 1, *ones])
+    row = node.op("Mul", node.op("Add", row, channel, shape=rows), size, shape=rows)
+    index = node.op("Add", where, row, dtype=INT64, shape=shape)
+    return node.copy([node.input(0), index, node.builder.shape(out)])
+
+
+DEFS = (
+    OpDef("", "MaxPool", 1, max_pool_rule, max_pool_local, gradient=max_pool_gradient),
+    OpDef("", "AveragePool", 1, sum_pool_rule, average_pool_local, gradient=average_pool_gradient),
+    OpDef("", "LpPool", 1, sum_pool_rule, lp_pool_local, gradient=lp_pool_gradient),
+    OpDef("", "MaxUnpool", 9, max_unpool_rule, max_unpool_local, gradient=max_unpool_gradient),
+)

@@ -1,0 +1,177 @@
+"""What a tensor is trained as that an exporter folded from parameters.
+
+The exporter leaves the names of the values that it folded, and no operators. A tensor is trained as
+it stands only where these names say that each of its elements is one element of one parameter: a
+rearrangement by the module's own code, or by the translation of an operator that is known to do no
+more. Everything else is in doubt.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.ops.roles import invertible, is_weight
+from onnxpar.parameters.origin import sizes
+from onnxpar.parameters.torch_export import (
+    Signature,
+    arguments_of,
+    folded_from,
+    function_of,
+    has_factor,
+    is_inner,
+    target_of,
+)
+
+REARRANGING = frozenset(
+    (
+        "alias", "chunk", "clone", "contiguous", "detach", "flatten", "getitem", "lift_fresh_copy",
+        "movedim", "numpy_T", "permute", "reshape", "select", "slice", "split", "split_with_sizes",
+        "squeeze", "swapaxes", "t", "to", "to_copy", "transpose", "type_as", "unbind", "unflatten",
+        "unsafe_view", "unsqueeze", "view",
+    )
+)  # fmt: skip
+"""Functions of PyTorch whose result has elements of the argument, each once at the most."""
+
+_CUTTING = frozenset({"select", "slice"})
+"""Those of them that say nothing of other results, which may overlap."""
+
+_TRANSLATED = frozenset(
+    (
+        "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training", "_prelu_kernel", "addmm", "batch_norm", "bmm",
+        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "convolution",
+        "einsum", "embedding", "expand", "group_norm", "gru", "index", "instance_norm",
+        "layer_norm", "linear", "lstm", "matmul", "mm", "native_batch_norm", "native_group_norm",
+        "native_layer_norm", "prelu", "repeat", "rnn_relu", "rnn_tanh",
+    )
+)  # fmt: skip
+"""Operators of PyTorch whose translation rearranges parameters, and computes nothing of them."""
+
+MAKING = frozenset(
+    (
+        "arange", "full", "full_like", "ones", "ones_like", "scalar_tensor",
+        "scalar_tensor_default", "zeros", "zeros_like",
+    )
+)  # fmt: skip
+"""Functions of PyTorch whose result depends on no tensor's elements."""
+
+_SHIFTING = "add"
+_LOOK_UP = "embedding"
+
+
+def functions_of(
+    value: ir.Value,
+    signature: Signature,
+    uses: Iterable[tuple[ir.Node, int]],
+    live: Collection[str],
+) -> frozenset[str]:
+    """Returns the functions of PyTorch by which a module computed a tensor from placeholders.
+
+    Empty where only the translation of the reader's operator did. A function that was applied
+    several times is named with its count, since nothing tells to what, unless it rearranges.
+
+    Args:
+        value: The tensor.
+        signature: The placeholders.
+        uses: Its readers.
+        live: Names of values that a run computes: only their shapes can be folded.
+    """
+    made = [
+        name
+        for name in (value.name or "", *folded_from(value))
+        if not is_inner(name)
+        and name not in signature.targets
+        and name not in live
+        and function_of(name) not in MAKING
+    ]
+    if {a for node, _ in uses for a in arguments_of(node)}.isdisjoint(made):
+        return frozenset()
+    counts = Counter(map(function_of, made))
+    return frozenset(
+        function if count == 1 or function in REARRANGING else f"{function} {count} times"
+        for function, count in counts.items()
+    )
+
+
+def doubt(
+    value: ir.Value, functions: frozenset[str], parameters: Sequence[str], others: Sequence[str]
+) -> str:
+    """Returns why a folded tensor may not be trained as it stands; empty where it may.
+
+    Args:
+        value: The tensor.
+        functions: What `functions_of` says.
+        parameters: Names in the module of the parameters that it came from.
+        others: Names of buffers and constants that it came from.
+    """
+    names = ", ".join((*parameters, *others))
+    within = {
+        target_of(node)
+        for node, _ in value.uses()
+        if target_of(node) and value.name not in arguments_of(node)
+        if target_of(node) not in _TRANSLATED or has_factor(node)
+    }
+    if within:
+        return f"computed from {names} inside {', '.join(sorted(within))}"
+    computed = functions - REARRANGING
+    if not functions and not others:
+        return ""
+    if len(parameters) == 1:
+        if computed == {_LOOK_UP} and _rows_differ(value):
+            return ""
+        if not computed and not others:
+            return ""
+        # A number was added: the difference of a parameter and what stands here never changes.
+        inner = [name for name in folded_from(value) if is_inner(name)]
+        vector = sum(1 for size in sizes(value) if size > 1) <= 1
+        if functions == {_SHIFTING} and not others and len(inner) == 1 and vector:
+            return ""
+    by = f" by {', '.join(sorted(computed))}" if computed else ""
+    return f"computed from {names}{by}"
+
+
+def overlap(functions: frozenset[str]) -> bool:
+    """Tells whether a tensor made so may share elements with another of the same parameter."""
+    parts = functions & {"chunk", "split", "split_with_sizes", "unbind"}
+    return not parts or bool(functions & _CUTTING)
+
+
+def order(functions: frozenset[str], value: ir.Value) -> list[str]:
+    """Returns element-wise functions in the order in which they made a tensor, first to last.
+
+    One function has one order. Of an exponential and a negative the sign of the result tells it.
+    Empty where nothing does.
+    """
+    assert value.const_value is not None
+    computed = functions - REARRANGING
+    if not all(map(invertible, computed)):
+        return []
+    if computed == {"exp", "neg"}:
+        array = value.const_value.numpy()
+        if (array < 0).all():
+            return ["exp", "neg"]
+        return ["neg", "exp"] if (array > 0).all() else []
+    return list(computed) if len(computed) == 1 else []
+
+
+def dims(value: ir.Value, functions: frozenset[str]) -> int:
+    """Returns how many dims the parameter had of which a tensor was folded.
+
+    Weights of products keep theirs, as does what the module computed without a rearrangement; other
+    tensors are vectors to which the translation gives dims of one element.
+    """
+    shape = sizes(value)
+    if any(is_weight(node, index) for node, index in value.uses()):
+        return len(shape)
+    if functions and not functions & REARRANGING:
+        return len(shape)
+    return sum(1 for size in shape if size != 1)
+
+
+def _rows_differ(value: ir.Value) -> bool:
+    """Tells whether no two rows, along the last dim, are the same."""
+    assert value.const_value is not None
+    rows = value.const_value.numpy().reshape(-1, sizes(value)[-1])
+    return len(np.unique(rows, axis=0)) == len(rows)

@@ -1,0 +1,220 @@
+"""Which initializers of a file are parameters: what its exporter says, names, places.
+
+PyTorch's exporter says it (`onnxpar.parameters.restore`). Of other files an initializer is a
+parameter by its name (`fc1.weight`) or by its place (the weight of a product, the bias of a layer),
+a constant where it is one number of a formula, and in doubt otherwise: what is in doubt is never
+trained or left out silently.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.frontend.load import name_nodes, normalise
+from onnxpar.ops.roles import is_instance_norm, is_layer_bias, is_statistic, is_weight, rearranges
+from onnxpar.parameters.merged import untie
+from onnxpar.parameters.origin import (
+    Origin,
+    Role,
+    is_floating,
+    is_uniform,
+    names_of,
+    note_origin,
+    origin_of,
+    sizes,
+)
+from onnxpar.parameters.restore import restore
+from onnxpar.parameters.torch_export import PARAMETER, Signature, kind_of, read_signature
+from onnxpar.parameters.tying import equal_tensors, tie, tie_named
+
+_EXACT = "export_torch"
+"""The producer whose marks are exact: `models/export_torch.py` merges and folds no parameter."""
+
+_TRACED = (
+    "the exporter that traces (dynamo=False) does not write which tensors are parameters, buffers, "
+    "tied, or computed from others: names and places decide, and what it merged or folded is "
+    "trained as it stands; torch.onnx.export(dynamo=True, optimize=False) writes all of it"
+)
+_LARGE = 64
+"""Elements from which equal tensors are no accident."""
+
+_SHOWN = 3
+_PARAMETER = re.compile(
+    r"(^|_)(weights?|bias(es)?|kernel|gamma|beta|embeddings?|embedding_table|coefficients?|"
+    r"intercepts?|[wb]\d*|[wb]_\d+|ReadVariableOp)(_(ih|hh)_l\d+(_reverse)?)?$",
+    re.IGNORECASE,
+)
+_NORM = re.compile(r"(norm|ln)\w*[./]?\w*(scale|gain)$", re.IGNORECASE)
+_NUMBER = re.compile(r"(^|_)(alpha|gain|gate|scale|slope|temperature)$", re.IGNORECASE)
+_GENERATED = re.compile(
+    r"^(onnx::\w+|val_\d+|_v_\d+|\d+|const\w*|.*Constant(_\d+)?(_output_\d+)?|_?tensor_constant\d+"
+    r"|lifted_tensor_\d+)$",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A normalised model whose floating-point initializers have their origins noted.
+
+    Attributes:
+        model: The model.
+        notices: What the user should know of it.
+    """
+
+    model: ir.Model
+    notices: tuple[str, ...]
+
+    def clone(self) -> "Recognised":
+        """Returns the same of a copy of the model."""
+        return Recognised(self.model.clone(), self.notices)
+
+
+def read_parameters(model: ir.Model, ties: Sequence[str] = ()) -> Recognised:
+    """Recognises a model's parameters and normalises it; the model given is used up.
+
+    Raises:
+        ModelError: As `recognise`, or the model is not valid.
+    """
+    notices = recognise(model, ties)
+    return Recognised(normalise(model), notices)
+
+
+def recognise(model: ir.Model, ties: Sequence[str] = ()) -> tuple[str, ...]:
+    """Notes what each floating-point initializer was, and undoes what exporters did to them.
+
+    Args:
+        model: As it was read from a file; it is changed.
+        ties: `A=B` each, for tensors that are one parameter (`--tie`).
+
+    Returns:
+        Notices for the user.
+
+    Raises:
+        ModelError: As `onnxpar.parameters.tying.tie_named`.
+    """
+    for name, value in model.graph.initializers.items():
+        if value.const_value is None:
+            raise ModelError(f"initializer {name!r} has no data")
+    name_nodes(model.graph)
+    signature = read_signature(model)
+    notices: list[str] = []
+    traced = not signature.placeholders and model.producer_name == "pytorch"
+    if not signature.placeholders:
+        notices += [_TRACED] if traced else []
+        notices += untie(model)
+    elif model.producer_name != _EXACT:
+        notices += restore(model, signature)
+    notices += tie_named(model, ties)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if is_floating(value) and origin_of(value) is None:
+                note_origin(value, _origin(value, signature, traced=traced))
+    if not signature.placeholders:
+        notices += _tie_tables(model)
+        notices += _equal(model)
+    return tuple(notices)
+
+
+def _origin(value: ir.Value, signature: Signature, *, traced: bool) -> Origin:
+    """Returns what an initializer was, by its mark, its name or its place.
+
+    Args:
+        value: The initializer.
+        signature: What PyTorch's exporter wrote; empty of other files.
+        traced: Whether the file is of PyTorch's exporter that traces, which writes no signature.
+    """
+    name = value.name or ""
+    known = signature.targets.get(name)
+    # Its own mark is the later word: a parameter of two names may have been frozen.
+    kind = kind_of(value) or (None if known is None else known.kind)
+    if kind is not None:
+        role = Role.PARAMETER if kind == PARAMETER else Role.CONSTANT
+        return Origin(role, f"PyTorch's exporter marks it {kind}")
+    if signature.placeholders:
+        return Origin(Role.CONSTANT, "no parameter of the PyTorch module is in it")
+    elements = prod(sizes(value))
+    uses = list(_uses(value))
+    last = re.split(r"[./:]", re.sub(r"(\.\d+|:\d+)+$", "", name))[-1]
+    generated = _GENERATED.match(name) is not None
+    if uses and all(is_statistic(node, index) for node, index in uses):
+        return Origin(Role.CONSTANT, "it is a running statistic")
+    if (_PARAMETER.search(last) or _NORM.search(name)) and not generated:
+        return Origin(Role.PARAMETER, "its name is that of a parameter")
+    if elements > 1:
+        for node, index in uses:
+            if is_weight(node, index):
+                return Origin(Role.PARAMETER, f"it is the weight of node {node.name!r}")
+    if generated and elements and is_uniform(value):
+        for node, index in uses:
+            if is_instance_norm(node) and index > 0:
+                return Origin(Role.CONSTANT, "exporters write group norms with it")
+    if not elements:
+        return Origin(Role.CONSTANT, "it has no element")
+    for node, index in uses:
+        if is_layer_bias(node, index):
+            return Origin(Role.PARAMETER, f"it is the scale or bias of node {node.name!r}")
+    if elements <= 1:
+        # Numbers of formulas have no names of their own in what PyTorch traced.
+        doubt = not generated and (traced or _NUMBER.search(last))
+        return (
+            Origin(Role.DOUBTFUL, _doubt(uses)) if doubt else Origin(Role.CONSTANT, "one element")
+        )
+    return Origin(Role.DOUBTFUL, _doubt(uses))
+
+
+def _doubt(uses: Sequence[tuple[ir.Node, int]]) -> str:
+    readers = ", ".join(f"{node.name!r} ({node.op_type})" for node, _ in uses[:_SHOWN])
+    return f"neither its name nor its place, at {readers or 'no node'}, tells what it is"
+
+
+def _uses(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Yields the nodes that read a value's elements, rearranged or as they are, and where."""
+    for node, index in value.uses():
+        if rearranges(node) and index == 0:
+            yield from _uses(node.outputs[0])
+        else:
+            yield node, index
+
+
+def _parameters(model: ir.Model) -> list[ir.Value]:
+    return [
+        value
+        for value in model.graph.initializers.values()
+        if (origin := origin_of(value)) is not None and origin.role is Role.PARAMETER
+    ]
+
+
+def _tie_tables(model: ir.Model) -> Iterator[str]:
+    """Ties what an exporter folded from a table that indices are looked up in, such as a head."""
+    taken = names_of(model.graph)
+    for first, *others in equal_tensors(_parameters(model), _LARGE):
+        group = [first, *others]
+        tables = [v for v in group if not _GENERATED.match(v.name or "")]
+        if len(tables) != 1 or not any(i == 0 and is_weight(n, i) for n, i in _uses(tables[0])):
+            continue
+        for value in group:
+            if value is not tables[0] and tie(model.graph, tables[0], value, taken):
+                yield (
+                    f"initializer {value.name!r} has the elements of the table {tables[0].name!r} "
+                    "and no name of its own: they are taken to be one parameter"
+                )
+
+
+def _equal(model: ir.Model) -> Iterator[str]:
+    """Says which parameters are equal: tied ones in the module, or copies that began alike."""
+    groups = equal_tensors(_parameters(model), _LARGE)
+    if groups:
+        shown = "; ".join(
+            " = ".join(repr(v.name) for v in group[:_SHOWN]) for group in groups[:_SHOWN]
+        )
+        more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
+        pair = f"{groups[0][0].name}={groups[0][1].name}"
+        yield (
+            f"parameters have equal elements and are trained as several: {shown}{more}; where they "
+            f"are one in the module, say so: --tie {pair}"
+        )

@@ -1,0 +1,265 @@
+"""Which initializers are trained, and by which rule, told in full."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.autodiff.optimizer import ParameterInfo
+from onnxpar.core.errors import ModelError
+from onnxpar.core.names import SHOWN, nearest
+from onnxpar.ops.roles import is_statistic, reads_elements
+from onnxpar.parameters.origin import Origin, Role, is_floating, origin_of, sizes
+
+FROZEN = "frozen"
+CONSTANT = "constant"
+EMPTY = "no element"
+STATISTIC = "running statistic"
+NAMED = "--trainable names it"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An initializer of the model and whether it is trained.
+
+    Attributes:
+        name: Its name.
+        elements: How many elements it has.
+        trained: Whether it is trained.
+        parameter: Whether it is a parameter, trained or not; others are constants and statistics.
+        reason: Why it is not trained; empty where it is.
+        rule: By what that is known.
+        used_by: Names of the nodes that read it, each once, in the order of the graph.
+    """
+
+    name: str
+    elements: int
+    trained: bool
+    parameter: bool
+    reason: str
+    rule: str
+    used_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much is trained, of all parameters.
+
+    Attributes:
+        trained: Elements that are trained.
+        elements: Elements of all parameters.
+        trained_tensors: Tensors that are trained.
+        tensors: Tensors that are parameters.
+    """
+
+    trained: int
+    elements: int
+    trained_tensors: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The outcome of `select`.
+
+    Attributes:
+        trained: The parameters chosen, in the order of the model's initializers.
+        tensors: Every floating-point initializer that the model's file had, with the reason where
+            it is not trained.
+        doubtful: Of each chosen tensor that may as well be a constant, what is in doubt.
+    """
+
+    trained: tuple[ParameterInfo, ...]
+    tensors: tuple[Tensor, ...]
+    doubtful: Mapping[str, str]
+
+    def told(self, unreached: Mapping[str, str]) -> tuple[Tensor, ...]:
+        """Returns all tensors, those chosen that the loss does not depend on with that reason.
+
+        Args:
+            unreached: Parameter -> why no gradient reaches it.
+        """
+        return tuple(
+            replace(t, trained=False, reason=unreached[t.name])
+            if t.trained and t.name in unreached
+            else t
+            for t in self.tensors
+        )
+
+    def counts(self, unreached: Mapping[str, str]) -> Counts:
+        """Returns how much is trained."""
+        told = [t for t in self.told(unreached) if t.parameter]
+        trained = [t.elements for t in told if t.trained]
+        return Counts(sum(trained), sum(t.elements for t in told), len(trained), len(told))
+
+    def shared(self, unreached: Mapping[str, str]) -> tuple[Tensor, ...]:
+        """Returns the tensors that are trained and that more than one node reads."""
+        return tuple(t for t in self.told(unreached) if t.trained and len(t.used_by) > 1)
+
+    def entries(self, unreached: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Returns the manifest's list of tensors."""
+        return [
+            {
+                "name": t.name,
+                "elements": t.elements,
+                "trained": t.trained,
+                "parameter": t.parameter,
+                "reason": t.reason,
+                "rule": t.rule,
+                "used_by": list(t.used_by),
+            }
+            for t in self.told(unreached)
+        ]
+
+    def ask(self, reached: Iterable[str]) -> None:
+        """Raises ModelError where a tensor in doubt is one that a gradient reaches."""
+        asked = [name for name in reached if name in self.doubtful]
+        if not asked:
+            return
+        shapes = {p.name: list(p.shape) for p in self.trained}
+        lines = [f"  {n} {shapes[n]}: {self.doubtful[n]}" for n in asked[:SHOWN]]
+        lines += [f"  and {len(asked) - SHOWN} more"] if len(asked) > SHOWN else []
+        raise ModelError(
+            "the file does not say how to train these tensors; expected --trainable NAME for each "
+            "that is trained as it stands, and --freeze NAME for each that is left as it is (NAME "
+            "may be a pattern), got neither:\n" + "\n".join(lines)
+        )
+
+
+def select(
+    model: ir.Model,
+    trainable: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    decay: Sequence[str] = (),
+    no_decay: Sequence[str] = (),
+) -> Selection:
+    """Chooses what is trained: the parameters of the file, and what the user says of them.
+
+    What is in doubt is chosen as well, and named as such. Whether the loss depends on a parameter
+    is not looked at here.
+
+    Args:
+        model: The normalised model, whose initializers were recognised before
+            (`onnxpar.parameters.recognise`); it is not changed.
+        trainable: Names and patterns (`fnmatch`) of what to train besides; they win over `freeze`.
+        freeze: Names and patterns of what not to train.
+        decay: Names and patterns of parameters with weight decay, though they have fewer dims.
+        no_decay: Names and patterns of parameters without it, though they have two dims or more.
+
+    Raises:
+        ModelError: A pattern matches no floating-point initializer, or one has both kinds of decay.
+    """
+    values = {
+        name: (value, origin)
+        for name, value in model.graph.initializers.items()
+        if is_floating(value) and (origin := origin_of(value)) is not None
+    }
+    names = {name: (name, *origin.names) for name, (_, origin) in values.items()}
+    chosen = _matching("--trainable", trainable, names)
+    frozen = _matching("--freeze", freeze, names)
+    order = {id(node): i for i, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))}
+    tensors, doubtful = [], {}
+    for name, (value, origin) in values.items():
+        reason = _unfit(value, origin, frozen=name in frozen, named=name in chosen)
+        if not reason and origin.role is Role.DOUBTFUL and name not in chosen:
+            doubtful[name] = origin.rule
+        readers = {id(node): node for node, _ in value.uses() if reads_elements(node)}
+        used_by = [n.name or "" for n in sorted(readers.values(), key=lambda n: order[id(n)])]
+        tensors.append(
+            Tensor(
+                name,
+                prod(sizes(value)),
+                not reason,
+                not reason or origin.role is not Role.CONSTANT,
+                reason,
+                NAMED if name in chosen and not reason else origin.rule,
+                tuple(used_by),
+            )
+        )
+    dims = {
+        name: len(sizes(value)) if origin.dims is None else origin.dims
+        for name, (value, origin) in values.items()
+    }
+    decays = _decays(
+        dims, _matching("--decay", decay, names), _matching("--no-decay", no_decay, names)
+    )
+    trained = tuple(
+        ParameterInfo(t.name, value.dtype or ir.DataType.FLOAT, sizes(value), decays(t.name))
+        for t in tensors
+        if t.trained
+        for value, _ in (values[t.name],)
+    )
+    return Selection(trained, tuple(tensors), doubtful)
+
+
+# -- selecting -----------------------------------------------------------------------------------
+
+
+def _matching(
+    option: str, patterns: Sequence[str], names: Mapping[str, Sequence[str]]
+) -> frozenset[str]:
+    """Returns the tensors that the patterns match.
+
+    Args:
+        option: For messages.
+        patterns: Names and patterns.
+        names: Of each tensor its own name, and those of the parameters that it was folded from. The
+            latter count where the pattern matches them all.
+
+    Raises:
+        ModelError: A pattern matches none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = {
+            tensor
+            for tensor, (own, *sources) in names.items()
+            if _matches(own, pattern)
+            or (sources and all(_matches(source, pattern) for source in sources))
+        }
+        if not hits:
+            known = [name for its in names.values() for name in its]
+            raise ModelError(
+                f"{option} {pattern!r}: expected the name or a pattern of a floating-point "
+                f"initializer, got one that none has{nearest(pattern, known)}"
+            )
+        found |= hits
+    return frozenset(found)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def _unfit(value: ir.Value, origin: Origin, *, frozen: bool, named: bool) -> str:
+    """Returns why an initializer is not trained; empty if it is.
+
+    Args:
+        value: The initializer.
+        origin: What it was in the module.
+        frozen: Whether a pattern of what not to train matches it.
+        named: Whether one of what to train does.
+    """
+    uses = value.uses()
+    if uses and all(is_statistic(node, index) for node, index in uses):
+        return FROZEN if frozen else STATISTIC
+    if prod(sizes(value)) == 0:
+        return EMPTY
+    if named:
+        return ""
+    if frozen:
+        return FROZEN
+    return CONSTANT if origin.role is Role.CONSTANT else ""
+
+
+def _decays(
+    dims: Mapping[str, int], on: frozenset[str], off: frozenset[str]
+) -> Callable[[str], bool]:
+    """Returns whether weight decay applies to a parameter, by the dims of each."""
+    for name in dims:
+        if name in on and name in off:
+            raise ModelError(f"parameter {name!r}: both --decay and --no-decay match it")
+    return lambda name: name in on or (name not in off and dims[name] > 1)

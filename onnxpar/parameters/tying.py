@@ -1,0 +1,146 @@
+"""Tensors that are one parameter: one of them is computed from the other."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.names import nearest
+from onnxpar.ops.roles import reshaped, transposed
+from onnxpar.parameters.origin import free_name, is_floating, is_uniform, names_of, sizes
+
+_RANKS = 5
+"""Permutations are tried up to this number of dims."""
+
+
+def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, taken: set[str]) -> bool:
+    """Replaces an initializer by what is computed from another, by Transpose and Reshape.
+
+    Args:
+        graph: The graph of both, which is changed.
+        base: The initializer that stays.
+        other: The one that goes.
+        taken: Names that new values must not have; theirs are added.
+
+    Returns:
+        Whether its elements are those of the other in some order of dims; else nothing is changed.
+    """
+    found = _rearrangement(base, other)
+    if found is None:
+        return False
+    perm, reshape = found
+    made, shape = base, sizes(other)
+    if perm is not None:
+        made = put(graph, transposed(made, perm), base, taken)
+    if reshape:
+        name = free_name(f"{base.name or ''}.sizes", taken)
+        constant = ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.INT64),
+            shape=ir.Shape([len(shape)]),
+            const_value=ir.tensor(np.array(shape, np.int64), name=name),
+        )
+        graph.register_initializer(constant)
+        made = put(graph, reshaped(made, constant), made, taken)
+    other.replace_all_uses_with(made)
+    del graph.initializers[other.name or ""]
+    return True
+
+
+def put(graph: ir.Graph, node: ir.Node, of: ir.Value, taken: set[str]) -> ir.Value:
+    """Puts a new node right behind its operand, names it, and returns its result."""
+    node.name = node.outputs[0].name = free_name(f"{of.name or ''}.again", taken)
+    if of.dtype is not None:
+        node.outputs[0].dtype = of.dtype
+    maker = of.producer()
+    if maker is not None:
+        graph.insert_after(maker, node)
+    else:
+        graph.insert_before(graph[0], node)
+    return node.outputs[0]
+
+
+def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
+    """Ties initializers as the user says.
+
+    Args:
+        model: The model, which is changed.
+        pairs: `A=B` each: B is computed from A, which is trained.
+
+    Returns:
+        A notice for each.
+
+    Raises:
+        ModelError: A pair is malformed, names no floating-point initializer, or tensors whose
+            elements differ.
+    """
+    graph, taken, notices = model.graph, names_of(model.graph), []
+    for text in pairs:
+        known = [n for n, v in graph.initializers.items() if is_floating(v)]
+        first, _, second = text.partition("=")
+        if not first or not second or first == second:
+            raise ModelError(f"--tie {text!r}: expected two names, A=B")
+        for name in (first, second):
+            if name not in known:
+                raise ModelError(
+                    f"--tie {text!r}: expected names of floating-point initializers, got "
+                    f"{name!r}{nearest(name, known)}"
+                )
+        a, b = graph.initializers[first], graph.initializers[second]
+        shapes = f"{list(sizes(a))} and {list(sizes(b))}"
+        if not tie(graph, a, b, taken):
+            raise ModelError(
+                f"--tie {text!r}: expected tensors of equal elements, maybe transposed, got "
+                f"different ones, of {shapes}"
+            )
+        notices.append(f"{second!r} is computed from {first!r}, as --tie says")
+    return tuple(notices)
+
+
+def equal_tensors(values: Iterable[ir.Value], least: int) -> list[list[ir.Value]]:
+    """Returns initializers that are equal, maybe transposed, in groups of two or more.
+
+    Tensors of fewer elements than `least`, and those whose elements are all the same, are left out.
+    """
+    # First and last element stay where they are in any order of dims.
+    alike: dict[object, list[ir.Value]] = defaultdict(list)
+    for value in values:
+        shape = sizes(value)
+        if len(shape) > 1 and prod(shape) >= least:
+            assert value.const_value is not None
+            flat = value.const_value.numpy().ravel()
+            ends = (float(flat[0]), float(flat[-1]))
+            alike[value.dtype, tuple(sorted(shape)), ends].append(value)
+    groups = []
+    for found in alike.values():
+        while len(found) > 1:
+            first, *rest = found
+            if is_uniform(first):
+                break
+            same = [v for v in rest if _rearrangement(first, v) is not None]
+            if same:
+                groups.append([first, *same])
+            found = [v for v in rest if v not in same]
+    return groups
+
+
+def _rearrangement(base: ir.Value, other: ir.Value) -> tuple[tuple[int, ...] | None, bool] | None:
+    """Returns how one tensor is made of another: the order of dims, and whether to reshape then."""
+    a, b = sizes(base), sizes(other)
+    if base.dtype != other.dtype or prod(a) != prod(b):
+        return None
+    assert base.const_value is not None and other.const_value is not None
+    x, y = base.const_value.numpy(), other.const_value.numpy()
+    if np.array_equal(x.ravel(), y.ravel()):
+        return None, a != b
+    for perm in permutations(range(len(a))) if 1 < len(a) <= _RANKS else ():
+        moved = tuple(a[i] for i in perm)
+        if [s for s in moved if s != 1] == [s for s in b if s != 1] and np.array_equal(
+            x.transpose(perm).ravel(), y.ravel()
+        ):
+            return perm, moved != b
+    return None

@@ -1,0 +1,156 @@
+"""The partitioner's result: one rank-generic graph with the sharding of everything that enters it.
+
+`onnxpar.partition.partitioner` makes it; `onnxpar.emit.rank_graph` turns it into one graph per rank and
+`onnxpar.emit` into a directory of files.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol
+from onnxpar.facts.equalities import Equality
+from onnxpar.facts.index_ranges import IndexRange
+from onnxpar.graph.builder import GraphBuilder
+from onnxpar.graph.plan import Plan
+from onnxpar.propagation.conflicts import Conflict
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An initializer of the model, cut into shards.
+
+    Attributes:
+        name: Name in the model.
+        source: The global initializer; its `const_value` may be an `ir.ExternalTensor`, which is
+            read lazily.
+        local: The value of the rank-generic graph that stands for a rank's shard: an initializer
+            with dtype and local shape and without `const_value`.
+        sharding: How it is cut; never partial, sizes are integers.
+        fed: Whether the graph takes it as an input, from a buffer that the runtime keeps: it is
+            trained. Its file then holds where training begins.
+    """
+
+    name: str
+    source: ir.Value
+    local: ir.Value
+    sharding: Sharding
+    fed: bool = False
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """An input or an output of the model.
+
+    Attributes:
+        name: Name in the model.
+        local: The value of the rank-generic graph, of that name, dtype known.
+        sharding: How it is cut, canonical, sizes may be symbolic; partial only where it is a state.
+    """
+
+    name: str
+    local: ir.Value
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class States:
+    """The operands of a program that live in buffers of the runtime, from one run to the next.
+
+    Padding in these buffers is zero, always: programs rely on it and keep it so.
+
+    Attributes:
+        inputs: Names of inputs and initializers that are read from a buffer of that name.
+        outputs: Of each output that goes to a buffer, the buffer's name.
+    """
+
+    inputs: frozenset[str] = frozenset()
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A local tensor that one program of a pipeline makes and another one reads.
+
+    Attributes:
+        local: The value, a graph output of the one and a graph input of the other.
+        source: Name of the program that makes it.
+    """
+
+    local: ir.Value
+    source: str
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """The program of all ranks, or of those of a pipeline stage.
+
+    Attributes:
+        program: Name of the program, as in `rank0003.<program>.onnx`.
+        source: The undivided model; gives name, opset imports and metadata.
+        builder: Holds nodes in the order of execution, small constants, system inputs and
+            collectives. Nodes whose outputs nobody needs are not in it.
+        inputs: The model's inputs.
+        outputs: The model's outputs.
+        parameters: Initializers that go to the weight files.
+        plan: The plan that was carried out; its mesh is the program's.
+        symbols: Constraint of each symbol by name.
+        replicated: `(node, op_type, reason)` of each node that every rank computes whole.
+        equalities: Sizes that rules take to be equal without a proof.
+        ranges: Ranges that operators demand of the elements of inputs.
+        states: Which of its operands are buffers of the runtime.
+        conflicts: What is sent since neighbours want a value in different layouts.
+        stage: The pipeline stage whose ranks run it.
+        stages: Number of stages; the ranks of stage s are those from `s * mesh.size` on.
+        virtual_stage: The virtual stage that it is of; a stage may have several.
+        handed_in: What it reads of other programs of the same micro-batch.
+        handed_out: What it makes for them.
+    """
+
+    program: str
+    source: ir.Model
+    builder: GraphBuilder
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphInput, ...]
+    parameters: tuple[Parameter, ...]
+    plan: Plan
+    symbols: Mapping[str, Symbol]
+    replicated: tuple[tuple[str, str, str], ...]
+    equalities: tuple[Equality, ...] = ()
+    ranges: tuple[IndexRange, ...] = ()
+    states: States = States()
+    conflicts: tuple[Conflict, ...] = ()
+    stage: int = 0
+    stages: int = 1
+    virtual_stage: int = 0
+    handed_in: tuple[Handed, ...] = ()
+    handed_out: tuple[Handed, ...] = ()
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that run it."""
+        size = self.plan.mesh.size
+        return range(self.stage * size, (self.stage + 1) * size)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the programs of a directory make up a pipeline.
+
+    Attributes:
+        whole: The programs as they were before they were split: what goes in and out of them.
+        entry: The manifest's entry "pipeline".
+        assign: The virtual stage of each node that was cut, by name.
+    """
+
+    whole: tuple[PartitionedModel, ...]
+    entry: Mapping[str, Any]
+    assign: Mapping[str, int]
+
+    def shown(self, programs: Sequence[PartitionedModel]) -> tuple[PartitionedModel, ...]:
+        """Returns the whole programs, and those of these that were not split off one."""
+        split = {id(pm.plan) for pm in self.whole}
+        return (*self.whole, *(pm for pm in programs if id(pm.plan) not in split))

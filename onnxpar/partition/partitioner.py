@@ -1,0 +1,362 @@
+"""Partitioning: carries out a plan, node by node, into one rank-generic graph.
+
+The global graph is walked once. Every operand is brought into the sharding that its node wants
+(reshards are remembered per value and sharding, so that a value is gathered once), padding that a
+reduction would see is set to the reduction's identity, and the operator's local form is emitted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import OnnxparError, ShardingError
+from onnxpar.core.rule import ANY, IDENTITY
+from onnxpar.core.sharding import Sharding
+from onnxpar.facts.equalities import assumed_equalities
+from onnxpar.facts.index_ranges import demanded_ranges
+from onnxpar.graph.builder import GENERATED, PLACE, GraphBuilder, ir_shape
+from onnxpar.graph.cleanup import remove_unused
+from onnxpar.graph.closure import CAPTURED, open_node
+from onnxpar.graph.padding import mask_padding
+from onnxpar.graph.plan import NodePlan, Plan, varying
+from onnxpar.graph.reads import read_by
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.fallback import refuse_random
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import OpDef
+from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, States
+from onnxpar.propagation.conflicts import Conflict, conflicts
+from onnxpar.propagation.walk import Rules
+from onnxpar.resharding.lowering import emit_reshard
+from onnxpar.resharding.steps import cheapest_way
+from onnxpar.stages.cut import ONE_PLACE, Places
+
+INLINE_ELEMENTS = 1024
+STATELESS = States()
+_EVERYWHERE = -1
+
+
+def partition(
+    model: ir.Model,
+    env: ShapeEnv,
+    rules: Rules,
+    ops: Mapping[str, OpDef],
+    plan: Plan,
+    *,
+    program: str = "model",
+    states: States = STATELESS,
+    gathered: frozenset[str] = frozenset(),
+    places: Places = ONE_PLACE,
+) -> PartitionedModel:
+    """Returns the program of all ranks for a plan.
+
+    Args:
+        model: The normalised global model; it is not changed.
+        env: Its shapes.
+        rules: The rule of each node.
+        ops: The operator definition of each node that has one, by node name.
+        plan: What to carry out.
+        program: Name of the program.
+        states: Which of its operands are buffers of the runtime.
+        gathered: Values that are brought into another sharding anew for each node that reads them,
+            so that what was brought there for one need not be kept for the next.
+        places: Where nodes run in a pipeline, for `onnxpar.stages.split`; the nodes of the model
+            stand in the order of their places. A version of a value that one stage has made is
+            not used in another, which gets the value as it was made.
+
+    Raises:
+        ShardingError: A node cannot be written for the sharding the plan gives it.
+    """
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    builder = GraphBuilder(plan.mesh, env.table, opset, varying(plan.inputs, env.table))
+    found = conflicts(model, env, rules, plan, gathered)
+    return _Partition(
+        model, env, rules, ops, plan, builder, program, states, gathered, places, found
+    ).run()
+
+
+@dataclass
+class _Partition:
+    model: ir.Model
+    env: ShapeEnv
+    rules: Rules
+    ops: Mapping[str, OpDef]
+    plan: Plan
+    builder: GraphBuilder
+    program: str = "model"
+    states: States = STATELESS
+    gathered: frozenset[str] = frozenset()
+    places: Places = ONE_PLACE
+    conflicts: tuple[Conflict, ...] = ()
+    made: dict[str, Sharding] = field(default_factory=dict)
+    home: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, dict[tuple[int, Sharding], ir.Value]] = field(default_factory=dict)
+    zero: dict[tuple[str, Sharding], bool] = field(default_factory=dict)
+    parameters: list[Parameter] = field(default_factory=list)
+
+    def run(self) -> PartitionedModel:
+        graph, mesh, table = self.model.graph, self.plan.mesh, self.env.table
+        reserved = [*graph.inputs, *graph.outputs, *graph.initializers.values()]
+        for name in dict.fromkeys(v.name or "" for v in reserved):
+            self.builder.fresh(name)
+        inputs = []
+        for value in graph.inputs:
+            name = value.name or ""
+            sharding = self.plan.inputs[name]
+            local = ir.Value(
+                name=name,
+                type=value.type,
+                shape=ir_shape(sharding.local_shape(mesh, table)),
+                doc_string=value.doc_string,
+            )
+            inputs.append(GraphInput(name, local, sharding))
+            self.home[name] = _EVERYWHERE
+            self._define(name, sharding, local, zero=True)
+        for name, value in graph.initializers.items():
+            self._initializer(name, value)
+        for node in graph:
+            self.builder.scope(node.name or "")
+            self.builder.place = self.places.nodes.get(node.name or "", 0)
+            try:
+                self._node(node)
+            except OnnxparError as error:
+                if repr(node.name) in str(error):
+                    raise
+                raise type(error)(f"node {node.name!r} ({node.op_type}): {error}") from error
+        outputs = []
+        used: set[str] = {v.name or "" for v in graph.inputs}
+        for value in graph.outputs:
+            name = value.name or ""
+            self.builder.scope(name)
+            self.builder.place = self.places.outputs.get(name, 0)
+            sharding = self.plan.outputs[name]
+            local = self._get(value, sharding, f"output {name!r}")
+            if name in self.states.outputs and not self.zero[name, sharding]:
+                local = mask_padding(self.builder, local, sharding, 0)
+            maker = local.producer()
+            passed_on = maker is None and local.name == name
+            # What another program of a pipeline has made leaves as a value of this one.
+            made_here = maker is not None and maker.meta[PLACE] == self.builder.place
+            if not passed_on and (not made_here or local.name in used):
+                local = self.builder.op(
+                    "Identity", local, dtype=local.dtype, shape=sharding.local_shape(mesh, table)
+                )
+            local.name = name
+            local.shape = ir_shape(sharding.local_shape(mesh, table))
+            used.add(name)
+            outputs.append(GraphInput(name, local, sharding))
+        remove_unused(self.builder, [o.local for o in outputs])
+        needed = {v for node in self.builder.nodes for v in read_by(node)}
+        needed |= {o.local for o in outputs}
+        replicated = tuple(
+            (node.name or "", node.op_type, self.plan.nodes[node.name or ""].reason)
+            for node in graph
+            if self.plan.nodes[node.name or ""].reason
+        )
+        return PartitionedModel(
+            program=self.program,
+            source=self.model,
+            builder=self.builder,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            parameters=tuple(p for p in self.parameters if p.local in needed),
+            plan=self.plan,
+            symbols=dict(self.env.table),
+            replicated=replicated,
+            equalities=assumed_equalities(graph, self.rules, table),
+            ranges=demanded_ranges(graph, self.rules, self.ops),
+            states=self.states,
+            conflicts=self.conflicts,
+        )
+
+    def _initializer(self, name: str, value: ir.Value) -> None:
+        sharding = self.plan.parameters[name]
+        if not all(isinstance(size, int) for size in sharding.shape):
+            raise ShardingError(
+                f"initializer {name!r}: a node takes its dims {list(value.shape or ())} to be "
+                f"{list(sharding.shape)}, which are not proved to be equal"
+            )
+        tensor = value.const_value
+        floating = value.dtype is not None and value.dtype.is_floating_point()
+        small = tensor is not None and tensor.size <= INLINE_ELEMENTS
+        local = ir.Value(
+            name=name,
+            type=value.type,
+            shape=ir_shape(sharding.local_shape(self.plan.mesh, self.env.table)),
+            doc_string=value.doc_string,
+        )
+        fed = name in self.states.inputs
+        if sharding.is_replicated and small and not fed and not (floating and sharding.rank):
+            local.const_value = tensor
+            self.builder.initializers.append(local)
+        else:
+            self.parameters.append(Parameter(name, value, local, sharding, fed))
+        self.home[name] = _EVERYWHERE
+        self._define(name, sharding, local, zero=True)
+
+    @property
+    def virtual_stage(self) -> int:
+        """The virtual stage for which nodes are being written."""
+        return self.places.virtual_stage[self.builder.place]
+
+    def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+        self.made.setdefault(name, sharding)
+        # The first version is the one that is made; that of an input is everywhere.
+        virtual = self.virtual_stage
+        if name not in self.versions:
+            virtual = self.home.setdefault(name, virtual)
+        self.versions.setdefault(name, {})[virtual, sharding] = local
+        self.zero[name, sharding] = zero
+        if sharding.partial or local.shape is None:
+            return
+        # Sizes that depend on data are read off the first whole value that has them.
+        for axis, size in enumerate(self.env.shapes.get(name, ())):
+            if (
+                not isinstance(size, int)
+                and size.is_Symbol
+                and str(size) not in self.env.table
+                and not sharding.dim_atoms(axis)
+            ):
+                self.builder.bind(str(size), local, axis)
+
+    def _versions(self, name: str) -> dict[Sharding, ir.Value]:
+        """The versions of a value that the virtual stage being written may read."""
+        # What it has made itself wins over what it would be sent.
+        seen = (self.home.get(name), self.virtual_stage)
+        return {
+            sharding: local
+            for virtual in seen
+            for (where, sharding), local in self.versions.get(name, {}).items()
+            if where == virtual
+        }
+
+    def _is_gathered(self, value: ir.Value | None) -> bool:
+        return value is not None and value.name in self.gathered
+
+    def _get(
+        self, value: ir.Value, want: Sharding, reason: str, there: Sequence[ir.Value] = ()
+    ) -> ir.Value:
+        """Returns a value in a sharding, brought there the way that propagation priced.
+
+        Args:
+            value: The value.
+            want: The sharding.
+            reason: Which node and operand want it, for people.
+            there: What a value that is gathered is not gathered before.
+        """
+        name = value.name or ""
+        versions = self._versions(name)
+        if want in versions:
+            return versions[want]
+        if not versions or value.dtype is None:
+            raise ShardingError(f"{reason}: the value {name!r} is not there")
+        itemsize = int(value.dtype.itemsize)
+        way = cheapest_way(versions, want, self.plan.mesh, self.env.table, itemsize)
+        source = versions[way.source]
+        if there and self._is_gathered(value):
+            source = self.builder.after(source, there)
+        moved = emit_reshard(
+            self.builder,
+            source,
+            way.steps,
+            dtype=value.dtype,
+            name=name,
+            reason=reason,
+        )
+        zero = self.zero[name, way.source]
+        if name in self.gathered:
+            self.zero[name, want] = zero
+        else:
+            self._define(name, want, moved, zero=zero)
+        return moved
+
+    def _node(self, node: ir.Node) -> None:
+        name = node.name or ""
+        plan, view = self.plan.nodes[name], self.rules.views[name]
+        operands: list[ir.Value | None] = [None] * len(node.inputs)
+        zero = [True] * len(node.inputs)
+        # What is gathered for this node comes last, when all the rest is there.
+        order = sorted(enumerate(node.inputs), key=lambda item: self._is_gathered(item[1]))
+        there: list[ir.Value] = []
+        for index, value in order:
+            if value is None:
+                continue
+            want = plan.inputs[index] if index < len(plan.inputs) else None
+            if want is None:
+                want = self.made[value.name or ""]
+                if plan.rule.inputs[index].mode != ANY:
+                    raise ShardingError(f"operand {index} has no sharding")
+            reason = f"{name} operand {index}"
+            if (name, index, value.name) in self._reasons:
+                reason += f": {self._reasons[name, index, value.name or '']}"
+            operand = self._get(value, want, reason, there)
+            operands[index], zero[index] = operand, self.zero[value.name or "", want]
+            if operand.producer() is not None and not self._is_gathered(value):
+                there.append(operand)
+        definition = self.ops.get(name)
+        local = LocalNode(view, plan, self.builder, tuple(operands), tuple(zero))
+        local = self._masked(local)
+        if definition is not None:
+            outputs = definition.local(local)
+            keeps = definition.keeps_zero and _covers(plan) and all(zero)
+        else:
+            refuse_random(node, self.plan.mesh.size)
+            inputs, attributes = open_node(node, local.inputs)
+            outputs = local.copy(inputs, attributes)
+            self.builder.nodes[-1].metadata_props.pop(CAPTURED, None)
+            keeps = False
+        for value, sharding, made in zip(node.outputs, plan.outputs, outputs, strict=True):
+            out = value.name or ""
+            if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+                made.type, made.shape = value.type, None
+            self._keep_name(out, made)
+            if out in self.plan.resharded:
+                self.made[out] = self.plan.resharded[out]
+            self._define(out, sharding, made, zero=keeps)
+            if out in self.plan.resharded:
+                self._get(value, self.plan.resharded[out], f"{name} out strategy")
+
+    def _keep_name(self, name: str, made: ir.Value) -> None:
+        """Gives a value that a node has just made the name of the value that it is a part of."""
+        is_new = made.producer() is not None and (made.name or "").endswith(GENERATED)
+        if is_new and name not in self._outputs:
+            made.name = self.builder.fresh(name)
+
+    @cached_property
+    def _reasons(self) -> Mapping[tuple[str, int, str], str]:
+        """Why neighbours do not agree, by node, operand and value."""
+        return {(c.node, c.operand, c.value): c.reason for c in self.conflicts}
+
+    @cached_property
+    def _outputs(self) -> frozenset[str]:
+        """Names of the graph's outputs, which the last version of each value gets."""
+        return frozenset(v.name or "" for v in self.model.graph.outputs)
+
+    def _masked(self, local: LocalNode) -> LocalNode:
+        """Sets the padding that a pending reduction runs over to the reduction's identity."""
+        rule = local.plan.rule
+        operands = list(local.inputs)
+        for factor in local.plan.factors:
+            kind = rule.kinds[factor]
+            if kind not in IDENTITY:
+                continue
+            for index, operand in enumerate(rule.inputs):
+                value = operands[index] if index < len(operands) else None
+                if value is None or not any(factor in names for names in operand.dims):
+                    continue
+                operands[index] = local.masked(
+                    value, index, factor, IDENTITY[kind], known_zero=local.zero[index]
+                )
+        return LocalNode(local.view, local.plan, local.builder, tuple(operands), local.zero)
+
+
+def _covers(plan: NodePlan) -> bool:
+    """Whether every operand has every split factor, so that none broadcasts over padding."""
+    return all(
+        any(factor in names for names in operand.dims)
+        for factor in plan.factors
+        for operand in plan.rule.inputs
+        if not operand.mode
+    )

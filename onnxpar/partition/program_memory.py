@@ -1,0 +1,132 @@
+"""What a rank holds for the programs that were made for it, read off the programs themselves."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import onnx_ir as ir
+
+from onnxpar.core.symbols import SymbolTable, as_dim
+from onnxpar.cost.live_memory import Peak, Step, live_peak, makes
+from onnxpar.graph.reads import read_by
+from onnxpar.ops.kernel_memory import Shape, call, kernel
+from onnxpar.partition.partitioned_model import PartitionedModel
+
+
+@dataclass(frozen=True)
+class ProgramMemory:
+    """What one rank's program holds, in bytes.
+
+    Attributes:
+        weights: Parameters that it reads from files.
+        states: Of the buffers that outlive a run and that it reads or writes, each by its name.
+        inputs: Its inputs.
+        outputs: Its outputs that go to no buffer, kept for the next run.
+        values: The peak of what lies between its nodes.
+        unknown: Values whose size nobody can tell before the run; they are not counted.
+    """
+
+    weights: int
+    states: Mapping[str, int]
+    inputs: int
+    outputs: int
+    values: Peak
+    unknown: tuple[str, ...]
+
+
+def program_memory(
+    program: PartitionedModel, sizes: Mapping[str, int] | None = None
+) -> ProgramMemory:
+    """Returns what a rank holds for a program; all ranks hold the same.
+
+    Args:
+        program: The program of all ranks.
+        sizes: Sizes at which symbols are taken; `Symbol.typical` for those not named.
+    """
+    tensors = _Tensors(program.builder.table, dict(sizes or {}))
+    outputs = {o.local.name or "": o for o in program.outputs}
+    buffers, fed = program.states.outputs, program.states.inputs
+    states = {p.name: tensors.bytes(p.local) for p in program.parameters if p.fed}
+    states |= {i.name: tensors.bytes(i.local) for i in program.inputs if i.name in fed}
+    states |= {
+        buffers[o.name]: tensors.bytes(o.local) for o in program.outputs if o.name in buffers
+    }
+    steps = tuple(_steps(program.builder.nodes, tensors))
+    # What other programs read of it is there until it ends.
+    leaving = Step("", tuple(h.local.name or "" for h in program.handed_out), (), 0)
+    return ProgramMemory(
+        weights=sum(tensors.bytes(p.local) for p in program.parameters if not p.fed),
+        states=states,
+        inputs=sum(tensors.bytes(i.local) for i in program.inputs if i.name not in fed),
+        outputs=sum(tensors.bytes(o.local) for o in program.outputs if o.name not in buffers),
+        values=live_peak((*steps, leaving), outputs),
+        unknown=tuple(tensors.unknown),
+    )
+
+
+def total_bytes(programs: Iterable[ProgramMemory]) -> int:
+    """Returns the most bytes that a rank holds that runs these programs one after another.
+
+    Weights and buffers are shared, so each buffer counts once; inputs and outputs of every program
+    stay bound.
+    """
+    known = tuple(programs)
+    states: dict[str, int] = {}
+    for program in known:
+        states |= program.states
+    bound = sum(p.inputs + p.outputs for p in known)
+    weights = max((p.weights for p in known), default=0)
+    return weights + sum(states.values()) + bound + max((p.values.bytes for p in known), default=0)
+
+
+def handed_bytes(
+    program: PartitionedModel, sizes: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
+    """Returns the bytes of each value that a program takes from others, in their order."""
+    tensors = _Tensors(program.builder.table, dict(sizes or {}))
+    return tuple(tensors.bytes(handed.local) for handed in program.handed_in)
+
+
+class _Tensors:
+    """Sizes of values at given sizes of symbols."""
+
+    def __init__(self, table: SymbolTable, sizes: Mapping[str, int]) -> None:
+        self._table = table
+        self._sizes = sizes
+        self.unknown: list[str] = []
+
+    def shape(self, value: ir.Value | None) -> Shape | None:
+        if value is None or value.shape is None:
+            return None
+        dims = []
+        for dim in value.shape:
+            size = dim.value if isinstance(dim, ir.SymbolicDim) else dim
+            if size is None:
+                return None
+            dims.append(self._table.typical(as_dim(size), self._sizes))
+        return tuple(dims)
+
+    def bytes(self, value: ir.Value) -> int:
+        shape = self.shape(value)
+        if shape is None or value.dtype is None:
+            self.unknown.append(value.name or "")
+            return 0
+        return prod(shape) * int(value.dtype.itemsize)
+
+
+def _steps(nodes: Iterable[ir.Node], tensors: _Tensors) -> Iterator[Step]:
+    """Yields the steps of a rank's program; bodies of control flow count with what they read."""
+    for node in nodes:
+        facts = kernel(node.domain, node.op_type)
+        operands = [v.name or "" if v is not None else "" for v in node.inputs]
+        names = [v.name or "" for v in node.outputs]
+        sizes = [tensors.bytes(v) if v.name else 0 for v in node.outputs]
+        first = node.outputs[0].dtype if node.outputs else None
+        seen = call(
+            node,
+            [tensors.shape(v) for v in node.inputs],
+            [tensors.shape(v) for v in node.outputs],
+            int(first.itemsize) if first is not None else 0,
+        )
+        reads = tuple(v.name or "" for v in read_by(node))
+        yield Step(node.name or "", reads, makes(facts, operands, names, sizes), facts.work(seen))

@@ -1,1 +1,0 @@
-"""The passes: the only code that changes a model. They carry out decisions, they make none."""

@@ -1,0 +1,54 @@
+"""Where the nodes of a graph compute beside onnxruntime's CUDA provider, as `inspect` shows it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
+from onnxpar.ops.device.cuda_kernels import table_version, type_name, why_on_host
+
+Json = dict[str, Any]
+
+
+def device_data(programs: Mapping[str, ir.Model]) -> Json:
+    """Returns which nodes of programs are on the device, which on the host, and why.
+
+    Keys: `device`; `onnxruntime`, the version whose kernels are meant; `programs`, which has of
+    each program by name: `nodes`, how many there are, those of bodies included; `sizes`, nodes that
+    compute small sizes on the host on purpose, `{"name", "op_type"}`; `fallbacks`, nodes that are
+    there for want of a kernel, with `domain`, `types` (of the operands, None where left out or
+    unknown) and `reason`.
+
+    In a rank's graph the sizes are those that are marked; in another model those that would be.
+
+    Args:
+        programs: Models by name; they are not changed.
+    """
+    return {
+        "device": "cuda",
+        "onnxruntime": table_version(),
+        "programs": {name: _of_model(model) for name, model in programs.items()},
+    }
+
+
+def _of_model(model: ir.Model) -> Json:
+    opsets = {**model.opset_imports}
+    opsets[""] = opsets.get("", opsets.get("ai.onnx", 1))
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    marked = {node for node in nodes if node.metadata_props.get(LAYER) == HOST}
+    if not marked:
+        constants = model.graph.initializers.values()
+        marked = set(host_nodes(tuple(model.graph), {v for v in constants if is_small(v)}))
+    fallbacks = []
+    for node in nodes:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if node in marked or node.op_identifier() in model.functions:
+            continue
+        reason = why_on_host(node, opsets.get(domain, 1))
+        if reason is not None:
+            types = [type_name(v.type) if v is not None else None for v in node.inputs]
+            found = {"name": node.name or "", "op_type": node.op_type, "domain": domain}
+            fallbacks.append({**found, "types": types, "reason": reason})
+    sizes = [{"name": n.name or "", "op_type": n.op_type} for n in nodes if n in marked]
+    return {"nodes": len(nodes), "sizes": sizes, "fallbacks": fallbacks}

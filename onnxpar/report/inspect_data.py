@@ -1,0 +1,319 @@
+"""What `onnxpar inspect` shows, as plain data: of a divided model, and of a model to be divided."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.rule import format_rule
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Dim, dim_text
+from onnxpar.graph.builder import Collective
+from onnxpar.graph.plan import NodePlan, factor_sizes
+from onnxpar.graph.shapes import ShapeEnv, shapes
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.propagation.conflicts import Conflict
+from onnxpar.propagation.walk import Rules
+from onnxpar.report.stage_data import count_of_bytes, stage_data
+from onnxpar.resharding.steps import OPERATORS
+from onnxpar.stages.cut import virtual_stage_of
+
+Json = dict[str, Any]
+
+OF_A_PROGRAM = (
+    "nodes",
+    "collectives",
+    "conflicts",
+    "replicated",
+    "totals",
+    "stage_totals",
+    "transfers",
+)
+"""Keys of a report that are those of one program; the others are of the whole directory."""
+
+SMALL = 1024
+"""Elements up to which an initializer of integers is taken for a shape or axis, not a parameter."""
+
+
+def directory_data(
+    programs: Sequence[PartitionedModel], split: Sequence[PartitionedModel] = ()
+) -> Json:
+    """Returns the manifest's "report": the data of the first program, and of the others by name.
+
+    Keys: those of `inspect_data`; `program`, the name of the first; `programs`, which has of each
+    other program the keys that are its own (`OF_A_PROGRAM`).
+
+    Args:
+        programs: All programs of a directory, the one that is shown first at the head.
+        split: Of a pipeline, the programs that run in place of these.
+    """
+    first, *others = programs
+    return {
+        **inspect_data(first, split),
+        "program": first.program,
+        "programs": {
+            other.program: {key: data[key] for key in OF_A_PROGRAM}
+            for other in others
+            for data in [inspect_data(other, split)]
+        },
+    }
+
+
+def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = ()) -> Json:
+    """Returns how one program was divided.
+
+    Sizes are integers, or text in the model's symbols. Shapes are global, in elements; a
+    `local_shape` is what every device holds, padding included. `strategy` counts the pieces of each
+    dim, `sharding` names their mesh axes (`2@4`: an unnamed pair of devices 4 apart), and both are
+    None for an operand that is absent or taken as it lies. `partial` is None or the reduction that
+    the value waits for: `{"reduction", "over"}`. `bytes` is what one device sends.
+
+    `conflicts` are the reshards that neighbours' different layouts cost, what costs most first:
+    `cost` are the bytes that the reader's choice sends at typical sizes, `as_it_lies` those of the
+    other way, None where there is none; `node` is empty where an output leaves.
+
+    Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
+    `conflicts`, `replicated`, `totals`, and those of `onnxpar.report.stage_data.stage_data`.
+
+    Args:
+        parted: The program of all ranks.
+        split: Of a pipeline, the programs that run in its place.
+    """
+    texts = _Texts(parted.plan.mesh, shapes(parted.source, parted.builder.table))
+    replicated = [
+        {"name": name, "op_type": op_type, "reason": reason}
+        for name, op_type, reason in parted.replicated
+    ]
+    nodes = []
+    for node in parted.source.graph:
+        found = parted.plan.nodes.get(node.name or "")
+        if found is not None:
+            nodes.append(_node(node, found, parted.plan.resharded, texts, parted.stages))
+    mesh = parted.plan.mesh
+    of_stages = stage_data(parted, split)
+    return {
+        "mesh": {"axes": dict(mesh.axes), "atoms": list(mesh.atoms)},
+        "devices": mesh.size * parted.stages,
+        "stages": parted.stages,
+        "symbols": {name: str(symbol) for name, symbol in parted.symbols.items()},
+        "nodes": nodes,
+        "collectives": [texts.collective(c) for c in parted.builder.collectives],
+        "conflicts": [
+            texts.conflict(c) for c in sorted(parted.conflicts, key=lambda c: -c.typical)
+        ],
+        "replicated": replicated,
+        "totals": _totals(parted, nodes, replicated, of_stages["stage_totals"]),
+        **of_stages,
+    }
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Layouts and groups in words, each found once: a deep model has few that differ."""
+
+    mesh: Mesh
+    env: ShapeEnv
+    _layouts: dict[Sharding, Json] = field(default_factory=dict)
+    _shapes: dict[tuple[Dim, ...], list[int | str]] = field(default_factory=dict)
+    _groups: dict[Atoms, list[list[int]]] = field(default_factory=dict)
+
+    def operand(self, value: ir.Value | None, sharding: Sharding | None) -> Json:
+        name = value.name or "" if value is not None else ""
+        shape = self.env.shapes.get(name)
+        layout = dict.fromkeys(("local_shape", "strategy", "sharding", "partial"))
+        # An output of unknown rank has a sharding without dims; its layout cannot be shown.
+        if sharding is not None and shape is not None and len(shape) == sharding.rank:
+            layout = self.layout(sharding)
+        return {"name": name, "shape": None if shape is None else self.sizes(shape), **layout}
+
+    def layout(self, sharding: Sharding) -> Json:
+        found = self._layouts.get(sharding)
+        if found is None:
+            mesh, partial = self.mesh, None
+            if sharding.partial:
+                over = mesh.describe(sharding.partial)
+                partial = {"reduction": sharding.reduction, "over": over}
+            found = self._layouts[sharding] = {
+                "local_shape": self.sizes(sharding.local_shape(mesh, self.env.table)),
+                "strategy": list(sharding.strategy(mesh)),
+                "sharding": sharding.with_partial(()).describe(mesh),
+                "partial": partial,
+            }
+        return found
+
+    def sizes(self, shape: tuple[Dim, ...]) -> list[int | str]:
+        found = self._shapes.get(shape)
+        if found is None:
+            found = self._shapes[shape] = _sizes(shape)
+        return found
+
+    def collective(self, collective: Collective) -> Json:
+        atoms = collective.atoms
+        if atoms not in self._groups:
+            self._groups[atoms] = [list(group) for group in self.mesh.groups(atoms)]
+        return {
+            "op": collective.op,
+            "node": collective.node,
+            "value": collective.value,
+            "over": self.mesh.describe(atoms),
+            "groups": self._groups[atoms],
+            "bytes": count_of_bytes(collective.bytes),
+            "reason": collective.reason,
+            "before": collective.before,
+            "after": collective.after,
+        }
+
+    def conflict(self, conflict: Conflict) -> Json:
+        return {
+            "node": conflict.node,
+            "operand": conflict.operand,
+            "value": conflict.value,
+            "made_by": conflict.maker,
+            "from": conflict.held.describe(self.mesh),
+            "to": conflict.wanted.describe(self.mesh),
+            "steps": [OPERATORS[kind] for kind in conflict.steps if kind in OPERATORS],
+            "bytes": count_of_bytes(conflict.bytes),
+            "chosen": conflict.why,
+            "cost": conflict.cost,
+            "as_it_lies": conflict.other,
+            "reason": conflict.reason,
+        }
+
+
+def _node(
+    node: ir.Node, plan: NodePlan, resharded: Mapping[str, Sharding], texts: _Texts, stages: int
+) -> Json:
+    outputs = []
+    for value, sharding in zip(node.outputs, plan.outputs, strict=True):
+        item = texts.operand(value, sharding)
+        after = resharded.get(value.name or "")
+        if after is not None:
+            item["resharded"] = texts.operand(value, after)
+        outputs.append(item)
+    return {
+        "name": node.name or "",
+        "op_type": node.op_type,
+        "stage": virtual_stage_of(node) % stages,
+        "pinned": plan.pinned,
+        "inputs": [
+            texts.operand(value, sharding)
+            for value, sharding in zip(node.inputs, plan.inputs, strict=True)
+        ],
+        "outputs": outputs,
+    }
+
+
+def _sizes(shape: Sequence[Dim]) -> list[int | str]:
+    return [size if isinstance(size, int) else dim_text(size) for size in shape]
+
+
+def _is_divided(node: Json) -> bool:
+    operands = [*node["inputs"], *node["outputs"]]
+    return any(o["partial"] or prod(o["strategy"] or ()) > 1 for o in operands)
+
+
+def _totals(
+    parted: PartitionedModel,
+    nodes: Sequence[Json],
+    replicated: Sequence[Json],
+    stages: Sequence[Json],
+) -> Json:
+    """Sums of a program; of a pipeline, the parameters' bytes on a device of the fullest stage."""
+    collectives = parted.builder.collectives
+    mesh = parted.plan.mesh
+    # A parameter that several stages have counts once as a whole.
+    whole: dict[str, int] = {}
+    local = 0
+    for parameter in parted.parameters:
+        itemsize = parameter.source.dtype.itemsize if parameter.source.dtype is not None else 0
+        whole[parameter.name] = int(prod(map(int, parameter.sharding.shape)) * itemsize)
+        local += int(prod(map(int, parameter.sharding.local_shape(mesh))) * itemsize)
+    total: Dim = 0
+    for collective in collectives:
+        total = total + collective.bytes
+    disputed: Dim = 0
+    for conflict in parted.conflicts:
+        disputed = disputed + conflict.bytes
+    return {
+        "nodes": len(nodes),
+        "divided": sum(map(_is_divided, nodes)),
+        "replicated": len(replicated),
+        "collectives": len(collectives),
+        "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
+        "bytes": count_of_bytes(total),
+        "conflicts": len(parted.conflicts),
+        "conflict_bytes": count_of_bytes(disputed),
+        "parameters": len(whole),
+        "parameter_bytes": sum(whole.values()),
+        "parameter_bytes_per_device": max(
+            (stage["parameter_bytes_per_device"] for stage in stages), default=local
+        ),
+    }
+
+
+def model_data(model: ir.Model, env: ShapeEnv, rules: Rules) -> Json:
+    """Returns what `onnxpar inspect MODEL --json` prints: what can be divided, and by which names.
+
+    Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; small integers and scalars
+    are left out), `symbols`, `nodes` with `rule`, `operands` (names of the operands that a strategy
+    has entries for), `factors` (name, size, kind) and `reason`, why a node cannot be divided.
+
+    Args:
+        model: The normalised model.
+        env: Its shapes.
+        rules: The rule of each node.
+    """
+    graph = model.graph
+    return {
+        "model": graph.name or "",
+        "inputs": [_value(v, env) for v in graph.inputs],
+        "outputs": [_value(v, env) for v in graph.outputs],
+        "symbols": {name: str(symbol) for name, symbol in env.table.items()},
+        "parameters": [_value(v, env) for v in graph.initializers.values() if _is_parameter(v)],
+        "nodes": [_rule(node, rules) for node in graph],
+    }
+
+
+def _is_parameter(value: ir.Value) -> bool:
+    """Whether an initializer is worth dividing: no shape, axis or scalar of the graph."""
+    if value.shape is None or value.dtype is None:
+        return True
+    large = value.shape.is_dynamic() or prod(value.shape.numpy()) > SMALL
+    return large or (value.dtype.is_floating_point() and len(value.shape) > 0)
+
+
+def _value(value: ir.Value, env: ShapeEnv) -> Json:
+    shape = env.shapes.get(value.name or "")
+    return {
+        "name": value.name or "",
+        "dtype": value.dtype.name.lower() if value.dtype is not None else None,
+        "shape": None if shape is None else _sizes(shape),
+    }
+
+
+def _rule(node: ir.Node, rules: Rules) -> Json:
+    name = node.name or ""
+    rule, view = rules.rules[name], rules.views[name]
+    reason = rules.reasons.get(name, "")
+    sizes: Mapping[str, Dim] = {} if reason else factor_sizes(rule, view)
+    operands = [
+        value.name or ""
+        for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=True))
+        if value is not None and not operand.mode and operand.dims and view.has(index)
+    ]
+    return {
+        "name": name,
+        "op_type": node.op_type,
+        "rule": format_rule(rule),
+        "operands": operands,
+        "factors": [
+            {"name": factor, "size": _sizes([sizes[factor]])[0], "kind": kind}
+            for factor, kind in rule.kinds.items()
+            if factor in sizes
+        ],
+        "reason": reason,
+    }

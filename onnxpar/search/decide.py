@@ -1,0 +1,387 @@
+"""From a strategy to what is divided by it: what the user fixed, and what a search adds.
+
+Whoever carries a strategy out goes through `settled`; `onnxpar plan` shows the same `Decision`, and
+writes what it says. So a strategy that searches is the same by a file and without one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
+from onnxpar.core.names import check_sizes
+from onnxpar.core.symbols import Symbol, SymbolTable
+from onnxpar.facts.program import Program
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search.find import UNLIMITED, Candidate, Found, SearchSpec, Told, find
+from onnxpar.search.ways import SLOWDOWN, Objective, Pricing, Way
+from onnxpar.stages.assignment import assigned
+from onnxpar.stages.stage_price import Split
+from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.resolve import resolve
+from onnxpar.strategy.save import pipeline_data, strategy_data
+from onnxpar.strategy.schema import SEARCH, Strategy
+
+MICRO_BATCHES = 8
+"""Micro-batches of a step where stages are compared and nobody says how many."""
+
+_TRIES = 4
+"""Searches with a limit, after the first without one."""
+_FASTEST = 2
+"""The level that seeks speed."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a strategy that searches comes to.
+
+    Attributes:
+        found: The search's result, or the preset that it did not better.
+        plan: The plan of the whole program that follows from it.
+        ways: That plan, then those found for other numbers of stages, then the presets if they were
+            rivals: if nothing is fixed that they would not keep.
+        objective: What made it the best.
+        data: The content of a strategy file that says the plan.
+        free: Whether presets were rivals.
+    """
+
+    found: Found
+    plan: Plan
+    ways: tuple[Way, ...]
+    objective: Objective
+    data: dict[str, Any]
+    free: bool
+
+
+def settled(strategy: Strategy, program: Program, symbols: Mapping[str, Symbol]) -> Strategy:
+    """Returns a strategy that searches for nothing: of one that searches, what was decided.
+
+    Args:
+        strategy: The strategy.
+        program: What is divided, not cut into stages.
+        symbols: Constraints on symbols, the strategy's included.
+
+    Raises:
+        StrategyError: An entry does not fit the model.
+        ShardingError: Nothing fits into the memory of a device.
+        MachineError: There is no such machine, or its file is malformed.
+    """
+    if strategy.rest != SEARCH:
+        # They also say where a pipeline is cut.
+        _check_sizes(strategy, program)
+        return strategy
+    data = decide(replace(strategy, symbols=symbols), program).data
+    return replace(
+        Strategy.from_dict(data, source=strategy.source),
+        search=strategy.search,
+        recompute=strategy.recompute,
+    )
+
+
+def _check_sizes(strategy: Strategy, program: Program) -> None:
+    check_sizes(strategy.search.sizes, program.env.table, f"{strategy.source}: sizes to plan for")
+
+
+def decide(
+    strategy: Strategy,
+    program: Program,
+    *,
+    stages: Sequence[int] | None = None,
+    micro_batches: int | None = None,
+    told: Told = lambda stage, number, count: None,
+) -> Decision:
+    """Searches for what a strategy leaves open, and compares what is found with the presets.
+
+    A preset is taken where it is better by the objective and nothing is fixed that it would not
+    keep; also where no plan that the search finds fits into the memory.
+
+    Args:
+        strategy: The strategy, whose `rest` is "search".
+        program: What is divided, not cut into stages.
+        stages: Numbers of pipeline stages to try, all of which divide the devices; by default the
+            strategy's.
+        micro_batches: Micro-batches of a step of training; by default what the strategy says, or 1
+            without stages, else `MICRO_BATCHES`. A forward program runs once, whatever is said.
+        told: Called with the name of each stage as it begins, and that it is number n of m
+            candidates; 0 of 0 where there are none to count.
+
+    Raises:
+        OnnxparError: As `settled`.
+    """
+    _check_sizes(strategy, program)
+    entry = strategy.search
+    machine = load_machine(entry.machine)
+    limit = machine.memory if entry.memory is None else entry.memory
+    counts = _counts(strategy, stages)
+    trains = bool(program.gradients)
+    runs = _micro_batches(strategy, counts, micro_batches) if trains else 1
+    tried: list[tuple[Way, Found, Plan]] = []
+    refused: list[Way] = []
+    pricings = [
+        Pricing(program, machine, entry.sizes, _split(strategy, program.forward, count, runs))
+        for count in counts
+    ]
+    for count, pricing in zip(counts, pricings, strict=True):
+        told("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
+        one = replace(strategy, devices=strategy.world // count, pipeline=None)
+        try:
+            seeds = resolve(one, program.model, program.rules, program.env)
+            found = search(one, program, seeds, told, runs, pricing.peak)
+            plan, way = pricing(found.seeds)
+        except OnnxparError as error:
+            if len(counts) == 1 and not isinstance(error, ShardingError):
+                raise
+            refused.append(pricing.refused(str(error)))
+            continue
+        tried.append((way, found, plan))
+    free = _is_free(strategy)
+    plain: list[tuple[str, Way, Plan, Pricing]] = []
+    shown: list[Way] = []
+    for pricing in pricings if free else ():
+        # A stage of one device has nothing to divide: what is found is the only plan.
+        if pricing.split.stages == 1 or pricing.split.stages < strategy.world:
+            for name, way, seen in pricing.presets(strategy, told):
+                shown.append(way)
+                plain += [(name, way, seen, pricing)] if seen is not None else []
+    objective = Objective.among((*(way for way, _, _ in tried), *shown), entry.level, limit)
+    rank = objective.rank
+    timed = any(found.timed for _, found, _ in tried)
+    tried.sort(key=lambda item: rank(item[0]))
+    for name, rival, seen, pricing in sorted(plain, key=lambda item: rank(item[1])):
+        if not rival.fits(limit) or (tried and rank(tried[0][0]) <= rank(rival)):
+            break
+        # What is written down is what each node has; what follows from that may be another plan.
+        seeds = program.pinned(seen)
+        plan = program.plan(seeds)
+        way = pricing.way(name, plan)
+        if way.fits(limit) and not (tried and rank(tried[0][0]) <= rank(way)):
+            chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
+            meshes = tried[0][1].candidates if tried else ()
+            tried.insert(0, (way, Found(seeds, chosen, meshes), plan))
+            shown = [other for other in shown if other is not rival]
+            break
+    if not tried:
+        raise ShardingError(_nothing_fits(refused, plain, program.env.table))
+    best, found, plan = tried[0]
+    staged: dict[str, Any] | None = None
+    if best.staged is not None:
+        wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
+        staged = pipeline_data(best.staged, runs if trains else micro_batches or wanted)
+    data = strategy_data(
+        found.seeds, program.rules, strategy.symbols, strategy.optimizer_parallel, staged
+    )
+    if strategy.recompute:
+        data["recompute"] = strategy.recompute.entry
+    found = replace(found, timed=timed)
+    ways = (*(way for way, _, _ in tried), *refused, *shown)
+    return Decision(found, plan, ways, objective, data, free)
+
+
+def _nothing_fits(
+    refused: Sequence[Way],
+    rivals: Sequence[tuple[str, Way, Plan, Pricing]],
+    table: SymbolTable,
+) -> str:
+    """The message where there is no plan: why not, what the presets would need, what may help."""
+    told = [way.reason for way in refused]
+    if len(refused) > 1:
+        told = [f"{way.name}: {way.reason}" for way in refused]
+    if rivals:
+        least = min((way for _, way, _, _ in rivals), key=lambda way: way.peak)
+        told.append(f"of the presets {least.name} needs least, {least.peak} bytes")
+        divisors = _unproved((plan for _, _, plan, _ in rivals), table)
+        if divisors:
+            said = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
+            told.append(
+                "what is not known to divide evenly is padded or gathered: where every size does, "
+                f"{said} may save that memory"
+            )
+    return "; ".join(told)
+
+
+def _unproved(plans: Iterable[Plan], table: SymbolTable) -> dict[str, int]:
+    """The divisors of symbols by which all splits of plans would be even, where not known."""
+    found: dict[str, int] = {}
+    for plan in plans:
+        shardings = (s for node in plan.nodes.values() for s in (*node.inputs, *node.outputs))
+        for part in (c for s in shardings if s is not None for dim in s.dims for c in dim):
+            pieces = plan.mesh.count(part.atoms)
+            is_symbol = not isinstance(part.size, int) and part.size.is_Symbol
+            if is_symbol and not table.divisible(part.size, pieces):
+                found[str(part.size)] = lcm(found.get(str(part.size), 1), pieces)
+    return found
+
+
+def _is_free(strategy: Strategy) -> bool:
+    """Whether nothing is fixed that a preset would not keep."""
+    fixed = strategy.annotation or strategy.axes or strategy.nodes or strategy.parameters
+    return not fixed and strategy.dataset == SEARCH
+
+
+def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
+    counts = list(dict.fromkeys(stages or [strategy.stages]))
+    for count in counts:
+        if count < 1 or strategy.world % count:
+            raise StrategyError(
+                f"stages: expected numbers that divide the {strategy.world} devices, got {count}"
+            )
+        if count != strategy.stages and (strategy.axes or strategy.pipeline is not None):
+            raise StrategyError(
+                f"stages: {strategy.source} is for {strategy.stages} stages, got {count}"
+            )
+    return counts
+
+
+def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None) -> int:
+    if given is not None:
+        return given
+    if strategy.pipeline is not None:
+        return strategy.pipeline.micro_batches or strategy.pipeline.stages
+    return 1 if list(counts) == [1] else MICRO_BATCHES
+
+
+def _split(strategy: Strategy, model: ir.Model, stages: int, micro_batches: int) -> Split:
+    entry = strategy.pipeline
+    if entry is None:
+        return Split(stages, micro_batches)
+    return Split(stages, micro_batches, entry.schedule, entry.chunks, assigned(strategy, model))
+
+
+def search(
+    strategy: Strategy,
+    program: Program,
+    seeds: Seeds,
+    told: Told | None = None,
+    micro_batches: int = 1,
+    peak: Callable[[Seeds], int] | None = None,
+) -> Found:
+    """Searches for what a strategy leaves open; presets are no part of it.
+
+    `told` is as in `find`. Of a plan that was written down, what the user spoke of is kept and what
+    followed is open. The limit on memory holds for `peak`, the bytes of a device at the peak of the
+    plan that follows from seeds; by default for the search's own count, a sum over nodes that knows
+    no lifetimes.
+    """
+    seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
+    entry = strategy.search
+    spec = SearchSpec(
+        load_machine(entry.machine),
+        entry.algorithm,
+        entry.level,
+        entry.memory,
+        entry.sizes,
+        parallel=strategy.optimizer_parallel,
+        micro_batches=micro_batches,
+    )
+
+    timed = False
+
+    def run(spec: SearchSpec) -> Found:
+        nonlocal timed
+        found = find(
+            program.model,
+            program.env,
+            program.rules,
+            seeds,
+            spec,
+            named=bool(strategy.axes),
+            free_inputs=strategy.dataset == SEARCH,
+            trained=list(program.gradients),
+            told=told,
+        )
+        timed |= found.timed
+        return found
+
+    found = run(spec) if peak is None else _within(spec, run, peak)
+    if spec.weights.memory_first:
+        found = _in_time(spec, run, found, peak)
+    # A search that was stopped may have led to the limit of the one that is taken.
+    return replace(found, timed=timed)
+
+
+def _within(
+    spec: SearchSpec, run: Callable[[SearchSpec], Found], peak: Callable[[Seeds], int]
+) -> Found:
+    """Returns the best plan found whose peak is within the limit.
+
+    The search limits a sum over nodes. How much of it is there at the same time is only known of a
+    whole plan; so its limit is moved between one that is too much and one that fits.
+
+    Raises:
+        ShardingError: The least that was found is more than the limit.
+    """
+    found = run(replace(spec, memory=UNLIMITED))
+    most = peak(found.seeds)
+    if most <= spec.limit:
+        return found
+    fits: Found | None = None
+    high, low, least = found.chosen.memory, 0.0, most
+    limit = high * spec.limit / most
+    for _ in range(_TRIES):
+        try:
+            tried = run(replace(spec, memory=int(limit)))
+        except ShardingError:
+            low = max(low, limit)
+        else:
+            held = peak(tried.seeds)
+            least = min(least, held)
+            if held > spec.limit:
+                high = min(limit, tried.chosen.memory)
+            elif fits is None or tried.chosen.seconds < fits.chosen.seconds:
+                fits, low = tried, max(low, limit)
+            else:
+                break
+        limit = (low + high) / 2
+    if fits is None:
+        smallest = run(replace(spec, level=1, memory=UNLIMITED))
+        least = min(least, peak(smallest.seeds))
+        if least > spec.limit:
+            raise ShardingError(
+                f"no strategy fits: the least memory of a device that was found is {least} bytes, "
+                f"expected at most {spec.limit:.0f}"
+            )
+        fits = smallest
+    return fits
+
+
+def _in_time(
+    spec: SearchSpec,
+    run: Callable[[SearchSpec], Found],
+    found: Found,
+    peak: Callable[[Seeds], int] | None,
+) -> Found:
+    """Returns the plan of least memory that takes at most `SLOWDOWN` times as long as the fastest.
+
+    The last bytes are dear: beyond that, the fastest plans under limits between the two are tried.
+    The limit on memory comes first: where nothing that fits is as fast, `found` stays.
+    """
+    # What is sought lies anywhere between two plans: to prove how good each is would be in vain.
+    fast = replace(spec, level=_FASTEST, integer=False)
+    fastest = run(replace(fast, memory=UNLIMITED))
+    slowest = SLOWDOWN * fastest.chosen.seconds
+    if found.chosen.seconds <= slowest:
+        return found
+
+    def fits(tried: Found) -> bool:
+        held = tried.chosen.memory if peak is None else peak(tried.seeds)
+        return held <= spec.limit
+
+    low, high = found.chosen.memory, fastest.chosen.memory
+    best = fastest if fits(fastest) else found
+    for _ in range(_TRIES):
+        limit = (low + high) / 2
+        try:
+            tried = run(replace(fast, memory=int(limit)))
+        except ShardingError:
+            low = limit
+            continue
+        if tried.chosen.seconds > slowest:
+            low = limit
+        else:
+            high = min(limit, tried.chosen.memory)
+            best = tried if fits(tried) else best
+    return best

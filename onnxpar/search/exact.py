@@ -1,0 +1,94 @@
+"""The best choice under a limit on memory, with a proof of how good it is.
+
+Without a limit elimination is exact. With one, a price on memory (a Lagrange multiplier) turns the
+limit into a part of the sum: for every price the exact minimum gives a lower bound, and where its
+memory is below the limit, a choice. Where the two do not meet, what is left is an integer program
+for HiGHS, over the options that the bound does not exclude.
+"""
+
+from math import inf
+
+import numpy as np
+
+from onnxpar.core.errors import ShardingError
+from onnxpar.search.eliminate import solve
+from onnxpar.search.problem import Problem
+from onnxpar.search.solution import Solution, solution
+
+_PRICES = 40
+
+
+def best(
+    problem: Problem, limit: float = inf, *, gap: float = 0.0, integer: bool = True
+) -> Solution:
+    """Returns the cheapest choice whose memory is within a limit.
+
+    Args:
+        problem: The problem.
+        limit: Bytes of one device.
+        gap: Stop where no better choice than this share is possible.
+        integer: Whether what prices of memory leave open goes to HiGHS.
+
+    Raises:
+        ShardingError: No choice is within the limit; the message says the least memory there is.
+    """
+    found = _priced(problem, 0.0)
+    if found.memory <= limit:
+        return found
+    bracket = _lagrange(problem, limit, found, least(problem, limit))
+    if bracket.gap <= gap or not integer:
+        return bracket
+    # Loads scipy, which takes half a second that most searches do without.
+    from onnxpar.search.integer import solve_integer
+
+    return solve_integer(problem, limit, bracket, gap)
+
+
+def least(problem: Problem, limit: float = inf) -> Solution:
+    """Returns the choice of least memory, and of least time among those.
+
+    Raises:
+        ShardingError: That is more than `limit` bytes.
+    """
+    total = sum(float(v.cost.max()) for v in problem.variables)
+    total += sum(float(np.where(np.isfinite(t.table), t.table, 0).max()) for t in problem.terms)
+    found = _priced(problem, total + 1.0)
+    if found.memory > limit:
+        raise ShardingError(
+            f"no strategy fits: the least memory of a device is {found.memory:.0f} bytes, "
+            f"expected at most {limit:.0f}"
+        )
+    return Solution(found.choice, found.seconds, found.memory, 0.0)
+
+
+def _priced(problem: Problem, price: float) -> Solution:
+    """The least seconds + `price` · bytes; its bound is lower by what is not proved."""
+    found = solve(problem, price)
+    cost = problem.seconds(found.choice)
+    return solution(problem, found.choice, cost - found.slack)
+
+
+def _lagrange(problem: Problem, limit: float, over: Solution, under: Solution) -> Solution:
+    """The best choice within the limit for some price of memory, with the best bound."""
+    best_found, bound = under, over.bound
+    low, high = over, under
+    for _ in range(_PRICES):
+        if low.memory <= high.memory:
+            break
+        price = (high.seconds - low.seconds) / (low.memory - high.memory)
+        middle = _priced(problem, price)
+        value = middle.bound + price * (middle.memory - limit)
+        bound = max(bound, value)
+        if middle.memory <= limit and middle.seconds < best_found.seconds:
+            best_found = middle
+        if middle.choice in (low.choice, high.choice) or value >= low.seconds + price * (
+            low.memory - limit
+        ) - 1e-15 * abs(value):
+            break
+        if middle.memory > limit:
+            low = middle
+        else:
+            high = middle
+    return Solution(
+        best_found.choice, best_found.seconds, best_found.memory, min(bound, best_found.seconds)
+    )

@@ -1,0 +1,131 @@
+"""The ways to divide one node: each mesh axis splits one part of one factor, or nothing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Atoms
+from onnxpar.core.rule import WHOLE
+from onnxpar.core.sharding import Component, DimSharding
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.graph.plan import NodePlan, factor_sizes, shardings
+from onnxpar.graph.structure import Part
+from onnxpar.search.flow import Item
+
+Place = tuple[str, int]
+"""A factor and the number of one of its parts; `("", k)`: the k-th group of linear operands stays
+partial over the axis."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to divide a node.
+
+    Attributes:
+        plan: The shardings that follow.
+        places: For each axis the place that it splits; None where it splits nothing.
+    """
+
+    plan: NodePlan
+    places: tuple[Place | None, ...]
+
+
+def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
+    """Returns the parts of each factor that may be split: what later views of a dim tell apart."""
+    rule, sizes = item.rule, factor_sizes(item.rule, item.view)
+    # A rule may say a size that is no factor of its operands, for its local form.
+    found: dict[str, tuple[Part, ...]] = {
+        f: (Part(sizes[f], kind != WHOLE),) for f, kind in rule.kinds.items() if f in sizes
+    }
+    for operand, dims in zip(rule.inputs, item.parts, strict=False):
+        if dims is None or operand.mode:
+            continue
+        for names, parts in zip(operand.dims, dims, strict=True):
+            if len(names) == 1 and len(parts) > len(found[names[0]]):
+                found[names[0]] = parts
+    return {f: parts for f, parts in found.items() if rule.kinds[f] != WHOLE}
+
+
+def options(
+    item: Item, axes: Sequence[Atoms], cost: CostModel, before: Option | None = None
+) -> tuple[Option, ...]:
+    """Returns every way to lay mesh axes on the parts of a node's factors.
+
+    A part whose size is a number is split only where the pieces are equal; one that is a symbol
+    where there are elements enough at the cost model's size.
+
+    Args:
+        item: The node.
+        axes: The runs of atoms that are decided together.
+        cost: Says the mesh and the sizes.
+        before: What earlier axes were decided to split; kept.
+    """
+    parts = {} if item.fixed else factor_parts(item)
+    places: list[Place | None] = [None]
+    places += [(f, i) for f, ps in parts.items() for i, p in enumerate(ps) if p.splittable]
+    if not item.fixed:
+        # Where a sum passes through one operand alone, it is as well finished before.
+        groups = [k for k, (r, s) in enumerate(item.rule.linear) if r == "sum" and len(s) > 1]
+        places += [("", k) for k in groups]
+    held: tuple[tuple[Place | None, Atoms], ...] = ()
+    earlier: tuple[Place | None, ...] = ()
+    if before is not None:
+        earlier = before.places
+        held = tuple(zip(earlier, axes[: len(earlier)], strict=True))
+        axes = axes[len(earlier) :]
+    found: list[Option] = []
+    seen: set[tuple[object, ...]] = set()
+    for chosen in product(places, repeat=len(axes)):
+        plan = _plan(item, (*held, *zip(chosen, axes, strict=True)), parts, cost)
+        if plan is None:
+            continue
+        key = (plan.inputs, plan.outputs)
+        if key not in seen:
+            seen.add(key)
+            found.append(Option(plan, (*earlier, *chosen)))
+    return tuple(found)
+
+
+def _plan(
+    item: Item,
+    chosen: Sequence[tuple[Place | None, Atoms]],
+    parts: Mapping[str, tuple[Part, ...]],
+    cost: CostModel,
+) -> NodePlan | None:
+    atoms: dict[Place, Atoms] = {}
+    for place, run in chosen:
+        if place is not None:
+            atoms[place] = (*atoms.get(place, ()), *run)
+    factors: dict[str, DimSharding] = {}
+    for (name, index), run in atoms.items():
+        if name and not _fits(parts[name][index], cost.mesh.count(run), cost):
+            return None
+    for name in dict.fromkeys(name for name, _ in atoms if name):
+        factors[name] = tuple(
+            Component(part.size, atoms.get((name, i), ())) for i, part in enumerate(parts[name])
+        )
+    carried: dict[int, tuple[Atoms, str]] = {}
+    groups = [(k, run) for (name, k), run in atoms.items() if not name]
+    if len(groups) > 1:
+        return None
+    for k, run in groups:
+        carried = dict.fromkeys(sorted(item.rule.linear[k][1]), (tuple(sorted(run)), "sum"))
+        if not all(_summed(item, i) for i in carried):
+            return None
+    try:
+        return shardings(item.rule, item.view, factors, cost.mesh, carried=carried)
+    except ShardingError:
+        return None
+
+
+def _summed(item: Item, operand: int) -> bool:
+    """Whether an operand may wait for a sum: a parameter or an input of the graph is complete."""
+    value = item.view.node.inputs[operand] if item.view.has(operand) else None
+    return value is not None and value.producer() is not None and not item.rule.inputs[operand].mode
+
+
+def _fits(part: Part, count: int, cost: CostModel) -> bool:
+    if isinstance(part.size, int):
+        return part.size % count == 0
+    return cost.value(part.size) >= count

@@ -1,0 +1,535 @@
+"""The choice of one option for every node, as a sum of tables over few variables each.
+
+A variable is a node (its options), a parameter or input that several nodes read (the layouts that
+they want), or the *kept version* of a value that several nodes read. A value is brought from where
+it is made to where each reader wants it, forward, and its cotangent back; one version is kept, so
+that readers who want the same pay once. A value that readers want in more than two layouts is
+priced as if each of the others were brought there by itself.
+"""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar.core.sharding import REDUCTIONS, Sharding
+from onnxpar.cost.cost_model import CostModel, Work
+from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
+from onnxpar.search.flow import Flow, Item, Use, Value
+from onnxpar.search.options import Option
+
+Table = NDArray[np.float64]
+MOMENTS = 2
+"""Tensors like a trained parameter that are held besides it and its gradient."""
+_UPDATE_PASSES = 7
+_WORKING = 0.25
+"""The share of every result that counts as held besides what is saved for the backward. One node's
+results are there at a time, but a sum knows no largest: without this the least memory is sought by
+products whose results are pending, whole, on every device."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the sum weighs.
+
+    Attributes:
+        communication: How much a second of communication counts against one of computing.
+        memory_first: Whether the least memory counts before time.
+        parallel: What replicas of a parameter share in training.
+        micro_batches: Micro-batches of a step, which share its reductions of gradients and its
+            update.
+    """
+
+    communication: float = 1.0
+    memory_first: bool = False
+    parallel: OptimizerParallel = NOT_PARALLEL
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Something to choose.
+
+    Attributes:
+        name: Of the node or value.
+        kind: "node", "source" (parameter or input) or "version".
+        cost: Seconds of each option.
+        memory: Bytes of one device for each option.
+    """
+
+    name: str
+    kind: str
+    cost: Table
+    memory: Table
+
+
+@dataclass(frozen=True)
+class Term:
+    """Seconds that depend on several variables together; one dim of the table for each."""
+
+    scope: tuple[int, ...]
+    table: Table
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Variables, and what they cost together.
+
+    Attributes:
+        variables: The variables; first the nodes, in the order of the flow.
+        terms: Costs of several variables together.
+        options: The options of each node.
+        sources: How each parameter or input lies: by name, the variable that says it, and the
+            layout for each of its options.
+    """
+
+    variables: tuple[Variable, ...]
+    terms: tuple[Term, ...]
+    options: tuple[tuple[Option, ...], ...] = ()
+    sources: Mapping[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
+
+    def chosen(self, choice: Sequence[int]) -> tuple[Option, ...]:
+        """Returns the option of each node under a choice."""
+        return tuple([found[c] for found, c in zip(self.options, choice, strict=False)])
+
+    def lying(self, choice: Sequence[int]) -> dict[str, Sharding]:
+        """Returns how parameters and inputs lie under a choice."""
+        return {name: layouts[choice[v]] for name, (v, layouts) in self.sources.items()}
+
+    def seconds(self, choice: Sequence[int]) -> float:
+        """Returns what a choice of an option for every variable costs."""
+        total = sum(float(v.cost[c]) for v, c in zip(self.variables, choice, strict=True))
+        return total + sum(float(t.table[tuple(choice[v] for v in t.scope)]) for t in self.terms)
+
+    def memory(self, choice: Sequence[int]) -> float:
+        """Returns the bytes of one device that a choice needs."""
+        return sum(float(v.memory[c]) for v, c in zip(self.variables, choice, strict=True))
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """How a reader wants a value, and over which atoms its share of the cotangent is pending."""
+
+    target: Sharding
+    pending: tuple[int, ...]
+
+
+Wanted = tuple[tuple[_Usage, ...], NDArray[np.intp]]
+T = TypeVar("T", bound=Hashable)
+
+
+def build(
+    flow: Flow,
+    options: Sequence[tuple[Option, ...]],
+    cost: CostModel,
+    pins: Mapping[str, Sharding] | None = None,
+    weights: Weights = Weights(),
+) -> Problem:
+    """Builds the problem of a model.
+
+    Args:
+        flow: The model.
+        options: The options of each node; the same tuple for nodes that are alike.
+        cost: The cost model.
+        pins: How parameters and inputs lie that the user fixed.
+        weights: What the sum weighs.
+    """
+    return _Builder(flow, tuple(options), cost, pins or {}, weights).run()
+
+
+@dataclass
+class _Builder:
+    flow: Flow
+    options: tuple[tuple[Option, ...], ...]
+    cost: CostModel
+    pins: Mapping[str, Sharding]
+    weights: Weights
+    sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
+    variables: list[Variable] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
+    _units: dict[tuple[int, bool, tuple[int, ...]], tuple[Table, Table]] = field(
+        default_factory=dict
+    )
+    _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
+    _once: dict[
+        tuple[int, int, bool, bool, int, int],
+        tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]],
+    ] = field(default_factory=dict)
+    _made_as: dict[tuple[int, int], tuple[Sharding, ...]] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    _counted: dict[tuple[int, tuple[int, ...], int], Table] = field(default_factory=dict)
+    # Equal shardings and usages are one object, so that their identity is a key.
+    _known: dict[Hashable, Hashable] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, int, bool], float] = field(default_factory=dict)
+    _versions: dict[tuple[tuple[int, int, int], ...], tuple[_Usage | None, ...]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        trained = (v for v in self.flow.values if v.trained)
+        self._varying = {name for v in trained for name in (v.name, *v.alike)}
+
+    def run(self) -> Problem:
+        for item, found in zip(self.flow.items, self.options, strict=True):
+            seconds, memory = self._unit(item, found)
+            self.variables.append(
+                Variable(item.name, "node", item.count * seconds, item.count * memory)
+            )
+        for value in self.flow.values:
+            if value.producer is None:
+                self._source(value)
+                if value.name in self.sources:
+                    self.sources.update(dict.fromkeys(value.alike, self.sources[value.name]))
+            else:
+                self._made(value, *value.producer)
+        return Problem(tuple(self.variables), tuple(self.terms), self.options, self.sources)
+
+    def _count(self, variable: int, seconds: Table, memory: Table | float = 0.0) -> None:
+        """Adds to what the options of a variable cost."""
+        old = self.variables[variable]
+        self.variables[variable] = Variable(
+            old.name, old.kind, old.cost + seconds, old.memory + memory
+        )
+
+    def _term(self, scope: tuple[int, ...], table: Table, count: int) -> None:
+        """Adds a table that holds `count` times; a node that is in it twice has one choice."""
+        distinct = tuple(dict.fromkeys(scope))
+        pattern = tuple([distinct.index(v) for v in scope])
+        key = (id(table), pattern, count)
+        if key not in self._counted:
+            cut = table if len(distinct) == len(scope) else _diagonal(table, pattern)
+            self._counted[key] = cut if count == 1 else cut * count
+        self.terms.append(Term(distinct, self._counted[key]))
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _unit(self, item: Item, found: tuple[Option, ...]) -> tuple[Table, Table]:
+        trained = self._trained(item)
+        key = (id(found), item.trained, trained)
+        if key not in self._units:
+            seconds, memory = np.zeros(len(found)), np.zeros(len(found))
+            for i, option in enumerate(found):
+                work = self.cost.node(item.rule, item.view, option.plan, item.cost)
+                passes = _passes(item, trained, work)
+                seconds[i] = passes * work.seconds + (
+                    self.weights.communication * (2 if item.trained else 1) * work.special
+                )
+                if item.trained:
+                    seconds[i] += self.cost.filling(item.rule, item.view, option.plan, trained)
+                    memory[i] = self._held(item, option)
+            self._units[key] = seconds, memory
+        return self._units[key]
+
+    def _held(self, item: Item, option: Option) -> float:
+        """Bytes that a node adds to what a device holds when its backward begins."""
+        node, plan = item.view.node, option.plan
+        made = list(zip(node.outputs, plan.outputs, strict=True))
+        read = list(zip(node.inputs, plan.inputs, strict=False))
+        parts = [
+            *((_WORKING, pair) for pair in made),
+            *((s.share, (made if s.made else read)[s.index]) for s in item.saved),
+        ]
+        return sum(
+            share * self.cost.elements(lies) * int(value.dtype.itemsize)
+            for share, (value, lies) in parts
+            if value is not None and value.dtype is not None and lies is not None
+        )
+
+    def _trained(self, item: Item) -> tuple[int, ...]:
+        """The operands of a node that a cotangent comes back along."""
+        names = ("" if v is None else v.name or "" for v in item.view.node.inputs)
+        return tuple(i for i, name in enumerate(names) if name in self._varying)
+
+    # -- how values are wanted -------------------------------------------------------------------
+
+    def _usages(self, use: Use) -> Wanted:
+        """The distinct usages of an operand, and which of them each option of the node has."""
+        found = self.options[use.item]
+        key = (id(found), use.operand)
+        if key not in self._wanted:
+            item = self.flow.items[use.item]
+            distinct: dict[_Usage, int] = {}
+            index = [
+                distinct.setdefault(self._usage(item, option, use.operand), len(distinct))
+                for option in found
+            ]
+            self._wanted[key] = tuple(distinct), np.array(index, np.intp)
+        return self._wanted[key]
+
+    def _usage(self, item: Item, option: Option, operand: int) -> _Usage:
+        plan, rule = option.plan, item.rule
+        target = plan.inputs[operand]
+        assert target is not None
+        mine = {f for names in rule.inputs[operand].dims for f in names}
+        made = {f for o in rule.outputs for names in o.dims for f in names}
+        pending = {
+            a
+            for name, parts in plan.factors.items()
+            if name in made and name not in mine
+            for c in parts
+            for a in c.atoms
+        }
+        return self._one(_Usage(self._one(target), tuple(sorted(pending))))
+
+    def _one(self, thing: T) -> T:
+        """The first of all that are equal."""
+        return cast(T, self._known.setdefault(thing, thing))
+
+    def _move(self, source: Sharding, usage: _Usage, value: Value) -> float:
+        """Seconds to bring a value to a reader, and its cotangent back."""
+        key = (id(source), id(usage), value.itemsize, value.trained)
+        if key not in self._moves:
+            seconds = self.cost.reshard(source, usage.target, value.itemsize)
+            back = self._back(source.with_partial(()), usage, value)
+            self._moves[key] = self.weights.communication * seconds + back
+        return self._moves[key]
+
+    def _back(self, to: Sharding, usage: _Usage, value: Value, *, met: bool = False) -> float:
+        """Seconds to bring a reader's share of a cotangent to where the shares are added up."""
+        if not value.trained:
+            return 0.0
+        held = {*usage.target.split_atoms, *usage.target.partial}
+        pending = [a for a in usage.pending if a not in held]
+        there = usage.target.with_partial(pending)
+        seconds = self.cost.reshard(there, to, value.itemsize, met=met)
+        return self.weights.communication * seconds
+
+    # -- parameters and inputs -------------------------------------------------------------------
+
+    def _source(self, value: Value) -> None:
+        pin = self.pins.get(value.name)
+        if pin is None and value.readers == 1:
+            # It lies as its only reader wants it.
+            use = value.uses[0]
+            seconds, memory, layouts_of, index = self._read_once(value, use)
+            self.sources[value.name] = use.item, layouts_of
+            self._count(use.item, value.count * seconds[index], value.count * memory[index])
+            return
+        uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
+        layouts = self._layouts(value, uses) if pin is None else [self._one(pin)]
+        lying = self._ways_to_lie(value, layouts)
+        if not lying:
+            return
+        seconds, memory = self._lying(value, lying)
+        self.variables.append(
+            Variable(value.name, "source", value.count * seconds, value.count * memory)
+        )
+        here = len(self.variables) - 1
+        self.sources[value.name] = here, tuple(usage.target for usage in lying)
+        same = tuple(map(id, lying))
+        for use, (found, operand) in zip(value.uses, uses, strict=True):
+            key = ("source", same, found, operand, value.itemsize, value.trained)
+            if key not in self._tables:
+                usages, index = self._usages(use)
+                table = np.array([[self._added(s, u, value) for u in usages] for s in lying])
+                self._tables[key] = table[:, index]
+            self._term((here, use.item), self._tables[key], use.count * value.count)
+
+    def _ways_to_lie(self, value: Value, layouts: Collection[Sharding]) -> list[_Usage]:
+        """How a source may lie, and over what its gradient may be pending until the step ends.
+
+        That is no more than each reader's share of the gradient is pending over.
+        """
+        pending = {frozenset[int]()}
+        if value.parameter and value.trained:
+            for use in value.uses:
+                shares = {frozenset(u.pending) for u in self._usages(use)[0]}
+                pending |= {a & b for a in shares for b in {*pending, *shares}}
+        ordered = sorted(map(sorted, pending))
+        found = (
+            _Usage(layout, tuple([a for a in atoms if a not in layout.split_atoms]))
+            for layout in layouts
+            for atoms in ordered
+        )
+        return [self._one(usage) for usage in dict.fromkeys(found)]
+
+    def _added(self, lying: _Usage, usage: _Usage, value: Value) -> float:
+        """Seconds to bring a source to a reader, and its share of the gradient to the sum."""
+        seconds = self.cost.reshard(lying.target, usage.target, value.itemsize)
+        back = self._back(lying.target.with_partial(lying.pending), usage, value)
+        return self.weights.communication * seconds + back
+
+    def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> list[Sharding]:
+        """How readers want a value, each way once."""
+        layouts: dict[Sharding, None] = {}
+        for use in dict(zip(uses, value.uses, strict=True)).values():
+            for option in self.options[use.item]:
+                wanted_here = option.plan.inputs[use.operand]
+                if wanted_here is not None:
+                    layouts[self._one(wanted_here.with_partial(()))] = None
+        return list(layouts)
+
+    def _read_once(
+        self, value: Value, use: Use
+    ) -> tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]]:
+        found = self.options[use.item]
+        reads = self._reads(value)
+        key = (id(found), use.operand, value.parameter, value.trained, value.itemsize, reads)
+        if key not in self._once:
+            usages, index = self._usages(use)
+            wanted = (o.plan.inputs[use.operand] for o in found)
+            layouts = tuple(s.with_partial(()) for s in wanted if s is not None)
+            self._once[key] = (*self._lying(value, usages), layouts, index)
+        return self._once[key]
+
+    def _lying(self, value: Value, usages: Sequence[_Usage]) -> tuple[Table, Table]:
+        """Seconds and bytes of a parameter or input that lies as each usage wants it."""
+        seconds, memory = np.zeros(len(usages)), np.zeros(len(usages))
+        for i, usage in enumerate(usages if value.parameter else ()):
+            size = self.cost.elements(usage.target) * value.itemsize
+            memory[i] = size
+            if value.trained:
+                seconds[i], memory[i] = self._states(value, usage, size)
+        return seconds, memory
+
+    def _states(self, value: Value, usage: _Usage, size: int) -> tuple[float, float]:
+        """Seconds and bytes of the gradient and the moments of a parameter, and of itself."""
+        cost, machine, parallel = self.cost, self.cost.machine, self.weights.parallel
+        atoms = parallel.shared(size, usage.pending, cost.mesh)
+        replicas = cost.mesh.count(atoms)
+        part = size / replicas
+        communication, exposed = self.weights.communication, 1 - machine.overlap
+        each, once = 0.0, _UPDATE_PASSES * part / machine.bandwidth
+        if atoms and parallel.level >= GRADIENTS:
+            # Reduced and split as soon as it is made, over what the group has of the replicas.
+            rest = tuple(a for a in usage.pending if a not in atoms)
+            scattered = cost.collective("reduce_scatter", atoms, size - part) + cost.wait(atoms)
+            gathered = cost.collective("all_gather", atoms, size - part)
+            reduced = cost.collective("all_reduce", rest, 2 * (part - part / cost.mesh.count(rest)))
+            each += communication * exposed * scattered
+            once += communication * exposed * reduced
+            if parallel.level >= PARAMETERS:
+                each += communication * self._reads(value) * (gathered + cost.wait(atoms))
+            else:
+                once += communication * gathered
+        else:
+            # All gradients are reduced together, so that ranks meet once for all of them.
+            once += exposed * self._back(usage.target.with_partial(()), usage, value, met=True)
+        seconds = each + once / self.weights.micro_batches
+        return seconds, parallel.kept(size, replicas, MOMENTS)
+
+    def _reads(self, value: Value) -> int:
+        """How many nodes read a parameter, forward and backward.
+
+        The cotangent of what it is multiplied with is computed from it.
+        """
+        count = 0
+        for use in value.uses:
+            item = self.flow.items[use.item]
+            adds = any(len(group) > 1 and use.operand in group for _, group in item.rule.linear)
+            others = any(i != use.operand for i in self._trained(item))
+            count += use.count * (2 if others and not adds else 1)
+        return count
+
+    # -- values made by nodes --------------------------------------------------------------------
+
+    def _made(self, value: Value, producer: int, output: int) -> None:
+        if value.leaves:
+            made = self._outputs(producer, output)
+            reduced = [self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made]
+            weight = value.count * self.weights.communication
+            self._count(producer, weight * np.array(reduced))
+        if value.readers == 1:
+            use = value.uses[0]
+            table = self._edge(value, producer, output, use)
+            self._term((producer, use.item), table, value.count)
+        elif value.uses:
+            self._shared(value, producer, output)
+
+    def _outputs(self, producer: int, output: int) -> tuple[Sharding, ...]:
+        """How each option of a node makes an output."""
+        options = self.options[producer]
+        key = (id(options), output)
+        if key not in self._made_as:
+            made = (o.plan.outputs[output] for o in options)
+            self._made_as[key] = tuple(map(self._one, made))
+        return self._made_as[key]
+
+    def _edge(self, value: Value, producer: int, output: int, use: Use) -> Table:
+        key = (
+            id(self.options[producer]),
+            output,
+            id(self.options[use.item]),
+            use.operand,
+            value.trained,
+        )
+        if key not in self._tables:
+            usages, index = self._usages(use)
+            made = self._outputs(producer, output)
+            rows = {s: [self._move(s, u, value) for u in usages] for s in dict.fromkeys(made)}
+            self._tables[key] = np.array([rows[s] for s in made])[:, index]
+        return self._tables[key]
+
+    def _shared(self, value: Value, producer: int, output: int) -> None:
+        """One version of a value is kept for its readers; the others fetch their own."""
+        options, made = self.options[producer], self._outputs(producer, output)
+        kept = self._kept(value)
+        self.variables.append(
+            Variable(value.name, "version", np.zeros(len(kept)), np.zeros(len(kept)))
+        )
+        here = len(self.variables) - 1
+        of = (id(options), output, tuple(map(id, kept)), value.itemsize, value.trained)
+        for use in value.uses:
+            key = ("shared", of, id(self.options[use.item]), use.operand)
+            if key not in self._tables:
+                usages, index = self._usages(use)
+                sources = list({id(s): s for s in made}.values())
+                place = {id(s): i for i, s in enumerate(sources)}
+                small = np.array(
+                    [[[self._fetch(s, k, u, value) for u in usages] for k in kept] for s in sources]
+                )
+                rows = np.array([place[id(s)] for s in made], np.intp)
+                self._tables[key] = small[rows][:, :, index]
+            scope = (producer, here, use.item)
+            self._term(scope, self._tables[key], use.count * value.count)
+        fetched = ("kept", of)
+        if fetched not in self._tables:
+            self._tables[fetched] = np.array(
+                [[0.0 if k is None else self._move(s, k, value) for k in kept] for s in made]
+            )
+        self._term((producer, here), self._tables[fetched], value.count)
+
+    def _kept(self, value: Value) -> tuple[_Usage | None, ...]:
+        """What may be kept: nothing, or what several readers want; what one wants spares nobody."""
+        uses = tuple([(id(self.options[u.item]), u.operand, u.count) for u in value.uses])
+        if uses not in self._versions:
+            readers: dict[int, tuple[_Usage, int]] = {}
+            for use in value.uses:
+                for usage in self._usages(use)[0]:
+                    before = readers.get(id(usage), (usage, 0))[1]
+                    readers[id(usage)] = usage, before + use.count
+            self._versions[uses] = (None, *(u for u, n in readers.values() if n > 1))
+        return self._versions[uses]
+
+    def _fetch(self, source: Sharding, kept: _Usage | None, usage: _Usage, value: Value) -> float:
+        if usage is kept:
+            return 0.0
+        if kept is not None and usage.target is kept.target:
+            return self._back(source.with_partial(()), usage, value)
+        return self._move(source, usage, value)
+
+
+def _diagonal(table: Table, pattern: tuple[int, ...]) -> Table:
+    """The entries in which dims of one number have one index."""
+    letters = "abcdefgh"
+    dims = "".join(letters[i] for i in pattern)
+    cut: Table = np.einsum(f"{dims}->{letters[: len(set(pattern))]}", table)
+    return cut
+
+
+def _passes(item: Item, trained: Collection[int], work: Work) -> int:
+    """How many times a node's work is done, forward and backward."""
+    if not item.trained:
+        return 1
+    if work.flops <= 2 * work.traffic:
+        return 2
+    # The backward of a product has a product for each of its operands that varies.
+    kinds = item.rule.kinds
+    multiplied = (
+        i
+        for i, operand in enumerate(item.rule.inputs)
+        if any(kinds[f] in REDUCTIONS for names in operand.dims for f in names)
+    )
+    return 3 if all(i in trained for i in multiplied) else 2

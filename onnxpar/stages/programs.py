@@ -1,0 +1,221 @@
+"""Pipelines: which programs a training or a model becomes, and what the manifest says of them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.autodiff.training_program import Prepared
+from onnxpar.core.errors import ModelError
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
+from onnxpar.propagation.walk import propagate
+from onnxpar.stages.assignment import decide_virtual_stages
+from onnxpar.stages.cut import (
+    Places,
+    chain_of,
+    floating,
+    forward_places,
+    known_virtual_stages,
+    training_places,
+    virtual_stage_of,
+    where_needed,
+)
+from onnxpar.stages.placement import Copy, order_by_place, put_stages, virtual_stages_by_name
+from onnxpar.stages.split import StageProgram, split
+from onnxpar.stages.stage_price import Split
+from onnxpar.strategy import Strategy
+from onnxpar.strategy.schema import PipelineEntry
+
+Json = dict[str, Any]
+ZERO_BUBBLE = "zb-h1"
+
+
+@dataclass
+class Staging:
+    """The pipeline of one strategy: cuts a model into virtual stages, and programs by them.
+
+    Attributes:
+        strategy: The strategy.
+        entry: What it says of the pipeline.
+        copies: Of each initializer that a further stage has in place of another: which.
+        virtual_stages: The virtual stage of each node of the forward program, by name.
+        assign: The virtual stage of each node that was cut, by name.
+    """
+
+    strategy: Strategy
+    entry: PipelineEntry
+    copies: Mapping[str, Copy] = field(default_factory=dict)
+    virtual_stages: Mapping[str, int] = field(default_factory=dict)
+    assign: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def cut(self) -> Split:
+        """Stages, micro-batches and schedule, as the planner knows them."""
+        entry = self.entry
+        count = entry.micro_batches or entry.stages
+        return Split(entry.stages, count, entry.schedule, entry.chunks)
+
+    def put(self, model: ir.Model, env: ShapeEnv, trained: Collection[str]) -> Mapping[str, Copy]:
+        """Puts the nodes of a forward program into virtual stages; the model is changed.
+
+        Args:
+            model: The model.
+            env: Its shapes.
+            trained: Names of the parameters of which each stage has its own.
+
+        Raises:
+            StrategyError: As `decide_virtual_stages`.
+        """
+        weights = {*trained, *floating(model.graph)}
+        virtual_by_node = decide_virtual_stages(self.strategy, self.entry, model, env, weights)
+        computed_in = where_needed(model.graph, virtual_by_node)
+        self.copies = put_stages(model.graph, computed_in, trained, self.entry.stages)
+        self.virtual_stages = virtual_stages_by_name(model.graph)
+        self.assign = {node.name or "": virtual for node, virtual in virtual_by_node.items()}
+        return self.copies
+
+    def put_forward(self, model: ir.Model, env: ShapeEnv) -> Places:
+        """Puts the nodes of a model that is not trained into virtual stages, and in their order."""
+        self.put(model, env, ())
+        return self._forward_places(model.graph)
+
+    def put_again(self, model: ir.Model) -> Places:
+        """Puts the nodes of another program of the same model where they are in the first."""
+        chain = chain_of(model.graph, floating(model.graph))
+        computed_in = where_needed(model.graph, known_virtual_stages(chain, self.virtual_stages))
+        put_stages(model.graph, computed_in, (), self.entry.stages)
+        return self._forward_places(model.graph)
+
+    def _forward_places(self, graph: ir.Graph) -> Places:
+        places = forward_places(graph, self.entry.virtual_stages)
+        order_by_place(graph, places)
+        return places
+
+    def training_places(self, prepared: Prepared) -> Places:
+        """Returns the places of forward and backward, and orders the graph by them.
+
+        Raises:
+            ModelError: A running statistic is kept by several stages.
+        """
+        graph = prepared.model.graph
+        self._check_statistics(graph, prepared.updated)
+        places = training_places(
+            graph,
+            self.entry.virtual_stages,
+            prepared.links,
+            list(prepared.gradients.values()),
+            list(prepared.gradients),
+            split=self.entry.schedule == ZERO_BUBBLE,
+        )
+        order_by_place(graph, places)
+        return places
+
+    def _check_statistics(self, graph: ir.Graph, updated: Mapping[str, str]) -> None:
+        """Raises ModelError where a running statistic is kept by several stages."""
+        for name in updated.values():
+            readers = {use.node for use in graph.initializers[name].uses()}
+            stages = sorted({virtual_stage_of(n) % self.entry.stages for n in readers})
+            if len(stages) > 1:
+                raise ModelError(
+                    f"running statistic {name!r}: expected the layers that share it in one "
+                    f"pipeline stage, got stages {stages}; say so under pipeline: assign"
+                )
+
+    def split(self, whole: PartitionedModel, places: Places, name: str) -> "SplitProgram":
+        """Returns the programs of a whole one, which is used up but for its facts.
+
+        Args:
+            whole: The program, partitioned with these places.
+            places: Its places.
+            name: What its forward programs are called: `<name>.<virtual stage>`.
+        """
+        programs = []
+        kinds: list[Json] = [{} for _ in range(self.entry.virtual_stages)]
+        for number, virtual in enumerate(places.virtual_stage):
+            kind = "forward" if number < self.entry.virtual_stages else "backward"
+            kind = "weight" if kind in kinds[virtual] else kind
+            title = f"{name if kind == 'forward' else f'{kind}_model'}.{virtual}"
+            programs.append(StageProgram(title, virtual % self.entry.stages))
+            kinds[virtual][kind] = title
+            if kind == "backward":
+                kinds[virtual].setdefault("weight", None)
+        made = split(whole, places, programs, self.entry.stages, self.copies)
+        # Its nodes have moved into the programs, where copies have the names of their originals.
+        emptied = replace(
+            whole,
+            builder=replace(whole.builder, nodes=[]),
+            parameters=tuple(
+                replace(p, name=self.copies[p.name].original) if p.name in self.copies else p
+                for p in whole.parameters
+            ),
+            stages=self.entry.stages,
+        )
+        return SplitProgram(emptied, made, tuple(kinds))
+
+    def pipeline(
+        self, split: Sequence["SplitProgram"], updates: Sequence[PartitionedModel] = ()
+    ) -> Pipeline:
+        """Returns what the manifest says of the pipeline.
+
+        Args:
+            split: The programs that were split.
+            updates: The programs that update states, `<name>.<number>`.
+        """
+        programs: dict[str, list[Json]] = {s.whole.program: list(s.entries) for s in split}
+        for pm in updates:
+            programs.setdefault(pm.program.rpartition(".")[0], []).append({"update": pm.program})
+        entry = {
+            "stages": self.entry.stages,
+            "chunks": self.entry.chunks,
+            "schedule": self.entry.schedule,
+            "micro_batches": self.entry.micro_batches or self.entry.stages,
+            "programs": programs,
+        }
+        return Pipeline(tuple(s.whole for s in split), entry, self.assign)
+
+
+@dataclass(frozen=True)
+class SplitProgram:
+    """The programs that a whole one was split into.
+
+    Attributes:
+        whole: The whole one, without its nodes.
+        programs: The programs, in the order of their places.
+        entries: Of each virtual stage the names of its programs, by "forward", "backward" and
+            "weight".
+    """
+
+    whole: PartitionedModel
+    programs: tuple[PartitionedModel, ...]
+    entries: tuple[Json, ...]
+
+
+def plan_copies(prepared: Prepared, seeds: Seeds) -> Plan:
+    """As `propagate`, with copies of parameters, and their gradients, laid out as the original is.
+
+    Args:
+        prepared: The program to plan.
+        seeds: What is fixed.
+    """
+    p = prepared
+    plan = propagate(p.model, p.env, p.rules, seeds, p.links)
+    if not p.copies:
+        return plan
+    laid = {name: plan.parameters[copy.original] for name, copy in p.copies.items()}
+    if any(plan.parameters[name] != sharding for name, sharding in laid.items()):
+        kept = {**seeds.parameters, **laid}
+        plan = propagate(p.model, p.env, p.rules, replace(seeds, parameters=kept), p.links)
+    outputs = dict(plan.outputs)
+    families: dict[str, list[str]] = {}
+    for name, copy in p.copies.items():
+        families.setdefault(copy.original, [copy.original]).append(name)
+    for names in families.values():
+        results = [p.gradients[name] for name in names if name in p.gradients]
+        common = set.intersection(*(set(outputs[result].partial) for result in results))
+        for result in results:
+            outputs[result] = outputs[result].with_partial(common, outputs[result].reduction)
+    return replace(plan, outputs=outputs)

@@ -1,0 +1,69 @@
+"""What a device of a pipeline stage holds, read off the programs that were made for it."""
+
+from collections.abc import Mapping, Sequence
+
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.program_memory import (
+    ProgramMemory,
+    handed_bytes,
+    program_memory,
+    total_bytes,
+)
+from onnxpar.stages.stage_price import Split
+
+
+def fullest_stage(
+    programs: Sequence[PartitionedModel],
+    others: Sequence[PartitionedModel],
+    split: Split,
+    sizes: Mapping[str, int],
+) -> int:
+    """Returns the bytes that a device of the fullest stage holds at its peak.
+
+    While one of its programs runs, a stage keeps what the schedule's micro-batches under way have
+    left for their backwards, whatever the virtual stage alike.
+
+    Args:
+        programs: The programs of forwards and backwards of all stages.
+        others: Those that a step runs besides, of all stages.
+        split: Stages, micro-batches and schedule.
+        sizes: Sizes at which symbols are taken; typical ones for those not named.
+    """
+    forwards = {pm.program for pm in programs[: split.virtual_stages]}
+    found = []
+    for stage in range(split.stages):
+        own = [pm for pm in programs if pm.stage == stage]
+        known = {pm.program: program_memory(pm, sizes) for pm in own}
+        stashes: dict[int, dict[str, int]] = {pm.virtual_stage: {} for pm in own}
+        made: dict[int, dict[str, int]] = {pm.virtual_stage: {} for pm in own}
+        for pm in own:
+            for handed, size in zip(pm.handed_in, handed_bytes(pm, sizes), strict=True):
+                if pm.program in forwards or handed.source not in forwards:
+                    continue
+                name = handed.local.name or ""
+                stashes[pm.virtual_stage][name] = size
+                if handed.source in known:
+                    made[pm.virtual_stage][name] = size
+        kept = split.kept(stage) * sum(sum(s.values()) for s in stashes.values()) // len(stashes)
+        most = 0
+        for pm in own:
+            stash = stashes[pm.virtual_stage]
+            arrived = sum(
+                size
+                for handed, size in zip(pm.handed_in, handed_bytes(pm, sizes), strict=True)
+                if (handed.local.name or "") not in stash
+            )
+            running = known[pm.program].values.bytes + arrived
+            if pm.program in forwards:
+                # What it leaves for its own backward is among what is kept.
+                running -= sum(made[pm.virtual_stage].values())
+            most = max(most, kept + running)
+        besides = [program_memory(pm, sizes) for pm in others if pm.stage == stage]
+        found.append(_held(list(known.values()), besides, most))
+    return max(found)
+
+
+def _held(programs: Sequence[ProgramMemory], besides: Sequence[ProgramMemory], values: int) -> int:
+    """Bytes held for programs whose values together take at most so many."""
+    alone = max((p.values.bytes for p in (*programs, *besides)), default=0)
+    return total_bytes([*programs, *besides]) + max(values - alone, 0)

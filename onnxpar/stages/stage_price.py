@@ -1,0 +1,280 @@
+"""What a pipeline costs: a plan of one stage's mesh, and the model cut into stages by it.
+
+All stages have the same mesh and follow the same plan, so that the time of a node does not depend
+on its stage. That makes the cut a chain partition over the times of the plan (`stages.cut`),
+and the best cut with the best plan of one stage the best of both together.
+
+A step of m micro-batches over p stages takes m + p - 1 times the slowest stage's micro-batch,
+forward and backward (GPipe, Huang et al., 2019; 1F1B, Narayanan et al., 2021); with v chunks a
+stage, m + (p - 1) / v times. Zero bubble is priced as 1F1B: what it hides is the weights' half of
+the backward, which `simulate` of the runtime shows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from onnxpar.core.machine import Link
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.live_memory import Step, live_peak
+from onnxpar.cost.price import Price
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.reads import read_by
+from onnxpar.graph.shapes import EXPANDED_FROM, GRADIENT_OF
+from onnxpar.stages.cut import Chain, Costs, cut_chain
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is cut into stages.
+
+    Attributes:
+        stages: Number of stages.
+        micro_batches: Micro-batches of a step.
+        schedule: In which order they run.
+        chunks: Virtual stages of the model that each stage has.
+        assign: Virtual stages of nodes that are fixed, by name.
+    """
+
+    stages: int
+    micro_batches: int
+    schedule: str = "1f1b"
+    chunks: int = 1
+    assign: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Number of virtual stages that the model is cut into."""
+        return self.stages * self.chunks
+
+    def kept(self, stage: int) -> int:
+        """Returns how many activations a stage keeps at most, each of one virtual stage's forward.
+
+        After the papers that each schedule is of; `docs/design/0016-pipeline.md` has the table.
+        """
+        runs, after = self.micro_batches, self.stages - stage
+        if self.schedule == "interleaved":
+            largest = -(-runs // max(1, runs // self.stages))
+            return min(runs * self.chunks, (self.chunks - 1) * largest + 2 * (after - 1) + 1)
+        return min({"gpipe": runs, "1f1b": after, "zb-h1": self.stages}[self.schedule], runs)
+
+
+@dataclass(frozen=True)
+class StagePrice:
+    """What one stage costs a device.
+
+    Attributes:
+        seconds: Of one micro-batch, what it receives and sends included.
+        moving: Seconds of that in which it receives and sends.
+        held: Bytes of its parameters, gradients and moments.
+        peak: Bytes at the peak, the activations of all micro-batches that it keeps included.
+        nodes: Number of nodes of the model.
+    """
+
+    seconds: float
+    moving: float
+    held: int
+    peak: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class StagedPrice:
+    """What a pipeline costs.
+
+    Attributes:
+        split: How the model is cut.
+        stages: Each stage.
+        seconds: Of a step of all micro-batches.
+        assign: The virtual stage of each node of the model that is cut, by name.
+    """
+
+    split: Split
+    stages: tuple[StagePrice, ...]
+    seconds: float
+    assign: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of the fullest stage."""
+        return max(stage.peak for stage in self.stages)
+
+    @property
+    def held(self) -> int:
+        """Bytes held all the time by the stage that holds most."""
+        return max(stage.held for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A program with a plan on the mesh of one stage, priced.
+
+    Attributes:
+        model: What is planned: a model, or forward, loss and backward of its training.
+        plan: The plan.
+        price: What it costs without stages.
+        steps: Its steps, in order.
+        forward: Names of the nodes of the model, as far as it is cut before a loss is appended.
+    """
+
+    model: ir.Model
+    plan: Plan
+    price: Price
+    steps: Sequence[Step]
+    forward: frozenset[str]
+
+
+def price_stages(
+    priced: Priced, chain: Chain, cost: CostModel, link: Link, split: Split
+) -> StagedPrice:
+    """Cuts a model by the times of a plan, and prices the pipeline.
+
+    Args:
+        priced: The program, planned.
+        chain: The nodes of the model that are cut.
+        cost: The cost model.
+        link: What joins counterparts of two stages.
+        split: How many stages, and what runs through them.
+
+    Raises:
+        StrategyError: There are more virtual stages than nodes.
+    """
+    return _Staging(priced, chain, cost, link, split).run()
+
+
+class _Staging:
+    def __init__(
+        self, priced: Priced, chain: Chain, cost: CostModel, link: Link, split: Split
+    ) -> None:
+        self.priced, self.chain, self.cost, self.link = priced, chain, cost, link
+        self.split = split
+        graph = priced.model.graph
+        self.backward = {n.name or "" for n in graph if GRADIENT_OF in n.metadata_props}
+        direct = {node.name or "": _origin(node) for node in graph}
+        # A backward node names the node that it differentiates, which may be of a body.
+        self.roots = {name: direct.get(root, root) for name, root in direct.items()}
+
+    def run(self) -> StagedPrice:
+        split, price = self.split, self.priced.price
+        seconds: dict[str, float] = {}
+        for node in price.nodes:
+            root = self.roots[node.name]
+            seconds[root] = seconds.get(root, 0.0) + node.seconds
+        crossing = self._crossing()
+        found = cut_chain(self.chain, split.virtual_stages, split.assign, Costs(seconds, crossing))
+        assign = {node.name or "": virtual for node, virtual in found.items()}
+        # What is not cut is copied where it is read; here it counts in the first. What the
+        # model does not have is the loss.
+        last, forward = split.virtual_stages - 1, self.priced.forward
+        self.virtual_by_node = {
+            name: assign.get(root, 0) if root in forward else last
+            for name, root in self.roots.items()
+        }
+        own = [0.0] * split.virtual_stages
+        for node in price.nodes:
+            own[self.virtual_by_node[node.name]] += node.seconds
+        moving = self._moving(found, crossing)
+        held = self._held()
+        stages = []
+        for stage in range(split.stages):
+            mine = range(stage, split.virtual_stages, split.stages)
+            stages.append(
+                StagePrice(
+                    sum(own[p] + moving[p] for p in mine),
+                    sum(moving[p] for p in mine),
+                    held[stage],
+                    held[stage] + self._activations(mine, split.kept(stage)),
+                    sum(1 for virtual in assign.values() if virtual % split.stages == stage),
+                )
+            )
+        return StagedPrice(split, tuple(stages), self._total(stages, held), assign)
+
+    def _total(self, stages: Sequence[StagePrice], held: Sequence[int]) -> float:
+        if not self.backward:
+            # One run goes through all stages, one after another.
+            return sum(stage.seconds for stage in stages)
+        split, price = self.split, self.priced.price
+        rounds = split.micro_batches + (split.stages - 1) / split.chunks
+        # The optimizer's work is shared out as what it works on is.
+        share = max(held) / max(sum(held), 1)
+        once = share * (price.updating + price.outputs + price.gradients)
+        return rounds * max(stage.seconds for stage in stages) + once
+
+    def _crossing(self) -> dict[str, float]:
+        """Seconds of each value on its way to another stage, and of its cotangent back."""
+        made = {
+            value.name: sharding
+            for node in self.priced.model.graph
+            for value, sharding in zip(
+                node.outputs, self.priced.plan.nodes[node.name or ""].outputs, strict=True
+            )
+        }
+        ways = 2 if self.backward else 1
+        found = {}
+        for value in (v for node in self.chain.nodes for v in node.outputs):
+            width = int(value.dtype.itemsize) if value.dtype is not None else 0
+            moved = self.cost.elements(made[value.name]) * width if value.name in made else 0
+            found[value.name or ""] = ways * (self.link.latency + moved / self.link.bandwidth)
+        return found
+
+    def _moving(
+        self, virtual_by_node: Mapping[ir.Node, int], crossing: Mapping[str, float]
+    ) -> list[float]:
+        """Seconds in which each virtual stage receives and sends."""
+        found = [0.0] * self.split.virtual_stages
+        for node, virtual in virtual_by_node.items():
+            for value in self.chain.reads[node]:
+                maker = value.producer()
+                assert maker is not None
+                if virtual_by_node[maker] != virtual:
+                    found[virtual] += crossing[value.name or ""]
+                    found[virtual_by_node[maker]] += crossing[value.name or ""]
+        return found
+
+    def _held(self) -> list[int]:
+        """Bytes that each stage holds all the time, of the parameters that it reads."""
+        readers: dict[str, set[int]] = {}
+        for node in self.priced.model.graph:
+            stage = self.virtual_by_node[node.name or ""] % self.split.stages
+            for value in read_by(node):
+                readers.setdefault(value.name or "", set()).add(stage)
+        found = [0] * self.split.stages
+        for name, size in self.priced.price.kept.items():
+            for stage in readers.get(name, ()):
+                found[stage] += size
+        return found
+
+    def _activations(self, mine: Sequence[int], kept: int) -> int:
+        """Bytes of the values of virtual stages of one stage at their peak.
+
+        Args:
+            mine: The virtual stages, of which one runs at a time.
+            kept: How many activations are kept, of all of them alike.
+        """
+        weighed = [self._weighed(virtual) for virtual in mine]
+        stashes = sum(stash for _, stash in weighed)
+        return max(peak - stash for peak, stash in weighed) + kept * stashes // len(weighed)
+
+    def _weighed(self, virtual: int) -> tuple[int, int]:
+        """Bytes of a virtual stage at its peak of one micro-batch, and those kept for backward."""
+        mine: list[Step] = []
+        waiting: list[Step] = []
+        for step in self.priced.steps:
+            # What is brought into another layout is so for the node that follows.
+            waiting.append(step)
+            if step.name in self.virtual_by_node:
+                if self.virtual_by_node[step.name] == virtual:
+                    mine += waiting
+                waiting = []
+        forward = [s for s in mine if s.name not in self.backward]
+        made = {m.name: m.bytes for s in forward for m in s.makes if not m.view_of}
+        wanted = {name for s in mine if s.name in self.backward for name in s.reads}
+        stash = sum(size for name, size in made.items() if name in wanted)
+        return live_peak(mine).bytes, stash
+
+
+def _origin(node: ir.Node) -> str:
+    """Returns the node of the model that a node belongs to: it, or the one it was made for."""
+    props = node.metadata_props
+    return props.get(GRADIENT_OF) or props.get(EXPANDED_FROM) or node.name or ""

@@ -1,0 +1,504 @@
+"""ONNX's multi-device annotations (IR version 11), read from a model of any producer and checked.
+
+The checker of ONNX looks at none of these fields. What is read here: `ModelProto.configuration`,
+and of each node `device_configurations` with a `sharding_spec` for some of its operands and
+results. A spec lists devices in the order of the shards; shards are counted row by row over the
+split axes of the tensor, in the tensor's order. An entry of the list is a device, or the key of a
+group of devices that all hold the shard. `pipeline_stage` is the virtual stage that a node is
+of (see `onnxpar.stages.cut`); the devices of a stage are neighbours, those of stage 0 first.
+
+What the fields have no place for stands in the model's metadata under `METADATA`, written by
+`onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and
+parameters lie before a node reads them, the schedule of a pipeline, and which nodes the user spoke
+of. Values that wait for a
+reduction cannot be said; they follow from the operands (see `onnxpar.strategy.annotation_seeds`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Annotated, Any
+
+import onnx
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from onnxpar.core.errors import MeshError, StrategyError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.symbols import Symbol
+from onnxpar.strategy.problems import in_words, problem
+
+METADATA = "onnxpar.annotation"
+MAX_DEVICES = 1 << 16
+MIN_IR_VERSION = 11
+"""The first that has the fields."""
+
+Piece = tuple[int | str | None, int]
+"""The size of a part of a dim, where it is said, and its number of shards."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How one tensor is split.
+
+    Attributes:
+        groups: Of each shard the devices that hold it, ascending, counted from the first of the
+            node's stage; they are all devices of that, once each.
+        dims: The axes that are named, each with its parts, major first.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    dims: tuple[tuple[int, tuple[Piece, ...]], ...]
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """The annotation of one node.
+
+    Attributes:
+        name: The node's name, which may be empty.
+        op_type: Its operator.
+        inputs: Names of its operands.
+        outputs: Names of its results.
+        tensors: The tensors that are annotated, by name.
+        stage: Its virtual stage of a pipeline, where that is said.
+    """
+
+    name: str
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    tensors: Mapping[str, TensorSpec]
+    stage: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The node in messages."""
+        return f"node {self.name or '/'.join(self.outputs)!r} ({self.op_type})"
+
+
+_Count = Annotated[int, Field(ge=1)]
+Layout = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
+"""Of each dim its parts, major first, none where it is whole: a size, and the splits of it as
+`(pieces, devices between neighbours)`, outermost first."""
+
+
+class Schedule(BaseModel):
+    """How a pipeline runs, as in a strategy file.
+
+    Attributes:
+        schedule: In which order micro-batches go through the stages.
+        micro_batches: Micro-batches of a step.
+        chunks: Virtual stages that each stage has; number v is on stage `v % stages`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schedule: str = "1f1b"
+    micro_batches: _Count | None = None
+    chunks: _Count = 1
+
+
+class Extras(BaseModel):
+    """What the metadata holds.
+
+    Attributes:
+        axes: Named mesh axes, major first; none where the strategy has numbers.
+        atoms: The mesh, where its axes do not say it.
+        symbols: Constraints on symbols.
+        inputs: How graph inputs arrive.
+        parameters: How those parameters lie that lie otherwise than the first node wants that
+            reads them.
+        pinned: The nodes that the user spoke of, where the others followed; None: all.
+        carried: The nodes that take operands which wait for a reduction; None: all that can.
+        pipeline: How a pipeline runs; None where there is none, or nothing is said of it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    axes: dict[str, _Count] = {}
+    atoms: list[_Count] = []
+    symbols: dict[str, dict[str, Any]] = {}
+    inputs: dict[str, Layout] = {}
+    parameters: dict[str, Layout] = {}
+    pinned: list[str] | None = None
+    carried: list[str] | None = None
+    pipeline: Schedule | None = None
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """The annotation of a model, checked for itself.
+
+    Attributes:
+        source: What it was read from, for messages.
+        devices: Number of devices of a stage.
+        nodes: The nodes that are annotated, in the order of the graph.
+        extras: What the metadata says.
+        symbols: Its constraints on symbols.
+        stages: Number of pipeline stages.
+    """
+
+    source: str
+    devices: int
+    nodes: tuple[NodeSpec, ...]
+    extras: Extras = field(default_factory=Extras)
+    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node as annotations see it, of a file or in memory."""
+
+    name: str
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    configurations: Sequence[onnx.NodeDeviceConfigurationProto]
+
+
+def read_annotation(
+    model: onnx.ModelProto | ir.Model, source: str, devices: int | None = None
+) -> Annotation | None:
+    """Returns the annotation of a model; None where no node has one.
+
+    Args:
+        model: The model; it is not changed.
+        source: What it is called in messages.
+        devices: The number of devices wanted: of several configurations it chooses the one of so
+            many.
+
+    Raises:
+        StrategyError: The annotation is malformed, is for another number of devices, or says what
+            cannot be carried out.
+    """
+    if isinstance(model, ir.Model):
+        known = [(c.name, c.num_devices, c.device_names) for c in model.device_configurations]
+        nodes = [_of_memory(node) for node in model.graph if node.device_configurations]
+        bodies = [g for g in (*model.graphs(), *model.functions.values()) if g is not model.graph]
+        inner = _in_bodies(n for g in bodies for n in g if n.device_configurations)
+        metadata: Mapping[str, str] = model.metadata_props
+    else:
+        known = [(c.name, c.num_devices, tuple(c.device)) for c in model.configuration]
+        nodes = [_of_file(node) for node in model.graph.node if node.device_configurations]
+        inner = _in_bodies(n for n in _nodes_of_bodies(model) if n.device_configurations)
+        metadata = {p.key: p.value for p in model.metadata_props}
+    if inner:
+        raise StrategyError(
+            f"{source}: {inner}: expected annotations of nodes of the main graph, got one in a "
+            "body of a function or of control flow"
+        )
+    if not nodes:
+        return None
+    sizes = _configurations(source, known)
+    chosen = _chosen(source, nodes, sizes, devices)
+    mine = [(node, _configuration(source, node, chosen)) for node in nodes]
+    virtual_stages = _virtual_stages(source, mine)
+    extras = _extras(source, metadata.get(METADATA))
+    stages = _stages(source, virtual_stages, sizes[chosen], extras)
+    size = sizes[chosen] // stages
+    specs = tuple(_node(source, node, entry, size, virtual_stages, stages) for node, entry in mine)
+    if virtual_stages == 1 and not any(spec.tensors for spec in specs):
+        return None
+    symbols = _checked(source, extras, size)
+    return Annotation(source, size, specs, extras, symbols, stages)
+
+
+def _of_file(node: onnx.NodeProto) -> _Node:
+    return _Node(
+        node.name,
+        node.op_type,
+        tuple(node.input),
+        tuple(node.output),
+        tuple(node.device_configurations),
+    )
+
+
+def _of_memory(node: ir.Node) -> _Node:
+    try:
+        found = [*map(ir.serde.serialize_node_device_configuration, node.device_configurations)]
+    except ValueError as error:
+        raise StrategyError(f"node {node.name!r} ({node.op_type}): {error}") from None
+    return _Node(
+        node.name or "",
+        node.op_type,
+        tuple("" if v is None else v.name or "" for v in node.inputs),
+        tuple(v.name or "" for v in node.outputs),
+        found,
+    )
+
+
+def _nodes_of_bodies(model: onnx.ModelProto) -> Iterable[onnx.NodeProto]:
+    inner = [node for function in model.functions for node in function.node]
+    yield from inner
+    for graph in bodies_of((*inner, *model.graph.node)):
+        yield from graph.node
+
+
+def bodies_of(nodes: Iterable[onnx.NodeProto]) -> Iterable[onnx.GraphProto]:
+    """Returns the graphs that are attributes of nodes, and those within them."""
+    waiting = list(nodes)
+    while waiting:
+        for attribute in waiting.pop().attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield graph
+                waiting += graph.node
+
+
+def _in_bodies(nodes: Iterable[ir.Node | onnx.NodeProto]) -> str:
+    """Names the first of some nodes; empty where there is none."""
+    return next((f"node {n.name!r} ({n.op_type})" for n in nodes), "")
+
+
+# -- configurations ------------------------------------------------------------------------------
+
+
+def _configurations(source: str, known: Iterable[tuple[str, int, Sequence[str]]]) -> dict[str, int]:
+    """Number of devices of each configuration, by name."""
+    sizes: dict[str, int] = {}
+    for name, count, devices in known:
+        title = f"{source}: configuration {name!r}"
+        if not name or name in sizes:
+            raise StrategyError(f"{title}: expected configurations with different names")
+        if not 1 <= count <= MAX_DEVICES:
+            raise StrategyError(f"{title}: expected from 1 to {MAX_DEVICES} devices, got {count}")
+        if devices and len(devices) != count:
+            raise StrategyError(
+                f"{title}: expected names of {count} devices or of none, got {len(devices)}"
+            )
+        sizes[name] = count
+    return sizes
+
+
+def _chosen(
+    source: str, nodes: Sequence[_Node], sizes: Mapping[str, int], devices: int | None
+) -> str:
+    """The one configuration that is to be carried out."""
+    used: dict[str, None] = {}
+    for node in nodes:
+        for entry in node.configurations:
+            name = entry.configuration_id
+            if name not in sizes:
+                raise StrategyError(
+                    f"{source}: node {node.name!r} ({node.op_type}): expected a configuration of "
+                    f"the model, one of {sorted(sizes)}, got {name!r}"
+                )
+            used[name] = None
+    fitting = [name for name in used if devices in (None, sizes[name])]
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = ", ".join(f"{name!r} ({sizes[name]} devices)" for name in used)
+    if not fitting:
+        raise StrategyError(
+            f"{source}: expected an annotation for the {devices} devices asked for, got {shown}"
+        )
+    raise StrategyError(
+        f"{source}: expected one configuration to carry out, got {shown}; --devices chooses by "
+        "their number of devices"
+    )
+
+
+# -- nodes and tensors ---------------------------------------------------------------------------
+
+
+def _title(source: str, node: _Node) -> str:
+    return f"{source}: node {node.name or '/'.join(node.outputs)!r} ({node.op_type})"
+
+
+def _configuration(
+    source: str, node: _Node, chosen: str
+) -> onnx.NodeDeviceConfigurationProto | None:
+    """The entry of a node for the configuration that is carried out."""
+    mine = [c for c in node.configurations if c.configuration_id == chosen]
+    if len(mine) > 1:
+        raise StrategyError(
+            f"{_title(source, node)}: expected {chosen!r} once, got it {len(mine)} times"
+        )
+    return mine[0] if mine else None
+
+
+def _stage(entry: onnx.NodeDeviceConfigurationProto | None) -> int | None:
+    said = entry is not None and entry.HasField("pipeline_stage")
+    return int(entry.pipeline_stage) if entry is not None and said else None
+
+
+_Entry = onnx.NodeDeviceConfigurationProto | None
+"""What a node says for the configuration that is carried out."""
+
+
+def _virtual_stages(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
+    """How many virtual stages the model is cut into: each has a node."""
+    first: dict[int, _Node] = {}
+    for node, entry in nodes:
+        stage = _stage(entry)
+        if stage is None:
+            continue
+        if not 0 <= stage < MAX_DEVICES:
+            raise StrategyError(
+                f"{_title(source, node)}: expected a pipeline stage from 0 to {MAX_DEVICES - 1}, "
+                f"got {stage}"
+            )
+        first.setdefault(stage, node)
+    last = max(first, default=0)
+    missing = next((n for n in range(last) if n not in first), None)
+    if missing is not None:
+        raise StrategyError(
+            f"{_title(source, first[last])}: expected a node of each pipeline stage up to its own, "
+            f"{last}; stage {missing} has none"
+        )
+    return last + 1
+
+
+def _stages(source: str, virtual_stages: int, devices: int, extras: Extras) -> int:
+    """Number of pipeline stages: of several chunks each has as many virtual stages."""
+    chunks = 1 if extras.pipeline is None else extras.pipeline.chunks
+    if virtual_stages % chunks:
+        raise StrategyError(
+            f"{source}: metadata {METADATA!r}: expected chunks that divide the "
+            f"{virtual_stages} pipeline "
+            f"stages of the nodes, got {chunks}"
+        )
+    if devices % (virtual_stages // chunks):
+        raise StrategyError(
+            f"{source}: expected a number of pipeline stages that divides the {devices} devices of "
+            f"the configuration, got {virtual_stages // chunks}"
+        )
+    return virtual_stages // chunks
+
+
+def _node(
+    source: str,
+    node: _Node,
+    entry: onnx.NodeDeviceConfigurationProto | None,
+    devices: int,
+    virtual_stages: int,
+    stages: int,
+) -> NodeSpec:
+    title, stage = _title(source, node), _stage(entry)
+    tensors: dict[str, TensorSpec] = {}
+    for spec in entry.sharding_spec if entry is not None else ():
+        if stage is None and virtual_stages > 1:
+            raise StrategyError(
+                f"{title}: expected its pipeline stage, as other nodes have one, got none"
+            )
+        name = spec.tensor_name
+        if not name or name not in (*node.inputs, *node.outputs):
+            names = [n for n in (*node.inputs, *node.outputs) if n]
+            raise StrategyError(
+                f"{title}: expected an annotation of one of its tensors {names}, got {name!r}"
+            )
+        if name in tensors:
+            raise StrategyError(f"{title}: tensor {name!r}: expected one spec, got two")
+        held = range(devices)
+        if stages > 1:
+            title = f"{_title(source, node)}, of pipeline stage {stage}"
+            start = (stage or 0) % stages * devices
+            held = range(start, start + devices)
+        tensors[name] = _tensor(f"{title}: tensor {name!r}", spec, held)
+    return NodeSpec(node.name, node.op_type, node.inputs, node.outputs, tensors, stage)
+
+
+def _tensor(title: str, spec: onnx.ShardingSpecProto, devices: range) -> TensorSpec:
+    dims: list[tuple[int, tuple[Piece, ...]]] = []
+    for dim in spec.sharded_dim:
+        if dim.axis in [axis for axis, _ in dims]:
+            raise StrategyError(f"{title}: axis {dim.axis}: expected it once, got it twice")
+        pieces = []
+        for part in dim.simple_sharding:
+            if part.num_shards < 1:
+                raise StrategyError(
+                    f"{title}: axis {dim.axis}: expected num_shards of at least 1, got "
+                    f"{part.num_shards}"
+                )
+            pieces.append((_size(f"{title}: axis {dim.axis}", part), part.num_shards))
+        dims.append((dim.axis, tuple(pieces)))
+    count = prod(number for _, pieces in dims for _, number in pieces)
+    return TensorSpec(_groups(title, spec, count, devices), tuple(dims))
+
+
+def _size(title: str, part: onnx.SimpleShardedDimProto) -> int | str | None:
+    which = part.WhichOneof("dim")
+    if which is None:
+        return None
+    if which == "dim_param":
+        return part.dim_param or None
+    if part.dim_value < 0:
+        raise StrategyError(f"{title}: expected a size of at least 0, got {part.dim_value}")
+    return int(part.dim_value)
+
+
+def _groups(
+    title: str, spec: onnx.ShardingSpecProto, count: int, devices: range
+) -> tuple[tuple[int, ...], ...]:
+    """Of each shard the devices that hold it, counted from the first of `devices`."""
+    named: dict[int, tuple[int, ...]] = {}
+    for entry in spec.index_to_device_group_map:
+        if entry.key in named:
+            raise StrategyError(f"{title}: device group {entry.key}: expected it once")
+        named[entry.key] = tuple(entry.value)
+    listed = list(spec.device)
+    if not listed and count in (1, len(devices)):
+        # The order is left open, and there is but one that everybody means.
+        listed = list(devices)
+    groups = [tuple(sorted(named.get(d, (d,)))) for d in listed]
+    if count == 1 and len(groups) > 1:
+        groups = [tuple(sorted(d for group in groups for d in group))]
+    if len(groups) != count:
+        raise StrategyError(
+            f"{title}: expected a device or a device group for each of its {count} shards "
+            f"(the product of num_shards), got {len(groups)}"
+        )
+    for device in (d for group in groups for d in group):
+        if device not in devices:
+            raise StrategyError(
+                f"{title}: expected devices from {devices[0]} to {devices[-1]}, got {device}"
+            )
+    lengths = {len(group) for group in groups}
+    if len(lengths) > 1:
+        raise StrategyError(
+            f"{title}: expected device groups of one size, got sizes {sorted(lengths)}"
+        )
+    held = [d for group in groups for d in group]
+    if len(set(held)) != len(held):
+        twice = next(d for d in held if held.count(d) > 1)
+        raise StrategyError(f"{title}: expected each device once, got device {twice} twice")
+    if len(held) != len(devices):
+        missing = next(d for d in devices if d not in set(held))
+        raise StrategyError(
+            f"{title}: expected all {len(devices)} devices of the configuration, or of the stage "
+            f"(a group for each shard that several hold), got {len(held)}; device {missing} holds "
+            "nothing"
+        )
+    return tuple(tuple(d - devices[0] for d in group) for group in groups)
+
+
+# -- metadata ------------------------------------------------------------------------------------
+
+
+def _extras(source: str, text: str | None) -> Extras:
+    if text is None:
+        return Extras()
+    try:
+        return Extras.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StrategyError(
+            f"{source}: metadata {METADATA!r}: {in_words(first['loc'])}{problem(first)}"
+        ) from None
+
+
+def _checked(source: str, extras: Extras, devices: int) -> dict[str, Symbol]:
+    """Checks what the metadata says of a mesh of so many devices; returns its symbols."""
+    title = f"{source}: metadata {METADATA!r}"
+    for what, sizes in (("axes", list(extras.axes.values())), ("atoms", extras.atoms)):
+        if sizes and prod(sizes) != devices:
+            raise StrategyError(
+                f"{title}: expected {what} that multiply to the {devices} devices of the "
+                f"configuration, or of a stage of it, got {sizes}"
+            )
+    try:
+        Mesh.of(extras.axes)
+        return {name: Symbol(**entry) for name, entry in extras.symbols.items()}
+    except (TypeError, ValueError, MeshError) as error:
+        raise StrategyError(f"{title}: {error}") from None

@@ -1,0 +1,237 @@
+"""Writes a plan into a model as ONNX's multi-device annotations (`onnxpar.strategy.annotation_reader`).
+
+The file's own nodes are annotated, each with the shardings of its operands as it takes them and of
+its results as they are afterwards; of a node in whose place its body stands, those of its operands
+and results that the body has. A result that waits for a reduction has no spec: the format has no
+word for it. A node of a pipeline has its virtual stage as `pipeline_stage`, and its tensors lie on
+the devices of its stage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx
+import onnx_ir as ir
+
+from onnxpar.core.errors import StrategyError
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol, dim_str
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.shapes import NodeView, ShapeEnv
+from onnxpar.propagation.walk import Rules
+from onnxpar.stages.cut import virtual_stage_of
+from onnxpar.strategy.annotation_reader import (
+    METADATA,
+    MIN_IR_VERSION,
+    Extras,
+    Layout,
+    Schedule,
+    bodies_of,
+)
+from onnxpar.strategy.annotation_seeds import runs_of
+from onnxpar.strategy.replaced_nodes import bodies_by_results
+from onnxpar.strategy.save import symbol_data
+from onnxpar.strategy.schema import PIPELINE_AXIS, PipelineEntry
+
+
+def annotate_proto(
+    proto: onnx.ModelProto,
+    model: ir.Model,
+    plan: Plan,
+    rules: Rules,
+    env: ShapeEnv,
+    symbols: Mapping[str, Symbol],
+    pipeline: PipelineEntry | None = None,
+) -> int:
+    """Annotates a model in place and returns how many of its nodes; older annotations go.
+
+    Args:
+        proto: The model as its file has it.
+        model: The same, normalised; it is not changed.
+        plan: Its plan.
+        rules: Its rules.
+        env: Its shapes.
+        symbols: Constraints on its symbols, kept in the metadata.
+        pipeline: How it is cut into stages, if it is; its nodes know their virtual stages.
+
+    Raises:
+        StrategyError: A node in whose place a body stands is cut in two by stages.
+    """
+    _forget(proto)
+    stages = 1 if pipeline is None else pipeline.stages
+    writer = _Writer(model, plan, env, bodies_by_results(rules))
+    mesh = plan.mesh
+    devices = mesh.size * stages
+    axes = [(PIPELINE_AXIS, stages)] if stages > 1 else []
+    named = ",".join(f"{name}={size}" for name, size in (*axes, *mesh.axes))
+    text = named if mesh.axes else f"devices={devices}"
+    configuration = ir.ModelConfiguration(text, devices)
+    count = 0
+    for node in proto.graph.node:
+        tensors = writer.tensors(node)
+        virtual = None if pipeline is None else writer.virtual_stage(node)
+        if tensors or virtual is not None:
+            count += 1
+            first = (virtual or 0) % stages * mesh.size
+            specs = tuple(writer.spec(name, sharding, first) for name, sharding in tensors.items())
+            annotated = ir.NodeDeviceConfiguration(configuration, specs, virtual)
+            node.device_configurations.append(
+                ir.serde.serialize_node_device_configuration(annotated)
+            )
+    proto.configuration.add(name=text, num_devices=devices)
+    proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
+    pinned = [name for name, chosen in plan.nodes.items() if chosen.pinned]
+    extras = Extras(
+        axes=dict(mesh.axes),
+        atoms=list(mesh.atoms),
+        symbols={name: symbol_data(symbol) for name, symbol in symbols.items()},
+        inputs={name: runs_of(sharding, mesh) for name, sharding in plan.inputs.items()},
+        parameters=_parameters(model, plan),
+        carried=[name for name, chosen in plan.nodes.items() if chosen.carried],
+        pinned=None if len(pinned) == len(plan.nodes) else pinned,
+        pipeline=None
+        if pipeline is None
+        else Schedule(
+            schedule=pipeline.schedule,
+            micro_batches=pipeline.micro_batches,
+            chunks=pipeline.chunks,
+        ),
+    )
+    proto.metadata_props.add(key=METADATA, value=extras.model_dump_json(exclude_defaults=True))
+    return count
+
+
+def _forget(proto: onnx.ModelProto) -> None:
+    proto.ClearField("configuration")
+    inner = [node for function in proto.functions for node in function.node]
+    for graph in bodies_of((*inner, *proto.graph.node)):
+        inner += graph.node
+    for node in (*inner, *proto.graph.node):
+        node.ClearField("device_configurations")
+    kept = [entry for entry in proto.metadata_props if entry.key != METADATA]
+    proto.ClearField("metadata_props")
+    proto.metadata_props.extend(kept)
+
+
+def _parameters(model: ir.Model, plan: Plan) -> dict[str, Layout]:
+    """The parameters that lie otherwise than the first node wants that reads them."""
+    first: dict[str, Sharding] = {}
+    for node in model.graph:
+        for value, want in zip(node.inputs, plan.nodes[node.name or ""].inputs, strict=False):
+            if value is not None and want is not None:
+                first.setdefault(value.name or "", want.with_partial(()))
+    return {
+        name: runs_of(sharding, plan.mesh)
+        for name, sharding in plan.parameters.items()
+        if first.get(name, sharding) != sharding
+    }
+
+
+@dataclass
+class _Writer:
+    model: ir.Model
+    plan: Plan
+    env: ShapeEnv
+    bodies: Mapping[tuple[str, ...], list[NodeView]]
+    _placed: dict[tuple[Sharding, int], ir.ShardingSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.model.graph
+        self.made_by = {v.name: node for node in graph for v in node.outputs if v.name}
+
+    def nodes(self, node: onnx.NodeProto) -> list[ir.Node]:
+        """The nodes of the model that a node of the file has become."""
+        outputs = tuple(node.output)
+        if outputs in self.bodies:
+            return [view.node for view in self.bodies[outputs]]
+        made = next((self.made_by[n] for n in outputs if n in self.made_by), None)
+        return [] if made is None else [made]
+
+    def virtual_stage(self, node: onnx.NodeProto) -> int | None:
+        """The virtual stage of a node of the file; None where it is no node any more.
+
+        Raises:
+            StrategyError: Its body is of several virtual stages.
+        """
+        virtual_stages = sorted({virtual_stage_of(one) for one in self.nodes(node)})
+        if len(virtual_stages) > 1:
+            raise StrategyError(
+                f"node {node.name or '/'.join(node.output)!r} ({node.op_type}), in whose place its "
+                f"body stands: expected one pipeline stage for all of it, got "
+                f"{virtual_stages}; say so "
+                "under pipeline: assign"
+            )
+        return virtual_stages[0] if virtual_stages else None
+
+    def tensors(self, node: onnx.NodeProto) -> dict[str, Sharding]:
+        """The sharding of each operand and result of a node of the file that has one to say."""
+        outputs = tuple(node.output)
+        nodes = self.nodes(node)
+        wants: dict[str, list[Sharding]] = {}
+        results: dict[str, Sharding] = {}
+        for one in nodes:
+            found = self.plan.nodes[one.name or ""]
+            for value, want in zip(one.inputs, found.inputs, strict=False):
+                if (
+                    value is not None
+                    and value.name
+                    and want is not None
+                    and value.name in node.input
+                ):
+                    wants.setdefault(value.name, []).append(want.with_partial(()))
+            for value, made_as in zip(one.outputs, found.outputs, strict=True):
+                name = value.name or ""
+                left = self.plan.resharded.get(name, made_as)
+                if name in outputs and not left.partial:
+                    results[name] = left
+        # A tensor has one spec in a node, so one that it takes in two ways has none.
+        taken = {n: found[0] for n, found in wants.items() if nodes[1:] or len({*found}) == 1}
+        ordered = [n for n in (*node.input, *node.output) if n in self.env.shapes]
+        both = {**results, **taken}
+        return {n: both[n] for n in ordered if n in both and self.known(n, both[n])}
+
+    def known(self, name: str, sharding: Sharding) -> bool:
+        """Whether a sharding is of the rank of its tensor."""
+        return sharding.rank == len(self.env.shapes[name])
+
+    def spec(self, name: str, sharding: Sharding, first: int) -> ir.ShardingSpec:
+        """Returns the spec of one tensor, on the devices from `first` on."""
+        if (sharding, first) not in self._placed:
+            self._placed[sharding, first] = _placement(sharding, self.plan.mesh, first)
+        placed = self._placed[sharding, first]
+        return ir.ShardingSpec(
+            ir.Value(name=name),
+            placed.device,
+            placed.index_to_device_group_map,
+            placed.sharded_dims,
+        )
+
+
+def _placement(sharding: Sharding, mesh: Mesh, start: int) -> ir.ShardingSpec:
+    """Returns the spec of a sharding, of no tensor, on the devices from `start` on."""
+    split = sharding.split_atoms
+    rest = [a for a in range(len(mesh.atoms)) if a not in split]
+    firsts = mesh.group(0, split)
+    dims = tuple(
+        ir.ShardedDim(
+            axis,
+            tuple(
+                ir.SimpleShardedDim(
+                    c.size if isinstance(c.size, int) else ir.SymbolicDim(dim_str(c.size)),
+                    mesh.count(c.atoms),
+                )
+                for c in dim
+            ),
+        )
+        for axis, dim in enumerate(sharding.dims)
+        if any(c.atoms for c in dim)
+    )
+    if not rest:
+        return ir.ShardingSpec(None, tuple(start + d for d in firsts), (), dims)
+    # Keys below zero are no devices.
+    groups = tuple(
+        ir.IndexToDeviceGroupMapEntry(-1 - shard, tuple(start + d for d in mesh.group(first, rest)))
+        for shard, first in enumerate(firsts)
+    )
+    return ir.ShardingSpec(None, tuple(group.key for group in groups), groups, dims)

@@ -1,0 +1,257 @@
+"""What was decided, as a strategy file that says the same."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.rule import OpRule
+from onnxpar.core.sharding import DimSharding, Sharding
+from onnxpar.core.symbols import Symbol, dim_str
+from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
+from onnxpar.graph.plan import Factors, Plan, factor_sizes, operand_sharding
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.propagation.walk import Rules
+from onnxpar.stages.stage_price import StagedPrice
+from onnxpar.strategy.schema import SEARCH, Strategy
+
+_PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
+_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
+"""What YAML 1.1 takes for something else than text."""
+
+Carried = Mapping[int, tuple[Atoms, str]]
+
+
+def strategy_data(
+    seeds: Seeds,
+    rules: Rules,
+    symbols: Mapping[str, Symbol],
+    parallel: OptimizerParallel = NOT_PARALLEL,
+    staged: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the content of a strategy file from which the same plan follows.
+
+    Args:
+        seeds: Every node's strategy.
+        rules: The rules of the nodes.
+        symbols: Constraints on symbols, kept.
+        parallel: What replicas of a parameter share in training, kept.
+        staged: The section `pipeline`, where there are stages with this mesh.
+    """
+    mesh = seeds.mesh
+    data = _head(mesh, symbols, 1 if staged is None else staged["stages"])
+    data["dataset"] = {name: _layout(s, mesh) for name, s in seeds.inputs.items()}
+    if seeds.parameters:
+        data["parameters"] = {name: _layout(s, mesh) for name, s in seeds.parameters.items()}
+    data["parameter_axes"] = []
+    data["nodes"] = {name: _seed(seed, rules, mesh) for name, seed in seeds.nodes.items()}
+    data["rest"] = seeds.rest
+    data["given"] = [name for name, seed in seeds.nodes.items() if seed.pinned]
+    data |= _parallel(parallel)
+    return data if staged is None else {**data, "pipeline": dict(staged)}
+
+
+def plan_data(
+    plan: Plan, model: ir.Model, strategy: Strategy, symbols: Mapping[str, Symbol]
+) -> dict[str, Any]:
+    """Returns the content of a strategy file that says all of a plan: the strategy as resolved.
+
+    Every node is in it, those that differentiation added too, so it is for the same program of the
+    same model. `given` names the nodes that the user spoke of.
+
+    Args:
+        plan: What is carried out.
+        model: The program that it is for.
+        strategy: What it came from.
+        symbols: Constraints on symbols, those of the strategy included.
+    """
+    mesh, graph = plan.mesh, model.graph
+    data = _head(mesh, symbols, strategy.stages)
+    data["dataset"] = {
+        name: _layout(s, mesh) for name, s in plan.inputs.items() if _has_rank(graph, name, s)
+    }
+    first: dict[str, Sharding] = {}
+    for node in graph:
+        for value, want in zip(node.inputs, plan.nodes[node.name or ""].inputs, strict=False):
+            if value is not None and want is not None:
+                first.setdefault(value.name or "", want.with_partial(()))
+    # Others lie as the first node wants them that reads them.
+    data["parameters"] = {
+        name: _layout(s, mesh) for name, s in plan.parameters.items() if first.get(name, s) != s
+    }
+    data["parameter_axes"] = list(strategy.parameter_axes)
+    data["nodes"] = {
+        node.name or "": _planned(node, plan)
+        for node in graph
+        if not plan.nodes[node.name or ""].reason
+    }
+    data["rest"] = "propagate" if strategy.rest == SEARCH else strategy.rest
+    data["given"] = [name for name, found in plan.nodes.items() if found.pinned]
+    data |= _parallel(strategy.optimizer_parallel)
+    if strategy.pipeline is not None:
+        data["pipeline"] = strategy.pipeline.model_dump(exclude_none=True)
+    if strategy.recompute:
+        data["recompute"] = strategy.recompute.entry
+    return data
+
+
+def pipeline_data(staged: StagedPrice, micro_batches: int | None) -> dict[str, Any]:
+    """Returns the section `pipeline` of a strategy file that cuts a model so.
+
+    Args:
+        staged: How it is cut.
+        micro_batches: Of a step, where that is said.
+    """
+    split = staged.split
+    data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}
+    if micro_batches is not None:
+        data["micro_batches"] = micro_batches
+    if split.chunks > 1:
+        data["chunks"] = split.chunks
+    return data | {"assign": dict(staged.assign)}
+
+
+def _parallel(options: OptimizerParallel) -> dict[str, Any]:
+    told = {k: v for k, v in asdict(options).items() if v is not None}
+    return {"optimizer_parallel": told} if options.level else {}
+
+
+def _has_rank(graph: ir.Graph, name: str, sharding: Sharding) -> bool:
+    """Whether the rank of a graph input is known: a sequence has none."""
+    (value,) = (v for v in graph.inputs if v.name == name)
+    return value.shape is not None and len(value.shape) == sharding.rank
+
+
+def _head(mesh: Mesh, symbols: Mapping[str, Symbol], stages: int) -> dict[str, Any]:
+    """The mesh of each stage, and symbols; devices without names are counted in all stages."""
+    data: dict[str, Any] = {}
+    if mesh.axes:
+        data["mesh"] = dict(mesh.axes)
+        usual = Mesh.of(dict(mesh.axes))
+    else:
+        data["devices"] = mesh.size * stages
+        usual = Mesh.refine(mesh.size)
+    if mesh.atoms != usual.atoms:
+        data["atoms"] = list(mesh.atoms)
+    if symbols:
+        data["symbols"] = {name: symbol_data(symbol) for name, symbol in symbols.items()}
+    return data
+
+
+def write_strategy(data: Mapping[str, Any], head: str = "") -> str:
+    """Returns the content of a strategy file as YAML, after comment lines that say `head`.
+
+    A node, a tensor or a symbol has a line of its own.
+    """
+    lines = [f"# {line}".rstrip() for line in head.splitlines()]
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            lines.append(f"{key}:")
+            lines += [f"  {_text(str(name))}: {_flow(entry)}" for name, entry in value.items()]
+        else:
+            lines.append(f"{key}: {_flow(value)}")
+    return "\n".join([*lines, ""])
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if value is None:
+        return "~"
+    return _text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _text(text: str) -> str:
+    """Text as YAML; what may be taken for something else in quotes, which are JSON's."""
+    plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+    return text if plain else json.dumps(text)
+
+
+def symbol_data(symbol: Symbol) -> dict[str, Any]:
+    """Returns the constraints of a symbol that are not the default."""
+    default = Symbol()
+    return {
+        name: getattr(symbol, name)
+        for name in Symbol.__dataclass_fields__
+        if getattr(symbol, name) != getattr(default, name)
+    }
+
+
+# -- nodes ---------------------------------------------------------------------------------------
+
+
+def _seed(seed: NodeSeed, rules: Rules, mesh: Mesh) -> dict[str, Any]:
+    rule, view = rules.rules[seed.node], rules.views[seed.node]
+    sizes = factor_sizes(rule, view)
+    inputs = [
+        operand_sharding(operand, view.shape(i), seed.factors, sizes, rule.scaled)
+        if not operand.mode and operand.dims and view.has(i)
+        else None
+        for i, operand in enumerate(rule.inputs)
+    ]
+    return _entry(rule, inputs, seed.factors, seed.out, seed.carried, mesh)
+
+
+def _planned(node: ir.Node, plan: Plan) -> dict[str, Any]:
+    found = plan.nodes[node.name or ""]
+    out = [plan.resharded.get(v.name or "") for v in node.outputs]
+    return _entry(found.rule, found.inputs, found.factors, out, found.carried, plan.mesh)
+
+
+def _entry(
+    rule: OpRule,
+    inputs: Sequence[Sharding | None],
+    factors: Factors,
+    out: Sequence[Sharding | None],
+    carried: Carried,
+    mesh: Mesh,
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "in": [
+            _layout(sharding, mesh)
+            for operand, sharding in zip(rule.inputs, inputs, strict=True)
+            if sharding is not None and not operand.mode and operand.dims
+        ]
+    }
+    read = {
+        name
+        for operand, sharding in zip(rule.inputs, inputs, strict=True)
+        if sharding is not None and not operand.mode
+        for names in operand.dims
+        for name in names
+    }
+    made = {name: parts for name, parts in factors.items() if name not in read}
+    if any(c.atoms for parts in made.values() for c in parts):
+        entry["split"] = {name: _dim(parts, mesh) for name, parts in made.items()}
+    if any(s is not None for s in out):
+        entry["out"] = [None if s is None else _layout(s, mesh) for s in out]
+    if carried:
+        atoms, reduction = next(iter(carried.values()))
+        axes = mesh.describe(atoms).split(".")
+        entry["partial"] = {"operands": sorted(carried), "axes": axes}
+        if reduction != "sum":
+            entry["partial"]["reduction"] = reduction
+    return entry
+
+
+def _layout(sharding: Sharding, mesh: Mesh) -> list[Any]:
+    return [_dim(dim, mesh) for dim in sharding.dims]
+
+
+def _dim(dim: DimSharding, mesh: Mesh) -> Any:
+    if not any(c.atoms for c in dim):
+        return None
+    if len(dim) == 1:
+        axes = mesh.describe(dim[0].atoms).split(".")
+        return axes[0] if len(axes) == 1 else axes
+    parts = (
+        dim_str(c.size).replace(" ", "") + (f":{mesh.describe(c.atoms)}" if c.atoms else "")
+        for c in dim
+    )
+    return f"({' '.join(parts)})"

@@ -1,0 +1,127 @@
+"""What a strategy says of one tensor: the entry of each dim, read and checked for itself."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic_core import PydanticCustomError
+
+from onnxpar.core.layout import WHOLE, TensorLayout
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a dim that was merged from several: its size, and the axes that split it."""
+
+    size: str
+    axes: tuple[str, ...] = ()
+
+
+DimEntry = int | tuple[str, ...] | tuple[Part, ...]
+"""A number of pieces; the mesh axes that split a dim (outermost first, empty: whole); or, for a dim
+that was merged from others or is taken apart later, its parts, major first."""
+
+TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
+"""One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
+
+_RUN = re.compile(r"([2-9]|[1-9]\d{1,4})@([1-9]\d{0,4})")
+
+
+def expected(wanted: str, got: object) -> PydanticCustomError:
+    """Returns the error of an entry that is something else."""
+    return PydanticCustomError(
+        "entry", "expected {expected}, got {got}", {"expected": wanted, "got": short(got)}
+    )
+
+
+def short(value: object) -> str:
+    """Returns a value as text that fits into a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _dim(entry: object) -> DimEntry | None:
+    if entry is None or entry == WHOLE:
+        return None
+    if isinstance(entry, bool):
+        raise expected("a number of pieces, a mesh axis or ~ (quote a name such as on)", entry)
+    if isinstance(entry, int):
+        if entry < 1:
+            raise expected("a number of pieces of at least 1", entry)
+        return entry
+    if isinstance(entry, str):
+        return _parts(entry) if entry.startswith("(") else (entry,)
+    if isinstance(entry, list | tuple) and entry and all(isinstance(name, str) for name in entry):
+        return tuple(entry)
+    raise expected("a number of pieces, a mesh axis, a list of mesh axes or ~", entry)
+
+
+def _parts(text: str) -> tuple[Part, ...]:
+    """Reads `(3 16:tp 64)`, as `onnxpar inspect` shows the parts of a dim."""
+    found = [item.partition(":") for item in text.removeprefix("(").removesuffix(")").split()]
+    parts = tuple(Part(size, tuple(axes.split(".")) if axes else ()) for size, _, axes in found)
+    if not text.endswith(")") or not parts or any(c and not axes for _, c, axes in found):
+        raise expected("the parts of a dim such as '(3 16:tp 64)'", text)
+    return parts
+
+
+def read_tensor(entry: object) -> TensorEntry:
+    """Returns the entry of one tensor.
+
+    Raises:
+        PydanticCustomError: It is malformed.
+    """
+    if isinstance(entry, TensorLayout):
+        return entry
+    if not isinstance(entry, list | tuple):
+        raise expected("a list with one entry for each dim of the tensor", entry)
+    dims = tuple(_dim(item) for item in entry)
+    if any(isinstance(d, int) for d in dims) and any(isinstance(d, tuple) for d in dims):
+        raise expected("numbers of pieces or mesh axes, not both", entry)
+    names = names_in(dims)
+    for name in names:
+        if names.count(name) > 1:
+            raise expected(f"mesh axis {name!r} at most once in a tensor", entry)
+    return dims
+
+
+def read_tensors(entry: object) -> tuple[TensorEntry | None, ...]:
+    """Returns the entries of several tensors, None where there is none; as `read_tensor`."""
+    if not isinstance(entry, list | tuple) or isinstance(entry, TensorLayout):
+        raise expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
+    for item in entry:
+        if item is not None and not isinstance(item, list | tuple | TensorLayout):
+            raise expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
+    return tuple(None if item is None else read_tensor(item) for item in entry)
+
+
+def read_split(entry: object) -> dict[str, DimEntry]:
+    """Returns the entry of each factor by name; as `read_tensor`."""
+    if not isinstance(entry, Mapping):
+        raise expected("mesh axes for each factor, as in {V: tp}", entry)
+    found: dict[str, DimEntry] = {}
+    for name, item in entry.items():
+        dim = _dim(item)
+        if not isinstance(dim, tuple):
+            raise expected(f"mesh axes for the factor {name!r}", item)
+        found[str(name)] = dim
+    return found
+
+
+def run_of(name: str) -> tuple[int, int] | None:
+    """Returns what `4@2` says, 4 pieces on devices that are 2 apart; None for another name."""
+    found = _RUN.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def names_in(entry: TensorEntry) -> list[str]:
+    """Returns the mesh axes that an entry names, in order."""
+    if isinstance(entry, TensorLayout):
+        return []
+    return [
+        name
+        for dim in entry
+        if isinstance(dim, tuple)
+        for item in dim
+        for name in (item.axes if isinstance(item, Part) else (item,))
+    ]

@@ -1,1 +1,0 @@
-"""What training adds to a model: losses, optimizer programs, and which parameters are trained."""

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Prints the rooms of `onnxpar/` from the ground up: files, lines, and what each imports of others.
+
+    tools/house.py             # one line for each room
+    tools/house.py --upward    # each import that goes against the order; there should be none
+    tools/house.py --circles   # files that import one another in a circle; there should be none
+
+A room imports only rooms that stand before it in `ROOMS`. `tests/test_boundaries.py` holds it so.
+"""
+
+import argparse
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "onnxpar"
+
+ROOMS = (
+    "core",
+    "graph",
+    "resharding",
+    "ops",
+    "facts",
+    "cost",
+    "propagation",
+    "frontend",
+    "strategy",
+    "parameters",
+    "autodiff",
+    "partition",
+    "stages",
+    "search",
+    "emit",
+    "report",
+    "api",
+    "cli",
+)
+"""The order of the rooms, from the ground up."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a file imports from the package.
+
+    Attributes:
+        path: The file, relative to the repository.
+        line: Where it says so.
+        source: The module that imports.
+        target: The module that is imported, or from which the name comes.
+        name: The name; "" where the module itself is imported.
+        inside: Whether the import stands inside a function.
+    """
+
+    path: str
+    line: int
+    source: str
+    target: str
+    name: str
+    inside: bool
+
+    def __str__(self) -> str:
+        """`file:line: what is imported`."""
+        return f"{self.path}:{self.line}: {self.target}{'.' if self.name else ''}{self.name}"
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Returns the file of every module of the package, by dotted name."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(root: Path = ROOT) -> Iterator[Import]:
+    """Yields every import of the package inside the package, wherever in a file it stands."""
+    known = modules(root)
+    for source, path in known.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for node, inside in _statements(tree, False):
+            for target, name in _targets(node, known):
+                yield Import(str(path.relative_to(root)), node.lineno, source, target, name, inside)
+
+
+def _statements(node: ast.AST, inside: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, inside
+        function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from _statements(child, inside or function)
+
+
+def _targets(
+    node: ast.Import | ast.ImportFrom, known: Mapping[str, Path]
+) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.split(".")[0] == PACKAGE:
+                yield alias.name, ""
+    elif node.level == 0 and node.module and node.module.split(".")[0] == PACKAGE:
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}"
+            yield (full, "") if full in known else (node.module, alias.name)
+
+
+def room(module: str) -> str:
+    """Returns the room of a module; "" for the package itself, which every room stands in."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def upward(root: Path = ROOT) -> list[Import]:
+    """Returns the imports that go against the order of `ROOMS`.
+
+    Raises:
+        ValueError: A folder of the package is not in `ROOMS`.
+    """
+    return [
+        found
+        for found in imports(root)
+        if room(found.source)
+        and room(found.target)
+        and ROOMS.index(room(found.target)) > ROOMS.index(room(found.source))
+    ]
+
+
+def circles(root: Path = ROOT) -> list[list[str]]:
+    """Returns the groups of modules that import one another in a circle (Tarjan, 1972)."""
+    known = modules(root)
+    after: dict[str, set[str]] = {name: set() for name in known}
+    for found in imports(root):
+        if found.target != found.source:
+            after[found.source].add(found.target)
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in sorted(after[name]):
+            if other not in number:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], number[other])
+        if low[name] == number[name]:
+            at = stack.index(name)
+            group = stack[at:]
+            del stack[at:]
+            if len(group) > 1:
+                groups.append(sorted(group))
+
+    for name in known:
+        if name not in number:
+            visit(name)
+    return groups
+
+
+def table(root: Path = ROOT) -> list[str]:
+    """Returns a line for each room: name, files, lines, and the names it imports of each other."""
+    between: Counter[tuple[str, str]] = Counter(
+        (room(found.source), room(found.target)) for found in imports(root)
+    )
+    lines = [f"{'room':12} {'files':>5} {'lines':>6}  imports"]
+    for name in ROOMS:
+        files = sorted((root / PACKAGE / name).rglob("*.py"))
+        count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        others = [f"{o} {between[name, o]}" for o in ROOMS if o != name and between[name, o]]
+        lines.append(f"{name:12} {len(files):5} {count:6}  {', '.join(others) or '-'}")
+    return lines
+
+
+def main() -> None:
+    """Prints what the arguments ask for."""
+    parser = argparse.ArgumentParser(description="The rooms of the package, from the ground up.")
+    parser.add_argument("--upward", action="store_true", help="imports against the order")
+    parser.add_argument("--circles", action="store_true", help="files in a circle of imports")
+    chosen = parser.parse_args()
+    if chosen.upward:
+        print("\n".join(map(str, upward())) or "no import goes against the order")
+    elif chosen.circles:
+        print("\n".join(" ".join(group) for group in circles()) or "no circle of imports")
+    else:
+        print("\n".join(table()))
+
+
+if __name__ == "__main__":
+    main()
