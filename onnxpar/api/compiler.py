@@ -9,7 +9,6 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.api.divide_training import DividedTraining, divide_training
-from onnxpar.autodiff.recomputation.candidates import RecomputeOptions
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.symbols import Symbol
@@ -18,21 +17,22 @@ from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import in_memory, load, normalise, read, symbol_table
 from onnxpar.graph.dump import Dumper
+from onnxpar.graph.places import ONE_PLACE, Places
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.graph.validity import blamed_on_model
-from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.operator import OpDef
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
 from onnxpar.partition.partitioner import partition
-from onnxpar.propagation.walk import Rules, propagate
+from onnxpar.propagation.walk import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import settled
-from onnxpar.stages.cut import ONE_PLACE, Places
 from onnxpar.stages.programs import Staging
 from onnxpar.strategy import Strategy, resolve, resolved, strategy_for
+from onnxpar.strategy.recompute_entry import RecomputeOptions
 from onnxpar.strategy.save import plan_data, write_strategy
 
 NOTE = """The strategy as resolved: `onnxpar shard MODEL --strategy` of this file divides alike.

@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.autodiff.append_loss import LossInfo, append_loss, append_metrics
-from onnxpar.autodiff.optimizer import ParameterInfo, StateKind, state_name
+from onnxpar.autodiff.optimizer import StateKind, state_name
 from onnxpar.autodiff.recomputation.choice import Measure, recomputed
 from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.autodiff.training_program import Prepared, TrainingSpec, prepare_training
@@ -26,21 +26,21 @@ from onnxpar.core.symbols import Symbol, dim_str
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import Shards, shard_states
 from onnxpar.frontend.load import symbol_table
+from onnxpar.graph.places import ONE_PLACE, Places, with_added
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.norm.running_statistics import infer_with_statistics
 from onnxpar.ops.random.draws import stop_dropping
 from onnxpar.parameters.recognise import Recognised
-from onnxpar.parameters.trainable import Selection
+from onnxpar.parameters.trainable import ParameterInfo, Selection
 from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline, States
 from onnxpar.partition.partitioner import partition
 from onnxpar.partition.program_memory import program_memory, total_bytes
-from onnxpar.propagation.walk import Rules, propagate
+from onnxpar.propagation.walk import propagate
 from onnxpar.search.decide import settled
 from onnxpar.stages.buffers import Buffers
-from onnxpar.stages.cut import ONE_PLACE, Places, with_added
 from onnxpar.stages.programs import Staging, plan_copies
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.strategy import Strategy, resolve

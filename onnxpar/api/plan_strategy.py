@@ -16,8 +16,8 @@ from onnxpar.facts.program import Program
 from onnxpar.frontend.load import load
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
+from onnxpar.ops.node_rules import Rules
 from onnxpar.parameters.recognise import read_parameters
-from onnxpar.propagation.walk import Rules
 from onnxpar.search.decide import decide
 from onnxpar.search.find import Found, Told
 from onnxpar.search.ways import Objective, Pricing, Way

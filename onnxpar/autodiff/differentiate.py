@@ -17,12 +17,14 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError, RuleError
 from onnxpar.frontend.expand import expand_by_body
 from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.keys import GRADIENT_OF, VIRTUAL_STAGE
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.reads import read_by
-from onnxpar.graph.shapes import GRADIENT_OF, VIRTUAL_STAGE, NodeView, ShapeEnv
+from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.table import REGISTRY
-from onnxpar.stages.cut import virtual_stage_of
 
 GRADIENT_PREFIX = "onnxpar.grad."
 MIN_OPSET = 13

@@ -34,6 +34,7 @@ from onnxpar.ops.functions import (
     Function,
     attach_functions,
 )
+from onnxpar.parameters.trainable import ParameterInfo
 
 GRAD_NORM = "onnxpar.grad_norm"
 HYPER = "onnxpar.hyper."
@@ -89,32 +90,6 @@ _PREFIXES = {
 def state_name(kind: StateKind, parameter: str) -> str:
     """Returns the name of a parameter's state, such as `onnxpar.grad.fc1.weight`."""
     return _PREFIXES[kind] + parameter
-
-
-@dataclass(frozen=True)
-class ParameterInfo:
-    """A parameter that is trained.
-
-    Attributes:
-        name: Its name in the model.
-        dtype: Its element type, floating.
-        shape: Its global shape.
-        decay: Whether weight decay applies to it.
-        norm_group: Parameters of one group are added up first in the gradient norm. Where those
-            whose gradients are split over the same devices share a group, the norm costs one
-            reduction for each group instead of one for each parameter.
-        stages: The pipeline stages that have a copy of it, where there are several: its gradient
-            is the sum of theirs.
-        counted: Whether its gradient counts in the norm of this stage; of copies, one does.
-    """
-
-    name: str
-    dtype: ir.DataType
-    shape: tuple[int, ...]
-    decay: bool = True
-    norm_group: str = ""
-    stages: tuple[int, ...] = ()
-    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,14 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
+from onnxpar.graph.places import Copy
 from onnxpar.graph.shapes import ShapeEnv, shapes
-from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.norm.running_statistics import forms, keep_statistics
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.random.draws import idle_dropouts
 from onnxpar.parameters.recognise import Recognised
 from onnxpar.parameters.trainable import FROZEN, Selection, select
-from onnxpar.propagation.walk import Rules
-from onnxpar.stages.placement import Copy
 
 
 @dataclass(frozen=True)

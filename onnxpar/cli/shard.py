@@ -13,7 +13,6 @@ from onnxpar.api.divide_training import DividedTraining
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.mixed_precision import parse_compute
 from onnxpar.autodiff.optimizer import StateKind, parse_optimizer
-from onnxpar.autodiff.recomputation.candidates import AGAIN
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import (
     TRAINING,
@@ -31,7 +30,7 @@ from onnxpar.cli.options import (
 )
 from onnxpar.core.errors import ModelError, SymbolError
 from onnxpar.core.symbols import Symbol
-from onnxpar.strategy.recompute_entry import parse_recompute
+from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
 
 SHOWN = 5
 

@@ -15,8 +15,8 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, SPECIAL, OpRule
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, SymbolTable
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.node_cost import CostFn, Share, by_rule
 from onnxpar.resharding.steps import legs, reachable
 

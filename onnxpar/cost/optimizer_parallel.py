@@ -17,7 +17,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, project, shardings
-from onnxpar.propagation.walk import Rules
+from onnxpar.ops.node_rules import Rules
 
 THRESHOLD = 64 << 10
 LEVELS = (0, 1, 2, 3)

@@ -14,7 +14,7 @@ from onnxpar.cost.live_memory import Made, Step, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.kernel_memory import call, kernel
-from onnxpar.propagation.walk import Rules
+from onnxpar.ops.node_rules import Rules
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim, SymbolTable, symbols_of
-from onnxpar.propagation.walk import Rules
+from onnxpar.ops.node_rules import Rules
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim, symbols_of
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.node_rules import Rules
 from onnxpar.ops.operator import OpDef
-from onnxpar.propagation.walk import Rules
 
 
 @dataclass(frozen=True)

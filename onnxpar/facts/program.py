@@ -11,10 +11,12 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.live_memory import Step
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel, shard_states
 from onnxpar.cost.price import Price, price
+from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.graph.shapes import GRADIENT_OF, ShapeEnv
-from onnxpar.propagation.walk import Alike, Rules, alike, propagate
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.node_rules import Rules
+from onnxpar.propagation.walk import Alike, alike, propagate
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from onnx_shape_inference import ShapeInferenceContext, registry
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
 from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.keys import NOT_EXPANDED
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.reads import read_by
-from onnxpar.graph.shapes import NOT_EXPANDED, NodeView, read_shapes, shapes
+from onnxpar.graph.shapes import read_shapes, shapes
 from onnxpar.ops.elementwise.cast import fold_casts
 from onnxpar.ops.function_body import (
     BodyNode,

@@ -36,11 +36,11 @@ from onnxpar.graph.closure import (
     lift_constants,
     uncapture,
 )
+from onnxpar.graph.keys import ANNOTATION
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
 from onnxpar.ops.inference import correct_inference
 from onnxpar.ops.limits import least_sizes, size_limits
-from onnxpar.strategy.annotation_reader import METADATA
 
 MIN_OPSET = 7
 _PLAIN_OPSET = 20
@@ -167,7 +167,7 @@ def normalise(model: ir.Model) -> ir.Model:
     name_nodes(model.graph)
     # They are of the whole model, and have been read.
     model.device_configurations = ()
-    model.metadata_props.pop(METADATA, None)
+    model.metadata_props.pop(ANNOTATION, None)
     for node in model.graph.all_nodes():
         node.device_configurations = ()
     check_operators(model, opset)

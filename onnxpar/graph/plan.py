@@ -13,7 +13,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, WHOLE, Operand, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding, canonical_dim
 from onnxpar.core.symbols import Dim, SymbolTable, exact_div, symbols_of
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 
 Factors = Mapping[str, DimSharding]
 

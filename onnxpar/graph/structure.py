@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import WHOLE, Operand, OpRule
 from onnxpar.core.symbols import Dim, SymbolTable, exact_div
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
-from onnxpar.graph.shapes import NodeView
 
 
 @dataclass(frozen=True)

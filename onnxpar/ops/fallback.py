@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError, ShardingError
 from onnxpar.core.rule import ABSENT, REPLICATED, WHOLE, Operand, OpRule
 from onnxpar.core.symbols import Dim, symbols_of
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
-from onnxpar.graph.shapes import NodeView
 
 
 def replicated_rule(view: NodeView) -> OpRule:

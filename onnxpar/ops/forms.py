@@ -10,8 +10,8 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding import block_start, fill_value, select, valid_count
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.local import LocalNode
 
 BOOL = ir.DataType.BOOL

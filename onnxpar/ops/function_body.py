@@ -19,7 +19,8 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError, RuleError
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.shapes import EXPANDED_FROM, EXPANDED_OPERANDS, VIRTUAL_STAGE, NodeView
+from onnxpar.graph.keys import EXPANDED_FROM, EXPANDED_OPERANDS, VIRTUAL_STAGE
+from onnxpar.graph.node_view import NodeView
 
 _GRAPH_KINDS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 

@@ -9,9 +9,9 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64, GraphBuilder
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding import mask_component
 from onnxpar.graph.plan import NodePlan, factor_sizes
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.resharding.steps import moved_bytes
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onnxpar.core.rule import ANY, OpRule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 
 Shape = tuple[int, ...]
 

@@ -1,16 +1,36 @@
 """The sharding rule of every node of a model, from the table of operators."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError, RuleError
 from onnxpar.core.rule import OpRule
-from onnxpar.graph.shapes import NOT_EXPANDED, NodeView, ShapeEnv
+from onnxpar.graph.keys import NOT_EXPANDED
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.fallback import replicated_rule, settle
+from onnxpar.ops.node_cost import CostFn
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.table import REGISTRY
-from onnxpar.propagation.walk import Rules
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rule of every node of a model, by node name.
+
+    Attributes:
+        rules: The sharding rules.
+        views: What the rules saw.
+        reasons: For nodes that are computed replicated: why.
+        costs: What a device computes and moves, for nodes whose operator says it.
+    """
+
+    rules: Mapping[str, OpRule]
+    views: Mapping[str, NodeView]
+    reasons: Mapping[str, str]
+    costs: Mapping[str, CostFn] = field(default_factory=dict)
 
 
 def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError, RuleError
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.function_body import BodyFn
 from onnxpar.ops.gradient import Gradient
 from onnxpar.ops.local import LocalNode, copy_node

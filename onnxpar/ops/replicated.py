@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 
 _TEXT = "it computes with text, which no collective moves"

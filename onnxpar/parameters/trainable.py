@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.autodiff.optimizer import ParameterInfo
 from onnxpar.core.errors import ModelError
 from onnxpar.core.names import SHOWN, nearest
 from onnxpar.ops.roles import is_statistic, reads_elements
@@ -19,6 +18,32 @@ CONSTANT = "constant"
 EMPTY = "no element"
 STATISTIC = "running statistic"
 NAMED = "--trainable names it"
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter that is trained.
+
+    Attributes:
+        name: Its name in the model.
+        dtype: Its element type, floating.
+        shape: Its global shape.
+        decay: Whether weight decay applies to it.
+        norm_group: Parameters of one group are added up first in the gradient norm. Where those
+            whose gradients are split over the same devices share a group, the norm costs one
+            reduction for each group instead of one for each parameter.
+        stages: The pipeline stages that have a copy of it, where there are several: its gradient
+            is the sum of theirs.
+        counted: Whether its gradient counts in the norm of this stage; of copies, one does.
+    """
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    decay: bool = True
+    norm_group: str = ""
+    stages: tuple[int, ...] = ()
+    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from onnxpar.graph.cleanup import remove_unused
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.control.body_rule import is_zero
+from onnxpar.ops.node_rules import Rules
 from onnxpar.ops.operator import OpDef
 from onnxpar.partition.partitioner import _Partition
-from onnxpar.propagation.walk import Rules
 
 Known = tuple[ir.Value, Sharding, ir.Value, bool]
 """What a body captures: the global value, how it lies, the local one, whether padding is 0."""

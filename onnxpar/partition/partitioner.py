@@ -20,18 +20,18 @@ from onnxpar.graph.builder import GENERATED, PLACE, GraphBuilder, ir_shape
 from onnxpar.graph.cleanup import remove_unused
 from onnxpar.graph.closure import CAPTURED, open_node
 from onnxpar.graph.padding import mask_padding
+from onnxpar.graph.places import ONE_PLACE, Places
 from onnxpar.graph.plan import NodePlan, Plan, varying
 from onnxpar.graph.reads import read_by
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.local import LocalNode
+from onnxpar.ops.node_rules import Rules
 from onnxpar.ops.operator import OpDef
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, States
 from onnxpar.propagation.conflicts import Conflict, conflicts
-from onnxpar.propagation.walk import Rules
 from onnxpar.resharding.lowering import emit_reshard
 from onnxpar.resharding.steps import cheapest_way
-from onnxpar.stages.cut import ONE_PLACE, Places
 
 INLINE_ELEMENTS = 1024
 STATELESS = States()

@@ -16,8 +16,8 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, PARALLEL, SPECIAL, WHOLE, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import SymbolTable
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Factors, NodePlan, factor_sizes, may_stay_partial, project, shardings
-from onnxpar.graph.shapes import NodeView
 from onnxpar.graph.structure import Part, Parts
 from onnxpar.propagation.dual import Dual
 

@@ -17,11 +17,12 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.core.symbols import Dim
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Factors, NodePlan, Plan, factor_sizes, project, shardings
-from onnxpar.graph.shapes import NodeView, ShapeEnv
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.node_rules import Rules
 from onnxpar.propagation.choice import Chooser, Situation
 from onnxpar.propagation.partial_hints import pending_hints
-from onnxpar.propagation.walk import Rules
 from onnxpar.resharding.steps import Way, cheapest_way
 
 REDUCING = ("slice", "all_reduce", "reduce_scatter")

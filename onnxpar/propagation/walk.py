@@ -17,6 +17,8 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.core.symbols import symbols_of
+from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import (
     NodePlan,
     Plan,
@@ -27,9 +29,9 @@ from onnxpar.graph.plan import (
     varying,
 )
 from onnxpar.graph.seeds import Seeds
-from onnxpar.graph.shapes import GRADIENT_OF, NodeView, ShapeEnv
+from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.graph.structure import Parts, structure
-from onnxpar.ops.node_cost import CostFn
+from onnxpar.ops.node_rules import Rules
 from onnxpar.propagation.choice import Chooser, Situation, leaving
 from onnxpar.propagation.dual import Dual, dual
 from onnxpar.propagation.graph_inputs import entering
@@ -39,23 +41,6 @@ from onnxpar.resharding.steps import cheapest_way, reachable
 ROUNDS, MOST_ROUNDS = 2, 4
 FORBIDDEN = 1 << 60
 """Bytes; the price of moving a tensor between ranks that have different sizes of it."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The rule of every node of a model, by node name.
-
-    Attributes:
-        rules: The sharding rules.
-        views: What the rules saw.
-        reasons: For nodes that are computed replicated: why.
-        costs: What a device computes and moves, for nodes whose operator says it.
-    """
-
-    rules: Mapping[str, OpRule]
-    views: Mapping[str, NodeView]
-    reasons: Mapping[str, str]
-    costs: Mapping[str, CostFn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from onnxpar.core.rule import format_rule
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, dim_text
 from onnxpar.graph.builder import Collective
+from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.graph.shapes import ShapeEnv, shapes
+from onnxpar.ops.node_rules import Rules
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.propagation.conflicts import Conflict
-from onnxpar.propagation.walk import Rules
 from onnxpar.report.stage_data import count_of_bytes, stage_data
 from onnxpar.resharding.steps import OPERATORS
-from onnxpar.stages.cut import virtual_stage_of
 
 Json = dict[str, Any]
 

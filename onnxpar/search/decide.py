@@ -20,10 +20,10 @@ from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find import UNLIMITED, Candidate, Found, SearchSpec, Told, find
 from onnxpar.search.ways import SLOWDOWN, Objective, Pricing, Way
 from onnxpar.stages.assignment import assigned
-from onnxpar.stages.stage_price import Split
+from onnxpar.stages.stage_price import Split, StagedPrice
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.resolve import resolve
-from onnxpar.strategy.save import pipeline_data, strategy_data
+from onnxpar.strategy.save import strategy_data
 from onnxpar.strategy.schema import SEARCH, Strategy
 
 MICRO_BATCHES = 8
@@ -385,3 +385,19 @@ def _in_time(
             high = min(limit, tried.chosen.memory)
             best = tried if fits(tried) else best
     return best
+
+
+def pipeline_data(staged: StagedPrice, micro_batches: int | None) -> dict[str, Any]:
+    """Returns the section `pipeline` of a strategy file that cuts a model so.
+
+    Args:
+        staged: How it is cut.
+        micro_batches: Of a step, where that is said.
+    """
+    split = staged.split
+    data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}
+    if micro_batches is not None:
+        data["micro_batches"] = micro_batches
+    if split.chunks > 1:
+        data["chunks"] = split.chunks
+    return data | {"assign": dict(staged.assign)}

@@ -16,7 +16,7 @@ from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.graph.plan import shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.propagation.walk import Rules
+from onnxpar.ops.node_rules import Rules
 from onnxpar.search.exact import best, least
 from onnxpar.search.flow import Flow, Item, flow
 from onnxpar.search.options import Option, options

@@ -8,10 +8,12 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.symbols import Dim, SymbolTable
-from onnxpar.graph.shapes import GRADIENT_OF, NodeView, ShapeEnv
+from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.graph.structure import Parts, merged, structure
 from onnxpar.ops.node_cost import CostFn
-from onnxpar.propagation.walk import Rules
+from onnxpar.ops.node_rules import Rules
 
 WEIGHT = 1024
 """Elements from which a parameter, or an input of real numbers, counts as a weight. What depends on

@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from onnxpar.autodiff.optimizer import (
     OptimizerKind,
-    ParameterInfo,
     StateKind,
     StateProgram,
     accumulation_model,
@@ -25,6 +24,7 @@ from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.forms import DOUBLE
 from onnxpar.ops.node_rules import find_rules
+from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar.partition.partitioned_model import GraphInput, PartitionedModel, States
 from onnxpar.partition.partitioner import partition
 from onnxpar.propagation.walk import propagate

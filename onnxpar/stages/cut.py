@@ -12,7 +12,7 @@ reads it computes it for itself, see `onnxpar.stages.placement`.
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -22,8 +22,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import StrategyError
+from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.places import Places, virtual_stage_of
 from onnxpar.graph.reads import read_by
-from onnxpar.graph.shapes import GRADIENT_OF, VIRTUAL_STAGE
 from onnxpar.ops.fallback import draws
 
 
@@ -356,38 +357,6 @@ def where_needed(
         for value in read_by(node):
             wanted.setdefault(value, set()).update(mine)
     return dict(reversed(found.items()))
-
-
-def virtual_stage_of(node: ir.Node) -> int:
-    """Returns the virtual stage that a node belongs to; 0 where the model is not cut."""
-    return int(node.metadata_props.get(VIRTUAL_STAGE, "0"))
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where each node and output of a program runs: places are programs of virtual stages.
-
-    Attributes:
-        virtual_stage: That of each place.
-        nodes: The place of each node, by name.
-        outputs: The place of each graph output, by name.
-    """
-
-    virtual_stage: tuple[int, ...]
-    nodes: Mapping[str, int]
-    outputs: Mapping[str, int]
-
-
-ONE_PLACE = Places((0,), {}, {})
-"""The only place of a program that is not cut."""
-
-
-def with_added(places: Places, added: Mapping[str, str]) -> Places:
-    """Returns the places of a program with further nodes, each with the node beside it."""
-    if not places.nodes:
-        return places
-    nodes = {name: places.nodes[beside] for name, beside in added.items()}
-    return replace(places, nodes={**places.nodes, **nodes})
 
 
 def forward_places(graph: ir.Graph, virtual_stages: int) -> Places:

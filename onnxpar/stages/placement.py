@@ -8,26 +8,12 @@ head, too; Narayanan et al., 2021).
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from onnxpar.graph.keys import VIRTUAL_STAGE
+from onnxpar.graph.places import Copy, Places, virtual_stage_of
 from onnxpar.graph.reads import read_by
-from onnxpar.graph.shapes import VIRTUAL_STAGE
-from onnxpar.stages.cut import Places, virtual_stage_of
-
-
-@dataclass(frozen=True)
-class Copy:
-    """An initializer that stands for another one in a further stage.
-
-    Attributes:
-        original: Name of that other one.
-        stage: The stage.
-    """
-
-    original: str
-    stage: int
 
 
 def put_stages(

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.autodiff.training_program import Prepared
 from onnxpar.core.errors import ModelError
+from onnxpar.graph.places import Copy, Places, virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import ShapeEnv
@@ -15,16 +16,14 @@ from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
 from onnxpar.propagation.walk import propagate
 from onnxpar.stages.assignment import decide_virtual_stages
 from onnxpar.stages.cut import (
-    Places,
     chain_of,
     floating,
     forward_places,
     known_virtual_stages,
     training_places,
-    virtual_stage_of,
     where_needed,
 )
-from onnxpar.stages.placement import Copy, order_by_place, put_stages, virtual_stages_by_name
+from onnxpar.stages.placement import order_by_place, put_stages, virtual_stages_by_name
 from onnxpar.stages.split import StageProgram, split
 from onnxpar.stages.stage_price import Split
 from onnxpar.strategy import Strategy

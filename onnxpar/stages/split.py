@@ -16,10 +16,10 @@ import onnx_ir as ir
 from onnxpar.core.errors import ShardingError
 from onnxpar.graph.builder import DOMAIN, PLACE
 from onnxpar.graph.cleanup import remove_unused
+from onnxpar.graph.places import Copy, Places
 from onnxpar.graph.reads import read_by
 from onnxpar.partition.partitioned_model import Handed, PartitionedModel, States
-from onnxpar.stages.cut import Places
-from onnxpar.stages.placement import Copy, replace_reads
+from onnxpar.stages.placement import replace_reads
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from onnxpar.core.machine import Link
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.live_memory import Step, live_peak
 from onnxpar.cost.price import Price
+from onnxpar.graph.keys import EXPANDED_FROM, GRADIENT_OF
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.reads import read_by
-from onnxpar.graph.shapes import EXPANDED_FROM, GRADIENT_OF
 from onnxpar.stages.cut import Chain, Costs, cut_chain
 
 

@@ -7,7 +7,7 @@ split axes of the tensor, in the tensor's order. An entry of the list is a devic
 group of devices that all hold the shard. `pipeline_stage` is the virtual stage that a node is
 of (see `onnxpar.stages.cut`); the devices of a stage are neighbours, those of stage 0 first.
 
-What the fields have no place for stands in the model's metadata under `METADATA`, written by
+What the fields have no place for stands in the model's metadata under `ANNOTATION`, written by
 `onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and
 parameters lie before a node reads them, the schedule of a pipeline, and which nodes the user spoke
 of. Values that wait for a
@@ -26,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Symbol
+from onnxpar.graph.keys import ANNOTATION
 from onnxpar.strategy.problems import in_words, problem
 
-METADATA = "onnxpar.annotation"
 MAX_DEVICES = 1 << 16
 MIN_IR_VERSION = 11
 """The first that has the fields."""
@@ -195,7 +195,7 @@ def read_annotation(
     chosen = _chosen(source, nodes, sizes, devices)
     mine = [(node, _configuration(source, node, chosen)) for node in nodes]
     virtual_stages = _virtual_stages(source, mine)
-    extras = _extras(source, metadata.get(METADATA))
+    extras = _extras(source, metadata.get(ANNOTATION))
     stages = _stages(source, virtual_stages, sizes[chosen], extras)
     size = sizes[chosen] // stages
     specs = tuple(_node(source, node, entry, size, virtual_stages, stages) for node, entry in mine)
@@ -355,7 +355,7 @@ def _stages(source: str, virtual_stages: int, devices: int, extras: Extras) -> i
     chunks = 1 if extras.pipeline is None else extras.pipeline.chunks
     if virtual_stages % chunks:
         raise StrategyError(
-            f"{source}: metadata {METADATA!r}: expected chunks that divide the "
+            f"{source}: metadata {ANNOTATION!r}: expected chunks that divide the "
             f"{virtual_stages} pipeline "
             f"stages of the nodes, got {chunks}"
         )
@@ -484,13 +484,13 @@ def _extras(source: str, text: str | None) -> Extras:
     except ValidationError as error:
         first = error.errors()[0]
         raise StrategyError(
-            f"{source}: metadata {METADATA!r}: {in_words(first['loc'])}{problem(first)}"
+            f"{source}: metadata {ANNOTATION!r}: {in_words(first['loc'])}{problem(first)}"
         ) from None
 
 
 def _checked(source: str, extras: Extras, devices: int) -> dict[str, Symbol]:
     """Checks what the metadata says of a mesh of so many devices; returns its symbols."""
-    title = f"{source}: metadata {METADATA!r}"
+    title = f"{source}: metadata {ANNOTATION!r}"
     for what, sizes in (("axes", list(extras.axes.values())), ("atoms", extras.atoms)):
         if sizes and prod(sizes) != devices:
             raise StrategyError(

@@ -23,18 +23,13 @@ from onnxpar.core.names import nearest
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Component, DimSharding, Sharding, canonical_dim
 from onnxpar.core.symbols import Dim, as_dim, dim_str
+from onnxpar.graph.keys import ANNOTATION, EXPANDED_OPERANDS
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, may_stay_partial, operand_sharding, project, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.graph.shapes import EXPANDED_OPERANDS, NodeView, ShapeEnv
-from onnxpar.propagation.walk import Rules
-from onnxpar.strategy.annotation_reader import (
-    METADATA,
-    Annotation,
-    Layout,
-    NodeSpec,
-    Piece,
-    TensorSpec,
-)
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.node_rules import Rules
+from onnxpar.strategy.annotation_reader import Annotation, Layout, NodeSpec, Piece, TensorSpec
 from onnxpar.strategy.outputs import check_sizes
 from onnxpar.strategy.replaced_nodes import Replaced, bodies_by_results
 
@@ -261,7 +256,7 @@ class _Reader:
         """Reads what the metadata says of graph inputs or parameters."""
         found = {}
         for name, layout in layouts.items():
-            title = f"{self.annotation.source}: metadata {METADATA!r}: {kind} {name!r}"
+            title = f"{self.annotation.source}: metadata {ANNOTATION!r}: {kind} {name!r}"
             if name not in known:
                 raise StrategyError(
                     f"{title}: expected the name of one of the model{nearest(name, known)}"
@@ -282,7 +277,7 @@ class _Reader:
     def build_mesh(self) -> Mesh:
         devices, extras = self.annotation.devices, self.annotation.extras
         rows = [tuple(extras.atoms)] if extras.atoms else []
-        title = f"{self.annotation.source}: metadata {METADATA!r}"
+        title = f"{self.annotation.source}: metadata {ANNOTATION!r}"
         for row, where in [((), title), *((r, t) for r, t in self.cuts.items() if r[0] > 1)]:
             if row:
                 count, stride = row

@@ -17,18 +17,13 @@ from onnxpar.core.errors import StrategyError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol, dim_str
+from onnxpar.graph.keys import ANNOTATION
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import Plan
-from onnxpar.graph.shapes import NodeView, ShapeEnv
-from onnxpar.propagation.walk import Rules
-from onnxpar.stages.cut import virtual_stage_of
-from onnxpar.strategy.annotation_reader import (
-    METADATA,
-    MIN_IR_VERSION,
-    Extras,
-    Layout,
-    Schedule,
-    bodies_of,
-)
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.node_rules import Rules
+from onnxpar.strategy.annotation_reader import MIN_IR_VERSION, Extras, Layout, Schedule, bodies_of
 from onnxpar.strategy.annotation_seeds import runs_of
 from onnxpar.strategy.replaced_nodes import bodies_by_results
 from onnxpar.strategy.save import symbol_data
@@ -98,7 +93,7 @@ def annotate_proto(
             chunks=pipeline.chunks,
         ),
     )
-    proto.metadata_props.add(key=METADATA, value=extras.model_dump_json(exclude_defaults=True))
+    proto.metadata_props.add(key=ANNOTATION, value=extras.model_dump_json(exclude_defaults=True))
     return count
 
 
@@ -109,7 +104,7 @@ def _forget(proto: onnx.ModelProto) -> None:
         inner += graph.node
     for node in (*inner, *proto.graph.node):
         node.ClearField("device_configurations")
-    kept = [entry for entry in proto.metadata_props if entry.key != METADATA]
+    kept = [entry for entry in proto.metadata_props if entry.key != ANNOTATION]
     proto.ClearField("metadata_props")
     proto.metadata_props.extend(kept)
 

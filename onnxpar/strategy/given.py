@@ -12,7 +12,7 @@ from onnxpar.core.layout import TensorLayout
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.graph.plan import factor_sizes, operand_sharding, project
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.propagation.walk import Rules
+from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.operands import Site, counts_of, numeric_factors, show
 from onnxpar.strategy.schema import NodeEntry
 from onnxpar.strategy.tensor_entry import TensorEntry, read_tensor

@@ -14,8 +14,8 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import WHOLE, OpRule
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
-from onnxpar.graph.shapes import NodeView
 from onnxpar.strategy.tensor_entry import Part, TensorEntry, run_of
 
 

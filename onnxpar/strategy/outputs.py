@@ -6,8 +6,8 @@ from onnxpar.core.errors import ShardingError, StrategyError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import REDUCTIONS, DimSharding, Sharding
 from onnxpar.core.symbols import Dim, dim_str
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, operand_sharding, project
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.fallback import readable
 from onnxpar.strategy.operands import Site, Unit, check_rank, counts_of, is_named, show, splits_of
 from onnxpar.strategy.tensor_entry import TensorEntry

@@ -1,18 +1,56 @@
 """The entry `recompute` of a strategy file, and the same on the command line."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from onnxpar.autodiff.recomputation.candidates import COMMUNICATION, NOTHING, RecomputeOptions
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.machine import parse_bytes
 from onnxpar.core.names import nearest
 
+KEEP, AGAIN = "keep", "recompute"
+COMMUNICATION = (KEEP, AGAIN)
 LAYERS, AUTO = "layers", "auto"
 _KEYS = ("nodes", "layers", "memory", "sizes", "communication")
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """What the user asks to recompute.
+
+    Attributes:
+        nodes: Names of nodes, and patterns of them (`fnmatch`).
+        layers: Every so many-th layer of those that repeat; 0 none.
+        communication: Whether what collectives inside brought is kept, or communicated again.
+        memory: Bytes that a device may hold in training; as little is recomputed as that needs.
+        sizes: Sizes of symbols to hold that for; a typical size of those not named.
+        where: Where the user said so, for messages.
+    """
+
+    nodes: tuple[str, ...] = ()
+    layers: int = 0
+    communication: str = AGAIN
+    memory: int | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    where: str = field(default="recompute", compare=False)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a strategy file says of it."""
+        said: dict[str, Any] = {"nodes": list(self.nodes)} if self.nodes else {}
+        said |= {"layers": self.layers} if self.layers else {}
+        said |= {"memory": self.memory} if self.memory is not None else {}
+        said |= {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {**said, "communication": self.communication}
+
+    def __bool__(self) -> bool:
+        """Whether anything is to be recomputed."""
+        return bool(self.nodes or self.layers or self.memory is not None)
+
+
+NOTHING = RecomputeOptions()
 
 
 def read_recompute(entry: object) -> RecomputeOptions:

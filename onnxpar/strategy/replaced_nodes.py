@@ -14,10 +14,12 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.core.symbols import Dim
+from onnxpar.graph.keys import EXPANDED_OPERANDS
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, project
 from onnxpar.graph.seeds import NodeSeed
-from onnxpar.graph.shapes import EXPANDED_OPERANDS, NodeView, ShapeEnv
-from onnxpar.propagation.walk import Rules
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.schema import NodeEntry
 from onnxpar.strategy.tensor_entry import TensorEntry
 

@@ -14,10 +14,11 @@ from onnxpar.core.names import match, nearest
 from onnxpar.core.rule import SPECIAL, WHOLE
 from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim, dim_str
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.graph.shapes import NodeView, ShapeEnv
-from onnxpar.propagation.walk import Rules
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.annotation_seeds import annotated_seeds
 from onnxpar.strategy.operands import (
     Site,

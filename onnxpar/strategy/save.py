@@ -15,8 +15,7 @@ from onnxpar.core.symbols import Symbol, dim_str
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.graph.plan import Factors, Plan, factor_sizes, operand_sharding
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.propagation.walk import Rules
-from onnxpar.stages.stage_price import StagedPrice
+from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.schema import SEARCH, Strategy
 
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
@@ -97,22 +96,6 @@ def plan_data(
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
     return data
-
-
-def pipeline_data(staged: StagedPrice, micro_batches: int | None) -> dict[str, Any]:
-    """Returns the section `pipeline` of a strategy file that cuts a model so.
-
-    Args:
-        staged: How it is cut.
-        micro_batches: Of a step, where that is said.
-    """
-    split = staged.split
-    data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}
-    if micro_batches is not None:
-        data["micro_batches"] = micro_batches
-    if split.chunks > 1:
-        data["chunks"] = split.chunks
-    return data | {"assign": dict(staged.assign)}
 
 
 def _parallel(options: OptimizerParallel) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from onnxpar.autodiff.recomputation.candidates import NOTHING, RecomputeOptions
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import WHOLE
 from onnxpar.core.machine import parse_bytes
@@ -26,10 +25,11 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.names import nearest
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, OptimizerParallel
-from onnxpar.strategy.annotation_reader import METADATA, Annotation
+from onnxpar.graph.keys import ANNOTATION
+from onnxpar.strategy.annotation_reader import Annotation
 from onnxpar.strategy.document import Document, Location, parse_document, read_document
 from onnxpar.strategy.problems import in_words, problem
-from onnxpar.strategy.recompute_entry import read_recompute
+from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions, read_recompute
 from onnxpar.strategy.tensor_entry import (
     DimEntry,
     TensorEntry,
@@ -382,7 +382,7 @@ def _annotated_pipeline(annotation: Annotation) -> PipelineEntry | None:
         return PipelineEntry.model_validate({"stages": annotation.stages, **known})
     except ValidationError as error:
         raise StrategyError(
-            f"{annotation.source}: metadata {METADATA!r}: pipeline: {problem(error.errors()[0])}"
+            f"{annotation.source}: metadata {ANNOTATION!r}: pipeline: {problem(error.errors()[0])}"
         ) from None
 
 

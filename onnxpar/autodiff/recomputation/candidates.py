@@ -1,55 +1,15 @@
 """What can be recomputed of a forward pass, and what a layer's share of it is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from onnxpar.facts.layers import Layer, carriers
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.shapes import GRADIENT_OF
+from onnxpar.graph.keys import GRADIENT_OF
 
-KEEP, AGAIN = "keep", "recompute"
-COMMUNICATION = (KEEP, AGAIN)
 _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-
-
-@dataclass(frozen=True)
-class RecomputeOptions:
-    """What the user asks to recompute.
-
-    Attributes:
-        nodes: Names of nodes, and patterns of them (`fnmatch`).
-        layers: Every so many-th layer of those that repeat; 0 none.
-        communication: Whether what collectives inside brought is kept, or communicated again.
-        memory: Bytes that a device may hold in training; as little is recomputed as that needs.
-        sizes: Sizes of symbols to hold that for; a typical size of those not named.
-        where: Where the user said so, for messages.
-    """
-
-    nodes: tuple[str, ...] = ()
-    layers: int = 0
-    communication: str = AGAIN
-    memory: int | None = None
-    sizes: tuple[tuple[str, int], ...] = ()
-    where: str = field(default="recompute", compare=False)
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """What a strategy file says of it."""
-        said: dict[str, Any] = {"nodes": list(self.nodes)} if self.nodes else {}
-        said |= {"layers": self.layers} if self.layers else {}
-        said |= {"memory": self.memory} if self.memory is not None else {}
-        said |= {"sizes": dict(self.sizes)} if self.sizes else {}
-        return {**said, "communication": self.communication}
-
-    def __bool__(self) -> bool:
-        """Whether anything is to be recomputed."""
-        return bool(self.nodes or self.layers or self.memory is not None)
-
-
-NOTHING = RecomputeOptions()
 
 
 @dataclass(frozen=True)

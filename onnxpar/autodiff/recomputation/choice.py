@@ -4,13 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from onnxpar.autodiff.recomputation.candidates import (
-    KEEP,
-    ForwardPass,
-    Loads,
-    RecomputeOptions,
-    by_cost,
-)
+from onnxpar.autodiff.recomputation.candidates import ForwardPass, Loads, by_cost
 from onnxpar.autodiff.recomputation.clones import Planned, Recomputation, recompute
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.names import nearest
@@ -18,6 +12,7 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.price import price
 from onnxpar.facts.layers import find_layers
 from onnxpar.ops.kernel_memory import kernel
+from onnxpar.strategy.recompute_entry import KEEP, RecomputeOptions
 
 
 def recomputed(planned: Planned, options: RecomputeOptions, measure: "Measure") -> Planned:

@@ -14,13 +14,15 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.sharding import Sharding
+from onnxpar.graph.keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, Plan
-from onnxpar.graph.shapes import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE, NodeView, ShapeEnv
+from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.collective.barrier import DEFS, barrier_node, barrier_rule
+from onnxpar.ops.node_rules import Rules
 from onnxpar.ops.operator import OpDef
-from onnxpar.propagation.walk import Rules
 from onnxpar.resharding.steps import cheapest_way
-from onnxpar.stages.cut import virtual_stage_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.sharding import local_size
 from onnxpar.core.symbols import Dim
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding import valid_count
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.forms import BOOL, iota
 from onnxpar.ops.local import LocalNode
 

@@ -9,7 +9,7 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.attention.heads import head_size, in_range
 from onnxpar.ops.attention.parts import places, reshape
 from onnxpar.ops.forms import global_index

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.operator import Missing, OpDef
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.einsum_gradient import einsum_gradient
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.operator import OpDef

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul_gradient import (
     fused_matmul_gradient,
     gemm_gradient,

@@ -21,11 +21,12 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import ABSENT, ANY, REPLICATED, SPECIAL, WHOLE, Operand, OpRule, parse_rule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim
+from onnxpar.graph.node_view import CONST_LIMIT, NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes, operand_sharding, shardings
-from onnxpar.graph.shapes import CONST_LIMIT, NodeView, ShapeEnv, read_shapes
+from onnxpar.graph.shapes import ShapeEnv, read_shapes
 from onnxpar.ops.control.dim_parts import DimParts
+from onnxpar.ops.node_rules import Rules
 from onnxpar.ops.operator import OpDef
-from onnxpar.propagation.walk import Rules
 
 Pending = dict[int, str]
 _SAME_ZEROS = ("Expand", "Identity", "Reshape", "Unsqueeze", "Squeeze")

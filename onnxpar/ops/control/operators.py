@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.closure import bodies_of, own_inputs
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.control.body_rule import Body, BodyAnalysis, Port, Wiring, body_env
 from onnxpar.ops.control.gradient import if_gradient, loop_body, scan_gradient
 from onnxpar.ops.fallback import refuse_random

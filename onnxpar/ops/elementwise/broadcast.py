@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

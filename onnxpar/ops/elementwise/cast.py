@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.elementwise.cast_gradient import cast_gradient
 from onnxpar.ops.forms import cast

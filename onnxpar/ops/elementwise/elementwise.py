@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
 from onnxpar.ops.elementwise.elementwise_gradient import SEVERAL, UNARY
 from onnxpar.ops.forms import BOOL

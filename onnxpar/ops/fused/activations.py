@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul import gemm_rule, on_first
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
 from onnxpar.ops.function_body import BodyNode

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.functions import (
     ADAM_STEP,

@@ -18,7 +18,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, global_index, work_dtype
 from onnxpar.ops.gradient import GradNode

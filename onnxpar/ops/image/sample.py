@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import cast, locate, zero_unless
 from onnxpar.ops.image.sample_body import affine_body, grid_body, roi_body

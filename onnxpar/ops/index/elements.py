@@ -14,8 +14,8 @@ from onnxpar.core.errors import ModelError, ShardingError
 from onnxpar.core.rule import SPECIAL, Operand, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding import fill_value, select
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import (
     BOOL,

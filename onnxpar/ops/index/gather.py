@@ -14,7 +14,7 @@ from onnxpar.core.errors import ShardingError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import cast, locate, normal_axis, zero_unless
 from onnxpar.ops.functions import GATHER_GRAD, MIN_OPSET

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import CONST_LIMIT, NodeView, ShapeEnv
+from onnxpar.graph.node_view import CONST_LIMIT, NodeView
+from onnxpar.graph.shapes import ShapeEnv
 
 _VIEWS = ("Unsqueeze", "Squeeze", "Reshape")
 _SAME = ("Identity", "Cast")

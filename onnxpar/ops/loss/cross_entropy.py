@@ -16,7 +16,7 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
 from onnxpar.ops.functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET

@@ -13,7 +13,7 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import cast, reduce, reduced, work_dtype
 from onnxpar.ops.local import LocalNode

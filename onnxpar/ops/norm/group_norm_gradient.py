@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.gradient import GradNode
 from onnxpar.ops.norm.rows_gradient import pull_back
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.forms import cast, copy_or, normal_axis, reduce, reduced, work_dtype
 from onnxpar.ops.local import LocalNode

@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from onnxpar.graph.builder import GENERATED
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.shapes import VIRTUAL_STAGE, ShapeEnv
+from onnxpar.graph.keys import VIRTUAL_STAGE
+from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.forms import work_dtype
 from onnxpar.ops.roles import is_statistic
 

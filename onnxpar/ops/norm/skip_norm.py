@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contrib_inference import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.forms import cast, reduced, work_dtype

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.forms import FLOAT, cast, copy_or, count_of, normal_axes, normal_axis, reduce
 from onnxpar.ops.local import LocalNode

@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding import mask_component
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.forms import BOOL, FLOAT, cast, reduce
 from onnxpar.ops.local import LocalNode
 

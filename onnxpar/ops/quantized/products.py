@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.forms import FLOAT, cast
 from onnxpar.ops.local import LocalNode

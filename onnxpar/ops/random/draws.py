@@ -18,8 +18,8 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import COUNTERS, DOMAIN, INT64
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding import block_start
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import drops, require_readable
 from onnxpar.ops.forms import BOOL, FLOAT, cast, reduce, work_dtype, zero_unless

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.control.emission import Along, scan
 from onnxpar.ops.function_body import BodyFn, BodyNode
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import ABSENT, REPLICATED, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.forms import BOOL, global_index
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.node_cost import recurs

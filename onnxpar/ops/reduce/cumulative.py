@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.sharding import DimSharding, local_size
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, copy_or, iota, normal_axes, position, reduce, reduced
 from onnxpar.ops.local import LocalNode

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, copy_or, count_of, reduce, reduced_axes, work_dtype
 from onnxpar.ops.local import LocalNode, copy_node

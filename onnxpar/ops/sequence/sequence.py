@@ -19,7 +19,8 @@ import onnx_ir.passes.common as common
 from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.shapes import EXPANDED_FROM, NodeView
+from onnxpar.graph.keys import EXPANDED_FROM
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.function_body import origin
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
 

@@ -14,7 +14,7 @@ from onnxpar.core.rule import REPLICATED, Operand, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import SIZES
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import replicated_rule, require_readable
 from onnxpar.ops.forms import cast, global_index, zero_unless

@@ -15,7 +15,7 @@ import sympy
 from onnxpar.core.errors import ModelError, NodeError, SymbolError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim, SymbolTable
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import readable, require_readable
 from onnxpar.ops.forms import normal_axes

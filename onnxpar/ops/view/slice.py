@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names, broadcast_rule
 from onnxpar.ops.elementwise.elementwise_gradient import where_gradient
 from onnxpar.ops.fallback import require_readable

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local import LocalNode
 
 BATCH, GROUP, FEW, MANY = "N", "G", "C", "M"

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import NodeError
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul import on_first
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.node_cost import convolves

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
 from onnxpar.ops.forms import reduce
 from onnxpar.ops.local import LocalNode

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import cast, count_of, reduce, work_dtype, written_out
 from onnxpar.ops.local import LocalNode

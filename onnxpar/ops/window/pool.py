@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.forms import global_index, iota
 from onnxpar.ops.local import LocalNode

@@ -15,7 +15,7 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.window.halo import Covering, Split, skipped, window

@@ -17,8 +17,8 @@ import onnx_ir as ir
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding import block_start
-from onnxpar.graph.shapes import NodeView
 from onnxpar.ops.forms import cast, iota
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.window.halo import Table, by_place, places

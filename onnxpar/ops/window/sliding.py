@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.symbols import Dim, SymbolTable
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.window.halo import Sliding, Split, Spreading, window

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.shapes import NodeView
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.window.halo import Split, skipped, window
 from onnxpar.ops.window.sliding import SAME, Spatial, constant, kernel_of, split_dims
