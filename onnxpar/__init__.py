@@ -7,6 +7,8 @@ of `mpirun -n 8 onnxpar run` would otherwise spend in vain.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from onnxpar.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from onnxpar.api.annotate import annotate
     from onnxpar.api.compiler import plan
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from onnxpar.frontend.load import load
     from onnxpar.frontend.part import part
     from onnxpar.strategy import Strategy
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Layout",
@@ -47,17 +47,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Layout": ("onnxpar.layout", "Layout"),
+    "Layout": ("onnxpar.core.layout", "Layout"),
     "LossKind": ("onnxpar.autodiff.append_loss", "LossKind"),
     "LossSpec": ("onnxpar.autodiff.append_loss", "LossSpec"),
-    "Mesh": ("onnxpar.mesh", "Mesh"),
+    "Mesh": ("onnxpar.core.mesh", "Mesh"),
     "OnnxparError": ("onnxpar.core.errors", "OnnxparError"),
     "OptimizerKind": ("onnxpar.autodiff.optimizer", "OptimizerKind"),
     "Sharded": ("onnxpar.api.functional", "Sharded"),
     "Sharding": ("onnxpar.core.sharding", "Sharding"),
     "Strategy": ("onnxpar.strategy", "Strategy"),
     "Symbol": ("onnxpar.core.symbols", "Symbol"),
-    "TrainingSpec": ("onnxpar.api.divide_training", "TrainingSpec"),
+    "TrainingSpec": ("onnxpar.autodiff.training_program", "TrainingSpec"),
     "annotate": ("onnxpar.api.annotate", "annotate"),
     "load": ("onnxpar.frontend.load", "load"),
     "part": ("onnxpar.frontend.part", "part"),

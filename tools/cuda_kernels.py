@@ -19,7 +19,6 @@ the CPU's or CUDA's, has a kernel, and ONNX a function: onnxruntime puts that in
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any
 import onnx
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "onnxpar" / "ops" / "cuda_kernels.json"
+TABLE = ROOT / "onnxpar" / "ops" / "device" / "cuda_kernels.json"
 PROVIDER = "CUDAExecutionProvider"
 HOST = "CPUExecutionProvider"
 INTERNAL = "com.ms.internal.nhwc"  # made by onnxruntime's own layout transformation only
@@ -142,20 +141,17 @@ def read_provider() -> Mapping[str, Any]:
     """Returns the table of the installed provider, on stand-in libraries.
 
     Raises:
-        FileNotFoundError: This onnxruntime has no CUDA provider.
-        subprocess.CalledProcessError: A library cannot be built, or the provider does not load.
+        subprocess.CalledProcessError: This onnxruntime has no CUDA provider, a library cannot be
+            built, or the provider does not load.
     """
-    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
-    from standin import libraries
-
     with tempfile.TemporaryDirectory() as folder:
-        libraries.build(Path(folder))
+        libraries = [sys.executable, "-m", "tests.gpu.standin.libraries", folder]
         done = subprocess.run(
-            [sys.executable, __file__, "--dump"],
-            env={**os.environ, **libraries.environment(Path(folder))},
+            [*libraries, sys.executable, str(Path(__file__).resolve()), "--dump"],
             check=True,
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
+            cwd=ROOT,
         )
     table: Mapping[str, Any] = json.loads(done.stdout)
     return table

@@ -18,6 +18,7 @@ from onnxpar.frontend.load import in_memory, read
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.search.decide import settled
+from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.annotation_reader import bodies_of
 from onnxpar.strategy.annotation_writer import annotate_proto
@@ -74,17 +75,15 @@ def annotate(
         proto = read(path)
         strategy = strategy_for(strategy, devices, proto, f"model {str(path)!r}")
         constraints = {**strategy.symbols, **(symbols or {})}
-        analysed = analyse(in_memory(proto, path), constraints)
-        strategy = settled(strategy, analysed.program, constraints)
-        placed, places, plan = plan_in_stages(analysed, strategy)
-        count = annotate_proto(
-            proto, placed.model, plan, placed.rules, placed.env, constraints, strategy.pipeline
-        )
+        program = analyse(in_memory(proto, path), constraints)
+        strategy = settled(strategy, Workload.inference(program), constraints)
+        placed, places, plan = plan_in_stages(program, strategy)
+        count = annotate_proto(proto, placed, plan, constraints, strategy.pipeline)
         if strategy.pipeline is not None:
             # Its nodes have been put into parts.
-            analysed = analyse(in_memory(proto, path), constraints)
+            program = analyse(in_memory(proto, path), constraints)
         written = strategy_for(None, None, proto, f"model {str(out)!r}")
-        _, where, again = plan_in_stages(analysed, written)
+        _, where, again = plan_in_stages(program, written)
     try:
         data = proto.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:

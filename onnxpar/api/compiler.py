@@ -20,16 +20,17 @@ from onnxpar.graph.dump import Dumper
 from onnxpar.graph.places import ONE_PLACE, Places
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.graph.shapes import ShapeEnv, shapes
+from onnxpar.graph.shapes import shapes
 from onnxpar.graph.validity import blamed_on_model
-from onnxpar.ops.node_rules import Rules, find_rules
-from onnxpar.ops.operator import OpDef
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
+from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
-from onnxpar.partition.partitioner import partition
 from onnxpar.propagation.walk import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import settled
+from onnxpar.search.workload import Workload
 from onnxpar.stages.programs import Staging
 from onnxpar.strategy import Strategy, resolve, resolved, strategy_for
 from onnxpar.strategy.recompute_entry import RecomputeOptions
@@ -39,85 +40,58 @@ NOTE = """The strategy as resolved: `onnxpar shard MODEL --strategy` of this fil
 `given` names the nodes that the user spoke of; the others followed."""
 
 
-@dataclass(frozen=True)
-class Analysed:
-    """A model and all that is known of it before anything is decided.
-
-    Attributes:
-        model: The normalised model.
-        env: Shapes, and the symbols with their constraints.
-        rules: The sharding rule of every node.
-        ops: The operator definition of each node that has one, by node name.
-    """
-
-    model: ir.Model
-    env: ShapeEnv
-    rules: Rules
-    ops: Mapping[str, OpDef]
-
-    @property
-    def program(self) -> Program:
-        """The model as what is planned."""
-        return Program(self.model, self.env, self.rules, {}, {}, 0, self.model)
-
-
-def analyse(model: ir.Model, symbols: Mapping[str, Symbol]) -> Analysed:
+def analyse(
+    model: ir.Model, symbols: Mapping[str, Symbol], registry: Registry = REGISTRY
+) -> Program:
     """Normalises a model and finds shapes and rules. The model given is used up.
 
     Args:
         model: As read by `onnxpar.frontend.load.load`.
         symbols: Constraints on the symbols of its inputs.
+        registry: The table of operators.
 
     Raises:
         ModelError: The model is not valid, or a constraint is on an unknown symbol.
     """
-    model = normalise(model)
-    env = shapes(model, symbol_table(model, symbols))
-    rules, ops = find_rules(model, env)
-    return Analysed(model, env, rules, ops)
+    model = normalise(model, registry)
+    return Program.of(model, shapes(model, symbol_table(model, symbols)), registry)
 
 
-def _seeds(analysed: Analysed, strategy: Strategy) -> Seeds:
-    return resolve(strategy, analysed.model, analysed.rules, analysed.env)
-
-
-def divide(analysed: Analysed, seeds: Seeds, places: Places = ONE_PLACE) -> PartitionedModel:
-    """Plans and partitions a model.
+def divide(program: Program, seeds: Seeds, places: Places = ONE_PLACE) -> PartitionedModel:
+    """Plans and partitions a program.
 
     Args:
-        analysed: The model.
+        program: The program.
         seeds: What is fixed.
         places: Where its nodes run in a pipeline.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    a = analysed
-    chosen = propagate(a.model, a.env, a.rules, seeds)
-    return partition(a.model, a.env, a.rules, a.ops, chosen, places=places)
+    return partition(program, propagate(program, seeds), places=places)
 
 
-def cut_model(analysed: Analysed, staging: Staging) -> tuple[Analysed, Places]:
-    """Puts the nodes of a model into virtual stages, and says where they are.
+def cut_model(program: Program, staging: Staging) -> tuple[Program, Places]:
+    """Puts the nodes of a program into virtual stages, and says where they are.
 
     Args:
-        analysed: The model, which is changed.
+        program: The program, whose model is changed.
         staging: The pipeline.
 
     Raises:
         StrategyError: As `onnxpar.stages.assignment.decide_virtual_stages`.
     """
-    places = staging.put_forward(analysed.model, analysed.env)
+    places = staging.put_forward(program)
     # Copies of nodes are new.
-    env = shapes(analysed.model, analysed.env.table)
-    return Analysed(analysed.model, env, *find_rules(analysed.model, env)), places
+    env = shapes(program.model, program.env.table)
+    return Program.of(program.model, env, program.registry), places
 
 
-def plan_in_stages(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Places, Plan]:
-    """Returns a model, cut into virtual stages if there is a pipeline, and its plan.
+def plan_in_stages(program: Program, strategy: Strategy) -> tuple[Program, Places, Plan]:
+    """Returns a program, cut into virtual stages if there is a pipeline, and its plan.
 
     Args:
-        analysed: The model; one that is cut is changed.
+        program: The program; the model of one that is cut is changed.
         strategy: The strategy, settled.
 
     Raises:
@@ -125,14 +99,13 @@ def plan_in_stages(analysed: Analysed, strategy: Strategy) -> tuple[Analysed, Pl
     """
     places, stages = ONE_PLACE, {}
     if strategy.pipeline is not None:
-        analysed, places = cut_model(analysed, Staging(strategy, strategy.pipeline))
+        program, places = cut_model(program, Staging(strategy, strategy.pipeline))
         stages = {
             name: places.virtual_stage[place] % strategy.stages
             for name, place in places.nodes.items()
         }
-    seeds = _seeds(analysed, strategy)
-    chosen = propagate(analysed.model, analysed.env, analysed.rules, seeds)
-    return analysed, places, replace(chosen, stages=stages)
+    chosen = propagate(program, resolve(strategy, program))
+    return program, places, replace(chosen, stages=stages)
 
 
 @dataclass(frozen=True)
@@ -172,18 +145,18 @@ def divide_model(
     Raises:
         OnnxparError: The model or the strategy is wrong.
     """
-    analysed = analyse(model, symbols)
+    program = analyse(model, symbols)
     if dumper:
-        dumper.model("normalised", analysed.model)
+        dumper.model("normalised", program.model)
     lap("analyse")
-    strategy = settled(strategy, analysed.program, symbols)
+    strategy = settled(strategy, Workload.inference(program), symbols)
     if strategy.pipeline is None:
-        whole = divide(analysed, _seeds(analysed, strategy))
+        whole = divide(program, resolve(strategy, program))
         lap("divide")
         return Divided(whole, (whole,), strategy)
     staging = Staging(strategy, strategy.pipeline)
-    analysed, places = cut_model(analysed, staging)
-    whole = divide(analysed, _seeds(analysed, strategy), places)
+    program, places = cut_model(program, staging)
+    whole = divide(program, resolve(strategy, program), places)
     stages = staging.split(whole, places, "model")
     lap("divide")
     return Divided(stages.whole, stages.programs, strategy, staging.pipeline([stages]))
@@ -215,9 +188,9 @@ def plan(
         model = load(model)
     strategy = strategy_for(strategy, devices, model, f"model {source}")
     constraints = {**strategy.symbols, **(symbols or {})}
-    analysed = analyse(model, constraints)
-    strategy = settled(strategy, analysed.program, constraints)
-    _, _, found = plan_in_stages(analysed, strategy)
+    program = analyse(model, constraints)
+    strategy = settled(strategy, Workload.inference(program), constraints)
+    _, _, found = plan_in_stages(program, strategy)
     return found
 
 

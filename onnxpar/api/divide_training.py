@@ -18,28 +18,30 @@ from onnxpar.autodiff.append_loss import LossInfo, append_loss, append_metrics
 from onnxpar.autodiff.optimizer import StateKind, state_name
 from onnxpar.autodiff.recomputation.choice import Measure, recomputed
 from onnxpar.autodiff.recomputation.clones import Planned
-from onnxpar.autodiff.training_program import Prepared, TrainingSpec, prepare_training
+from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
 from onnxpar.core.errors import RuleError
 from onnxpar.core.names import check_sizes
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol, dim_str
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import Shards, shard_states
+from onnxpar.emit.manifest import state_entry
+from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
 from onnxpar.graph.places import ONE_PLACE, Places, with_added
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.norm.running_statistics import infer_with_statistics
 from onnxpar.ops.random.draws import stop_dropping
 from onnxpar.parameters.recognise import Recognised
 from onnxpar.parameters.trainable import ParameterInfo, Selection
+from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline, States
-from onnxpar.partition.partitioner import partition
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.walk import propagate
 from onnxpar.search.decide import settled
+from onnxpar.search.workload import Workload
 from onnxpar.stages.buffers import Buffers
 from onnxpar.stages.programs import Staging, plan_copies
 from onnxpar.stages.stage_memory import fullest_stage
@@ -100,25 +102,26 @@ def divide_training(
     staging: Staging | None = None
     if strategy.pipeline is None:
         prepared = prepare_training(recognised, symbols, spec)
-        strategy = settled(strategy, prepared.program(spec, parallel), symbols)
+        strategy = settled(strategy, Workload.training(prepared, spec, parallel), symbols)
     else:
         if strategy.rest == SEARCH:
             # What is searched is the program before it is cut; the plan says where.
             whole = prepare_training(recognised.clone(), symbols, spec)
-            strategy = settled(strategy, whole.program(spec, parallel), symbols)
+            strategy = settled(strategy, Workload.training(whole, spec, parallel), symbols)
         assert strategy.pipeline is not None
         staging = Staging(strategy, strategy.pipeline)
         prepared = prepare_training(recognised, symbols, spec, staging.put)
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
     shards = _planned(prepared, strategy, trained)
-    held = prepared.model.graph.initializers
+    held = prepared.program.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
-    buffers = Buffers(shards, trained, statistics)
+    opset, registry = prepared.program.opset, prepared.program.registry
+    buffers = Buffers(shards, trained, statistics, registry)
     scaled = prepared.compute is not None
     rest: Sequence[PartitionedModel] = ()
     if staging is None:
-        updates, rest = buffers.updates(spec.optimizer, prepared.opset, scaled=scaled)
+        updates, rest = buffers.updates(spec.optimizer, opset, scaled=scaled)
     sizes = _sizes(strategy)
 
     def device_bytes(made: PartitionedModel, where: Places) -> int:
@@ -128,9 +131,7 @@ def divide_training(
         entry = staging.entry
         split = staging.split(made, where, "forward_model").programs
         placed = buffers.placed(split)
-        _, others = placed.stage_updates(
-            spec.optimizer, prepared.opset, split, entry, scaled=scaled
-        )
+        _, others = placed.stage_updates(spec.optimizer, opset, split, entry, scaled=scaled)
         return fullest_stage(split, others, staging.cut, sizes)
 
     program = _micro_batch(prepared, shards, places, strategy, device_bytes)
@@ -143,14 +144,17 @@ def divide_training(
         evaluated = staging.split(evaluation, where, "eval_model")
         buffers = buffers.placed(training.programs)
         updates, rest = buffers.stage_updates(
-            spec.optimizer, prepared.opset, training.programs, staging.entry, scaled=scaled
+            spec.optimizer, opset, training.programs, staging.entry, scaled=scaled
         )
         programs = (*training.programs, *evaluated.programs, *rest)
         pipeline = staging.pipeline([training, evaluated], rest)
     entry = {
         "loss": _loss_entry(prepared.loss),
         "optimizer": {"kind": str(spec.optimizer)},
-        "states": buffers.entries(updates),
+        "states": [
+            state_entry(b.item, str(b.kind), b.parameter, b.stages, summed=b.summed)
+            for b in buffers.all(updates)
+        ],
         "compute": prepared.compute,
         "tensors": prepared.selection.entries(prepared.unreached),
         "notices": list(prepared.notices),
@@ -162,7 +166,7 @@ def divide_training(
         prepared.selection,
         prepared.unreached,
         shards,
-        prepared.model,
+        prepared.program.model,
         buffers.kept(updates),
         strategy,
         pipeline,
@@ -172,10 +176,12 @@ def divide_training(
 # -- one micro-batch -----------------------------------------------------------------------------
 
 
-def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[ParameterInfo]) -> Shards:
+def _planned(
+    prepared: TrainingProgram, strategy: Strategy, trained: Sequence[ParameterInfo]
+) -> Shards:
     """The plan of forward, loss and backward of one micro-batch, and of what is kept between."""
     p = prepared
-    seeds = resolve(strategy, p.model, p.rules, p.env)
+    seeds = resolve(strategy, p.program)
     plan = plan_copies(p, seeds)
     _check_statistics(plan, p.updated)
     itemsizes = {info.name: int(info.dtype.itemsize) for info in trained}
@@ -184,7 +190,7 @@ def _planned(prepared: Prepared, strategy: Strategy, trained: Sequence[Parameter
 
 
 def _micro_batch(
-    prepared: Prepared,
+    prepared: TrainingProgram,
     shards: Shards,
     places: Places,
     strategy: Strategy,
@@ -203,32 +209,29 @@ def _micro_batch(
     # A copy's gradient goes to the buffer of what it stands for, on another stage.
     owner = {n: p.copies[n].original if n in p.copies else n for n in p.gradients}
     gradients = {g: state_name(StateKind.GRADIENT, owner[n]) for n, g in p.gradients.items()}
-    laid = shards.training(p.model.graph, p.rules)
+    laid = shards.training(p.program)
     states = States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated})
 
     def divided(run: Planned) -> PartitionedModel:
         return partition(
-            run.model,
-            run.env,
-            run.rules,
-            run.ops,
+            run.program,
             run.plan,
-            program="training_model",
+            name="training_model",
             states=states,
             gathered=laid.gathered,
             places=with_added(places, run.added),
         )
 
     again = strategy.recompute
-    check_sizes(dict(again.sizes), p.env.table, f"{again.where}: 'sizes'")
+    check_sizes(dict(again.sizes), p.program.env.table, f"{again.where}: 'sizes'")
     sizes = _sizes(strategy)
     machine = load_machine(strategy.search.machine)
-    cost = CostModel(machine, shards.plan.mesh, p.env.table, sizes)
+    cost = CostModel(machine, shards.plan.mesh, p.program.env.table, sizes)
 
     def weighed(run: Planned) -> int:
         return held(divided(run), with_added(places, run.added))
 
-    whole = Planned(p.model, p.env, p.rules, p.ops, laid.plan)
+    whole = Planned(p.program, laid.plan)
     return divided(recomputed(whole, again, Measure(cost, weighed)))
 
 
@@ -261,7 +264,7 @@ def _loss_entry(info: LossInfo) -> Json:
 
 
 def _evaluation(
-    prepared: Prepared,
+    prepared: TrainingProgram,
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
@@ -279,17 +282,14 @@ def _evaluation(
     model = info.model
     places = staging.put_again(model) if staging is not None else ONE_PLACE
     env = shapes(model, symbol_table(model, symbols))
-    rules, ops = find_rules(model, env)
-    seeds = _as_in_training(training, strategy, model, rules, planned)
-    laid = shards.laid(propagate(model, env, rules, seeds), model.graph, rules)
+    program = Program.of(model, env, prepared.program.registry)
+    seeds = _as_in_training(training, strategy, program, planned)
+    laid = shards.laid(propagate(program, seeds), program)
     fed = States(frozenset((*buffers.parameters, *buffers.statistics)))
     parted = partition(
-        model,
-        env,
-        rules,
-        ops,
+        program,
         laid.plan,
-        program="eval_model",
+        name="eval_model",
         states=fed,
         gathered=laid.gathered,
         places=places,
@@ -300,8 +300,7 @@ def _evaluation(
 def _as_in_training(
     plan: Plan,
     strategy: Strategy,
-    model: ir.Model,
-    rules: Rules,
+    program: Program,
     parameters: Mapping[str, Sharding],
 ) -> Seeds:
     """What evaluation starts from: inputs, parameters and what the user said as in training.
@@ -309,14 +308,14 @@ def _as_in_training(
     What is right for forward and backward together is kept where operands get there.
     """
     nodes = {}
-    for node in model.graph:
+    for node in program.graph:
         name = node.name or ""
-        found, rule = plan.nodes.get(name), rules.rules[name]
+        found, rule = plan.nodes.get(name), program.rules.rules[name]
         # Of a loss the outputs may differ.
         if found is not None and found.pinned and found.rule.inputs == rule.inputs:
             out = tuple(plan.resharded.get(v.name or "") for v in node.outputs)
             nodes[name] = NodeSeed(name, found.factors, out, carried=found.carried)
-    inputs = {v.name or "": plan.inputs[v.name or ""] for v in model.graph.inputs}
+    inputs = {v.name or "": plan.inputs[v.name or ""] for v in program.graph.inputs}
     mesh = plan.mesh
     return Seeds(
         mesh,

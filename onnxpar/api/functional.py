@@ -19,16 +19,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.api.compiler import analyse, divide
 from onnxpar.core.errors import CallError, ModelError, OnnxparError, StrategyError
 from onnxpar.core.names import match
 from onnxpar.core.symbols import Symbol, as_dim, dim_symbol
 from onnxpar.emit import write
+from onnxpar.facts.program import Program
 from onnxpar.frontend.callable import Exportable, Gates, Source, add_gates, source_of, typed
 from onnxpar.frontend.load import normalise
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import search
 from onnxpar.search.find import LEVELS
+from onnxpar.search.workload import Workload
 from onnxpar.strategy import NodeEntry, Strategy, resolve, resolved
 from onnxpar.strategy.document import Document
 from onnxpar.strategy.given import (
@@ -370,8 +372,8 @@ class Sharded:
                 self._check_sizes(call.shapes, types)
             return self._write(folder, dims, types, symbols, values)
 
-        program, report = self._runtime.open_program(self.devices, make)
-        return Cut(dims, call.dtypes, symbols, report, program)
+        opened, report = self._runtime.open_program(self.devices, make)
+        return Cut(dims, call.dtypes, symbols, report, opened)
 
     def _check_sizes(self, shapes: Sequence[tuple[int, ...]], types: Sequence[ir.DataType]) -> None:
         """Raises ModelError where sizes of a call do not fit one another: symbols hide that."""
@@ -398,26 +400,27 @@ class Sharded:
             behind=[i for i, e in enumerate(given.inputs) if e and given.sliced[i]],
             made=[i for i, e in enumerate(outputs) if e and not any(given.sliced)],
         )
-        analysed = analyse(model, symbols)
-        leaving = [analysed.env.shapes.get(v.name or "") for v in analysed.model.graph.outputs]
+        program = analyse(model, symbols)
+        leaving = [program.env.shapes.get(v.name or "") for v in program.model.graph.outputs]
         for index, (laid, shape) in enumerate(zip(outputs, leaving, strict=True)):
             # The rank of what is shaped by data is known to nobody yet.
             if laid is not None and shape is not None:
                 _check_rank(laid, f"out_strategy[{index}], output {self.outputs[index]!r}", shape)
-        strategy = self._strategy(analysed, gates, dims, values)
-        seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+        strategy = self._strategy(program, gates, dims, values)
+        seeds = resolve(strategy, program)
         # Slices lie as they are given, which says nothing about the nodes that read them.
         pinned = {n: s for n, s in seeds.inputs.items() if not self._slice_of(n, dims)}
         pinned |= seeds.parameters
         pinned |= {
-            g: made_by(seeds, analysed.rules, g) for g in gates.inputs.values() if g in seeds.nodes
+            g: made_by(seeds, program.rules, g) for g in gates.inputs.values() if g in seeds.nodes
         }
-        seeds = followed(seeds, analysed.rules, analysed.env.shapes, pinned)
-        seeds = left_as_given(seeds, analysed.rules, gates.outputs, sliced=any(given.sliced))
+        seeds = followed(seeds, program.rules, program.env.shapes, pinned)
+        seeds = left_as_given(seeds, program.rules, gates.outputs, sliced=any(given.sliced))
         entry = strategy.search
-        peak = analysed.program.peak(load_machine(entry.machine), entry.sizes)
-        found = search(strategy, analysed.program, seeds, peak=peak)
-        divided = divide(analysed, found.seeds)
+        workload = Workload.inference(program)
+        peak = workload.peak(load_machine(entry.machine), entry.sizes)
+        found = search(strategy, workload, seeds, peak=peak)
+        divided = divide(program, found.seeds)
         report = directory_data((divided,))
         write(
             (divided,),
@@ -437,7 +440,7 @@ class Sharded:
         return (self.devices, *([1] * (len(shape) - 1)))
 
     def _strategy(
-        self, analysed: Analysed, gates: Gates, dims: Dims, values: Mapping[str, int]
+        self, program: Program, gates: Gates, dims: Dims, values: Mapping[str, int]
     ) -> Strategy:
         """What was given as a strategy for the graph between the gates."""
         given = self._given
@@ -445,13 +448,13 @@ class Sharded:
         entries = {gates.inputs.get(i, n): given.inputs[i] for i, n in enumerate(self.inputs)}
         parameters = match(
             given.parameters,
-            list(analysed.model.graph.initializers),
+            list(program.model.graph.initializers),
             "parameter",
             dict.fromkeys(given.parameters, "parameter_plan"),
         )
         entries |= {name: entry for name, (_, entry) in parameters.items()}
         laid = {name: entry for name, entry in entries.items() if entry}
-        nodes, taken = read_together(analysed.rules, laid, given.devices)
+        nodes, taken = read_together(program.rules, laid, given.devices)
         laid = {name: entry for name, entry in laid.items() if name not in taken}
         slices = {n: e for n in self.inputs if (e := self._slice_of(n, dims))}
         made = gates.made or dict(enumerate(gates.outputs))

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from onnxpar.api.compiler import analyse
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.core.machine import Machine
@@ -16,11 +14,11 @@ from onnxpar.facts.program import Program
 from onnxpar.frontend.load import load
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
-from onnxpar.ops.node_rules import Rules
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.search.decide import decide
 from onnxpar.search.find import Found, Told
 from onnxpar.search.ways import Objective, Pricing, Way
+from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import Split
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.machine_file import load_machine
@@ -28,7 +26,7 @@ from onnxpar.strategy.schema import SEARCH
 
 
 @dataclass(frozen=True)
-class Planned:
+class FoundStrategy:
     """What `plan_strategy` found.
 
     Attributes:
@@ -38,8 +36,7 @@ class Planned:
         data: The content of a strategy file that says the plan.
         machine: The machine that it is for.
         objective: What made it the best.
-        model: The program that is planned.
-        rules: Its rules.
+        program: The program that is planned.
     """
 
     found: Found
@@ -48,8 +45,7 @@ class Planned:
     data: dict[str, Any]
     machine: Machine
     objective: Objective
-    model: ir.Model
-    rules: Rules
+    program: Program
 
     @property
     def devices(self) -> int:
@@ -67,7 +63,7 @@ def plan_strategy(
     stages: Sequence[int] | None = None,
     micro_batches: int | None = None,
     told: Told = lambda stage, number, count: None,
-) -> Planned:
+) -> FoundStrategy:
     """Searches for a strategy and compares it with the plain ones.
 
     What is decided is what `onnxpar shard` carries out of the same strategy (`search.decide`).
@@ -88,32 +84,31 @@ def plan_strategy(
     strategy = replace(strategy, symbols={**strategy.symbols, **(symbols or {})})
     told("reading the model", 0, 0)
     with blamed_on_model(Path(model)):
-        program = read_program(model, strategy.symbols, training, strategy.optimizer_parallel)
-    decision = decide(strategy, program, stages=stages, micro_batches=micro_batches, told=told)
+        workload = read_workload(model, strategy.symbols, training, strategy.optimizer_parallel)
+    decision = decide(strategy, workload, stages=stages, micro_batches=micro_batches, told=told)
     machine, ways = load_machine(strategy.search.machine), decision.ways
     if not decision.free:
         split = Split(1, ways[0].micro_batches)
-        pricing = Pricing(program, machine, strategy.search.sizes, split)
+        pricing = Pricing(workload, machine, strategy.search.sizes, split)
         ways += tuple(way for _, way, _ in pricing.presets(strategy, told))
-    return Planned(
+    return FoundStrategy(
         decision.found,
         decision.plan,
         ways,
         decision.data,
         machine,
         decision.objective,
-        program.model,
-        program.rules,
+        workload.program,
     )
 
 
-def read_program(
+def read_workload(
     path: str | Path,
     symbols: Mapping[str, Symbol],
     training: TrainingSpec | None = None,
     parallel: OptimizerParallel = NOT_PARALLEL,
-) -> Program:
-    """Returns the program of a model, or the one that trains it.
+) -> Workload:
+    """Returns what is planned: the program of a model, or the one that trains it.
 
     Args:
         path: Path of the ONNX file.
@@ -126,9 +121,9 @@ def read_program(
     """
     loaded = load(path)
     if training is None:
-        return analyse(loaded, symbols).program
+        return Workload.inference(analyse(loaded, symbols))
     prepared = prepare_training(read_parameters(loaded, training.ties), symbols, training)
-    return prepared.program(training, parallel)
+    return Workload.training(prepared, training, parallel)
 
 
 def searching(strategy: Strategy) -> Strategy:

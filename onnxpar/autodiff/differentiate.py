@@ -23,8 +23,8 @@ from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.reads import read_by
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
-from onnxpar.ops.table import REGISTRY
+from onnxpar.ops.operator import Missing, NotDifferentiable
+from onnxpar.ops.registry import Registry
 
 GRADIENT_PREFIX = "onnxpar.grad."
 MIN_OPSET = 13
@@ -52,6 +52,7 @@ class Differentiated:
 def differentiate(
     model: ir.Model,
     env: ShapeEnv,
+    registry: Registry,
     loss: str,
     variables: Sequence[str],
     copies: Mapping[str, str] | None = None,
@@ -62,6 +63,7 @@ def differentiate(
         model: The normalised model; nodes and outputs are appended to its graph. Each gradient
             becomes an output named `onnxpar.grad.<variable>`, after those that are there.
         env: Its shapes.
+        registry: The operators, with their gradients.
         loss: Name of a value of one element and of a floating-point type.
         variables: Names of the initializers or inputs to differentiate by.
         copies: Of variables that stand for another one, its name. If the loss has a derivative by
@@ -71,13 +73,14 @@ def differentiate(
         ModelError: There is no such loss or variable, the opset is too old, or a node between the
             two has no gradient; the message names the path.
     """
-    return _Autodiff(model, env, loss, variables, copies or {}).run()
+    return _Autodiff(model, env, registry, loss, variables, copies or {}).run()
 
 
 @dataclass
 class _Autodiff:
     model: ir.Model
     env: ShapeEnv
+    registry: Registry
     loss: str
     variables: Sequence[str]
     copies: Mapping[str, str]
@@ -100,9 +103,10 @@ class _Autodiff:
 
     def run(self) -> Differentiated:
         loss = self._find_loss()
-        expand_by_body(self.model, self.builder, self.sources.values(), loss)
+        expand_by_body(self.model, self.registry, self.builder, self.sources.values(), loss)
         walk = _Backward(
             self.builder,
+            self.registry,
             list(self.model.graph),
             list(self.sources.values()),
             self.model.opset_imports,
@@ -181,6 +185,7 @@ class _Backward:
 
     Attributes:
         builder: Where nodes are appended.
+        registry: The operators.
         forward: The nodes, in their order.
         sources: What is differentiated by.
         opsets: Version of each domain.
@@ -188,6 +193,7 @@ class _Backward:
     """
 
     builder: GlobalBuilder
+    registry: Registry
     forward: Sequence[ir.Node]
     sources: Sequence[ir.Value]
     opsets: Mapping[str, int]
@@ -227,17 +233,12 @@ class _Backward:
                     stopped.update(read)
         return varying, stopped
 
-    def _definition(self, node: ir.Node) -> OpDef | None:
-        standard = node.domain in ("", "ai.onnx")
-        version = self.builder.opset if standard else self.opsets.get(node.domain, 1)
-        return REGISTRY.find(node.domain, node.op_type, version)
-
     def _carries_integers(self, node: ir.Node) -> bool:
-        definition = self._definition(node)
+        definition = self.registry.definition(node, self.opsets)
         return definition is not None and definition.carries_integers
 
     def _gradient(self, node: ir.Node) -> object:
-        definition = self._definition(node)
+        definition = self.registry.definition(node, self.opsets)
         if definition is None:
             return Missing(f"the operator {node.domain or 'onnx'}::{node.op_type} is not known")
         return definition.gradient
@@ -259,7 +260,9 @@ class _Backward:
         self.builder.metadata = {GRADIENT_OF: node.name or "", **part_entry(node)}
         cotangents = tuple(self.total(out) for out in node.outputs)
         view = NodeView(node, self.builder.env, self.builder.opset)
-        grad = GradNode(view, self.builder, cotangents, wanted, _Inner(self.opsets, self.what))
+        grad = GradNode(
+            view, self.builder, cotangents, wanted, _Inner(self.registry, self.opsets, self.what)
+        )
         results = list(gradient(grad))
         for index in sorted(wanted):
             value, made = node.inputs[index], results[index] if index < len(results) else None
@@ -345,6 +348,7 @@ class _Backward:
 class _Inner:
     """Differentiates bodies; see `InnerGradients`."""
 
+    registry: Registry
     opsets: Mapping[str, int]
     what: str
 
@@ -355,7 +359,7 @@ class _Inner:
         graph.opset_imports.update(self.opsets)
         model = ir.Model(graph, ir_version=10)
         for value in results:
-            expand_by_body(model, builder, variables, value)
+            expand_by_body(model, self.registry, builder, variables, value)
 
     def differentiate(
         self,
@@ -363,7 +367,9 @@ class _Inner:
         cotangents: Mapping[ir.Value, ir.Value],
         variables: Sequence[ir.Value],
     ) -> dict[ir.Value, ir.Value]:
-        walk = _Backward(builder, list(builder.graph), variables, self.opsets, self.what)
+        walk = _Backward(
+            builder, self.registry, list(builder.graph), variables, self.opsets, self.what
+        )
         walk.run(cotangents)
         found = {}
         for value in variables:

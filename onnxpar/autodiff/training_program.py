@@ -10,17 +10,14 @@ import onnx_ir.passes.common as common
 from onnxpar.autodiff.append_loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.autodiff.mixed_precision import COMPUTE_TYPES, compute_in, widen_parameters
-from onnxpar.autodiff.optimizer import NEW, OptimizerKind, moments_of
+from onnxpar.autodiff.optimizer import NEW, OptimizerKind
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Symbol
-from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
 from onnxpar.graph.places import Copy
-from onnxpar.graph.shapes import ShapeEnv, shapes
-from onnxpar.ops.node_rules import Rules, find_rules
+from onnxpar.graph.shapes import shapes
 from onnxpar.ops.norm.running_statistics import forms, keep_statistics
-from onnxpar.ops.operator import OpDef
 from onnxpar.ops.random.draws import idle_dropouts
 from onnxpar.parameters.recognise import Recognised
 from onnxpar.parameters.trainable import FROZEN, Selection, select
@@ -62,14 +59,11 @@ class TrainingSpec:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TrainingProgram:
     """The program of one micro-batch, and all that is known of it before anything is decided.
 
     Attributes:
-        model: Forward, loss and backward.
-        env: Its shapes.
-        rules: The sharding rule of each of its nodes.
-        ops: The operator definition of each node that has one, by node name.
+        program: Forward, loss and backward.
         links: Of each cotangent its primals, and of each new running statistic the old one.
         loss: The loss.
         gradients: Name of the gradient of each parameter that is trained; it is an output.
@@ -78,16 +72,12 @@ class Prepared:
         unreached: Parameters chosen that the loss does not depend on, with the reason.
         notices: What the user should know of the model.
         evaluation: The model without loss and backward.
-        opset: Version of the default domain.
         compute: The 16-bit type that it computes in, with float32 parameters; None where there is
             none.
         copies: Of each initializer that a further pipeline stage has in place of another: which.
     """
 
-    model: ir.Model
-    env: ShapeEnv
-    rules: Rules
-    ops: Mapping[str, OpDef]
+    program: Program
     links: Mapping[str, tuple[str, ...]]
     loss: LossInfo
     gradients: Mapping[str, str]
@@ -96,27 +86,12 @@ class Prepared:
     unreached: Mapping[str, str]
     notices: tuple[str, ...]
     evaluation: ir.Model
-    opset: int
     compute: str | None = None
     copies: Mapping[str, Copy] = field(default_factory=dict)
 
-    def program(self, spec: TrainingSpec, parallel: OptimizerParallel) -> Program:
-        """Returns it as what is planned, trained so."""
-        moments = len(moments_of(spec.optimizer))
-        return Program(
-            self.model,
-            self.env,
-            self.rules,
-            self.links,
-            self.gradients,
-            moments,
-            self.evaluation,
-            parallel,
-        )
 
-
-Stager = Callable[[ir.Model, ShapeEnv, Collection[str]], Mapping[str, Copy]]
-"""Puts a model's nodes into virtual stages, given the names of its parameters; see `put_stages`."""
+Stager = Callable[[Program, Collection[str]], Mapping[str, Copy]]
+"""Puts a program's nodes into virtual stages, given the names of its parameters."""
 
 
 def prepare_training(
@@ -124,7 +99,7 @@ def prepare_training(
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
     stager: Stager | None = None,
-) -> Prepared:
+) -> TrainingProgram:
     """Appends loss and backward to a model. The model given is used up.
 
     Args:
@@ -160,13 +135,15 @@ def prepare_training(
     names = [p.name for p in selection.trained]
     copies: Mapping[str, Copy] = {}
     if stager is not None:
-        copies = stager(model, shapes(model, symbol_table(model, symbols)), names)
+        env = shapes(model, symbol_table(model, symbols))
+        copies = stager(Program.of(model, env, recognised.registry), names)
     env = shapes(model, symbol_table(model, symbols))
     running = keep_statistics(model, env, frozen, NEW)
     variables = [*names, *(name for name, copy in copies.items() if copy.original in names)]
     found = differentiate(
         model,
         running.env,
+        recognised.registry,
         LOSS,
         [n for n in variables if n in model.graph.initializers],
         {name: copy.original for name, copy in copies.items()},
@@ -174,16 +151,12 @@ def prepare_training(
     selection.ask(found.gradients)
     if not found.gradients:
         raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
-    rules, ops = find_rules(model, found.env)
     unreached = {n: "the loss does not depend on it" for n in names}
     unreached = {
         n: r for n, r in {**unreached, **found.unreached}.items() if n not in found.gradients
     }
-    return Prepared(
-        model,
-        found.env,
-        rules,
-        ops,
+    return TrainingProgram(
+        Program.of(model, found.env, recognised.registry),
         # A statistic leaves as it lies, as a gradient leaves split as its parameter.
         {**found.links, **{new: (old,) for new, old in running.updated.items()}},
         info,
@@ -193,7 +166,6 @@ def prepare_training(
         unreached,
         tuple(notices),
         evaluation,
-        model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1)),
         compute,
         copies,
     )

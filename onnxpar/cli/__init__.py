@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from onnxpar import __version__
+from onnxpar.core.version import __version__
 
 if TYPE_CHECKING:
     import typer

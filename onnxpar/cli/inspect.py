@@ -61,7 +61,7 @@ def command(
         raise ArtifactError(f"--program {program}: {target} is a model, which has no programs")
     else:
         analysed = analyse(load(target), {})
-        data = model_data(analysed.model, analysed.env, analysed.rules)
+        data = model_data(analysed)
     if device is not None:
         programs = graphs_of(target) if target.is_dir() else {target.name: analysed.model}
         data["device"] = device_data(programs)

@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from onnxpar.api.plan_strategy import Planned, plan_strategy, searching
+from onnxpar.api.plan_strategy import FoundStrategy, plan_strategy, searching
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.mixed_precision import parse_compute
 from onnxpar.autodiff.optimizer import parse_optimizer
@@ -316,7 +316,7 @@ class Layer:
 # -- what is printed -----------------------------------------------------------------------------
 
 
-def _head(planned: Planned, entry: SearchEntry) -> str:
+def _head(planned: FoundStrategy, entry: SearchEntry) -> str:
     best = planned.ways[0]
     assert best.price is not None
     sizes = ", ".join(f"{n}={s}" for n, s in entry.sizes.items()) or "typical sizes"
@@ -333,7 +333,7 @@ def _head(planned: Planned, entry: SearchEntry) -> str:
     )
 
 
-def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
+def _data(planned: FoundStrategy, entry: SearchEntry) -> dict[str, Any]:
     best = planned.ways[0].price
     assert best is not None
     return {
@@ -375,7 +375,7 @@ def _data(planned: Planned, entry: SearchEntry) -> dict[str, Any]:
     }
 
 
-def _print(planned: Planned, console: Console) -> None:
+def _print(planned: FoundStrategy, console: Console) -> None:
     best, limit = planned.ways[0].price, planned.objective.limit
     assert best is not None
     columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
@@ -432,7 +432,7 @@ def _print_stages(way: Way, console: Console) -> None:
     console.print(stages)
 
 
-def _why(planned: Planned) -> str:
+def _why(planned: FoundStrategy) -> str:
     best, objective = planned.ways[0], planned.objective
     assert best.price is not None
     fitting = [w for w in planned.ways[1:] if w.fits(objective.limit)]

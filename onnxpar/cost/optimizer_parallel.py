@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import NO_CONSTRAINTS
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, project, shardings
 from onnxpar.ops.node_rules import Rules
 
@@ -108,12 +109,12 @@ class Shards:
         taken = shard.split_atoms
         return shard.with_partial((a for a in leaves.partial if a not in taken), leaves.reduction)
 
-    def training(self, graph: ir.Graph, rules: Rules) -> "Laid":
+    def training(self, program: Program) -> "Laid":
         """Returns the training program's plan with gradients and parameters as they lie.
 
         A gradient is reduced and split as soon as it is made.
         """
-        laid = self.laid(self.plan, graph, rules)
+        laid = self.laid(self.plan, program)
         gradients = {
             output: self.gradient(name)
             for name, output in self.gradients.items()
@@ -126,7 +127,7 @@ class Shards:
         )
         return Laid(plan, laid.gathered)
 
-    def laid(self, plan: Plan, graph: ir.Graph, rules: Rules) -> "Laid":
+    def laid(self, plan: Plan, program: Program) -> "Laid":
         """Returns the plan of a program with parameters as they lie.
 
         What only rearranges a shard (a transpose, a cast) is computed of the shard, and gathered
@@ -136,8 +137,8 @@ class Shards:
         held = {} if whole else {n: s for n, s in self.shards.items() if n in plan.parameters}
         parameters = {**plan.parameters, **held}
         nodes = dict(plan.nodes)
-        for node in graph if held else ():
-            made = _of_shards(node, plan, rules, held, graph.initializers)
+        for node in program.graph if held else ():
+            made = _of_shards(node, plan, program.rules, held, program.graph.initializers)
             if made is not None:
                 nodes[node.name or ""] = made
                 held |= {v.name or "": s for v, s in zip(node.outputs, made.outputs, strict=True)}

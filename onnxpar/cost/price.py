@@ -12,9 +12,9 @@ from onnxpar.core.sharding import Component, Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.live_memory import Made, Step, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.kernel_memory import call, kernel
-from onnxpar.ops.node_rules import Rules
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ class Price:
 
 
 def price(
-    model: ir.Model,
-    rules: Rules,
+    program: Program,
     plan: Plan,
     cost: CostModel,
     shards: Shards | None = None,
@@ -108,23 +107,21 @@ def price(
     """Prices a plan; returns its price, and its steps as memory is counted by them.
 
     Args:
-        model: The normalised model that the plan is of.
-        rules: The rule of each of its nodes.
+        program: The program that the plan is of.
         plan: The plan.
         cost: The cost model.
         shards: How the buffers of what is trained lie; None for a forward program.
         moments: Tensors like a trained parameter that its optimizer keeps.
     """
     shards = shards or Shards(plan, {})
-    laid = shards.training(model.graph, rules)
-    pricing = _Pricing(model, rules, laid.plan, cost, shards, moments, laid.gathered)
+    laid = shards.training(program)
+    pricing = _Pricing(program, laid.plan, cost, shards, moments, laid.gathered)
     return pricing.run(), tuple(pricing.steps)
 
 
 @dataclass
 class _Pricing:
-    model: ir.Model
-    rules: Rules
+    program: Program
     plan: Plan
     cost: CostModel
     shards: Shards
@@ -136,7 +133,7 @@ class _Pricing:
     outside: set[str] = field(default_factory=set)
 
     def run(self) -> Price:
-        graph, plan = self.model.graph, self.plan
+        graph, plan = self.program.graph, self.plan
         for value in (*graph.inputs, *graph.initializers.values()):
             self._typed(value)
         for name, sharding in (*plan.inputs.items(), *plan.parameters.items()):
@@ -165,7 +162,11 @@ class _Pricing:
 
     def _node(self, node: ir.Node) -> NodePrice:
         name = node.name or ""
-        rule, view, chosen = self.rules.rules[name], self.rules.views[name], self.plan.nodes[name]
+        rule, view, chosen = (
+            self.program.rules.rules[name],
+            self.program.rules.views[name],
+            self.plan.nodes[name],
+        )
         filling = moving = 0.0
         reads: list[str] = []
         for index, value in enumerate(node.inputs):
@@ -208,7 +209,7 @@ class _Pricing:
             wanted = self.plan.resharded.get(key)
             if wanted is not None and wanted != out:
                 moving += self._hidden(key) * self._brought(key, wanted)[0]
-        work = self.cost.node(rule, view, chosen, self.rules.costs.get(name))
+        work = self.cost.node(rule, view, chosen, self.program.rules.costs.get(name))
         return NodePrice(name, work, filling, moving, tuple(shapes), sum(sizes))
 
     # -- values ----------------------------------------------------------------------------------

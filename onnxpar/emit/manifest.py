@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar import __version__
+from onnxpar.core.version import __version__
 from onnxpar.core.errors import ArtifactError
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, Symbol, as_dim, dim_str, safe_name, symbols_of

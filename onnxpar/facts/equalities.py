@@ -5,13 +5,10 @@ operator demands that they are equal. Where the model does not show it (the batc
 labels have two names), every rank cuts both by the one size, so a run must have equal ones.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-import onnx_ir as ir
-
-from onnxpar.core.symbols import Dim, SymbolTable, symbols_of
-from onnxpar.ops.node_rules import Rules
+from onnxpar.core.symbols import Dim, symbols_of
+from onnxpar.facts.program import Program
 
 
 @dataclass(frozen=True)
@@ -40,21 +37,15 @@ class Equality:
     right: Side
 
 
-def assumed_equalities(
-    nodes: Iterable[ir.Node], rules: Rules, table: SymbolTable
-) -> tuple[Equality, ...]:
+def assumed_equalities(program: Program) -> tuple[Equality, ...]:
     """Returns the equalities between operands that rules assume and nothing proves.
 
     Each pair of sizes is told once. Pairs of integers are left out (shape inference has compared
     them), and sizes that depend on data, which no runtime knows beforehand.
-
-    Args:
-        nodes: The model's nodes, in order.
-        rules: The rule of each.
-        table: What is known of the symbols of the model's inputs.
     """
+    rules, table = program.rules, program.env.table
     found: dict[frozenset[Dim], Equality] = {}
-    for node in nodes:
+    for node in program.graph:
         name = node.name or ""
         rule, view = rules.rules[name], rules.views[name]
         first: dict[str, Side] = {}

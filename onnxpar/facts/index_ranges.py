@@ -6,16 +6,16 @@ would find it nowhere: a silent zero. So what reaches an operator as an index is
 run, where it is an input of the model, perhaps reshaped or cast on its way.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim, symbols_of
+from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.node_rules import Rules
-from onnxpar.ops.operator import OpDef
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,14 @@ class IndexRange:
     ignored: int | None
 
 
-def demanded_ranges(
-    graph: ir.Graph, rules: Rules, ops: Mapping[str, OpDef]
-) -> tuple[IndexRange, ...]:
-    """Returns the ranges that nodes demand of graph inputs, each once.
-
-    Args:
-        graph: The normalised graph.
-        rules: The rule of each of its nodes.
-        ops: The operator definition of each node that has one, by node name.
-    """
+def demanded_ranges(program: Program) -> tuple[IndexRange, ...]:
+    """Returns the ranges that nodes demand of graph inputs, each once."""
+    graph, rules = program.graph, program.rules
     inputs = {value.name for value in graph.inputs}
     found: dict[tuple[object, ...], IndexRange] = {}
     for node in graph:
         name = node.name or ""
-        definition, view = ops.get(name), rules.views[name]
+        definition, view = rules.ops.get(name), rules.views[name]
         if definition is None or definition.indices is None:
             continue
         for index, low, high, ignored in definition.indices(view):

@@ -1,84 +1,55 @@
-"""A program that is to be divided, with all that its plans and their prices follow from."""
+"""A program: a model and all that is known of it before anything is decided.
 
-from collections.abc import Callable, Mapping
+Every later stage takes this one record. A stage that changes the model makes a new program of it
+(`Program.of`), by the same table of operators.
+"""
+
 from dataclasses import dataclass
-from functools import cached_property
 
 import onnx_ir as ir
 
-from onnxpar.core.machine import Machine
-from onnxpar.cost.cost_model import CostModel
-from onnxpar.cost.live_memory import Step
-from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel, shard_states
-from onnxpar.cost.price import Price, price
-from onnxpar.graph.keys import GRADIENT_OF
-from onnxpar.graph.plan import Plan
-from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.node_rules import Rules
-from onnxpar.propagation.walk import Alike, alike, propagate
+from onnxpar.ops.node_rules import Rules, find_rules
+from onnxpar.ops.registry import Registry
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is to be planned: a forward program, or one with its backward.
+    """A model and all that is known of it before anything is decided.
 
     Attributes:
         model: The normalised model.
-        env: Its shapes.
-        rules: The rule of each of its nodes.
-        links: Of each cotangent its primals.
-        gradients: The output that is the gradient of each trained parameter, by name.
-        moments: Tensors like a trained parameter that its optimizer keeps.
-        forward: The model, before a loss is appended to it.
-        parallel: What replicas of a parameter share in training.
+        env: Shapes of its values, and the symbols with their constraints.
+        rules: The sharding rule and the operator definition of each of its nodes.
+        registry: The table of operators that the rules are from.
     """
 
     model: ir.Model
     env: ShapeEnv
     rules: Rules
-    links: Mapping[str, tuple[str, ...]]
-    gradients: Mapping[str, str]
-    moments: int
-    forward: ir.Model
-    parallel: OptimizerParallel = NOT_PARALLEL
+    registry: Registry
 
-    def plan(self, seeds: Seeds) -> Plan:
-        """Returns the plan that follows from seeds."""
-        return propagate(self.model, self.env, self.rules, seeds, self.links, self._alike)
+    @staticmethod
+    def of(model: ir.Model, env: ShapeEnv, registry: Registry) -> "Program":
+        """Returns the program of a model, with the rule of each of its nodes.
 
-    @cached_property
-    def _alike(self) -> Alike:
-        return alike(list(self.model.graph), self.env, self.rules)
+        Args:
+            model: The normalised model; it is not changed.
+            env: Its shapes.
+            registry: The table of operators.
 
-    def pinned(self, plan: Plan) -> Seeds:
-        """Returns seeds from which a plan follows: what it has of each forward node."""
-        nodes = {
-            node.name or "": NodeSeed(
-                node.name or "",
-                plan.nodes[node.name or ""].factors,
-                carried=plan.nodes[node.name or ""].carried,
-                pinned=False,
-            )
-            for node in self.model.graph
-            if GRADIENT_OF not in node.metadata_props and not plan.nodes[node.name or ""].reason
-        }
-        return Seeds(plan.mesh, nodes, dict(plan.inputs), dict(plan.parameters))
+        Raises:
+            NodeError: An attribute or a constant operand of a node is not legal.
+        """
+        return Program(model, env, find_rules(model, env, registry), registry)
 
-    def price(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> Price:
-        """Returns what a plan costs a device at given sizes of symbols."""
-        return self.priced(plan, machine, sizes)[0]
+    @property
+    def graph(self) -> ir.Graph:
+        """The graph of the model."""
+        return self.model.graph
 
-    def priced(
-        self, plan: Plan, machine: Machine, sizes: Mapping[str, int]
-    ) -> tuple[Price, tuple[Step, ...]]:
-        """As `price`, with its steps as memory is counted by them."""
-        cost = CostModel(machine, plan.mesh, self.env.table, sizes)
-        held = self.model.graph.initializers
-        itemsizes = {n: int((held[n].dtype or ir.DataType.FLOAT).itemsize) for n in self.gradients}
-        shards = shard_states(plan, self.gradients, itemsizes, self.parallel)
-        return price(self.model, self.rules, plan, cost, shards, self.moments)
-
-    def peak(self, machine: Machine, sizes: Mapping[str, int]) -> Callable[[Seeds], int]:
-        """Returns what tells the bytes of a device at the peak of the plan that follows."""
-        return lambda seeds: self.price(self.plan(seeds), machine, sizes).peak
+    @property
+    def opset(self) -> int:
+        """Version of the default domain."""
+        opsets = self.model.opset_imports
+        return opsets.get("", opsets.get("ai.onnx", 1))

@@ -28,8 +28,8 @@ from onnxpar.ops.function_body import (
     schema_body,
 )
 from onnxpar.ops.operator import ByBody, OpDef, expanded
+from onnxpar.ops.registry import Registry
 from onnxpar.ops.sequence.sequence import fold_sequences
-from onnxpar.ops.table import REGISTRY
 
 MAX_DEPTH = 16
 """Bodies within bodies; ONNX's go three deep."""
@@ -66,7 +66,10 @@ def inline_functions(model: ir.Model) -> None:
 
 
 def expand_unknown(
-    model: ir.Model, infer: Callable[[], None], table: Callable[[], SymbolTable]
+    model: ir.Model,
+    registry: Registry,
+    infer: Callable[[], None],
+    table: Callable[[], SymbolTable],
 ) -> None:
     """Replaces every node whose operator has a body and no rule. The model is changed.
 
@@ -76,6 +79,7 @@ def expand_unknown(
 
     Args:
         model: The model, on which shape inference has run.
+        registry: The operators that have rules.
         infer: Runs shape inference again.
         table: Returns the symbols of the model's inputs.
     """
@@ -88,7 +92,7 @@ def expand_unknown(
         unknown = [
             (n, d)
             for n in nodes
-            if (d := _definition(model, n, opset)) is None or d.rule is expanded
+            if (d := registry.definition(n, model.opset_imports)) is None or d.rule is expanded
         ]
         names = _names(nodes) if unknown else set()
         for node, definition in unknown:
@@ -123,12 +127,17 @@ def expand_unknown(
 
 
 def expand_by_body(
-    model: ir.Model, builder: GlobalBuilder, variables: Iterable[ir.Value], end: ir.Value
+    model: ir.Model,
+    registry: Registry,
+    builder: GlobalBuilder,
+    variables: Iterable[ir.Value],
+    end: ir.Value,
 ) -> None:
     """Replaces the nodes differentiated by their body that lie between variables and `end`.
 
     Args:
         model: The model; its graph is changed.
+        registry: The operators.
         builder: Over its graph; shapes of all values are known to it, and will be of new ones.
         variables: What is differentiated by.
         end: What is differentiated.
@@ -141,7 +150,7 @@ def expand_by_body(
         nodes = [
             (node, definition)
             for node in _between(model.graph, variables, end)
-            if (definition := _definition(model, node, opset)) is not None
+            if (definition := registry.definition(node, model.opset_imports)) is not None
             and isinstance(definition.gradient, ByBody)
         ]
         if not nodes:
@@ -156,12 +165,6 @@ def expand_by_body(
 
 def _opset(model: ir.Model) -> int:
     return model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-
-
-def _definition(model: ir.Model, node: ir.Node, opset: int) -> OpDef | None:
-    standard = node.domain in ("", "ai.onnx")
-    version = opset if standard else model.opset_imports.get(node.domain, 1)
-    return REGISTRY.find(node.domain, node.op_type, version)
 
 
 def _between(graph: ir.Graph, variables: Iterable[ir.Value], end: ir.Value) -> list[ir.Node]:

@@ -41,6 +41,8 @@ from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
 from onnxpar.ops.inference import correct_inference
 from onnxpar.ops.limits import least_sizes, size_limits
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.table import REGISTRY
 
 MIN_OPSET = 7
 _PLAIN_OPSET = 20
@@ -148,8 +150,12 @@ def _text_fields(kind: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
     )
 
 
-def normalise(model: ir.Model) -> ir.Model:
+def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     """Returns the model in the form described in the module's text; the argument is used up.
+
+    Args:
+        model: As it was read.
+        registry: The table of operators; nodes of others are replaced by their bodies.
 
     Raises:
         ModelError: The graph is not valid: a cycle, an input nobody makes, an unknown version, a
@@ -208,7 +214,7 @@ def normalise(model: ir.Model) -> ir.Model:
     if fold_constants(model, opset, weights) or any(map(is_decided, model.graph.all_nodes())):
         changed()
         model = common.RemoveUnusedNodesPass()(model).model
-    expand_unknown(model, changed, lambda: symbol_table(model, {}))
+    expand_unknown(model, registry, changed, lambda: symbol_table(model, {}))
     return model
 
 

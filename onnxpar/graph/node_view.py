@@ -9,12 +9,32 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import ModelError
+from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.keys import EXPANDED_FROM, GRADIENT_OF, RECOMPUTED_FROM
 from onnxpar.graph.shapes import ShapeEnv
 
 CONST_LIMIT = 65536
 """Elements; larger constants are weights, which no rule looks into."""
+
+
+@dataclass(frozen=True)
+class BodyFacts:
+    """A body of a node of control flow, and what is known of the nodes in it.
+
+    Attributes:
+        graph: The body.
+        env: Shapes of its values and of those around it.
+        rules: The sharding rule of each of its nodes, by name.
+        views: What the rules saw.
+        reasons: For nodes that are computed replicated: why.
+    """
+
+    graph: ir.Graph
+    env: ShapeEnv
+    rules: Mapping[str, OpRule]
+    views: Mapping[str, "NodeView"]
+    reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -25,12 +45,15 @@ class NodeView:
         node: The node of the global graph; rules only read it.
         env: Shapes and contents of all values.
         opset: Version of the default domain.
+        bodies: What is known of its bodies, by attribute, where its operator's rule follows from
+            those of the nodes in them.
         sizes: Of each rule asked for, the sizes of its factors (see `graph.plan.factor_sizes`).
     """
 
     node: ir.Node
     env: ShapeEnv
     opset: int
+    bodies: Mapping[str, "BodyFacts"] = field(default_factory=dict, compare=False, repr=False)
     sizes: dict[Hashable, Mapping[str, Dim]] = field(
         default_factory=dict, compare=False, repr=False
     )

@@ -5,6 +5,7 @@ The inference itself is the `onnx-shape-inference` library's; this module reads 
 """
 
 import json
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -88,3 +89,13 @@ def _by_size(rounded: sympy.Expr) -> bool:
 
 
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
+
+
+def body_env(graph: ir.Graph, outer: ShapeEnv) -> ShapeEnv:
+    """Returns what is known of a body's values, and of those around it."""
+    inner = read_shapes([*graph.inputs, *(v for n in graph for v in n.outputs)], outer.table)
+    return ShapeEnv(
+        ChainMap(dict(inner.shapes), dict(outer.shapes)),
+        ChainMap(dict(inner.contents), dict(outer.contents)),
+        outer.table,
+    )

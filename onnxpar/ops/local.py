@@ -1,6 +1,6 @@
 """How a node is written for one device: `LocalNode`, what a local form may ask and emit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -9,11 +9,27 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64, GraphBuilder
-from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.node_view import BodyFacts, NodeView
 from onnxpar.graph.padding import mask_component
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.resharding.steps import moved_bytes
+
+Captured = tuple[ir.Value, Sharding, ir.Value, bool]
+"""What a body captures: the global value, its sharding, the local one, whether padding is 0."""
+
+PartitionBody = Callable[
+    [
+        BodyFacts,
+        Mapping[str, NodePlan],
+        Sequence[Captured],
+        Sequence[Sharding],
+        Sequence[Sharding],
+    ],
+    ir.Graph,
+]
+"""Returns a body written for one device, given the plan of each of its nodes, what it captures,
+and the shardings of its inputs and of its results."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class LocalNode:
             that a reduction runs over already holds the reduction's identity. An operand that is
             taken as it lies (`*`) may be None.
         zero: For each operand, whether its padding is known to be zero.
+        partition_body: Writes a body of the node for one device.
     """
 
     view: NodeView
@@ -35,6 +52,7 @@ class LocalNode:
     builder: GraphBuilder
     inputs: tuple[ir.Value | None, ...]
     zero: tuple[bool, ...]
+    partition_body: PartitionBody
 
     @property
     def mesh(self) -> Mesh:

@@ -1,19 +1,21 @@
 """The sharding rule of every node of a model, from the table of operators."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError, RuleError
 from onnxpar.core.rule import OpRule
+from onnxpar.graph.closure import bodies_of
 from onnxpar.graph.keys import NOT_EXPANDED
-from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.graph.node_view import BodyFacts, NodeView
+from onnxpar.graph.shapes import ShapeEnv, body_env
 from onnxpar.ops.fallback import replicated_rule, settle
 from onnxpar.ops.node_cost import CostFn
 from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.table import REGISTRY
+from onnxpar.ops.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -24,40 +26,45 @@ class Rules:
         rules: The sharding rules.
         views: What the rules saw.
         reasons: For nodes that are computed replicated: why.
-        costs: What a device computes and moves, for nodes whose operator says it.
+        ops: The operator definition of each node that has one and is not computed replicated.
     """
 
     rules: Mapping[str, OpRule]
     views: Mapping[str, NodeView]
     reasons: Mapping[str, str]
-    costs: Mapping[str, CostFn] = field(default_factory=dict)
+    ops: Mapping[str, OpDef]
+
+    @cached_property
+    def costs(self) -> Mapping[str, CostFn]:
+        """What a device computes and moves, for nodes whose operator says it."""
+        costs = ((name, op.cost) for name, op in self.ops.items())
+        return {name: cost for name, cost in costs if not isinstance(cost, Missing)}
 
 
-def find_rules(model: ir.Model, env: ShapeEnv) -> tuple[Rules, dict[str, OpDef]]:
+def find_rules(model: ir.Model, env: ShapeEnv, registry: Registry) -> Rules:
     """Returns the rule of every node; one that has none is computed replicated, with the reason.
 
     Args:
         model: The normalised model; it is not changed.
         env: Its shapes.
+        registry: The operators.
 
     Raises:
         NodeError: An attribute or a constant operand is not legal, so there is nothing to compute.
-
-    Returns:
-        The rules, and the operator definition of each node that has one, by node name.
     """
-    return graph_rules(model.graph, env, model.opset_imports)
+    return graph_rules(model.graph, env, model.opset_imports, registry)
 
 
 def graph_rules(
-    nodes: Iterable[ir.Node], env: ShapeEnv, opsets: Mapping[str, int]
-) -> tuple[Rules, dict[str, OpDef]]:
+    nodes: Iterable[ir.Node], env: ShapeEnv, opsets: Mapping[str, int], registry: Registry
+) -> Rules:
     """Returns the rule of every node of a graph or of a body; see `find_rules`.
 
     Args:
         nodes: The nodes, whose names differ.
         env: Shapes of what they read and make.
         opsets: Version of each domain; 1 where it is not said.
+        registry: The operators.
     """
     rules: dict[str, OpRule] = {}
     views: dict[str, NodeView] = {}
@@ -68,15 +75,14 @@ def graph_rules(
     for node in nodes:
         name = node.name or ""
         view = views[name] = NodeView(node, env, default)
-        standard = node.domain in ("", "ai.onnx")
-        version = default if standard else opsets.get(node.domain, 1)
-        definition = REGISTRY.find(node.domain, node.op_type, version)
+        definition = registry.definition(node, opsets)
         if definition is None:
             reasons[name] = node.metadata_props.get(
                 NOT_EXPANDED, f"no sharding rule for {node.domain or 'onnx'}::{node.op_type}"
             )
         else:
             try:
+                view = views[name] = with_bodies(view, definition, registry)
                 rule = settle(definition.rule(view), view)
                 # Layers that are alike have one rule, which is its own equal at a glance.
                 rules[name] = same.setdefault(rule, rule)
@@ -94,5 +100,25 @@ def graph_rules(
                     f"node {name!r} ({node.op_type}): its sharding rule failed: {error}"
                 ) from error
         rules[name] = replicated_rule(view)
-    costs = {name: op.cost for name, op in ops.items() if not isinstance(op.cost, Missing)}
-    return Rules(rules, views, reasons, costs), ops
+    return Rules(rules, views, reasons, ops)
+
+
+def with_bodies(view: NodeView, definition: OpDef | None, registry: Registry) -> NodeView:
+    """Returns what a rule sees of a node, with its bodies where the operator's rule reads them.
+
+    Args:
+        view: The node.
+        definition: Of its operator, if it has one.
+        registry: The operators.
+
+    Raises:
+        NodeError: As `find_rules`, of a node in a body.
+    """
+    if definition is None or not definition.reads_bodies:
+        return view
+    found = {}
+    for name, graph in bodies_of(view.node).items():
+        env = body_env(graph, view.env)
+        rules = graph_rules(graph, env, {"": view.opset}, registry)
+        found[name] = BodyFacts(graph, env, rules.rules, rules.views, rules.reasons)
+    return replace(view, bodies=found)

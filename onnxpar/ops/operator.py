@@ -1,11 +1,11 @@
-"""What an operator must say to be divided: `OpDef`, and the lookup by (domain, type, version)."""
+"""What an operator must say to be divided: `OpDef`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError, RuleError
+from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -64,6 +64,8 @@ class OpDef:
             range that its elements must lie in, and one element that may lie outside (None: none).
         body: Emits what the operator does in operators that have rules; None where the function
             body of ONNX's own schema says it, if the schema has one.
+        reads_bodies: Whether its rule and local form follow from the rules of the nodes in its
+            bodies (see `NodeView.bodies`).
         carries_integers: Whether integers that the operator makes stand for floats, as quantised
             ones do, so that what reads them may pass a cotangent on, which is a float.
     """
@@ -78,6 +80,7 @@ class OpDef:
     keeps_zero: bool = False
     indices: IndicesFn | None = None
     body: BodyFn | None = None
+    reads_bodies: bool = False
     carries_integers: bool = False
 
 
@@ -91,36 +94,3 @@ def expanded(view: NodeView) -> OpRule:
         f"{view.node.op_type} is divided through its body, and what that needs to know of node "
         f"{view.name!r} is not known"
     )
-
-
-@dataclass(frozen=True)
-class Registry:
-    """A table of operator definitions."""
-
-    defs: tuple[OpDef, ...]
-    _index: dict[tuple[str, str], list[OpDef]] = field(default_factory=dict, compare=False)
-
-    def __post_init__(self) -> None:
-        """Builds the index; RuleError where an operator is defined twice."""
-        seen: set[tuple[str, str, int]] = set()
-        for op in self.defs:
-            key = (op.domain, op.op_type, op.since_version)
-            if key in seen:
-                raise RuleError(f"operator {op.op_type} since {op.since_version} is defined twice")
-            seen.add(key)
-            self._index.setdefault((op.domain, op.op_type), []).append(op)
-        for versions in self._index.values():
-            versions.sort(key=lambda op: op.since_version, reverse=True)
-
-    def find(self, domain: str, op_type: str, version: int) -> OpDef | None:
-        """Returns the newest definition that holds for an opset version, or None."""
-        domain = "" if domain == "ai.onnx" else domain
-        for op in self._index.get((domain, op_type), ()):
-            if op.since_version <= version:
-                return op
-        return None
-
-    @staticmethod
-    def join(tables: Iterable[Sequence[OpDef]]) -> "Registry":
-        """Joins the tables of the families."""
-        return Registry(tuple(op for table in tables for op in table))

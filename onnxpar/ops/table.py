@@ -24,7 +24,6 @@ from onnxpar.ops.norm.batch_norm import DEFS as BATCH_NORM
 from onnxpar.ops.norm.group_norm import DEFS as GROUP_NORM
 from onnxpar.ops.norm.rows import DEFS as ROW_NORM
 from onnxpar.ops.norm.skip_norm import DEFS as SKIP_NORM
-from onnxpar.ops.operator import Registry
 from onnxpar.ops.own_bodies import DEFS as OWN_BODIES
 from onnxpar.ops.quantized.blocks import DEFS as BLOCK_QUANTIZED
 from onnxpar.ops.quantized.linear import DEFS as QUANTIZED
@@ -32,6 +31,7 @@ from onnxpar.ops.random.draws import DEFS as RANDOM
 from onnxpar.ops.recurrent.recurrent import DEFS as RECURRENT
 from onnxpar.ops.reduce.cumulative import DEFS as CUMULATIVE
 from onnxpar.ops.reduce.reduce import DEFS as REDUCE
+from onnxpar.ops.registry import Registry
 from onnxpar.ops.replicated import DEFS as REPLICATED
 from onnxpar.ops.sequence.sequence import DEFS as SEQUENCE
 from onnxpar.ops.signal.fourier import DEFS as SIGNAL

@@ -15,7 +15,9 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import name_nodes, normalise
+from onnxpar.ops.registry import Registry
 from onnxpar.ops.roles import is_instance_norm, is_layer_bias, is_statistic, is_weight, rearranges
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.merged import untie
 from onnxpar.parameters.origin import (
     Origin,
@@ -64,24 +66,33 @@ class Recognised:
     Attributes:
         model: The model.
         notices: What the user should know of it.
+        registry: The table of operators that it was normalised by.
     """
 
     model: ir.Model
     notices: tuple[str, ...]
+    registry: Registry
 
     def clone(self) -> "Recognised":
         """Returns the same of a copy of the model."""
-        return Recognised(self.model.clone(), self.notices)
+        return Recognised(self.model.clone(), self.notices, self.registry)
 
 
-def read_parameters(model: ir.Model, ties: Sequence[str] = ()) -> Recognised:
+def read_parameters(
+    model: ir.Model, ties: Sequence[str] = (), registry: Registry = REGISTRY
+) -> Recognised:
     """Recognises a model's parameters and normalises it; the model given is used up.
+
+    Args:
+        model: As it was read.
+        ties: As for `recognise`.
+        registry: The table of operators.
 
     Raises:
         ModelError: As `recognise`, or the model is not valid.
     """
     notices = recognise(model, ties)
-    return Recognised(normalise(model), notices)
+    return Recognised(normalise(model, registry), notices, registry)
 
 
 def recognise(model: ir.Model, ties: Sequence[str] = ()) -> tuple[str, ...]:

@@ -17,10 +17,9 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.core.symbols import Dim
+from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Factors, NodePlan, Plan, factor_sizes, project, shardings
-from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.node_rules import Rules
 from onnxpar.propagation.choice import Chooser, Situation
 from onnxpar.propagation.partial_hints import pending_hints
 from onnxpar.resharding.steps import Way, cheapest_way
@@ -80,9 +79,7 @@ class Conflict:
 
 
 def conflicts(
-    model: ir.Model,
-    env: ShapeEnv,
-    rules: Rules,
+    program: Program,
     plan: Plan,
     gathered: frozenset[str] = frozenset(),
 ) -> tuple[Conflict, ...]:
@@ -91,30 +88,29 @@ def conflicts(
     They follow from the plan alone, however it was found.
 
     Args:
-        model: The normalised model; it is not changed.
-        env: Its shapes.
-        rules: The rule of each of its nodes.
+        program: The program of one device; it is not changed.
         plan: Its plan.
         gathered: Values that are kept in parts and gathered for whoever reads them (optimizer
             parallel): their readers do not disagree.
     """
-    return tuple(c for c in _Replay(model, env, rules, plan).run() if c.value not in gathered)
+    return tuple(c for c in _Replay(program, plan).run() if c.value not in gathered)
 
 
 @dataclass
 class _Replay:
     """The nodes in order, with the layouts in which each value is there by then."""
 
-    model: ir.Model
-    env: ShapeEnv
-    rules: Rules
+    program: Program
     plan: Plan
     made: dict[str, Sharding] = field(default_factory=dict)
     versions: dict[str, tuple[Sharding, ...]] = field(default_factory=dict)
     known: dict[object, tuple[int, int | None]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.env, self.rules = self.program.env, self.program.rules
+
     def run(self) -> Iterator[Conflict]:
-        graph, plan = self.model.graph, self.plan
+        graph, plan = self.program.graph, self.plan
         nodes = list(graph)
         self.made.update(plan.inputs)
         self.made.update(plan.parameters)

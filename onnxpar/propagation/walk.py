@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.core.symbols import symbols_of
+from onnxpar.facts.program import Program
 from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import (
@@ -29,7 +30,6 @@ from onnxpar.graph.plan import (
     varying,
 )
 from onnxpar.graph.seeds import Seeds
-from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.graph.structure import Parts, structure
 from onnxpar.ops.node_rules import Rules
 from onnxpar.propagation.choice import Chooser, Situation, leaving
@@ -57,14 +57,9 @@ class Alike:
     kinds: Mapping[str, int]
 
 
-def alike(nodes: Sequence[ir.Node], env: ShapeEnv, rules: Rules) -> Alike:
-    """Returns what is the same in every plan of a program.
-
-    Args:
-        nodes: Its nodes, in topological order.
-        env: Its shapes.
-        rules: The rule of each of its nodes.
-    """
+def alike(program: Program) -> Alike:
+    """Returns what is the same in every plan of a program."""
+    nodes, env, rules = list(program.graph), program.env, program.rules
     parts = structure(nodes, rules.rules, rules.views, env.table)
     numbers: dict[object, int] = {}
     kinds: dict[str, int] = {}
@@ -79,9 +74,7 @@ def alike(nodes: Sequence[ir.Node], env: ShapeEnv, rules: Rules) -> Alike:
 
 
 def propagate(
-    model: ir.Model,
-    env: ShapeEnv,
-    rules: Rules,
+    program: Program,
     seeds: Seeds,
     links: Mapping[str, tuple[str, ...]] | None = None,
     known: Alike | None = None,
@@ -89,9 +82,7 @@ def propagate(
     """Returns a plan for the whole model.
 
     Args:
-        model: The normalised model; it is not changed.
-        env: Its shapes.
-        rules: The rule of each of its nodes.
+        program: The program of one device; it is not changed.
         seeds: What the user fixed; always kept.
         links: Of each cotangent its primals, by name. A cotangent is proposed to be split as its
             primal is (which of the two is partial says nothing of the other: they are dual). An
@@ -102,22 +93,20 @@ def propagate(
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    nodes = list(model.graph)
-    known = known or alike(nodes, env, rules)
+    nodes, rules, table = list(program.graph), program.rules, program.env.table
+    known = known or alike(program)
     wishes = _wishes(nodes, rules, _pinned(nodes, rules, seeds), seeds)
     decided: dict[object, NodePlan] = {}
     hints = Hints()
     for number in range(MOST_ROUNDS):
-        walk = _Walk(model, env, rules, seeds, known, wishes, links or {}, decided, hints)
+        walk = _Walk(program, seeds, known, wishes, links or {}, decided, hints)
         plan = walk.run(nodes)
         wishes = _wishes(nodes, rules, plan.nodes, seeds)
-        seen = hints | pending_hints(
-            nodes, rules.rules, plan.nodes, walk.values, seeds.mesh, env.table
-        )
+        seen = hints | pending_hints(nodes, rules.rules, plan.nodes, walk.values, seeds.mesh, table)
         if number + 1 >= ROUNDS and seen == hints:
             break
         hints = seen
-    return entering(plan, nodes, model.graph.outputs, seeds, env.table)
+    return entering(plan, nodes, program.graph.outputs, seeds, table)
 
 
 def _pinned(nodes: Sequence[ir.Node], rules: Rules, seeds: Seeds) -> dict[str, NodePlan]:
@@ -170,9 +159,7 @@ def _wishes(
 class _Walk:
     """One forward pass. Holds the shardings found so far."""
 
-    model: ir.Model
-    env: ShapeEnv
-    rules: Rules
+    program: Program
     seeds: Seeds
     known: Alike
     wishes: Mapping[str, Sharding]
@@ -187,9 +174,12 @@ class _Walk:
     parametric: set[str] = field(default_factory=set)
     resharded: dict[str, Sharding] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.env, self.rules = self.program.env, self.program.rules
+
     def run(self, nodes: Sequence[ir.Node]) -> Plan:
         mesh, table = self.seeds.mesh, self.env.table
-        graph = self.model.graph
+        graph = self.program.graph
         for value in graph.inputs:
             name = value.name or ""
             self.values[name] = self.seeds.inputs.get(

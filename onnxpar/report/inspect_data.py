@@ -12,6 +12,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import format_rule
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, dim_text
+from onnxpar.facts.program import Program
 from onnxpar.graph.builder import Collective
 from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, factor_sizes
@@ -255,19 +256,14 @@ def _totals(
     }
 
 
-def model_data(model: ir.Model, env: ShapeEnv, rules: Rules) -> Json:
+def model_data(program: Program) -> Json:
     """Returns what `onnxpar inspect MODEL --json` prints: what can be divided, and by which names.
 
     Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; small integers and scalars
     are left out), `symbols`, `nodes` with `rule`, `operands` (names of the operands that a strategy
     has entries for), `factors` (name, size, kind) and `reason`, why a node cannot be divided.
-
-    Args:
-        model: The normalised model.
-        env: Its shapes.
-        rules: The rule of each node.
     """
-    graph = model.graph
+    graph, env, rules = program.graph, program.env, program.rules
     return {
         "model": graph.name or "",
         "inputs": [_value(v, env) for v in graph.inputs],

@@ -14,11 +14,11 @@ import onnx_ir as ir
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.core.names import check_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
-from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find import UNLIMITED, Candidate, Found, SearchSpec, Told, find
 from onnxpar.search.ways import SLOWDOWN, Objective, Pricing, Way
+from onnxpar.search.workload import Workload
 from onnxpar.stages.assignment import assigned
 from onnxpar.stages.stage_price import Split, StagedPrice
 from onnxpar.strategy.machine_file import load_machine
@@ -57,12 +57,12 @@ class Decision:
     free: bool
 
 
-def settled(strategy: Strategy, program: Program, symbols: Mapping[str, Symbol]) -> Strategy:
+def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol]) -> Strategy:
     """Returns a strategy that searches for nothing: of one that searches, what was decided.
 
     Args:
         strategy: The strategy.
-        program: What is divided, not cut into stages.
+        workload: What is divided, not cut into stages.
         symbols: Constraints on symbols, the strategy's included.
 
     Raises:
@@ -72,9 +72,9 @@ def settled(strategy: Strategy, program: Program, symbols: Mapping[str, Symbol])
     """
     if strategy.rest != SEARCH:
         # They also say where a pipeline is cut.
-        _check_sizes(strategy, program)
+        _check_sizes(strategy, workload)
         return strategy
-    data = decide(replace(strategy, symbols=symbols), program).data
+    data = decide(replace(strategy, symbols=symbols), workload).data
     return replace(
         Strategy.from_dict(data, source=strategy.source),
         search=strategy.search,
@@ -82,13 +82,15 @@ def settled(strategy: Strategy, program: Program, symbols: Mapping[str, Symbol])
     )
 
 
-def _check_sizes(strategy: Strategy, program: Program) -> None:
-    check_sizes(strategy.search.sizes, program.env.table, f"{strategy.source}: sizes to plan for")
+def _check_sizes(strategy: Strategy, workload: Workload) -> None:
+    check_sizes(
+        strategy.search.sizes, workload.program.env.table, f"{strategy.source}: sizes to plan for"
+    )
 
 
 def decide(
     strategy: Strategy,
-    program: Program,
+    workload: Workload,
     *,
     stages: Sequence[int] | None = None,
     micro_batches: int | None = None,
@@ -101,7 +103,7 @@ def decide(
 
     Args:
         strategy: The strategy, whose `rest` is "search".
-        program: What is divided, not cut into stages.
+        workload: What is divided, not cut into stages.
         stages: Numbers of pipeline stages to try, all of which divide the devices; by default the
             strategy's.
         micro_batches: Micro-batches of a step of training; by default what the strategy says, or 1
@@ -112,25 +114,25 @@ def decide(
     Raises:
         OnnxparError: As `settled`.
     """
-    _check_sizes(strategy, program)
+    _check_sizes(strategy, workload)
     entry = strategy.search
     machine = load_machine(entry.machine)
     limit = machine.memory if entry.memory is None else entry.memory
     counts = _counts(strategy, stages)
-    trains = bool(program.gradients)
+    trains = bool(workload.gradients)
     runs = _micro_batches(strategy, counts, micro_batches) if trains else 1
     tried: list[tuple[Way, Found, Plan]] = []
     refused: list[Way] = []
     pricings = [
-        Pricing(program, machine, entry.sizes, _split(strategy, program.forward, count, runs))
+        Pricing(workload, machine, entry.sizes, _split(strategy, workload.forward, count, runs))
         for count in counts
     ]
     for count, pricing in zip(counts, pricings, strict=True):
         told("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
         one = replace(strategy, devices=strategy.world // count, pipeline=None)
         try:
-            seeds = resolve(one, program.model, program.rules, program.env)
-            found = search(one, program, seeds, told, runs, pricing.peak)
+            seeds = resolve(one, workload.program)
+            found = search(one, workload, seeds, told, runs, pricing.peak)
             plan, way = pricing(found.seeds)
         except OnnxparError as error:
             if len(counts) == 1 and not isinstance(error, ShardingError):
@@ -155,8 +157,8 @@ def decide(
         if not rival.fits(limit) or (tried and rank(tried[0][0]) <= rank(rival)):
             break
         # What is written down is what each node has; what follows from that may be another plan.
-        seeds = program.pinned(seen)
-        plan = program.plan(seeds)
+        seeds = workload.pinned(seen)
+        plan = workload.plan(seeds)
         way = pricing.way(name, plan)
         if way.fits(limit) and not (tried and rank(tried[0][0]) <= rank(way)):
             chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
@@ -165,14 +167,14 @@ def decide(
             shown = [other for other in shown if other is not rival]
             break
     if not tried:
-        raise ShardingError(_nothing_fits(refused, plain, program.env.table))
+        raise ShardingError(_nothing_fits(refused, plain, workload.program.env.table))
     best, found, plan = tried[0]
     staged: dict[str, Any] | None = None
     if best.staged is not None:
         wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
         staged = pipeline_data(best.staged, runs if trains else micro_batches or wanted)
     data = strategy_data(
-        found.seeds, program.rules, strategy.symbols, strategy.optimizer_parallel, staged
+        found.seeds, workload.program.rules, strategy.symbols, strategy.optimizer_parallel, staged
     )
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
@@ -253,7 +255,7 @@ def _split(strategy: Strategy, model: ir.Model, stages: int, micro_batches: int)
 
 def search(
     strategy: Strategy,
-    program: Program,
+    workload: Workload,
     seeds: Seeds,
     told: Told | None = None,
     micro_batches: int = 1,
@@ -283,14 +285,12 @@ def search(
     def run(spec: SearchSpec) -> Found:
         nonlocal timed
         found = find(
-            program.model,
-            program.env,
-            program.rules,
+            workload.program,
             seeds,
             spec,
             named=bool(strategy.axes),
             free_inputs=strategy.dataset == SEARCH,
-            trained=list(program.gradients),
+            trained=list(workload.gradients),
             told=told,
         )
         timed |= found.timed

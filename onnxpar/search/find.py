@@ -5,18 +5,15 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
 
-import onnx_ir as ir
-
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.machine import Machine
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.node_rules import Rules
 from onnxpar.search.exact import best, least
 from onnxpar.search.flow import Flow, Item, flow
 from onnxpar.search.options import Option, options
@@ -129,9 +126,7 @@ class Found:
 
 
 def find(
-    model: ir.Model,
-    env: ShapeEnv,
-    rules: Rules,
+    program: Program,
     seeds: Seeds,
     spec: SearchSpec,
     *,
@@ -143,9 +138,7 @@ def find(
     """Searches for the strategy of every forward node that the user did not fix.
 
     Args:
-        model: The normalised model, or one with its backward program; it is not changed.
-        env: Its shapes.
-        rules: The rule of each of its nodes.
+        program: A forward program, or one with its backward; it is not changed.
         seeds: What the user fixed, on the mesh that the user gave.
         spec: How to search.
         named: Whether the mesh is the user's; else its shape is searched, too.
@@ -156,7 +149,7 @@ def find(
     Raises:
         ShardingError: Nothing fits into the memory of a device.
     """
-    seen = flow(model, env, rules, trained, seeds.nodes)
+    seen = flow(program, trained, seeds.nodes)
     tried: list[Candidate] = []
     winner: tuple[float, Candidate, Seeds] | None = None
     timed = False
@@ -168,7 +161,7 @@ def find(
         if spec.algorithm != "recursive":
             told("mesh " + "x".join(str(n) for _, n in mesh.axes), number, len(meshes))
         started = perf_counter()
-        cost = CostModel(spec.machine, mesh, env.table, spec.sizes)
+        cost = CostModel(spec.machine, mesh, program.env.table, spec.sizes)
         run = _Search(seen, cost, replace(pinned, mesh=mesh), spec, told)
         try:
             problem, solution, chosen = run.solve()

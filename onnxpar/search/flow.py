@@ -8,9 +8,9 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.symbols import Dim, SymbolTable
+from onnxpar.facts.program import Program
 from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.graph.structure import Parts, merged, structure
 from onnxpar.ops.node_cost import CostFn
 from onnxpar.ops.node_rules import Rules
@@ -124,21 +124,18 @@ class Flow:
 
 
 def flow(
-    model: ir.Model,
-    env: ShapeEnv,
-    rules: Rules,
+    program: Program,
     trained: Collection[str] = (),
     pinned: Collection[str] = (),
 ) -> Flow:
     """Reads the flow of a normalised model.
 
     Args:
-        model: The model; it is not changed.
-        env: Its shapes.
-        rules: The rule of each of its nodes.
+        program: The program; it is not changed.
         trained: Names of the parameters that are trained; none for a forward program.
         pinned: Names of the nodes that the user fixed.
     """
+    model, env, rules = program.model, program.env, program.rules
     nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
     parts = structure(nodes, rules.rules, rules.views, env.table)
     parts = merged(nodes, rules.rules, rules.views, env.table, parts)

@@ -8,10 +8,10 @@ from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import Machine
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.price import Price
-from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find import LEVELS, Told
+from onnxpar.search.workload import Workload
 from onnxpar.stages.assignment import between_stages
 from onnxpar.stages.cut import chain_of, floating
 from onnxpar.stages.stage_price import Priced, Split, StagedPrice, price_stages
@@ -105,13 +105,13 @@ class Pricing:
     """Plans of a program that follow from seeds, each made and priced once.
 
     Attributes:
-        program: The program.
+        workload: What is planned.
         machine: What it runs on.
         sizes: Sizes of its symbols.
         split: How it is cut into stages; a plan is on the mesh of one.
     """
 
-    program: Program
+    workload: Workload
     machine: Machine
     sizes: Mapping[str, int]
     split: Split
@@ -131,7 +131,7 @@ class Pricing:
         for known, plan, way in self._known:
             if known is seeds:
                 return plan, way
-        plan = self.program.plan(seeds)
+        plan = self.workload.plan(seeds)
         way = self.way(FOUND, plan)
         self._known.append((seeds, plan, way))
         return plan, way
@@ -142,15 +142,15 @@ class Pricing:
         Raises:
             StrategyError: There are more virtual stages than nodes.
         """
-        found, steps = self.program.priced(plan, self.machine, self.sizes)
+        found, steps = self.workload.priced(plan, self.machine, self.sizes)
         title, split = self._title(name), self.split
         if split.stages == 1:
             return Way(title, found, micro_batches=split.micro_batches)
-        graph = self.program.forward.graph
+        graph = self.workload.forward.graph
         chain = chain_of(graph, floating(graph))
         names = frozenset(node.name or "" for node in graph)
-        priced = Priced(self.program.model, plan, found, steps, names)
-        cost = CostModel(self.machine, plan.mesh, self.program.env.table, self.sizes)
+        priced = Priced(self.workload.program.model, plan, found, steps, names)
+        cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, self.sizes)
         link = between_stages(self.machine, split.stages, plan.mesh.size)
         staged = price_stages(priced, chain, cost, link, split)
         return Way(title, found, "", staged, split.micro_batches)
@@ -176,12 +176,11 @@ class Pricing:
         """
         devices = strategy.world // self.split.stages
         names = presets(devices)
-        p = self.program
         for number, name in enumerate(names, 1):
             told(f"pricing {self._title(name)}", number, len(names))
             try:
                 preset = replace(load_strategy(name, devices), symbols=strategy.symbols)
-                plan = p.plan(resolve(preset, p.model, p.rules, p.env))
+                plan = self.workload.plan(resolve(preset, self.workload.program))
                 way = self.way(name, plan)
             except OnnxparError as error:
                 yield name, self.refused(str(error), name), None

@@ -10,9 +10,8 @@ from onnxpar.core.machine import Link, Machine
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.names import match
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import shardings
-from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.node_rules import find_rules
 from onnxpar.stages.cut import Costs, chain_of, cut_chain
 from onnxpar.strategy.annotation_seeds import annotated_virtual_stages
 from onnxpar.strategy.machine_file import load_machine
@@ -22,8 +21,7 @@ from onnxpar.strategy.schema import PipelineEntry, Strategy
 def decide_virtual_stages(
     strategy: Strategy,
     entry: PipelineEntry,
-    model: ir.Model,
-    env: ShapeEnv,
+    program: Program,
     weights: Collection[str],
 ) -> dict[ir.Node, int]:
     """Returns the virtual stage of each node that is cut.
@@ -31,18 +29,18 @@ def decide_virtual_stages(
     Args:
         strategy: The strategy, which has a pipeline.
         entry: What it says of the pipeline.
-        model: The model, not divided and not differentiated.
-        env: Its shapes.
+        program: The program, not divided and not differentiated.
         weights: Names of the initializers that count as weights.
 
     Raises:
         StrategyError: A pattern fits no node, entries contradict one another, or there are more
             virtual stages than nodes.
     """
+    model = program.model
     chain = chain_of(model.graph, weights)
     fixed = assigned(strategy, model)
     free = any((node.name or "") not in fixed for node in chain.nodes)
-    costs = _costs(strategy, model, env, chain.nodes) if free else Costs()
+    costs = _costs(strategy, program, chain.nodes) if free else Costs()
     try:
         return cut_chain(chain, entry.virtual_stages, fixed, costs, _lines(strategy, model))
     except StrategyError as error:
@@ -82,12 +80,12 @@ def _lines(strategy: Strategy, model: ir.Model) -> dict[str, str]:
     return {name: f"line {line}" for name, line in places.items() if line is not None}
 
 
-def _costs(strategy: Strategy, model: ir.Model, env: ShapeEnv, nodes: Sequence[ir.Node]) -> Costs:
+def _costs(strategy: Strategy, program: Program, nodes: Sequence[ir.Node]) -> Costs:
     """What nodes take undivided, and their results on the way, on the strategy's machine."""
+    env, rules = program.env, program.rules
     machine = load_machine(strategy.search.machine)
     mesh = Mesh.of()
     cost = CostModel(machine, mesh, env.table, strategy.search.sizes)
-    rules, _ = find_rules(model, env)
     link = between_stages(machine, strategy.stages, strategy.devices)
     seconds: dict[str, float] = {}
     crossing: dict[str, float] = {}

@@ -18,15 +18,15 @@ from onnxpar.autodiff.optimizer import (
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.cost.optimizer_parallel import Shards
-from onnxpar.emit.manifest import state_entry
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import factor_sizes, project
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.forms import DOUBLE
-from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.registry import Registry
 from onnxpar.parameters.trainable import ParameterInfo
+from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import GraphInput, PartitionedModel, States
-from onnxpar.partition.partitioner import partition
 from onnxpar.propagation.walk import propagate
 from onnxpar.strategy.schema import PipelineEntry
 
@@ -41,6 +41,7 @@ class Buffers:
         shards: How they lie.
         trained: The parameters that are trained.
         statistics: Element types of the running statistics, by name.
+        registry: The operators.
         stages: The pipeline stages that have each parameter and statistic; none without a pipeline.
     """
 
@@ -49,12 +50,14 @@ class Buffers:
         shards: Shards,
         trained: Sequence[ParameterInfo],
         statistics: Mapping[str, ir.DataType],
+        registry: Registry,
         stages: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Keeps them."""
         self.shards = shards
         self.parameters = {p.name: p for p in trained}
         self.statistics = statistics
+        self.registry = registry
         self.stages = stages or {}
 
     def updates(
@@ -83,7 +86,7 @@ class Buffers:
                 found.setdefault(p.name, set()).add(pm.stage)
         stages = {name: tuple(sorted(on)) for name, on in found.items()}
         trained = list(self.parameters.values())
-        return Buffers(self.shards, trained, self.statistics, stages)
+        return Buffers(self.shards, trained, self.statistics, self.registry, stages)
 
     def stage_updates(
         self,
@@ -155,50 +158,36 @@ class Buffers:
                 return self.shards.plan.parameters[name]
         return self.shards.moment(name)
 
-    def _divided(self, program: StateProgram, name: str) -> PartitionedModel:
+    def _divided(self, update: StateProgram, name: str) -> PartitionedModel:
         """Partitions a program whose operands are buffers."""
-        model = program.model
         mesh = self.shards.plan.mesh
-        env = shapes(model, SymbolTable({}))
-        rules, ops = find_rules(model, env)
-        held = {s.name: self._sharding(s.kind, s.parameter) for s in program.states}
-        parameters = {s.name: s.parameter for s in program.states}
+        env = shapes(update.model, SymbolTable({}))
+        program = Program.of(update.model, env, self.registry)
+        held = {s.name: self._sharding(s.kind, s.parameter) for s in update.states}
+        parameters = {s.name: s.parameter for s in update.states}
         nodes = {}
-        for node in model.graph:
+        for node in program.graph:
             first = node.inputs[0] if node.inputs else None
             source = first.name or "" if first is not None else ""
-            if source in program.reduced and node.outputs[0].name == program.reduced[source]:
+            if source in update.reduced and node.outputs[0].name == update.reduced[source]:
                 title = node.name or ""
-                rule, view = rules.rules[title], rules.views[title]
+                rule, view = program.rules.rules[title], program.rules.views[title]
                 shard = self.shards.moment(parameters[source])
                 sizes = factor_sizes(rule, view)
                 factors = project(rule.inputs[0], shard, sizes, mesh, env.table)
                 nodes[title] = NodeSeed(title, factors)
-        outputs = {output: held[state] for output, state in program.updated.items()}
-        plan = propagate(model, env, rules, Seeds(mesh, nodes, held, outputs=outputs))
+        outputs = {output: held[state] for output, state in update.updated.items()}
+        plan = propagate(program, Seeds(mesh, nodes, held, outputs=outputs))
         # Right after its update, so that slices of all of them need not be there at once.
         plan = replace(plan, resharded=outputs)
-        states = States(frozenset(held), dict(program.updated))
-        return partition(model, env, rules, ops, plan, program=name, states=states)
+        states = States(frozenset(held), dict(update.updated))
+        return partition(program, plan, name=name, states=states)
 
-    # -- the manifest ----------------------------------------------------------------------------
-
-    def entries(self, updates: Sequence[StateProgram]) -> list[Json]:
-        """Returns the manifest's list of buffers."""
-        return [
-            state_entry(
-                b.item,
-                str(b.kind),
-                b.parameter,
-                b.stages,
-                summed=b.kind in _GRADIENTS and len(b.stages) > 1,
-            )
-            for b in self._all(updates)
-        ]
+    # -- all of them ------------------------------------------------------------------------------
 
     def kept(self, updates: Sequence[StateProgram]) -> dict[StateKind, int]:
         """Returns the bytes of the buffers of each kind on a device of the stage that has most."""
-        found = self._all(updates)
+        found = self.all(updates)
         every = sorted({s for b in found for s in b.stages}) or [0]
         return {
             kind: max(
@@ -208,8 +197,8 @@ class Buffers:
             for kind in StateKind
         }
 
-    def _all(self, updates: Sequence[StateProgram]) -> list["_Buffer"]:
-        """All buffers, in the order of the manifest."""
+    def all(self, updates: Sequence[StateProgram]) -> list["Buffer"]:
+        """Returns all buffers: what programs update, what micro-batches add up, statistics."""
         known = [(s.name, s.kind, s.parameter, s.dtype) for u in updates for s in u.states]
         known = list(dict.fromkeys(known))
         known += [
@@ -223,7 +212,7 @@ class Buffers:
         ]
         known += [(n, StateKind.STATISTIC, n, dtype) for n, dtype in self.statistics.items()]
         return [
-            _Buffer(
+            Buffer(
                 kind,
                 parameter,
                 GraphInput(name, _local(name, dtype), self._sharding(kind, parameter)),
@@ -232,7 +221,7 @@ class Buffers:
             for name, kind, parameter, dtype in known
         ]
 
-    def _bytes(self, buffer: "_Buffer") -> int:
+    def _bytes(self, buffer: "Buffer") -> int:
         """The bytes of a buffer on a device."""
         shape = buffer.item.sharding.local_shape(self.shards.plan.mesh)
         dtype = buffer.item.local.dtype or ir.DataType.FLOAT
@@ -240,13 +229,25 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class _Buffer:
-    """A buffer that lives between runs, and the parameter that it belongs to."""
+class Buffer:
+    """A buffer that lives between runs, and the parameter that it belongs to.
+
+    Attributes:
+        kind: What it is for.
+        parameter: Name of the parameter, or of the running statistic.
+        item: The buffer as a program takes it, with its sharding.
+        stages: The pipeline stages that hold it; none without a pipeline.
+    """
 
     kind: StateKind
     parameter: str
     item: GraphInput
     stages: tuple[int, ...] = ()
+
+    @property
+    def summed(self) -> bool:
+        """Whether its value is the sum of what several stages hold."""
+        return self.kind in _GRADIENTS and len(self.stages) > 1
 
 
 def _local(name: str, dtype: ir.DataType) -> ir.Value:

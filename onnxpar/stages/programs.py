@@ -6,12 +6,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.autodiff.training_program import Prepared
+from onnxpar.autodiff.training_program import TrainingProgram
 from onnxpar.core.errors import ModelError
+from onnxpar.facts.program import Program
 from onnxpar.graph.places import Copy, Places, virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
 from onnxpar.propagation.walk import propagate
 from onnxpar.stages.assignment import decide_virtual_stages
@@ -58,29 +58,29 @@ class Staging:
         count = entry.micro_batches or entry.stages
         return Split(entry.stages, count, entry.schedule, entry.chunks)
 
-    def put(self, model: ir.Model, env: ShapeEnv, trained: Collection[str]) -> Mapping[str, Copy]:
-        """Puts the nodes of a forward program into virtual stages; the model is changed.
+    def put(self, program: Program, trained: Collection[str]) -> Mapping[str, Copy]:
+        """Puts the nodes of a forward program into virtual stages; its model is changed.
 
         Args:
-            model: The model.
-            env: Its shapes.
+            program: The program.
             trained: Names of the parameters of which each stage has its own.
 
         Raises:
             StrategyError: As `decide_virtual_stages`.
         """
-        weights = {*trained, *floating(model.graph)}
-        virtual_by_node = decide_virtual_stages(self.strategy, self.entry, model, env, weights)
-        computed_in = where_needed(model.graph, virtual_by_node)
-        self.copies = put_stages(model.graph, computed_in, trained, self.entry.stages)
-        self.virtual_stages = virtual_stages_by_name(model.graph)
+        graph = program.graph
+        weights = {*trained, *floating(graph)}
+        virtual_by_node = decide_virtual_stages(self.strategy, self.entry, program, weights)
+        computed_in = where_needed(graph, virtual_by_node)
+        self.copies = put_stages(graph, computed_in, trained, self.entry.stages)
+        self.virtual_stages = virtual_stages_by_name(graph)
         self.assign = {node.name or "": virtual for node, virtual in virtual_by_node.items()}
         return self.copies
 
-    def put_forward(self, model: ir.Model, env: ShapeEnv) -> Places:
-        """Puts the nodes of a model that is not trained into virtual stages, and in their order."""
-        self.put(model, env, ())
-        return self._forward_places(model.graph)
+    def put_forward(self, program: Program) -> Places:
+        """Puts the nodes of a program that is not trained into virtual stages, in their order."""
+        self.put(program, ())
+        return self._forward_places(program.graph)
 
     def put_again(self, model: ir.Model) -> Places:
         """Puts the nodes of another program of the same model where they are in the first."""
@@ -94,13 +94,13 @@ class Staging:
         order_by_place(graph, places)
         return places
 
-    def training_places(self, prepared: Prepared) -> Places:
+    def training_places(self, prepared: TrainingProgram) -> Places:
         """Returns the places of forward and backward, and orders the graph by them.
 
         Raises:
             ModelError: A running statistic is kept by several stages.
         """
-        graph = prepared.model.graph
+        graph = prepared.program.graph
         self._check_statistics(graph, prepared.updated)
         places = training_places(
             graph,
@@ -193,7 +193,7 @@ class SplitProgram:
     entries: tuple[Json, ...]
 
 
-def plan_copies(prepared: Prepared, seeds: Seeds) -> Plan:
+def plan_copies(prepared: TrainingProgram, seeds: Seeds) -> Plan:
     """As `propagate`, with copies of parameters, and their gradients, laid out as the original is.
 
     Args:
@@ -201,13 +201,13 @@ def plan_copies(prepared: Prepared, seeds: Seeds) -> Plan:
         seeds: What is fixed.
     """
     p = prepared
-    plan = propagate(p.model, p.env, p.rules, seeds, p.links)
+    plan = propagate(p.program, seeds, p.links)
     if not p.copies:
         return plan
     laid = {name: plan.parameters[copy.original] for name, copy in p.copies.items()}
     if any(plan.parameters[name] != sharding for name, sharding in laid.items()):
         kept = {**seeds.parameters, **laid}
-        plan = propagate(p.model, p.env, p.rules, replace(seeds, parameters=kept), p.links)
+        plan = propagate(p.program, replace(seeds, parameters=kept), p.links)
     outputs = dict(plan.outputs)
     families: dict[str, list[str]] = {}
     for name, copy in p.copies.items():

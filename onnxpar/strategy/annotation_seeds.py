@@ -23,12 +23,11 @@ from onnxpar.core.names import nearest
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Component, DimSharding, Sharding, canonical_dim
 from onnxpar.core.symbols import Dim, as_dim, dim_str
+from onnxpar.facts.program import Program
 from onnxpar.graph.keys import ANNOTATION, EXPANDED_OPERANDS
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, may_stay_partial, operand_sharding, project, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.annotation_reader import Annotation, Layout, NodeSpec, Piece, TensorSpec
 from onnxpar.strategy.outputs import check_sizes
 from onnxpar.strategy.replaced_nodes import Replaced, bodies_by_results
@@ -47,20 +46,18 @@ Pending = tuple[Atoms, str]
 SHOWN = 4
 
 
-def annotated_seeds(annotation: Annotation, model: ir.Model, rules: Rules, env: ShapeEnv) -> Seeds:
+def annotated_seeds(annotation: Annotation, program: Program) -> Seeds:
     """Resolves an annotation to the nodes, inputs and parameters of a model.
 
     Args:
         annotation: The annotation.
-        model: The normalised model; it is not changed.
-        rules: The sharding rule of each of its nodes.
-        env: Its shapes.
+        program: The program of one device; it is not changed.
 
     Raises:
         StrategyError: An annotation that does not fit its tensor or its node's operator, or an
             order of the devices that no mesh has.
     """
-    return _Reader(annotation, model, rules, env).run()
+    return _Reader(annotation, program).run()
 
 
 def annotated_virtual_stages(annotation: Annotation, graph: ir.Graph) -> dict[str, int]:
@@ -130,11 +127,12 @@ class _Annotated:
 @dataclass
 class _Reader:
     annotation: Annotation
-    model: ir.Model
-    rules: Rules
-    env: ShapeEnv
+    program: Program
     # Where each run was met first, for messages.
     cuts: dict[Run, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.env, self.rules = self.program.env, self.program.rules
 
     def spoken_of(self, node: str) -> bool:
         """Whether a node's strategy is the user's word."""
@@ -172,7 +170,7 @@ class _Reader:
 
     @property
     def graph(self) -> ir.Graph:
-        return self.model.graph
+        return self.program.graph
 
     # -- tensors ---------------------------------------------------------------------------------
 

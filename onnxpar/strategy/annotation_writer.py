@@ -17,12 +17,12 @@ from onnxpar.core.errors import StrategyError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol, dim_str
+from onnxpar.facts.program import Program
 from onnxpar.graph.keys import ANNOTATION
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.annotation_reader import MIN_IR_VERSION, Extras, Layout, Schedule, bodies_of
 from onnxpar.strategy.annotation_seeds import runs_of
 from onnxpar.strategy.replaced_nodes import bodies_by_results
@@ -32,10 +32,8 @@ from onnxpar.strategy.schema import PIPELINE_AXIS, PipelineEntry
 
 def annotate_proto(
     proto: onnx.ModelProto,
-    model: ir.Model,
+    program: Program,
     plan: Plan,
-    rules: Rules,
-    env: ShapeEnv,
     symbols: Mapping[str, Symbol],
     pipeline: PipelineEntry | None = None,
 ) -> int:
@@ -43,10 +41,8 @@ def annotate_proto(
 
     Args:
         proto: The model as its file has it.
-        model: The same, normalised; it is not changed.
+        program: The program of the same model; it is not changed.
         plan: Its plan.
-        rules: Its rules.
-        env: Its shapes.
         symbols: Constraints on its symbols, kept in the metadata.
         pipeline: How it is cut into stages, if it is; its nodes know their virtual stages.
 
@@ -55,7 +51,7 @@ def annotate_proto(
     """
     _forget(proto)
     stages = 1 if pipeline is None else pipeline.stages
-    writer = _Writer(model, plan, env, bodies_by_results(rules))
+    writer = _Writer(program.model, plan, program.env, bodies_by_results(program.rules))
     mesh = plan.mesh
     devices = mesh.size * stages
     axes = [(PIPELINE_AXIS, stages)] if stages > 1 else []
@@ -82,7 +78,7 @@ def annotate_proto(
         atoms=list(mesh.atoms),
         symbols={name: symbol_data(symbol) for name, symbol in symbols.items()},
         inputs={name: runs_of(sharding, mesh) for name, sharding in plan.inputs.items()},
-        parameters=_parameters(model, plan),
+        parameters=_parameters(program.model, plan),
         carried=[name for name, chosen in plan.nodes.items() if chosen.carried],
         pinned=None if len(pinned) == len(plan.nodes) else pinned,
         pipeline=None

@@ -14,11 +14,10 @@ from onnxpar.core.names import match, nearest
 from onnxpar.core.rule import SPECIAL, WHOLE
 from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim, dim_str
+from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.annotation_seeds import annotated_seeds
 from onnxpar.strategy.operands import (
     Site,
@@ -59,30 +58,26 @@ class _Choice:
     factors: Mapping[str, Split]
 
 
-def resolve(strategy: Strategy, model: ir.Model, rules: Rules, env: ShapeEnv) -> Seeds:
+def resolve(strategy: Strategy, program: Program) -> Seeds:
     """Resolves a strategy to the nodes, inputs and parameters of a model.
 
     Args:
         strategy: The strategy.
-        model: The normalised model; it is not changed.
-        rules: The sharding rule of each of its nodes.
-        env: Its shapes.
+        program: The program of one device; it is not changed.
 
     Raises:
         StrategyError: An entry that fits nothing, contradicts another one or does not fit its
             tensor; device matrices that do not divide the devices or exclude one another.
     """
     if strategy.annotation is not None:
-        return annotated_seeds(strategy.annotation, model, rules, env)
-    return _Resolver(strategy, model, rules, env).run()
+        return annotated_seeds(strategy.annotation, program)
+    return _Resolver(strategy, program).run()
 
 
 class _Resolver:
-    def __init__(self, strategy: Strategy, model: ir.Model, rules: Rules, env: ShapeEnv) -> None:
+    def __init__(self, strategy: Strategy, program: Program) -> None:
         self.strategy = strategy
-        self.model = model
-        self.rules = rules
-        self.env = env
+        self.model, self.env, self.rules = program.model, program.env, program.rules
         self.axes = axis_units(strategy.axes, strategy.devices)
         self.matrices: list[_Matrix] = []
         if strategy.atoms:

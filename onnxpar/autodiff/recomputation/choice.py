@@ -61,8 +61,8 @@ def _within(
     run, held = made(named)
     if held <= options.memory:
         return run
-    forward = ForwardPass.of(planned.model.graph)
-    layers = find_layers(forward.row, planned.env)
+    forward = ForwardPass.of(planned.program.graph)
+    layers = find_layers(forward.row, planned.program.env)
     sets = [named | more for more in by_cost(forward, layers, _loads(planned, measure.cost))]
     low, high = 0, len(sets) - 1
     best: Planned | None = None
@@ -87,10 +87,10 @@ def _within(
 
 
 def _loads(planned: Planned, cost: CostModel) -> Loads:
-    found, _ = price(planned.model, planned.rules, planned.plan, cost)
+    found, _ = price(planned.program, planned.plan, cost)
     sizes: dict[str, int] = {}
     views = set()
-    for node in planned.model.graph:
+    for node in planned.program.graph:
         if kernel(node.domain, node.op_type).view:
             views.add(node.name or "")
         for value, sharding in zip(
@@ -104,12 +104,12 @@ def _loads(planned: Planned, cost: CostModel) -> Loads:
 
 def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
     """Returns the names of the forward nodes that are recomputed; raises as `recomputed`."""
-    forward = ForwardPass.of(planned.model.graph)
+    forward = ForwardPass.of(planned.program.graph)
     found: set[str] = set()
     for pattern in options.nodes:
         found |= _matching(forward, pattern, options.where)
     if options.layers:
-        layers = find_layers(forward.row, planned.env)
+        layers = find_layers(forward.row, planned.program.env)
         if not layers:
             raise StrategyError(
                 f"{options.where}: expected layers that repeat, found none in the "

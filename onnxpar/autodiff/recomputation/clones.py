@@ -14,13 +14,14 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.sharding import Sharding
+from onnxpar.facts.program import Program
 from onnxpar.graph.keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.collective.barrier import DEFS, barrier_node, barrier_rule
-from onnxpar.ops.node_rules import Rules
+from onnxpar.ops.node_rules import Rules, with_bodies
 from onnxpar.ops.operator import OpDef
 from onnxpar.resharding.steps import cheapest_way
 
@@ -41,21 +42,15 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Planned:
-    """A model that has been planned, and all that partitioning needs of it.
+    """A program that has been planned.
 
     Attributes:
-        model: The model.
-        env: Its shapes.
-        rules: The rule of each node.
-        ops: The operator definition of each node that has one, by node name.
+        program: The program.
         plan: Its plan.
         added: Nodes that recomputation has added, each with the node that it was put before.
     """
 
-    model: ir.Model
-    env: ShapeEnv
-    rules: Rules
-    ops: Mapping[str, OpDef]
+    program: Program
     plan: Plan
     added: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,14 +78,13 @@ class _Recompute:
     added: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model = self.old.model.clone()
-        env = self.old.env
+        old = self.old.program
+        self.model = old.model.clone()
+        env, rules = old.env, old.rules
         self.shapes, self.contents = dict(env.shapes), dict(env.contents)
         self.env = ShapeEnv(self.shapes, self.contents, env.table)
-        rules = self.old.rules
         self.rules, self.reasons = dict(rules.rules), dict(rules.reasons)
-        self.costs = dict(rules.costs)
-        self.ops = dict(self.old.ops)
+        self.ops = dict(rules.ops)
         self.plans = dict(self.old.plan.nodes)
         self.resharded = dict(self.old.plan.resharded)
         self.opset = next((v.opset for v in rules.views.values()), 1)
@@ -108,10 +102,17 @@ class _Recompute:
             if node in self.backward:
                 self._redirect(node)
                 self.reached = node.outputs[0]
-        views = {node.name or "": NodeView(node, self.env, self.opset) for node in graph}
-        rules = Rules(self.rules, views, self.reasons, self.costs)
+        registry = self.old.program.registry
+        views = {
+            (name := node.name or ""): with_bodies(
+                NodeView(node, self.env, self.opset), self.ops.get(name), registry
+            )
+            for node in graph
+        }
+        rules = Rules(self.rules, views, self.reasons, self.ops)
         plan = replace(self.old.plan, nodes=self.plans, resharded=self.resharded)
-        return Planned(self.model, self.env, rules, self.ops, plan, self.added)
+        program = Program(self.model, self.env, rules, registry)
+        return Planned(program, plan, self.added)
 
     def _made(self) -> dict[str, Sharding]:
         """How each value of a forward node lies when it has been made."""
@@ -254,8 +255,6 @@ class _Recompute:
         self._adopt(clone, plan, self.rules[name], self.ops.get(name))
         if name in self.reasons:
             self.reasons[clone.name or ""] = self.reasons[name]
-        if name in self.costs:
-            self.costs[clone.name or ""] = self.costs[name]
 
     def _barrier(self, node: ir.Node, index: int, value: ir.Value, before: ir.Node) -> ir.Value:
         """Returns what a clone reads of a value that is kept, in the sharding that is kept."""

@@ -9,7 +9,6 @@ communication within a body is left whole: a device that stands still in a loop 
 others waiting, and it is never emitted there.
 """
 
-from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,32 +20,12 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import ABSENT, ANY, REPLICATED, SPECIAL, WHOLE, Operand, OpRule, parse_rule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.node_view import CONST_LIMIT, NodeView
+from onnxpar.graph.node_view import CONST_LIMIT, BodyFacts, NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes, operand_sharding, shardings
-from onnxpar.graph.shapes import ShapeEnv, read_shapes
 from onnxpar.ops.control.dim_parts import DimParts
-from onnxpar.ops.node_rules import Rules
-from onnxpar.ops.operator import OpDef
 
 Pending = dict[int, str]
 _SAME_ZEROS = ("Expand", "Identity", "Reshape", "Unsqueeze", "Squeeze")
-
-
-@dataclass(frozen=True)
-class Body:
-    """A body and the rules of its nodes.
-
-    Attributes:
-        graph: The body.
-        env: Shapes of its values and of those around it.
-        rules: The rule of each of its nodes.
-        ops: The operator definition of each node that has one, by node name.
-    """
-
-    graph: ir.Graph
-    env: ShapeEnv
-    rules: Rules
-    ops: Mapping[str, OpDef]
 
 
 @dataclass(frozen=True)
@@ -82,16 +61,6 @@ class Wiring:
     control: tuple[ir.Value, ...] = ()
 
 
-def body_env(graph: ir.Graph, outer: ShapeEnv) -> ShapeEnv:
-    """Returns what is known of a body's values, and of those around it."""
-    inner = read_shapes([*graph.inputs, *(v for n in graph for v in n.outputs)], outer.table)
-    return ShapeEnv(
-        ChainMap(dict(inner.shapes), dict(outer.shapes)),
-        ChainMap(dict(inner.contents), dict(outer.contents)),
-        outer.table,
-    )
-
-
 def is_zero(value: ir.Value | None) -> bool:
     """Whether a value is known to hold nothing but zeros."""
     if value is None:
@@ -122,7 +91,7 @@ class BodyAnalysis:
 
     view: NodeView
     wiring: Wiring
-    bodies: Mapping[str, Body]
+    bodies: Mapping[str, BodyFacts]
     pending: dict[str, Pending] = field(default_factory=dict)
     _dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _factors: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -174,13 +143,13 @@ class BodyAnalysis:
         for a, b in zip(ours, theirs, strict=True):
             self.parts.unify((a,), (b,), why)
 
-    def _node(self, body: Body, node: ir.Node) -> None:
+    def _node(self, body: BodyFacts, node: ir.Node) -> None:
         name = node.name or ""
-        rule, view = body.rules.rules[name], body.rules.views[name]
+        rule, view = body.rules[name], body.views[name]
         sizes = factor_sizes(rule, view)
         why = f"{name!r} ({node.op_type}) in its body needs it whole"
-        if name in body.rules.reasons:
-            why = f"{name!r} ({node.op_type}) in its body: {body.rules.reasons[name]}"
+        if name in body.reasons:
+            why = f"{name!r} ({node.op_type}) in its body: {body.reasons[name]}"
         factors = self._factors[name] = {f: self.parts.new(sizes[f]) for f in rule.factors}
         for value, operand in (
             *zip(node.inputs, rule.inputs, strict=False),
@@ -278,9 +247,9 @@ class BodyAnalysis:
         self.parts.forbid(list(pending), why)
         return False
 
-    def _follow(self, body: Body, node: ir.Node, zeros: set[str]) -> bool:
+    def _follow(self, body: BodyFacts, node: ir.Node, zeros: set[str]) -> bool:
         name = node.name or ""
-        rule, factors = body.rules.rules[name], self._factors[name]
+        rule, factors = body.rules[name], self._factors[name]
         why = f"{name!r} ({node.op_type}) in its body is not linear in a sum over it"
         held: dict[int, Pending] = {}
         for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=False)):
@@ -467,12 +436,12 @@ class BodyPlans:
         laid = operand_sharding(operand, shape, names, sizes)
         return laid.with_partial(atoms, reduction).canonical(self.mesh, analysis.view.table)
 
-    def nodes(self, body: Body) -> dict[str, NodePlan]:
+    def nodes(self, body: BodyFacts) -> dict[str, NodePlan]:
         """The plan of each node of a body."""
         found = {}
         for node in body.graph:
             name = node.name or ""
-            rule, view = body.rules.rules[name], body.rules.views[name]
+            rule, view = body.rules[name], body.views[name]
             factors = {
                 f: self.components((part,)) for f, part in self.analysis._factors[name].items()
             }
@@ -485,6 +454,6 @@ class BodyPlans:
                 factors,
                 self.mesh,
                 carried=carried,
-                reason=body.rules.reasons.get(name, ""),
+                reason=body.reasons.get(name, ""),
             )
         return found

@@ -12,12 +12,13 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.closure import bodies_of, own_inputs
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.control.body_rule import Body, BodyAnalysis, Port, Wiring, body_env
+from onnxpar.ops.control.body_rule import BodyAnalysis, Port, Wiring
 from onnxpar.ops.control.gradient import if_gradient, loop_body, scan_gradient
 from onnxpar.ops.fallback import refuse_random
-from onnxpar.ops.local import LocalNode
-from onnxpar.ops.operator import BY_BODY, OpDef
-from onnxpar.partition.control_bodies import Known, partition_body
+from onnxpar.ops.function_body import BodyFn
+from onnxpar.ops.gradient import Gradient
+from onnxpar.ops.local import Captured, LocalNode
+from onnxpar.ops.operator import BY_BODY, ByBody, OpDef
 
 WiringFn = Callable[[NodeView], Wiring]
 
@@ -80,24 +81,11 @@ def _port(outer: ir.Value | None, inner: ir.Value) -> Port:
     return Port(outer, (inner,))
 
 
-def analyse_bodies(view: NodeView, wiring: WiringFn) -> BodyAnalysis:
-    """Returns what may be split of a node with bodies."""
-    # The table of operators has this module's; it can be read when it is complete.
-    from onnxpar.ops.node_rules import graph_rules
-
-    bodies = {}
-    for name, graph in bodies_of(view.node).items():
-        env = body_env(graph, view.env)
-        rules, ops = graph_rules(graph, env, {"": view.opset})
-        bodies[name] = Body(graph, env, rules, ops)
-    return BodyAnalysis(view, wiring(view), bodies)
-
-
 def rule_by(wiring: WiringFn) -> Callable[[NodeView], OpRule]:
     """Returns the rule of an operator, what all nodes of its bodies let be split."""
 
     def rule(view: NodeView) -> OpRule:
-        return analyse_bodies(view, wiring).rule()
+        return BodyAnalysis(view, wiring(view), view.bodies).rule()
 
     rule.__doc__ = "What all nodes of the bodies let be split alike, without communication."
     return rule
@@ -109,21 +97,17 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
     def local(node: LocalNode) -> Sequence[ir.Value]:
         view = node.view
         refuse_random(view.node, node.mesh.size)
-        plans = analyse_bodies(view, wiring).plans(node.plan.factors, node.mesh)
+        plans = BodyAnalysis(view, wiring(view), view.bodies).plans(node.plan.factors, node.mesh)
         own = own_inputs(view.node)
-        captured: list[Known] = []
+        captured: list[Captured] = []
         for index in range(len(own), len(view.node.inputs)):
             value, laid, here = view.node.inputs[index], node.plan.inputs[index], node.inputs[index]
             if value is not None and laid is not None and here is not None:
                 captured.append((value, laid, here, node.zero[index]))
         attributes: dict[str, object] = dict(view.node.attributes)
         for name, body in plans.analysis.bodies.items():
-            attributes[name] = partition_body(
-                node.builder,
-                body.graph,
-                body.env,
-                body.rules,
-                body.ops,
+            attributes[name] = node.partition_body(
+                body,
                 plans.nodes(body),
                 captured,
                 [plans.sharding(v) for v in body.graph.inputs],
@@ -145,16 +129,27 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
     return local
 
 
-DEFS = (
-    OpDef("", "If", 1, rule_by(if_wiring), local_by(if_wiring), gradient=if_gradient),
-    OpDef(
+def _control(
+    op_type: str,
+    since: int,
+    wiring: WiringFn,
+    gradient: Gradient | ByBody,
+    body: BodyFn | None = None,
+) -> OpDef:
+    return OpDef(
         "",
-        "Loop",
-        1,
-        rule_by(loop_wiring),
-        local_by(loop_wiring),
-        gradient=BY_BODY,
-        body=loop_body,
-    ),
-    OpDef("", "Scan", 9, rule_by(scan_wiring), local_by(scan_wiring), gradient=scan_gradient),
+        op_type,
+        since,
+        rule_by(wiring),
+        local_by(wiring),
+        gradient=gradient,
+        body=body,
+        reads_bodies=True,
+    )
+
+
+DEFS = (
+    _control("If", 1, if_wiring, if_gradient),
+    _control("Loop", 1, loop_wiring, BY_BODY, loop_body),
+    _control("Scan", 9, scan_wiring, scan_gradient),
 )

@@ -22,7 +22,7 @@ Types = Sequence[str | None]
 
 @cache
 def _read() -> Mapping[str, Any]:
-    text = resources.files("onnxpar.ops").joinpath(_TABLE).read_text(encoding="utf-8")
+    text = resources.files("onnxpar.ops.device").joinpath(_TABLE).read_text(encoding="utf-8")
     table: Mapping[str, Any] = json.loads(text)
     return table
 

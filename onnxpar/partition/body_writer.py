@@ -1,51 +1,71 @@
 """Partitioning of a body: the program of all ranks for the inside of a node of control flow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.sharding import Sharding
+from onnxpar.facts.program import Program
 from onnxpar.graph.builder import GraphBuilder, ir_shape
 from onnxpar.graph.cleanup import remove_unused
+from onnxpar.graph.node_view import BodyFacts
 from onnxpar.graph.plan import NodePlan, Plan
-from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.control.body_rule import is_zero
+from onnxpar.ops.local import Captured, PartitionBody
 from onnxpar.ops.node_rules import Rules
-from onnxpar.ops.operator import OpDef
-from onnxpar.partition.partitioner import _Partition
-
-Known = tuple[ir.Value, Sharding, ir.Value, bool]
-"""What a body captures: the global value, how it lies, the local one, whether padding is 0."""
+from onnxpar.ops.registry import Registry
+from onnxpar.partition.writer import ProgramWriter
 
 
-class _BodyPartition(_Partition):
-    """The partitioner of a body, where zeros may stand for zeros that wait for a sum."""
+class BodyWriter(ProgramWriter):
+    """Writes a body, where zeros may stand for zeros that wait for a sum."""
 
     @property
     def virtual_stage(self) -> int:
         """A body is all of one virtual stage."""
         return 0
 
-    def _get(
+    def get(
         self, value: ir.Value, want: Sharding, reason: str, there: Sequence[ir.Value] = ()
     ) -> ir.Value:
-        known = self._versions(value.name or "")
+        """As that of a program; zeros are made partial without communication."""
+        known = self.versions_of(value.name or "")
         if want.partial and want.reduction == "sum" and want not in known and is_zero(value):
-            local = super()._get(value, want.with_partial(()), reason, there)
-            self._define(value.name or "", want, local, zero=True)
+            local = super().get(value, want.with_partial(()), reason, there)
+            self.define(value.name or "", want, local, zero=True)
             return local
-        return super()._get(value, want, reason, there)
+        return super().get(value, want, reason, there)
 
 
-def partition_body(
+def body_partitioner(registry: Registry) -> Callable[[GraphBuilder], PartitionBody]:
+    """Returns what writes bodies, given the builder of the graph around them.
+
+    Args:
+        registry: The operators.
+    """
+
+    def within(builder: GraphBuilder) -> PartitionBody:
+        def partition_body(
+            body: BodyFacts,
+            plans: Mapping[str, NodePlan],
+            captured: Sequence[Captured],
+            inputs: Sequence[Sharding],
+            outputs: Sequence[Sharding],
+        ) -> ir.Graph:
+            return _partition_body(builder, registry, body, plans, captured, inputs, outputs)
+
+        return partition_body
+
+    return within
+
+
+def _partition_body(
     builder: GraphBuilder,
-    graph: ir.Graph,
-    env: ShapeEnv,
-    rules: Rules,
-    ops: Mapping[str, OpDef],
+    registry: Registry,
+    body: BodyFacts,
     plans: Mapping[str, NodePlan],
-    captured: Sequence[Known],
+    captured: Sequence[Captured],
     inputs: Sequence[Sharding],
     outputs: Sequence[Sharding],
 ) -> ir.Graph:
@@ -53,23 +73,31 @@ def partition_body(
 
     Args:
         builder: Builder of the graph around it; small constants and system inputs go there.
-        graph: The undivided body; it is not changed.
-        env: Shapes of its values and of those around it.
-        rules: The rule of each of its nodes.
-        ops: The operator definition of each node that has one, by node name.
+        registry: The operators.
+        body: The undivided body; it is not changed.
         plans: The plan of each of its nodes.
         captured: What it reads from outside.
-        inputs: How each of its inputs lies.
-        outputs: How each of its results shall lie.
+        inputs: The sharding of each of its inputs.
+        outputs: The sharding that each of its results shall have.
 
     Raises:
         ShardingError: A node cannot be written for its plan, or not without communication.
     """
     inner = builder.nested()
+    graph, env = body.graph, body.env
+    opsets = {"": next((view.opset for view in body.views.values()), 1)}
+    ops = {
+        node.name or "": definition
+        for node in graph
+        if node.name not in body.reasons
+        and (definition := registry.definition(node, opsets)) is not None
+    }
     model = ir.Model(graph, ir_version=10)
-    work = _BodyPartition(model, env, rules, ops, Plan(builder.mesh, plans, {}, {}, {}), inner)
+    rules = Rules(body.rules, body.views, body.reasons, ops)
+    plan = Plan(builder.mesh, plans, {}, {}, {})
+    work = BodyWriter(Program(model, env, rules, registry), plan, inner, body_partitioner(registry))
     for value, sharding, local, zero in captured:
-        work._define(value.name or "", sharding, local, zero=zero)
+        work.define(value.name or "", sharding, local, zero=zero)
     entering = []
     for value, sharding in zip(graph.inputs, inputs, strict=True):
         shape = env.shapes.get(value.name or "")
@@ -81,13 +109,13 @@ def partition_body(
             else ir_shape(sharding.local_shape(builder.mesh, env.table)),
         )
         entering.append(local)
-        work._define(value.name or "", sharding, local, zero=False)
+        work.define(value.name or "", sharding, local, zero=False)
     for node in graph:
         inner.scope(node.name or "")
-        work._node(node)
+        work.write(node)
     leaving: list[ir.Value] = []
     for value, sharding in zip(graph.outputs, outputs, strict=True):
-        local = work._get(value, sharding, f"result {value.name!r}")
+        local = work.get(value, sharding, f"result {value.name!r}")
         made = any(local in node.outputs for node in inner.nodes)
         if not made or local in leaving:
             local = inner.op("Identity", local, dtype=local.dtype, shape=_shape(local))

@@ -5,8 +5,8 @@ The global graph is walked once. Every operand is brought into the sharding that
 reduction would see is set to the reduction's identity, and the operator's local form is emitted.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import onnx_ir as ir
@@ -16,20 +16,18 @@ from onnxpar.core.rule import ANY, IDENTITY
 from onnxpar.core.sharding import Sharding
 from onnxpar.facts.equalities import assumed_equalities
 from onnxpar.facts.index_ranges import demanded_ranges
+from onnxpar.facts.program import Program
 from onnxpar.graph.builder import GENERATED, PLACE, GraphBuilder, ir_shape
 from onnxpar.graph.cleanup import remove_unused
 from onnxpar.graph.closure import CAPTURED, open_node
 from onnxpar.graph.padding import mask_padding
 from onnxpar.graph.places import ONE_PLACE, Places
-from onnxpar.graph.plan import NodePlan, Plan, varying
+from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.reads import read_by
-from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.fallback import refuse_random
-from onnxpar.ops.local import LocalNode
-from onnxpar.ops.node_rules import Rules
-from onnxpar.ops.operator import OpDef
+from onnxpar.ops.local import LocalNode, PartitionBody
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, States
-from onnxpar.propagation.conflicts import Conflict, conflicts
+from onnxpar.propagation.conflicts import Conflict
 from onnxpar.resharding.lowering import emit_reshard
 from onnxpar.resharding.steps import cheapest_way
 
@@ -38,54 +36,27 @@ STATELESS = States()
 _EVERYWHERE = -1
 
 
-def partition(
-    model: ir.Model,
-    env: ShapeEnv,
-    rules: Rules,
-    ops: Mapping[str, OpDef],
-    plan: Plan,
-    *,
-    program: str = "model",
-    states: States = STATELESS,
-    gathered: frozenset[str] = frozenset(),
-    places: Places = ONE_PLACE,
-) -> PartitionedModel:
-    """Returns the program of all ranks for a plan.
-
-    Args:
-        model: The normalised global model; it is not changed.
-        env: Its shapes.
-        rules: The rule of each node.
-        ops: The operator definition of each node that has one, by node name.
-        plan: What to carry out.
-        program: Name of the program.
-        states: Which of its operands are buffers of the runtime.
-        gathered: Values that are brought into another sharding anew for each node that reads them,
-            so that what was brought there for one need not be kept for the next.
-        places: Where nodes run in a pipeline, for `onnxpar.stages.split`; the nodes of the model
-            stand in the order of their places. A version of a value that one stage has made is
-            not used in another, which gets the value as it was made.
-
-    Raises:
-        ShardingError: A node cannot be written for the sharding the plan gives it.
-    """
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
-    builder = GraphBuilder(plan.mesh, env.table, opset, varying(plan.inputs, env.table))
-    found = conflicts(model, env, rules, plan, gathered)
-    return _Partition(
-        model, env, rules, ops, plan, builder, program, states, gathered, places, found
-    ).run()
-
-
 @dataclass
-class _Partition:
-    model: ir.Model
-    env: ShapeEnv
-    rules: Rules
-    ops: Mapping[str, OpDef]
+class ProgramWriter:
+    """Writes the program of all ranks, node by node.
+
+    Attributes:
+        program: The program of one device.
+        plan: What to carry out.
+        builder: Where nodes are written.
+        partition_body: Writes a body of a node for one device, in the graph around it.
+        name: Name of the program that is written.
+        states: Which of its operands are buffers of the runtime.
+        gathered: Values that are brought into another sharding anew for each node that reads them.
+        places: Where nodes run in a pipeline.
+        conflicts: Why neighbours do not agree, for people.
+    """
+
+    program: Program
     plan: Plan
     builder: GraphBuilder
-    program: str = "model"
+    partition_body: Callable[[GraphBuilder], PartitionBody]
+    name: str = "model"
     states: States = STATELESS
     gathered: frozenset[str] = frozenset()
     places: Places = ONE_PLACE
@@ -96,8 +67,17 @@ class _Partition:
     zero: dict[tuple[str, Sharding], bool] = field(default_factory=dict)
     parameters: list[Parameter] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Takes out what is read of every node."""
+        self.env, self.rules = self.program.env, self.program.rules
+
     def run(self) -> PartitionedModel:
-        graph, mesh, table = self.model.graph, self.plan.mesh, self.env.table
+        """Writes the whole program.
+
+        Raises:
+            ShardingError: A node cannot be written for the sharding the plan gives it.
+        """
+        graph, mesh, table = self.program.graph, self.plan.mesh, self.env.table
         reserved = [*graph.inputs, *graph.outputs, *graph.initializers.values()]
         for name in dict.fromkeys(v.name or "" for v in reserved):
             self.builder.fresh(name)
@@ -113,14 +93,14 @@ class _Partition:
             )
             inputs.append(GraphInput(name, local, sharding))
             self.home[name] = _EVERYWHERE
-            self._define(name, sharding, local, zero=True)
+            self.define(name, sharding, local, zero=True)
         for name, value in graph.initializers.items():
             self._initializer(name, value)
         for node in graph:
             self.builder.scope(node.name or "")
             self.builder.place = self.places.nodes.get(node.name or "", 0)
             try:
-                self._node(node)
+                self.write(node)
             except OnnxparError as error:
                 if repr(node.name) in str(error):
                     raise
@@ -132,7 +112,7 @@ class _Partition:
             self.builder.scope(name)
             self.builder.place = self.places.outputs.get(name, 0)
             sharding = self.plan.outputs[name]
-            local = self._get(value, sharding, f"output {name!r}")
+            local = self.get(value, sharding, f"output {name!r}")
             if name in self.states.outputs and not self.zero[name, sharding]:
                 local = mask_padding(self.builder, local, sharding, 0)
             maker = local.producer()
@@ -156,8 +136,8 @@ class _Partition:
             if self.plan.nodes[node.name or ""].reason
         )
         return PartitionedModel(
-            program=self.program,
-            source=self.model,
+            program=self.name,
+            source=self.program.model,
             builder=self.builder,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
@@ -165,8 +145,8 @@ class _Partition:
             plan=self.plan,
             symbols=dict(self.env.table),
             replicated=replicated,
-            equalities=assumed_equalities(graph, self.rules, table),
-            ranges=demanded_ranges(graph, self.rules, self.ops),
+            equalities=assumed_equalities(self.program),
+            ranges=demanded_ranges(self.program),
             states=self.states,
             conflicts=self.conflicts,
         )
@@ -194,14 +174,14 @@ class _Partition:
         else:
             self.parameters.append(Parameter(name, value, local, sharding, fed))
         self.home[name] = _EVERYWHERE
-        self._define(name, sharding, local, zero=True)
+        self.define(name, sharding, local, zero=True)
 
     @property
     def virtual_stage(self) -> int:
         """The virtual stage for which nodes are being written."""
         return self.places.virtual_stage[self.builder.place]
 
-    def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+    def define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
         self.made.setdefault(name, sharding)
         # The first version is the one that is made; that of an input is everywhere.
         virtual = self.virtual_stage
@@ -221,7 +201,7 @@ class _Partition:
             ):
                 self.builder.bind(str(size), local, axis)
 
-    def _versions(self, name: str) -> dict[Sharding, ir.Value]:
+    def versions_of(self, name: str) -> dict[Sharding, ir.Value]:
         """The versions of a value that the virtual stage being written may read."""
         # What it has made itself wins over what it would be sent.
         seen = (self.home.get(name), self.virtual_stage)
@@ -235,7 +215,7 @@ class _Partition:
     def _is_gathered(self, value: ir.Value | None) -> bool:
         return value is not None and value.name in self.gathered
 
-    def _get(
+    def get(
         self, value: ir.Value, want: Sharding, reason: str, there: Sequence[ir.Value] = ()
     ) -> ir.Value:
         """Returns a value in a sharding, brought there the way that propagation priced.
@@ -247,7 +227,7 @@ class _Partition:
             there: What a value that is gathered is not gathered before.
         """
         name = value.name or ""
-        versions = self._versions(name)
+        versions = self.versions_of(name)
         if want in versions:
             return versions[want]
         if not versions or value.dtype is None:
@@ -269,10 +249,10 @@ class _Partition:
         if name in self.gathered:
             self.zero[name, want] = zero
         else:
-            self._define(name, want, moved, zero=zero)
+            self.define(name, want, moved, zero=zero)
         return moved
 
-    def _node(self, node: ir.Node) -> None:
+    def write(self, node: ir.Node) -> None:
         name = node.name or ""
         plan, view = self.plan.nodes[name], self.rules.views[name]
         operands: list[ir.Value | None] = [None] * len(node.inputs)
@@ -291,12 +271,19 @@ class _Partition:
             reason = f"{name} operand {index}"
             if (name, index, value.name) in self._reasons:
                 reason += f": {self._reasons[name, index, value.name or '']}"
-            operand = self._get(value, want, reason, there)
+            operand = self.get(value, want, reason, there)
             operands[index], zero[index] = operand, self.zero[value.name or "", want]
             if operand.producer() is not None and not self._is_gathered(value):
                 there.append(operand)
-        definition = self.ops.get(name)
-        local = LocalNode(view, plan, self.builder, tuple(operands), tuple(zero))
+        definition = self.rules.ops.get(name)
+        local = LocalNode(
+            view,
+            plan,
+            self.builder,
+            tuple(operands),
+            tuple(zero),
+            self.partition_body(self.builder),
+        )
         local = self._masked(local)
         if definition is not None:
             outputs = definition.local(local)
@@ -314,9 +301,9 @@ class _Partition:
             self._keep_name(out, made)
             if out in self.plan.resharded:
                 self.made[out] = self.plan.resharded[out]
-            self._define(out, sharding, made, zero=keeps)
+            self.define(out, sharding, made, zero=keeps)
             if out in self.plan.resharded:
-                self._get(value, self.plan.resharded[out], f"{name} out strategy")
+                self.get(value, self.plan.resharded[out], f"{name} out strategy")
 
     def _keep_name(self, name: str, made: ir.Value) -> None:
         """Gives a value that a node has just made the name of the value that it is a part of."""
@@ -332,7 +319,7 @@ class _Partition:
     @cached_property
     def _outputs(self) -> frozenset[str]:
         """Names of the graph's outputs, which the last version of each value gets."""
-        return frozenset(v.name or "" for v in self.model.graph.outputs)
+        return frozenset(v.name or "" for v in self.program.graph.outputs)
 
     def _masked(self, local: LocalNode) -> LocalNode:
         """Sets the padding that a pending reduction runs over to the reduction's identity."""
@@ -349,7 +336,7 @@ class _Partition:
                 operands[index] = local.masked(
                     value, index, factor, IDENTITY[kind], known_zero=local.zero[index]
                 )
-        return LocalNode(local.view, local.plan, local.builder, tuple(operands), local.zero)
+        return replace(local, inputs=tuple(operands))
 
 
 def _covers(plan: NodePlan) -> bool:

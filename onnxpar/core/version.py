@@ -1,0 +1,3 @@
+"""The version of the package, which manifests and the command line say."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,55 @@
+"""The lookup of operator definitions by (domain, type, version): `Registry`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import RuleError
+from onnxpar.ops.operator import OpDef
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A table of operator definitions."""
+
+    defs: tuple[OpDef, ...]
+    _index: dict[tuple[str, str], list[OpDef]] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        """Builds the index; RuleError where an operator is defined twice."""
+        seen: set[tuple[str, str, int]] = set()
+        for op in self.defs:
+            key = (op.domain, op.op_type, op.since_version)
+            if key in seen:
+                raise RuleError(f"operator {op.op_type} since {op.since_version} is defined twice")
+            seen.add(key)
+            self._index.setdefault((op.domain, op.op_type), []).append(op)
+        for versions in self._index.values():
+            versions.sort(key=lambda op: op.since_version, reverse=True)
+
+    def find(self, domain: str, op_type: str, version: int) -> OpDef | None:
+        """Returns the newest definition that holds for an opset version, or None."""
+        domain = "" if domain == "ai.onnx" else domain
+        for op in self._index.get((domain, op_type), ()):
+            if op.since_version <= version:
+                return op
+        return None
+
+    def definition(self, node: ir.Node, opsets: Mapping[str, int]) -> OpDef | None:
+        """Returns the definition of a node's operator, or None.
+
+        Args:
+            node: The node.
+            opsets: Version of each domain; 1 where it is not said.
+        """
+        if node.domain in ("", "ai.onnx"):
+            version = opsets.get("", opsets.get("ai.onnx", 1))
+        else:
+            version = opsets.get(node.domain, 1)
+        return self.find(node.domain, node.op_type, version)
+
+    @staticmethod
+    def join(tables: Iterable[Sequence[OpDef]]) -> "Registry":
+        """Joins the tables of the families."""
+        return Registry(tuple(op for table in tables for op in table))
