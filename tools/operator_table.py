@@ -13,15 +13,11 @@ Exit code 1 where a test gives a wrong result or crashes.
 import argparse
 import sys
 from collections import Counter
-from pathlib import Path
 
 import onnxruntime
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "operators"))
-import backend
-import page
-from backend import CRASHED, WRONG
-from bench import examine_all
+from operators import backend, page
+from operators.backend import CRASHED, WRONG
+from operators.bench import examine_all
 
 
 def main() -> int:

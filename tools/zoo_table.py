@@ -39,6 +39,7 @@ anything does not hold.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -241,9 +242,16 @@ def measure(name: str, rows: Sequence[Row], wanted: Wanted, limit: float) -> Ite
     command += ["--verify"] if wanted.verify else []
     command += ["--models", str(wanted.models)] if wanted.models is not None else []
     missing = {_key(row): row for row in rows}
+    places = [str(ROOT / "models"), os.environ.get("PYTHONPATH", "")]
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
     ):
         timer = Timer(limit, process.kill)
         began = perf_counter()
@@ -405,7 +413,6 @@ class Bench:
 
 def task(name: str, pairs: Sequence[str], opset: int, verify: bool, models: Path | None) -> None:
     """Prints a line of JSON for each pair of exporter and strategy."""
-    sys.path.insert(0, str(ROOT / "models"))
     with tempfile.TemporaryDirectory(prefix="onnxpar-zoo-") as folder:
         bench = Bench(name, Path(folder), opset, models)
         for pair in pairs:

@@ -31,7 +31,7 @@ from onnxpar.propagation.walk import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
-from onnxpar.stages.programs import Staging
+from onnxpar.stages.stage_programs import Staging
 from onnxpar.strategy import Strategy, resolve, resolved, strategy_for
 from onnxpar.strategy.recompute_entry import RecomputeOptions
 from onnxpar.strategy.save import plan_data, write_strategy

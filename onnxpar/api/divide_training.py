@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from onnxpar.autodiff.append_loss import LossInfo, append_loss, append_metrics
 from onnxpar.autodiff.optimizer import StateKind, state_name
-from onnxpar.autodiff.recomputation.choice import Measure, recomputed
 from onnxpar.autodiff.recomputation.clones import Planned
+from onnxpar.autodiff.recomputation.selection import Measure, recomputed
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
 from onnxpar.core.errors import RuleError
 from onnxpar.core.names import check_sizes
@@ -43,8 +43,8 @@ from onnxpar.propagation.walk import propagate
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
 from onnxpar.stages.buffers import Buffers
-from onnxpar.stages.programs import Staging, plan_copies
 from onnxpar.stages.stage_memory import fullest_stage
+from onnxpar.stages.stage_programs import Staging, plan_copies
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import SEARCH

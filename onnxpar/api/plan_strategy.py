@@ -19,7 +19,7 @@ from onnxpar.search.decide import decide
 from onnxpar.search.find import Found, Told
 from onnxpar.search.ways import Objective, Pricing, Way
 from onnxpar.search.workload import Workload
-from onnxpar.stages.stage_price import Split
+from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import SEARCH
@@ -88,7 +88,7 @@ def plan_strategy(
     decision = decide(strategy, workload, stages=stages, micro_batches=micro_batches, told=told)
     machine, ways = load_machine(strategy.search.machine), decision.ways
     if not decision.free:
-        split = Split(1, ways[0].micro_batches)
+        split = PipelineSplit(1, ways[0].micro_batches)
         pricing = Pricing(workload, machine, strategy.search.sizes, split)
         ways += tuple(way for _, way, _ in pricing.presets(strategy, told))
     return FoundStrategy(

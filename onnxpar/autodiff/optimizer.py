@@ -2,7 +2,7 @@
 
 Every state is read and written element by element, so its new value may take the place of the old
 one. The formulas are those of `torch.optim` 2.13 (SGD, Adam, AdamW), one fused node for each
-parameter (`onnxpar.ops.functions`), and of LAMB (You et al., 2020, "Large Batch Optimization for
+parameter (`onnxpar.ops.own_functions`), and of LAMB (You et al., 2020, "Large Batch Optimization for
 Deep Learning", algorithm 2, with the identity for phi) in standard nodes. They are rearranged for
 fewer passes over memory; results differ from PyTorch's by rounding.
 
@@ -24,7 +24,7 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.ops.collective.stage_sum import STAGE_SUM
 from onnxpar.ops.forms import DOUBLE, FLOAT, work_dtype
-from onnxpar.ops.functions import (
+from onnxpar.ops.own_functions import (
     ADAM_STEP,
     ADAMW_STEP,
     MIN_OPSET,

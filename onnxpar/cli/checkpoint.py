@@ -7,7 +7,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Make other files of a checkpoint.")
 
-Source = Annotated[
+SourceFolder = Annotated[
     Path,
     typer.Argument(metavar="SRC", help="A checkpoint, or a folder of them: the last whole one."),
 ]
@@ -19,7 +19,7 @@ Verify = Annotated[
 
 @app.command()
 def reshard(
-    source: Source,
+    source: SourceFolder,
     target: Target,
     to: Annotated[
         Path,
@@ -35,7 +35,7 @@ def reshard(
 
 
 @app.command()
-def merge(source: Source, target: Target, verify: Verify = False) -> None:
+def merge(source: SourceFolder, target: Target, verify: Verify = False) -> None:
     """Write a checkpoint with every tensor whole, as one device holds it."""
     from onnxpar.api import runtime
 
@@ -44,7 +44,7 @@ def merge(source: Source, target: Target, verify: Verify = False) -> None:
 
 @app.command()
 def export(
-    source: Source,
+    source: SourceFolder,
     output: Annotated[
         Path,
         typer.Option("-o", "--output", metavar="FILE", help="A .onnx or .safetensors file."),

@@ -18,7 +18,7 @@ from onnxpar.cli.shard import count, describe_device, describe_mesh, describe_no
 from onnxpar.core.errors import ArtifactError
 from onnxpar.emit.directory import MANIFEST, read_manifest
 from onnxpar.frontend.load import load
-from onnxpar.report.devices import device_data
+from onnxpar.report.device_placement import device_data
 from onnxpar.report.inspect_data import OF_A_PROGRAM, model_data
 
 Json = dict[str, Any]

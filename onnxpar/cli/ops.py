@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxpar.cli.options import AsJson
-from onnxpar.report.operators import operator_table
+from onnxpar.report.operator_table import operator_table
 
 WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""

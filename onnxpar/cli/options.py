@@ -87,7 +87,7 @@ Compute = Annotated[
         rich_help_panel=TRAINING,
     ),
 ]
-OptimizerParallel = Annotated[
+OptimizerParallelLevel = Annotated[
     int | None,
     typer.Option(
         min=0,

@@ -36,7 +36,7 @@ from onnxpar.cli.options import (
     Freeze,
     IgnoreIndex,
     LabelInput,
-    OptimizerParallel,
+    OptimizerParallelLevel,
     Tie,
     Trainable,
 )
@@ -52,9 +52,9 @@ from onnxpar.search.find import GAP, UNLIMITED, Candidate, Told
 from onnxpar.search.ways import FOUND, Way
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.presets import AUTO
-from onnxpar.strategy.problems import in_words, problem
 from onnxpar.strategy.save import write_strategy
 from onnxpar.strategy.schema import SearchEntry
+from onnxpar.strategy.validation_errors import in_words, problem
 
 WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
@@ -124,7 +124,7 @@ def command(
     freeze: Freeze = None,
     tie: Tie = None,
     compute: Compute = None,
-    optimizer_parallel: OptimizerParallel = None,
+    optimizer_parallel: OptimizerParallelLevel = None,
     stages: Annotated[
         str | None,
         typer.Option(metavar="N|auto", help="Pipeline stages; auto tries all that fit."),
@@ -290,7 +290,7 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRow:
     """A row of what a run or a micro-batch costs a device.
 
     Attributes:
@@ -480,7 +480,7 @@ def _proof(chosen: Candidate) -> str:
     return f"; no other on the mesh {axes} is more than {gap} better, which is proved"
 
 
-def _layers(best: Price, plan: Plan) -> list[Layer]:
+def _layers(best: Price, plan: Plan) -> list[LayerRow]:
     """Nodes by layer, then what is no node's: the rows' seconds sum to those of the plan.
 
     Nodes are of one layer whose names are alike but for numbers, and that are divided alike.
@@ -503,9 +503,9 @@ def _layers(best: Price, plan: Plan) -> list[Layer]:
     if whole:
         found.append(replace(_layer(WHOLE, "", whole), local=()))
     rest = (
-        Layer("outputs", communication=best.outputs),
-        Layer("gradients", communication=best.gradients),
-        Layer("optimizer", computing=best.updating),
+        LayerRow("outputs", communication=best.outputs),
+        LayerRow("gradients", communication=best.gradients),
+        LayerRow("optimizer", computing=best.updating),
     )
     return [*found, *(row for row in rest if row.computing or row.communication)]
 
@@ -516,8 +516,8 @@ def _common(names: list[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> Layer:
-    return Layer(
+def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> LayerRow:
+    return LayerRow(
         name,
         strategy,
         nodes[0].local,

@@ -22,7 +22,7 @@ from onnxpar.cli.options import (
     Freeze,
     IgnoreIndex,
     LabelInput,
-    OptimizerParallel,
+    OptimizerParallelLevel,
     Recompute,
     RecomputeCommunication,
     Tie,
@@ -97,7 +97,7 @@ def command(
         typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
     ] = None,
     compute: Compute = None,
-    optimizer_parallel: OptimizerParallel = None,
+    optimizer_parallel: OptimizerParallelLevel = None,
     recompute: Recompute = None,
     recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:

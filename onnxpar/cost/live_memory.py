@@ -34,7 +34,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Step:
+class MemoryStep:
     """One node's execution.
 
     Attributes:
@@ -65,7 +65,7 @@ class Peak:
     name: str
 
 
-def live_peak(steps: Sequence[Step], kept: Collection[str] = ()) -> Peak:
+def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> Peak:
     """Returns the peak of what a program makes and drops again.
 
     What no step makes (inputs, parameters) is held from outside and counts nothing.

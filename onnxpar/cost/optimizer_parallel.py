@@ -109,7 +109,7 @@ class Shards:
         taken = shard.split_atoms
         return shard.with_partial((a for a in leaves.partial if a not in taken), leaves.reduction)
 
-    def training(self, program: Program) -> "Laid":
+    def training(self, program: Program) -> "ShardedPlan":
         """Returns the training program's plan with gradients and parameters as they lie.
 
         A gradient is reduced and split as soon as it is made.
@@ -125,9 +125,9 @@ class Shards:
             outputs={**self.plan.outputs, **gradients},
             resharded={**self.plan.resharded, **gradients},
         )
-        return Laid(plan, laid.gathered)
+        return ShardedPlan(plan, laid.gathered)
 
-    def laid(self, plan: Plan, program: Program) -> "Laid":
+    def laid(self, plan: Plan, program: Program) -> "ShardedPlan":
         """Returns the plan of a program with parameters as they lie.
 
         What only rearranges a shard (a transpose, a cast) is computed of the shard, and gathered
@@ -142,11 +142,11 @@ class Shards:
             if made is not None:
                 nodes[node.name or ""] = made
                 held |= {v.name or "": s for v, s in zip(node.outputs, made.outputs, strict=True)}
-        return Laid(replace(plan, nodes=nodes, parameters=parameters), frozenset(held))
+        return ShardedPlan(replace(plan, nodes=nodes, parameters=parameters), frozenset(held))
 
 
 @dataclass(frozen=True)
-class Laid:
+class ShardedPlan:
     """A plan in which parameters are shards.
 
     Attributes:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import ANY, IDENTITY
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.cost.cost_model import CostModel, Work
-from onnxpar.cost.live_memory import Made, Step, live_peak, makes
+from onnxpar.cost.live_memory import Made, MemoryStep, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import NodePlan, Plan
@@ -103,7 +103,7 @@ def price(
     cost: CostModel,
     shards: Shards | None = None,
     moments: int = 0,
-) -> tuple[Price, tuple[Step, ...]]:
+) -> tuple[Price, tuple[MemoryStep, ...]]:
     """Prices a plan; returns its price, and its steps as memory is counted by them.
 
     Args:
@@ -129,7 +129,7 @@ class _Pricing:
     gathered: frozenset[str]
     made: dict[str, dict[Sharding, str]] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[MemoryStep] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
 
     def run(self) -> Price:
@@ -197,7 +197,7 @@ class _Pricing:
             self.itemsizes[names[0]] if names else 0,
         )
         self.steps.append(
-            Step(
+            MemoryStep(
                 name,
                 tuple(filter(None, reads)),
                 makes(facts, reads, names, sizes),
@@ -241,7 +241,7 @@ class _Pricing:
         over = (source,) if nearest.partial and nearest.dims == want.dims else ()
         made = Made(version, self._bytes(want, itemsize), over=over)
         room = self.cost.room(nearest, want, itemsize)
-        self.steps.append(Step(f"{name} brought", (source,), (made,), room))
+        self.steps.append(MemoryStep(f"{name} brought", (source,), (made,), room))
         return seconds, version
 
     def _masked(
@@ -258,7 +258,7 @@ class _Pricing:
         size = self._bytes(sharding, self.itemsizes[name])
         masked = f"{version} for {len(self.steps)}"
         # A choice by a mask: what is chosen from is spread out first.
-        self.steps.append(Step(f"{name} masked", (version,), (Made(masked, size),), size))
+        self.steps.append(MemoryStep(f"{name} masked", (version,), (Made(masked, size),), size))
         return self.cost.copying(size), masked
 
     def _even(self, parts: Iterable[Component]) -> bool:

@@ -2,6 +2,6 @@
 
 from onnxpar.emit.directory import check_target
 from onnxpar.emit.new_file import check_file, new_file
-from onnxpar.emit.output import write
+from onnxpar.emit.write_directory import write
 
 __all__ = ["check_file", "check_target", "new_file", "write"]

@@ -10,11 +10,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.core.version import __version__
 from onnxpar.core.errors import ArtifactError
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, Symbol, as_dim, dim_str, safe_name, symbols_of
 from onnxpar.core.symbols.expressions import fraction
+from onnxpar.core.version import __version__
 from onnxpar.emit.directory import GENERATOR
 from onnxpar.emit.rank_graph import used_system_inputs
 from onnxpar.emit.weight_files import Written

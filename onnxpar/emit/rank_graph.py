@@ -22,7 +22,7 @@ from onnxpar.graph.closure import bodies_of, every_node
 from onnxpar.graph.reads import read_by
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
 from onnxpar.ops.device.standard_functions import STANDARD, put
-from onnxpar.ops.functions import FUNCTIONS
+from onnxpar.ops.own_functions import FUNCTIONS
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
 
 DOMAIN_VERSION = 1

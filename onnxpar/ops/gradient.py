@@ -18,7 +18,7 @@ from onnxpar.core.symbols import Dim, dim_str
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.ops.function_body import GlobalNode
-from onnxpar.ops.functions import MIN_OPSET, Function
+from onnxpar.ops.own_functions import MIN_OPSET, Function
 
 
 class InnerGradients(Protocol):

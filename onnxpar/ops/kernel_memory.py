@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A node as its kernel sees it.
 
     Attributes:
@@ -45,10 +45,10 @@ class Call:
         return 0 if shape is None else prod(shape) * self.itemsize
 
 
-Work = Callable[[Call], int]
+WorkspaceFn = Callable[[KernelCall], int]
 
 
-def _nothing(call: Call) -> int:
+def _nothing(call: KernelCall) -> int:
     return 0
 
 
@@ -65,10 +65,10 @@ class Kernel:
 
     view: bool = False
     over: tuple[tuple[int, int], ...] = ()
-    work: Work = _nothing
+    work: WorkspaceFn = _nothing
 
 
-def _where(call: Call) -> int:
+def _where(call: KernelCall) -> int:
     """Both choices are spread out over the condition before they are joined."""
     condition, *choices = call.inputs[:3]
     if condition is None or any(c is None for c in choices):
@@ -77,7 +77,7 @@ def _where(call: Call) -> int:
     return sum(map(call.bytes, spread))
 
 
-def _softmax(call: Call) -> int:
+def _softmax(call: KernelCall) -> int:
     """Along another dim than the last it works on a transposed copy, and writes another."""
     shape = call.inputs[0]
     axis = call.attributes.get("axis", -1)
@@ -85,12 +85,12 @@ def _softmax(call: Call) -> int:
     return 0 if last else 2 * call.bytes(shape)
 
 
-def _gelu(call: Call) -> int:
+def _gelu(call: KernelCall) -> int:
     """With a bias before it onnxruntime makes one kernel of both, which keeps the sum."""
     return call.bytes(call.outputs[0]) if call.after_bias else 0
 
 
-def _unrolled(call: Call) -> int:
+def _unrolled(call: KernelCall) -> int:
     """A filter's gradient: a padded image, and slices of it that meet the cotangent.
 
     With few channels all slices lie beside each other before their product, with many there is one
@@ -118,7 +118,7 @@ def _unrolled(call: Call) -> int:
     return max(most - whole, 0) * call.itemsize
 
 
-def _columns(call: Call) -> int:
+def _columns(call: KernelCall) -> int:
     """A transposed convolution multiplies the filters with one image after another."""
     image, filters = call.inputs[0], call.inputs[1]
     if image is None or filters is None:
@@ -170,7 +170,7 @@ def kernel(domain: str, op_type: str) -> Kernel:
 
 def call(
     node: ir.Node, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None], itemsize: int
-) -> Call:
+) -> KernelCall:
     """Returns a node as its kernel sees it.
 
     Args:
@@ -180,7 +180,7 @@ def call(
         itemsize: Bytes of an element of the first result.
     """
     attributes = {a.name: a.value for a in node.attributes.values()}
-    return Call(tuple(inputs), tuple(outputs), itemsize, attributes, _after_bias(node))
+    return KernelCall(tuple(inputs), tuple(outputs), itemsize, attributes, _after_bias(node))
 
 
 def _after_bias(node: ir.Node) -> bool:

@@ -35,7 +35,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.replicated import DEFS as REPLICATED
 from onnxpar.ops.sequence.sequence import DEFS as SEQUENCE
 from onnxpar.ops.signal.fourier import DEFS as SIGNAL
-from onnxpar.ops.sizes.shape import DEFS as SHAPE
+from onnxpar.ops.sizes.size_operators import DEFS as SHAPE
 from onnxpar.ops.view.pad import DEFS as PAD
 from onnxpar.ops.view.rearrange import DEFS as REARRANGE
 from onnxpar.ops.view.reshape import DEFS as RESHAPE

@@ -7,7 +7,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.symbols import SymbolTable, as_dim
-from onnxpar.cost.live_memory import Peak, Step, live_peak, makes
+from onnxpar.cost.live_memory import MemoryStep, Peak, live_peak, makes
 from onnxpar.graph.reads import read_by
 from onnxpar.ops.kernel_memory import Shape, call, kernel
 from onnxpar.partition.partitioned_model import PartitionedModel
@@ -53,7 +53,7 @@ def program_memory(
     }
     steps = tuple(_steps(program.builder.nodes, tensors))
     # What other programs read of it is there until it ends.
-    leaving = Step("", tuple(h.local.name or "" for h in program.handed_out), (), 0)
+    leaving = MemoryStep("", tuple(h.local.name or "" for h in program.handed_out), (), 0)
     return ProgramMemory(
         weights=sum(tensors.bytes(p.local) for p in program.parameters if not p.fed),
         states=states,
@@ -114,7 +114,7 @@ class _Tensors:
         return prod(shape) * int(value.dtype.itemsize)
 
 
-def _steps(nodes: Iterable[ir.Node], tensors: _Tensors) -> Iterator[Step]:
+def _steps(nodes: Iterable[ir.Node], tensors: _Tensors) -> Iterator[MemoryStep]:
     """Yields the steps of a rank's program; bodies of control flow count with what they read."""
     for node in nodes:
         facts = kernel(node.domain, node.op_type)
@@ -129,4 +129,6 @@ def _steps(nodes: Iterable[ir.Node], tensors: _Tensors) -> Iterator[Step]:
             int(first.itemsize) if first is not None else 0,
         )
         reads = tuple(v.name or "" for v in read_by(node))
-        yield Step(node.name or "", reads, makes(facts, operands, names, sizes), facts.work(seen))
+        yield MemoryStep(
+            node.name or "", reads, makes(facts, operands, names, sizes), facts.work(seen)
+        )

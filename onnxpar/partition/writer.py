@@ -29,7 +29,7 @@ from onnxpar.ops.local import LocalNode, PartitionBody
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, States
 from onnxpar.propagation.conflicts import Conflict
 from onnxpar.resharding.lowering import emit_reshard
-from onnxpar.resharding.steps import cheapest_way
+from onnxpar.resharding.steps import cheapest_route
 
 INLINE_ELEMENTS = 1024
 STATELESS = States()
@@ -233,7 +233,7 @@ class ProgramWriter:
         if not versions or value.dtype is None:
             raise ShardingError(f"{reason}: the value {name!r} is not there")
         itemsize = int(value.dtype.itemsize)
-        way = cheapest_way(versions, want, self.plan.mesh, self.env.table, itemsize)
+        way = cheapest_route(versions, want, self.plan.mesh, self.env.table, itemsize)
         source = versions[way.source]
         if there and self._is_gathered(value):
             source = self.builder.after(source, there)

@@ -22,7 +22,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Factors, NodePlan, Plan, factor_sizes, project, shardings
 from onnxpar.propagation.choice import Chooser, Situation
 from onnxpar.propagation.partial_hints import pending_hints
-from onnxpar.resharding.steps import Way, cheapest_way
+from onnxpar.resharding.steps import Route, cheapest_route
 
 REDUCING = ("slice", "all_reduce", "reduce_scatter")
 
@@ -168,16 +168,16 @@ class _Replay:
     def _there(self, value: ir.Value | None) -> tuple[Sharding, ...]:
         return () if value is None else self.versions.get(value.name or "", ())
 
-    def _way(self, there: Sequence[Sharding], want: Sharding, value: ir.Value) -> Way:
+    def _way(self, there: Sequence[Sharding], want: Sharding, value: ir.Value) -> Route:
         mesh, table = self.plan.mesh, self.env.table
-        return cheapest_way(there, want, mesh, table, _itemsize(value))
+        return cheapest_route(there, want, mesh, table, _itemsize(value))
 
     def _conflict(
         self,
         value: ir.Value,
         node: str,
         operand: int,
-        way: Way,
+        way: Route,
         wanted: Sharding,
         *,
         why: str,
@@ -249,7 +249,7 @@ class _Replay:
         mesh, table = self.plan.mesh, self.env.table
 
         def sent(versions: Sequence[Sharding], target: Sharding, itemsize: int) -> int:
-            return cheapest_way(versions, target, mesh, table, itemsize).bytes
+            return cheapest_route(versions, target, mesh, table, itemsize).bytes
 
         chooser = Chooser(mesh, table, (), sent)
         held = situation.operands[index]
@@ -343,7 +343,7 @@ def _carries(
             yield dict.fromkeys(sorted(group), waiting)
 
 
-def _pays(way: Way) -> bool:
+def _pays(way: Route) -> bool:
     """Whether a way sends more than the reduction that its value waits for."""
     return way.bytes > 0 and any(step.kind not in REDUCING for step in way.steps)
 

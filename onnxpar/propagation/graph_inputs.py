@@ -9,7 +9,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.resharding.steps import cheapest_way
+from onnxpar.resharding.steps import cheapest_route
 
 _GRAPH = ir.AttributeType.GRAPH
 
@@ -58,6 +58,6 @@ def entering(
         if want is None or want == held or want.partial or held.partial:
             continue
         added = set(want.split_atoms) - set(held.split_atoms)
-        if added <= axes and cheapest_way((held,), want, plan.mesh, table, 1).bytes == 0:
+        if added <= axes and cheapest_route((held,), want, plan.mesh, table, 1).bytes == 0:
             inputs[name] = want
     return replace(plan, inputs=inputs)

@@ -36,7 +36,7 @@ from onnxpar.propagation.choice import Chooser, Situation, leaving
 from onnxpar.propagation.dual import Dual, dual
 from onnxpar.propagation.graph_inputs import entering
 from onnxpar.propagation.partial_hints import Hints, pending_hints
-from onnxpar.resharding.steps import cheapest_way, reachable
+from onnxpar.resharding.steps import cheapest_route, reachable
 
 ROUNDS, MOST_ROUNDS = 2, 4
 FORBIDDEN = 1 << 60
@@ -329,7 +329,7 @@ class _Walk:
         return self.wishes.get(name)
 
     def _cost(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> int:
-        way = cheapest_way(versions, target, self.seeds.mesh, self.env.table, itemsize)
+        way = cheapest_route(versions, target, self.seeds.mesh, self.env.table, itemsize)
         for step in way.steps if self.varying else ():
             for symbol in symbols_of(step.bytes):
                 if self.varying.get(symbol, frozenset()) & set(step.atoms):

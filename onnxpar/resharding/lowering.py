@@ -18,7 +18,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim, ceil_div
 from onnxpar.graph.builder import INT64, GraphBuilder
-from onnxpar.resharding.steps import OPERATORS, Slot, Step
+from onnxpar.resharding.steps import OPERATORS, ReshardStep, Slot
 
 # For these onnxruntime 1.31 has a kernel of Pad on the CPU and on CUDA.
 PADDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL)
@@ -29,7 +29,7 @@ MIN_OPSET = 11
 def emit_reshard(
     builder: GraphBuilder,
     value: ir.Value,
-    steps: Sequence[Step],
+    steps: Sequence[ReshardStep],
     *,
     dtype: ir.DataType,
     name: str,
@@ -56,7 +56,7 @@ def emit_reshard(
 
 
 class _Emitter:
-    def __init__(self, builder: GraphBuilder, step: Step, name: str, reason: str) -> None:
+    def __init__(self, builder: GraphBuilder, step: ReshardStep, name: str, reason: str) -> None:
         self.builder = builder
         self.mesh: Mesh = builder.mesh
         self.step = step
@@ -280,7 +280,7 @@ class _Emitter:
         )
 
 
-def permutation(step: Step, mesh: Mesh) -> list[tuple[int, int]]:
+def permutation(step: ReshardStep, mesh: Mesh) -> list[tuple[int, int]]:
     """Returns (source, destination) positions in the group, each once, for a Permute step.
 
     A destination needs the block that `after` gives it. The sources that hold it under `before` and

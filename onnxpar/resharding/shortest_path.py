@@ -21,7 +21,7 @@ from math import prod
 from onnxpar.core.mesh import Atoms, Mesh
 
 Slots = tuple[Atoms, ...]
-State = tuple[Slots, frozenset[int]]
+PathState = tuple[Slots, frozenset[int]]
 
 # A slice sends nothing; it counts as one byte so that of two equal paths the shorter one wins.
 _SLICE_COST = 1.0
@@ -47,7 +47,7 @@ class Move:
     atoms: Atoms
     gives: int | None
     takes: int | None
-    after: State
+    after: PathState
 
 
 def group_bytes(kind: str, operand: float, group: int) -> float:
@@ -66,8 +66,8 @@ def cheapest(
     mesh: Mesh,
     sizes: tuple[int, ...],
     even: Callable[[int, int], bool],
-    start: State,
-    goal: State,
+    start: PathState,
+    goal: PathState,
     itemsize: int,
     latency: float,
 ) -> list[Move]:
@@ -128,8 +128,8 @@ def _answer(
     units: tuple[tuple[int, ...], ...],
     sizes: tuple[int, ...],
     even: tuple[frozenset[int], ...],
-    start: State,
-    goal: State,
+    start: PathState,
+    goal: PathState,
     itemsize: int,
     latency: float,
 ) -> tuple[Move, ...]:
@@ -137,15 +137,15 @@ def _answer(
 
     `even` has for each slot the numbers of pieces into which its split is proved even.
     """
-    search = Search(units, sizes, lambda s, n: n in even[s], goal, itemsize, latency)
+    search = RouteFinder(units, sizes, lambda s, n: n in even[s], goal, itemsize, latency)
     return tuple(search.shortest(start))
 
 
-def _rest(state: State, fixed: Slots) -> State:
+def _rest(state: PathState, fixed: Slots) -> PathState:
     return tuple(r[len(f) :] for r, f in zip(state[0], fixed, strict=True)), state[1]
 
 
-def _units(start: State, goal: State) -> list[Atoms]:
+def _units(start: PathState, goal: PathState) -> list[Atoms]:
     """Runs of atoms that may move as one, from the atoms that are not in place.
 
     Two neighbours belong together where each side has them as such neighbours, has both replicated,
@@ -181,14 +181,14 @@ def _units(start: State, goal: State) -> list[Atoms]:
     return units
 
 
-def _coarse(state: State, index: dict[Atoms, int]) -> State:
+def _coarse(state: PathState, index: dict[Atoms, int]) -> PathState:
     heads = {unit[0]: i for unit, i in index.items()}
     slots = tuple(tuple(heads[a] for a in run if a in heads) for run in state[0])
     return slots, frozenset(heads[a] for a in state[1] if a in heads)
 
 
 @dataclass(frozen=True)
-class Search:
+class RouteFinder:
     """One search, over units.
 
     Attributes:
@@ -203,7 +203,7 @@ class Search:
     units: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     even: Callable[[int, int], bool]
-    goal: State
+    goal: PathState
     itemsize: int
     latency: float
 
@@ -235,7 +235,7 @@ class Search:
             self._counts[run] = found
         return found
 
-    def shortest(self, start: State) -> list[Move]:
+    def shortest(self, start: PathState) -> list[Move]:
         """Returns the moves of the cheapest path found."""
         known = self._search(start, self.recipe(start), self.moves)
         if len(self.units) <= _WIDE:
@@ -243,7 +243,7 @@ class Search:
         return known
 
     def _search(
-        self, start: State, known: list[Move], moves: Callable[[State], Iterator[Move]]
+        self, start: PathState, known: list[Move], moves: Callable[[PathState], Iterator[Move]]
     ) -> list[Move]:
         """Returns the cheapest path by `moves`; among equal costs one of fewest moves.
 
@@ -252,10 +252,10 @@ class Search:
         """
         tie = count()
         bound = self.price(start, known)
-        queue: list[tuple[float, int, int, State]] = [(0.0, 0, next(tie), start)]
-        best: dict[State, tuple[float, int]] = {start: (0.0, 0)}
-        came: dict[State, tuple[State, Move]] = {}
-        done: set[State] = set()
+        queue: list[tuple[float, int, int, PathState]] = [(0.0, 0, next(tie), start)]
+        best: dict[PathState, tuple[float, int]] = {start: (0.0, 0)}
+        came: dict[PathState, tuple[PathState, Move]] = {}
+        done: set[PathState] = set()
         while queue and len(done) < _LIMIT:
             price, length, _, state = heappop(queue)
             if state in done:
@@ -276,7 +276,7 @@ class Search:
                     heappush(queue, (after, length + 1, next(tie), move.after))
         return known
 
-    def recipe(self, start: State) -> list[Move]:
+    def recipe(self, start: PathState) -> list[Move]:
         """Returns the path that reduces, gathers what is out of place and slices; always there."""
         moves: list[Move] = []
         slots, partial = start
@@ -295,7 +295,7 @@ class Search:
 
     # -- costs -----------------------------------------------------------------------------------
 
-    def price(self, start: State, moves: list[Move]) -> float:
+    def price(self, start: PathState, moves: list[Move]) -> float:
         """Returns the cost of a path."""
         state, total = start, 0.0
         for move in moves:
@@ -303,7 +303,7 @@ class Search:
             state = move.after
         return total
 
-    def cost(self, state: State, move: Move) -> float:
+    def cost(self, state: PathState, move: Move) -> float:
         """Returns the cost of one move, in bytes.
 
         Padding for an uneven split, or cutting it off, costs as much as starting a collective.
@@ -332,7 +332,7 @@ class Search:
             self._sizes_of[slots] = found
         return found
 
-    def _unfinished(self, state: State) -> bool:
+    def _unfinished(self, state: PathState) -> bool:
         """Whether more than slices is missing to the goal."""
         if state[1]:
             return True
@@ -343,7 +343,7 @@ class Search:
 
     # -- moves -----------------------------------------------------------------------------------
 
-    def all_moves(self, state: State) -> Iterator[Move]:
+    def all_moves(self, state: PathState) -> Iterator[Move]:
         """Every move there is; for few units."""
         slots, partial = state
         replicated = sorted(self._replicated(state))
@@ -369,7 +369,7 @@ class Search:
         for after in self._same_block_placements(slots, partial):
             yield from self._permutes(state, after)
 
-    def moves(self, state: State) -> Iterator[Move]:
+    def moves(self, state: PathState) -> Iterator[Move]:
         """The moves that lead towards the goal; for many units."""
         slots, partial = state
         replicated = self._replicated(state)
@@ -399,28 +399,28 @@ class Search:
         for after in dict.fromkeys((self._relabelled(state), *self._reordered(state))):
             yield from self._permutes(state, after)
 
-    def _replicated(self, state: State) -> set[int]:
+    def _replicated(self, state: PathState) -> set[int]:
         return set(range(len(self.units))) - {u for run in state[0] for u in run} - state[1]
 
-    def _slices(self, state: State, s: int, units: Atoms) -> Iterator[Move]:
+    def _slices(self, state: PathState, s: int, units: Atoms) -> Iterator[Move]:
         if units:
             slots, partial = state
             yield Move("slice", units, None, s, (_put(slots, {s: slots[s] + units}), partial))
 
-    def _scatters(self, state: State, s: int, units: Atoms) -> Iterator[Move]:
+    def _scatters(self, state: PathState, s: int, units: Atoms) -> Iterator[Move]:
         slots, partial = state
         for length in range(len(units), 0, -1):
             taken = units[:length]
             after = (_put(slots, {s: slots[s] + taken}), partial - set(taken))
             yield Move("reduce_scatter", taken, None, s, after)
 
-    def _permutes(self, state: State, after: Slots) -> Iterator[Move]:
+    def _permutes(self, state: PathState, after: Slots) -> Iterator[Move]:
         if after != state[0]:
             pairs = [(a, b) for a, b in zip(state[0], after, strict=True) if a != b]
             units = tuple(sorted({u for pair in pairs for run in pair for u in run}))
             yield Move("permute", units, None, None, (after, state[1]))
 
-    def _exchange(self, state: State, s: int, cut: int) -> Iterator[Move]:
+    def _exchange(self, state: PathState, s: int, cut: int) -> Iterator[Move]:
         """The all-to-all that brings a minor end of slot s home, to the minor end of its slot."""
         slots, partial = state
         units = slots[s][cut:]
@@ -473,7 +473,7 @@ class Search:
                     for others in self._rearranged(slots, s + 1, left):
                         yield (run, *others)
 
-    def _relabelled(self, state: State) -> Slots:
+    def _relabelled(self, state: PathState) -> Slots:
         """The placement with equal blocks in which most units are where the goal has them.
 
         Partial units stay out of it: a permute moves the values of a group to other devices of it.
@@ -506,7 +506,7 @@ class Search:
             after.append(tuple(new))
         return tuple(after)
 
-    def _reordered(self, state: State) -> Iterator[Slots]:
+    def _reordered(self, state: PathState) -> Iterator[Slots]:
         """The goal's slots, where they have the same blocks."""
         slots, partial = state
         goal = self.goal[0]
@@ -520,7 +520,9 @@ class Search:
 _NONE = frozenset[int]()
 
 
-def _path(came: dict[State, tuple[State, Move]], start: State, state: State) -> list[Move]:
+def _path(
+    came: dict[PathState, tuple[PathState, Move]], start: PathState, state: PathState
+) -> list[Move]:
     path: list[Move] = []
     while state != start:
         state, move = came[state]

@@ -16,7 +16,7 @@ from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
 from onnxpar.core.symbols import Dim, SymbolTable, as_dim, exact_div
-from onnxpar.resharding.shortest_path import Move, State, cheapest
+from onnxpar.resharding.shortest_path import Move, PathState, cheapest
 
 Slot = tuple[int, int]
 
@@ -38,7 +38,7 @@ class LinkCost:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One step of a reshard.
 
     Attributes:
@@ -75,7 +75,7 @@ def plan_reshard(
     table: SymbolTable,
     itemsize: int,
     cost: LinkCost = LinkCost(),
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """Returns the cheapest steps from one sharding of a tensor to another.
 
     Args:
@@ -95,7 +95,7 @@ def plan_reshard(
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """How a value comes into a sharding.
 
     Attributes:
@@ -105,17 +105,17 @@ class Way:
     """
 
     source: Sharding
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
     bytes: int
 
 
-def cheapest_way(
+def cheapest_route(
     versions: Iterable[Sharding],
     target: Sharding,
     mesh: Mesh,
     table: SymbolTable,
     itemsize: int,
-) -> Way:
+) -> Route:
     """Returns the way to a sharding from the nearest of those in which a value is there.
 
     Propagation prices a node's operands by it and partitioning carries it out, so what was planned
@@ -133,11 +133,11 @@ def cheapest_way(
     """
     there = tuple(versions)
     if target in there:
-        return Way(target, (), 0)
+        return Route(target, (), 0)
     ways = []
     for source in [v for v in there if reachable(v, target)] or there[:1]:
         steps = plan_reshard(source, target, mesh, table, itemsize)
-        ways.append(Way(source, steps, sum(table.typical(step.bytes) for step in steps)))
+        ways.append(Route(source, steps, sum(table.typical(step.bytes) for step in steps)))
     return min(ways, key=lambda way: (way.bytes, len(way.steps)))
 
 
@@ -149,7 +149,7 @@ def _plan(
     table: SymbolTable,
     itemsize: int,
     cost: LinkCost,
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     if not reachable(source, target):
         raise ShardingError(
             f"cannot make a value partial {target.reduction} over "
@@ -284,7 +284,7 @@ class _Run:
     itemsize: int
     cost: LinkCost
 
-    def steps(self, source: Sharding, target: Sharding) -> tuple[Step, ...]:
+    def steps(self, source: Sharding, target: Sharding) -> tuple[ReshardStep, ...]:
         slots = [(d, c) for d, dim in enumerate(source.dims) for c in range(len(dim))]
         sizes = [source.dims[d][c].size for d, c in slots]
         start = _state(source, slots)
@@ -302,7 +302,7 @@ class _Run:
         state = start
         for move in path:
             steps.append(
-                Step(
+                ReshardStep(
                     move.kind,
                     move.atoms,
                     None if move.gives is None else slots[move.gives],
@@ -315,7 +315,7 @@ class _Run:
             state = move.after
         return tuple(steps)
 
-    def _sharding(self, source: Sharding, slots: list[Slot], state: State) -> Sharding:
+    def _sharding(self, source: Sharding, slots: list[Slot], state: PathState) -> Sharding:
         atoms = dict(zip(slots, state[0], strict=True))
         dims = tuple(
             tuple(Component(part.size, atoms[d, c]) for c, part in enumerate(dim))
@@ -323,7 +323,7 @@ class _Run:
         )
         return Sharding(dims).with_partial(state[1], source.reduction)
 
-    def _bytes(self, move: Move, state: State, sizes: list[Dim]) -> Dim:
+    def _bytes(self, move: Move, state: PathState, sizes: list[Dim]) -> Dim:
         """Bytes that one rank sends: of the collective's operand, padding for its cut included."""
         if move.kind == "slice":
             return 0
@@ -338,7 +338,7 @@ class _Run:
         return moved_bytes(move.kind, as_dim(operand), self.mesh.count(move.atoms))
 
 
-def _state(sharding: Sharding, slots: list[Slot]) -> State:
+def _state(sharding: Sharding, slots: list[Slot]) -> PathState:
     return tuple(sharding.dims[d][c].atoms for d, c in slots), frozenset(sharding.partial)
 
 

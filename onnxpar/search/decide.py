@@ -20,7 +20,7 @@ from onnxpar.search.find import UNLIMITED, Candidate, Found, SearchSpec, Told, f
 from onnxpar.search.ways import SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assignment import assigned
-from onnxpar.stages.stage_price import Split, StagedPrice
+from onnxpar.stages.stage_price import PipelineSplit, StagedPrice
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.save import strategy_data
@@ -246,11 +246,13 @@ def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None)
     return 1 if list(counts) == [1] else MICRO_BATCHES
 
 
-def _split(strategy: Strategy, model: ir.Model, stages: int, micro_batches: int) -> Split:
+def _split(strategy: Strategy, model: ir.Model, stages: int, micro_batches: int) -> PipelineSplit:
     entry = strategy.pipeline
     if entry is None:
-        return Split(stages, micro_batches)
-    return Split(stages, micro_batches, entry.schedule, entry.chunks, assigned(strategy, model))
+        return PipelineSplit(stages, micro_batches)
+    return PipelineSplit(
+        stages, micro_batches, entry.schedule, entry.chunks, assigned(strategy, model)
+    )
 
 
 def search(

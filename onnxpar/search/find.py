@@ -16,16 +16,16 @@ from onnxpar.graph.plan import shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.search.exact import best, least
 from onnxpar.search.flow import Flow, Item, flow
-from onnxpar.search.options import Option, options
-from onnxpar.search.problem import Problem, Weights, build
+from onnxpar.search.node_options import Option, options
+from onnxpar.search.problem import CostWeights, Problem, build
 from onnxpar.search.recursive import recurse
 from onnxpar.search.repeated_layers import fold
 from onnxpar.search.solution import Solution
 
 LEVELS = {
-    0: Weights(communication=10.0),
-    1: Weights(memory_first=True),
-    2: Weights(),
+    0: CostWeights(communication=10.0),
+    1: CostWeights(memory_first=True),
+    2: CostWeights(),
 }
 """What each level of the objective weighs; see `SearchSpec`."""
 
@@ -69,7 +69,7 @@ class SearchSpec:
     micro_batches: int = 1
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> CostWeights:
         """What the sum weighs."""
         return replace(LEVELS[self.level], parallel=self.parallel, micro_batches=self.micro_batches)
 

@@ -18,7 +18,7 @@ from onnxpar.core.sharding import REDUCTIONS, Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
 from onnxpar.search.flow import Flow, Item, Use, Value
-from onnxpar.search.options import Option
+from onnxpar.search.node_options import Option
 
 Table = NDArray[np.float64]
 MOMENTS = 2
@@ -31,7 +31,7 @@ products whose results are pending, whole, on every device."""
 
 
 @dataclass(frozen=True)
-class Weights:
+class CostWeights:
     """What the sum weighs.
 
     Attributes:
@@ -125,7 +125,7 @@ def build(
     options: Sequence[tuple[Option, ...]],
     cost: CostModel,
     pins: Mapping[str, Sharding] | None = None,
-    weights: Weights = Weights(),
+    weights: CostWeights = CostWeights(),
 ) -> Problem:
     """Builds the problem of a model.
 
@@ -145,7 +145,7 @@ class _Builder:
     options: tuple[tuple[Option, ...], ...]
     cost: CostModel
     pins: Mapping[str, Sharding]
-    weights: Weights
+    weights: CostWeights
     sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)

@@ -13,8 +13,8 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.search.flow import Flow, Item
-from onnxpar.search.options import Option
-from onnxpar.search.problem import Problem, Weights, build
+from onnxpar.search.node_options import Option
+from onnxpar.search.problem import CostWeights, Problem, build
 from onnxpar.search.solution import Solution
 
 OptionsOf = Callable[[Item, Sequence[Atoms], Option | None], tuple[Option, ...]]
@@ -29,7 +29,7 @@ def recurse(
     solve: Solve,
     *,
     pins: Mapping[str, Sharding],
-    weights: Weights,
+    weights: CostWeights,
 ) -> tuple[Problem, Solution]:
     """Returns the problem of the last halving, and what was chosen in it.
 

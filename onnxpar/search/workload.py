@@ -10,7 +10,7 @@ from onnxpar.autodiff.optimizer import moments_of
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec
 from onnxpar.core.machine import Machine
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.cost.live_memory import Step
+from onnxpar.cost.live_memory import MemoryStep
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel, shard_states
 from onnxpar.cost.price import Price, price
 from onnxpar.facts.program import Program
@@ -94,7 +94,7 @@ class Workload:
 
     def priced(
         self, plan: Plan, machine: Machine, sizes: Mapping[str, int]
-    ) -> tuple[Price, tuple[Step, ...]]:
+    ) -> tuple[Price, tuple[MemoryStep, ...]]:
         """As `price`, with its steps as memory is counted by them."""
         cost = CostModel(machine, plan.mesh, self.program.env.table, sizes)
         held = self.program.graph.initializers

@@ -9,13 +9,13 @@ from onnxpar.partition.program_memory import (
     program_memory,
     total_bytes,
 )
-from onnxpar.stages.stage_price import Split
+from onnxpar.stages.stage_price import PipelineSplit
 
 
 def fullest_stage(
     programs: Sequence[PartitionedModel],
     others: Sequence[PartitionedModel],
-    split: Split,
+    split: PipelineSplit,
     sizes: Mapping[str, int],
 ) -> int:
     """Returns the bytes that a device of the fullest stage holds at its peak.

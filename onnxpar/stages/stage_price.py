@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onnxpar.core.machine import Link
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.cost.live_memory import Step, live_peak
+from onnxpar.cost.live_memory import MemoryStep, live_peak
 from onnxpar.cost.price import Price
 from onnxpar.graph.keys import EXPANDED_FROM, GRADIENT_OF
 from onnxpar.graph.plan import Plan
@@ -26,7 +26,7 @@ from onnxpar.stages.cut import Chain, Costs, cut_chain
 
 
 @dataclass(frozen=True)
-class Split:
+class PipelineSplit:
     """How a model is cut into stages.
 
     Attributes:
@@ -90,7 +90,7 @@ class StagedPrice:
         assign: The virtual stage of each node of the model that is cut, by name.
     """
 
-    split: Split
+    split: PipelineSplit
     stages: tuple[StagePrice, ...]
     seconds: float
     assign: Mapping[str, int]
@@ -121,12 +121,12 @@ class Priced:
     model: ir.Model
     plan: Plan
     price: Price
-    steps: Sequence[Step]
+    steps: Sequence[MemoryStep]
     forward: frozenset[str]
 
 
 def price_stages(
-    priced: Priced, chain: Chain, cost: CostModel, link: Link, split: Split
+    priced: Priced, chain: Chain, cost: CostModel, link: Link, split: PipelineSplit
 ) -> StagedPrice:
     """Cuts a model by the times of a plan, and prices the pipeline.
 
@@ -145,7 +145,7 @@ def price_stages(
 
 class _Staging:
     def __init__(
-        self, priced: Priced, chain: Chain, cost: CostModel, link: Link, split: Split
+        self, priced: Priced, chain: Chain, cost: CostModel, link: Link, split: PipelineSplit
     ) -> None:
         self.priced, self.chain, self.cost, self.link = priced, chain, cost, link
         self.split = split
@@ -258,8 +258,8 @@ class _Staging:
 
     def _weighed(self, virtual: int) -> tuple[int, int]:
         """Bytes of a virtual stage at its peak of one micro-batch, and those kept for backward."""
-        mine: list[Step] = []
-        waiting: list[Step] = []
+        mine: list[MemoryStep] = []
+        waiting: list[MemoryStep] = []
         for step in self.priced.steps:
             # What is brought into another layout is so for the node that follows.
             waiting.append(step)

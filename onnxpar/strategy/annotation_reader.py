@@ -27,7 +27,7 @@ from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Symbol
 from onnxpar.graph.keys import ANNOTATION
-from onnxpar.strategy.problems import in_words, problem
+from onnxpar.strategy.validation_errors import in_words, problem
 
 MAX_DEVICES = 1 << 16
 MIN_IR_VERSION = 11
@@ -78,7 +78,7 @@ class NodeSpec:
 
 
 _Count = Annotated[int, Field(ge=1)]
-Layout = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
+DeviceRuns = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
 """Of each dim its parts, major first, none where it is whole: a size, and the splits of it as
 `(pieces, devices between neighbours)`, outermost first."""
 
@@ -119,8 +119,8 @@ class Extras(BaseModel):
     axes: dict[str, _Count] = {}
     atoms: list[_Count] = []
     symbols: dict[str, dict[str, Any]] = {}
-    inputs: dict[str, Layout] = {}
-    parameters: dict[str, Layout] = {}
+    inputs: dict[str, DeviceRuns] = {}
+    parameters: dict[str, DeviceRuns] = {}
     pinned: list[str] | None = None
     carried: list[str] | None = None
     pipeline: Schedule | None = None

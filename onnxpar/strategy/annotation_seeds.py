@@ -28,19 +28,19 @@ from onnxpar.graph.keys import ANNOTATION, EXPANDED_OPERANDS
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, may_stay_partial, operand_sharding, project, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.strategy.annotation_reader import Annotation, Layout, NodeSpec, Piece, TensorSpec
-from onnxpar.strategy.outputs import check_sizes
+from onnxpar.strategy.annotation_reader import Annotation, DeviceRuns, NodeSpec, Piece, TensorSpec
+from onnxpar.strategy.output_layouts import check_sizes
 from onnxpar.strategy.replaced_nodes import Replaced, bodies_by_results
 
 Run = tuple[int, int]
 """A number of pieces, and how far apart the devices of neighbours are."""
 
-Part = tuple[Dim, tuple[Run, ...]]
+AnnotatedPart = tuple[Dim, tuple[Run, ...]]
 """A part of a dim: its size and the runs that split it, outermost first."""
 
-Laid = tuple[tuple[Part, ...], ...]
+AnnotatedDims = tuple[tuple[AnnotatedPart, ...], ...]
 
-Pending = tuple[Atoms, str]
+PartialSum = tuple[Atoms, str]
 """The atoms over which a value waits for a reduction, and the reduction."""
 
 SHOWN = 4
@@ -76,7 +76,7 @@ def annotated_virtual_stages(annotation: Annotation, graph: ir.Graph) -> dict[st
     return found
 
 
-def runs_of(sharding: Sharding, mesh: Mesh) -> Layout:
+def runs_of(sharding: Sharding, mesh: Mesh) -> DeviceRuns:
     """Returns a layout as the metadata of a model holds it; pending reductions are left out."""
     return [
         [
@@ -97,7 +97,7 @@ class _Tensor:
     """An annotated tensor: its parts, and what it is called in messages."""
 
     title: str
-    dims: Laid
+    dims: AnnotatedDims
 
     def sharding(self, mesh: Mesh) -> Sharding:
         """Returns its sharding; StrategyError where two parts take the same devices."""
@@ -249,7 +249,7 @@ class _Reader:
         return [runs or () for runs in found[:-1]]
 
     def layouts(
-        self, kind: str, layouts: Mapping[str, Layout], known: Sequence[str]
+        self, kind: str, layouts: Mapping[str, DeviceRuns], known: Sequence[str]
     ) -> dict[str, _Tensor]:
         """Reads what the metadata says of graph inputs or parameters."""
         found = {}
@@ -295,7 +295,7 @@ class _Reader:
         made_by = {v.name: node.name or "" for node in self.graph for v in node.outputs if v.name}
         bodies = bodies_by_results(self.rules)
         seeds: dict[str, NodeSeed] = {}
-        pending: dict[str, Pending] = {}
+        pending: dict[str, PartialSum] = {}
         for item in annotated:
             if item.spec.outputs in bodies:
                 seeds |= {s.node: s for s in self.body(mesh, item, bodies[item.spec.outputs])}
@@ -315,7 +315,7 @@ class _Reader:
             yield replace(seed, pinned=self.spoken_of(seed.node))
 
     def node(
-        self, mesh: Mesh, item: _Annotated, view: NodeView, pending: dict[str, Pending]
+        self, mesh: Mesh, item: _Annotated, view: NodeView, pending: dict[str, PartialSum]
     ) -> NodeSeed:
         rule = self.rules.rules[view.name]
         if view.name in self.rules.reasons and any(s.split_atoms for s in item.tensors.values()):
@@ -330,7 +330,7 @@ class _Reader:
         }
         outputs = [v.name or "" for v in view.node.outputs]
         taken = {a for parts in factors.values() for c in parts for a in c.atoms}
-        carried: dict[int, Pending] = {}
+        carried: dict[int, PartialSum] = {}
         said = self.annotation.extras.carried
         if not any(n in item.tensors for n in outputs) and (said is None or view.name in said):
             carried = _carried(rule, view, pending, taken)
@@ -442,15 +442,15 @@ def _decompose(offsets: Sequence[int]) -> tuple[Run, ...] | None:
 
 
 def _carried(
-    rule: OpRule, view: NodeView, pending: Mapping[str, Pending], taken: set[int]
-) -> dict[int, Pending]:
+    rule: OpRule, view: NodeView, pending: Mapping[str, PartialSum], taken: set[int]
+) -> dict[int, PartialSum]:
     """The most operands that can stay a pending reduction through the node together."""
     waiting = {
         i: pending[v.name or ""]
         for i, v in enumerate(view.node.inputs)
         if v is not None and v.name in pending
     }
-    best: dict[int, Pending] = {}
+    best: dict[int, PartialSum] = {}
     for chosen in sorted({w for w in waiting.values() if not taken & set(w[0])}):
         alike = frozenset(i for i, w in waiting.items() if w == chosen)
         for reduction, operands in sorted(rule.linear, key=lambda item: sorted(item[1])):

@@ -23,7 +23,13 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.strategy.annotation_reader import MIN_IR_VERSION, Extras, Layout, Schedule, bodies_of
+from onnxpar.strategy.annotation_reader import (
+    MIN_IR_VERSION,
+    DeviceRuns,
+    Extras,
+    Schedule,
+    bodies_of,
+)
 from onnxpar.strategy.annotation_seeds import runs_of
 from onnxpar.strategy.replaced_nodes import bodies_by_results
 from onnxpar.strategy.save import symbol_data
@@ -105,7 +111,7 @@ def _forget(proto: onnx.ModelProto) -> None:
     proto.metadata_props.extend(kept)
 
 
-def _parameters(model: ir.Model, plan: Plan) -> dict[str, Layout]:
+def _parameters(model: ir.Model, plan: Plan) -> dict[str, DeviceRuns]:
     """The parameters that lie otherwise than the first node wants that reads them."""
     first: dict[str, Sharding] = {}
     for node in model.graph:

@@ -11,7 +11,7 @@ from onnxpar.core.errors import MachineError
 from onnxpar.core.machine import PRESETS, Link, Machine, parse_bytes
 from onnxpar.core.names import nearest
 from onnxpar.strategy.document import read_document
-from onnxpar.strategy.problems import in_words, problem
+from onnxpar.strategy.validation_errors import in_words, problem
 
 
 class _LinkFile(BaseModel):

@@ -16,7 +16,7 @@ from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
-from onnxpar.strategy.tensor_entry import Part, TensorEntry, run_of
+from onnxpar.strategy.tensor_entry import DimPart, TensorEntry, run_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ Units = tuple[Unit, ...]
 
 
 @dataclass(frozen=True)
-class Split:
+class FactorSplit:
     """How a dim or factor is split.
 
     Attributes:
@@ -125,20 +125,21 @@ def counts_of(entry: TensorEntry) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else 1 for d in entry)
 
 
-def splits_of(entry: TensorEntry, axes: Mapping[str, Unit]) -> tuple[Split, ...]:
+def splits_of(entry: TensorEntry, axes: Mapping[str, Unit]) -> tuple[FactorSplit, ...]:
     """Returns the split of each dim of an entry of mesh axes or of a layout."""
     if isinstance(entry, TensorLayout):
         return tuple(
-            Split(tuple(Unit(*entry.axis(name), name) for name in names)) for names in entry.dims
+            FactorSplit(tuple(Unit(*entry.axis(name), name) for name in names))
+            for names in entry.dims
         )
     return tuple(_split(d if isinstance(d, tuple) else (), axes) for d in entry)
 
 
-def _split(dim: tuple[str | Part, ...], axes: Mapping[str, Unit]) -> Split:
-    parts = tuple((p.size, tuple(axes[n] for n in p.axes)) for p in dim if isinstance(p, Part))
+def _split(dim: tuple[str | DimPart, ...], axes: Mapping[str, Unit]) -> FactorSplit:
+    parts = tuple((p.size, tuple(axes[n] for n in p.axes)) for p in dim if isinstance(p, DimPart))
     if parts:
-        return Split(tuple(unit for _, units in parts for unit in units), parts)
-    return Split(tuple(axes[n] for n in dim if isinstance(n, str)))
+        return FactorSplit(tuple(unit for _, units in parts for unit in units), parts)
+    return FactorSplit(tuple(axes[n] for n in dim if isinstance(n, str)))
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,10 @@ def show(entry: TensorEntry) -> str:
     return f"[{', '.join(texts)}]"
 
 
-def _dim_text(dim: tuple[str | Part, ...]) -> str:
+def _dim_text(dim: tuple[str | DimPart, ...]) -> str:
     names = [n for n in dim if isinstance(n, str)]
     if len(names) < len(dim):
-        parts = [p for p in dim if isinstance(p, Part)]
+        parts = [p for p in dim if isinstance(p, DimPart)]
         return f"({' '.join(p.size + (':' + '.'.join(p.axes) if p.axes else '') for p in parts)})"
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]" if names else "~"
 
@@ -312,14 +313,14 @@ def _check_whole(site: Site, tensor: str, factor: str, count: int) -> None:
 
 def named_factors(
     site: Site, operands: Sequence[tuple[int, TensorEntry]], axes: Mapping[str, Unit]
-) -> dict[str, Split]:
+) -> dict[str, FactorSplit]:
     """Returns how each factor is split.
 
     Raises:
         StrategyError: A factor split in two ways, a dim that must not be split, or a merged dim
             whose axes cannot be given to its factors.
     """
-    found: dict[str, Split] = {}
+    found: dict[str, FactorSplit] = {}
     sources: dict[str, str] = {}
     merged = []
     for index, entry in operands:
@@ -348,7 +349,7 @@ def named_factors(
 
 
 def _merged_units(
-    site: Site, tensor: str, names: Sequence[str], split: Split, found: dict[str, Split]
+    site: Site, tensor: str, names: Sequence[str], split: FactorSplit, found: dict[str, FactorSplit]
 ) -> None:
     """Gives the axes of a merged dim to its factors, major first; parts one after another."""
     if split.parts:
@@ -367,7 +368,7 @@ def _merged_units(
                 )
             found_here = known
         elif position == len(names) - 1 or not isinstance(size, int):
-            found_here = Split(tuple(left))
+            found_here = FactorSplit(tuple(left))
         else:
             taken, room = [], size
             for unit in left:
@@ -377,7 +378,7 @@ def _merged_units(
                     raise _not_contiguous(site, tensor, split.count, [sizes[n] for n in names])
                 taken.append(unit)
                 room //= unit.size
-            found_here = Split(tuple(taken))
+            found_here = FactorSplit(tuple(taken))
         _check_whole(site, tensor, name, found_here.count)
         found[name] = found_here
         left = left[len(found_here.units) :]
@@ -388,7 +389,7 @@ def _merged_units(
 
 
 def _merged_parts(
-    site: Site, tensor: str, names: Sequence[str], split: Split, found: dict[str, Split]
+    site: Site, tensor: str, names: Sequence[str], split: FactorSplit, found: dict[str, FactorSplit]
 ) -> None:
     sizes, table = factor_sizes(site.rule, site.view), site.view.table
     left = list(split.parts)
@@ -408,7 +409,7 @@ def _merged_parts(
                 f"another, got {_split_text(split)}"
             )
         units = tuple(unit for _, part in mine for unit in part)
-        given = Split(units, tuple(mine) if len(mine) > 1 else ())
+        given = FactorSplit(units, tuple(mine) if len(mine) > 1 else ())
         if name in found and found[name] != given:
             raise site.fail(
                 f"{tensor}: expected {_split_text(found[name])} for {name} as another operand has, "
@@ -418,7 +419,7 @@ def _merged_parts(
         found[name] = given
 
 
-def _split_text(split: Split) -> str:
+def _split_text(split: FactorSplit) -> str:
     if split.parts:
         parts = (n + (":" + ".".join(x.name for x in u) if u else "") for n, u in split.parts)
         return f"({' '.join(parts)})"

@@ -23,8 +23,8 @@ from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.schema import NodeEntry
 from onnxpar.strategy.tensor_entry import TensorEntry
 
-Laid = Callable[[Mesh], Sharding]
-Tensor = Callable[[str, Sequence[Dim], TensorEntry], Laid]
+ShardingFn = Callable[[Mesh], Sharding]
+ReadTensor = Callable[[str, Sequence[Dim], TensorEntry], ShardingFn]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Replaced:
 
     where: str
     views: tuple[NodeView, ...]
-    inputs: Mapping[str, Laid]
-    outputs: Mapping[str, Laid]
+    inputs: Mapping[str, ShardingFn]
+    outputs: Mapping[str, ShardingFn]
 
     @staticmethod
     def of(
@@ -50,7 +50,7 @@ class Replaced:
         entry: NodeEntry,
         views: Sequence[NodeView],
         env: ShapeEnv,
-        tensor: Tensor,
+        tensor: ReadTensor,
     ) -> "Replaced":
         """Reads the entry of a node.
 
@@ -68,7 +68,7 @@ class Replaced:
         values = json.loads(views[0].node.metadata_props[EXPANDED_OPERANDS])
         title = f"{where}: node {name!r}, in whose place its body stands"
 
-        def read(side: str, entries: Sequence[TensorEntry | None] | None) -> dict[str, Laid]:
+        def read(side: str, entries: Sequence[TensorEntry | None] | None) -> dict[str, ShardingFn]:
             names: list[str | None] = values[side]
             if entries is None:
                 return {}

@@ -20,8 +20,8 @@ from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.strategy.annotation_seeds import annotated_seeds
 from onnxpar.strategy.operands import (
+    FactorSplit,
     Site,
-    Split,
     Unit,
     aligned,
     atoms_of,
@@ -35,7 +35,7 @@ from onnxpar.strategy.operands import (
     show,
     splits_of,
 )
-from onnxpar.strategy.outputs import factors_from_outputs, wanted
+from onnxpar.strategy.output_layouts import factors_from_outputs, wanted
 from onnxpar.strategy.replaced_nodes import Replaced
 from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy
 from onnxpar.strategy.tensor_entry import TensorEntry, names_in
@@ -55,7 +55,7 @@ class _Choice:
 
     site: Site
     entry: NodeEntry
-    factors: Mapping[str, Split]
+    factors: Mapping[str, FactorSplit]
 
 
 def resolve(strategy: Strategy, program: Program) -> Seeds:
@@ -169,11 +169,15 @@ class _Resolver:
             self.use(tuple(counts.values()), site.title)
             factors, before = {}, 1
             for factor, count in counts.items():
-                factors[factor] = Split((Unit(before, count, str(count)),) if count > 1 else ())
+                factors[factor] = FactorSplit(
+                    (Unit(before, count, str(count)),) if count > 1 else ()
+                )
                 before *= count
         return _Choice(site, entry, {**factors, **self.further(site, entry, factors)})
 
-    def further(self, site: Site, entry: NodeEntry, known: Mapping[str, Split]) -> dict[str, Split]:
+    def further(
+        self, site: Site, entry: NodeEntry, known: Mapping[str, FactorSplit]
+    ) -> dict[str, FactorSplit]:
         """How the factors are split that `split` names: those that no operand has."""
         found = {}
         for name, dim in (entry.split or {}).items():

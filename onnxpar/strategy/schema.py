@@ -28,7 +28,6 @@ from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, Opt
 from onnxpar.graph.keys import ANNOTATION
 from onnxpar.strategy.annotation_reader import Annotation
 from onnxpar.strategy.document import Document, Location, parse_document, read_document
-from onnxpar.strategy.problems import in_words, problem
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions, read_recompute
 from onnxpar.strategy.tensor_entry import (
     DimEntry,
@@ -41,6 +40,7 @@ from onnxpar.strategy.tensor_entry import (
     run_of,
     short,
 )
+from onnxpar.strategy.validation_errors import in_words, problem
 
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"

@@ -10,14 +10,14 @@ from onnxpar.core.layout import WHOLE, TensorLayout
 
 
 @dataclass(frozen=True)
-class Part:
+class DimPart:
     """A part of a dim that was merged from several: its size, and the axes that split it."""
 
     size: str
     axes: tuple[str, ...] = ()
 
 
-DimEntry = int | tuple[str, ...] | tuple[Part, ...]
+DimEntry = int | tuple[str, ...] | tuple[DimPart, ...]
 """A number of pieces; the mesh axes that split a dim (outermost first, empty: whole); or, for a dim
 that was merged from others or is taken apart later, its parts, major first."""
 
@@ -56,10 +56,10 @@ def _dim(entry: object) -> DimEntry | None:
     raise expected("a number of pieces, a mesh axis, a list of mesh axes or ~", entry)
 
 
-def _parts(text: str) -> tuple[Part, ...]:
+def _parts(text: str) -> tuple[DimPart, ...]:
     """Reads `(3 16:tp 64)`, as `onnxpar inspect` shows the parts of a dim."""
     found = [item.partition(":") for item in text.removeprefix("(").removesuffix(")").split()]
-    parts = tuple(Part(size, tuple(axes.split(".")) if axes else ()) for size, _, axes in found)
+    parts = tuple(DimPart(size, tuple(axes.split(".")) if axes else ()) for size, _, axes in found)
     if not text.endswith(")") or not parts or any(c and not axes for _, c, axes in found):
         raise expected("the parts of a dim such as '(3 16:tp 64)'", text)
     return parts
@@ -123,5 +123,5 @@ def names_in(entry: TensorEntry) -> list[str]:
         for dim in entry
         if isinstance(dim, tuple)
         for item in dim
-        for name in (item.axes if isinstance(item, Part) else (item,))
+        for name in (item.axes if isinstance(item, DimPart) else (item,))
     ]

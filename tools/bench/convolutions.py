@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from onnxpar.partition.partitioner import partition
 
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.core.mesh import Mesh
@@ -26,7 +27,6 @@ from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.node_rules import find_rules
-from onnxpar.partition.partitioner import partition
 from onnxpar.propagation.walk import propagate
 
 Run = Callable[[], object]

@@ -49,7 +49,7 @@ from onnxpar.graph.seeds import Seeds
 from onnxpar.search.eliminate import solve
 from onnxpar.search.find import seeds_of
 from onnxpar.search.flow import flow
-from onnxpar.search.options import options
+from onnxpar.search.node_options import options
 from onnxpar.search.problem import build
 from onnxpar.search.ways import presets
 from onnxpar.strategy import Strategy, load_strategy, resolve

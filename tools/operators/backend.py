@@ -22,6 +22,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx.backend.test import loader
+from onnxpar.partition.partitioner import partition
 
 from onnxpar.api.compiler import Analysed, analyse
 from onnxpar.core.errors import OnnxparError, ShardingError
@@ -33,7 +34,6 @@ from onnxpar.graph.builder import COUNTERS
 from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.partition.partitioner import partition
 from onnxpar.propagation.walk import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar_runtime.group import ThreadsGroup

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import backend
-from backend import CRASHED, Outcome
+from . import backend
+from .backend import CRASHED, Outcome
 
-HERE = Path(__file__).resolve().parent
+# Where this module is found under the name that it was imported by.
+TOP = Path(__file__).resolve().parents[__name__.count(".")]
 
 
 def examine_all(names: Sequence[str], sample: int | None, workers: int = 2) -> list[Outcome]:
@@ -32,9 +33,9 @@ def _share(names: Sequence[str], sample: int | None) -> Iterator[Outcome]:
     left = list(names)
     while left:
         begun = ""
-        command = [sys.executable, "-W", "ignore", __file__, "--worker", str(sample or 0)]
+        command = [sys.executable, "-W", "ignore", "-m", __name__, "--worker", str(sample or 0)]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TOP
         ) as worker:
             assert worker.stdin is not None and worker.stdout is not None
             worker.stdin.write(json.dumps(left))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from backend import CRASHED, FAILED, PASSED, WRONG, Outcome
+from onnxpar.report.operator_table import OperatorRow, operator_table
 
-from onnxpar.report.operators import OperatorRow, operator_table
+from .backend import CRASHED, FAILED, PASSED, WRONG, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "operators.md"

@@ -23,7 +23,7 @@ from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.collective.barrier import DEFS, barrier_node, barrier_rule
 from onnxpar.ops.node_rules import Rules, with_bodies
 from onnxpar.ops.operator import OpDef
-from onnxpar.resharding.steps import cheapest_way
+from onnxpar.resharding.steps import cheapest_route
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Recompute:
         plan = self.old.plan
         size = 4 if value.dtype is None else int(value.dtype.itemsize)
         home = (self.made[value.name or ""],)
-        return cheapest_way(home, want, plan.mesh, self.env.table, size).bytes > 0
+        return cheapest_route(home, want, plan.mesh, self.env.table, size).bytes > 0
 
     def _clone_of(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """Returns the clone of a value, made before a node if it is not there."""

@@ -12,7 +12,7 @@ from onnxpar.core.symbols.expressions import (
 )
 from onnxpar.core.symbols.integers import Facts
 from onnxpar.core.symbols.symbol import Symbol
-from onnxpar.core.symbols.table import NO_CONSTRAINTS, SymbolTable, ceil_div, exact_div
+from onnxpar.core.symbols.symbol_table import NO_CONSTRAINTS, SymbolTable, ceil_div, exact_div
 
 __all__ = [
     "NO_CONSTRAINTS",

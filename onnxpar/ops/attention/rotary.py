@@ -11,7 +11,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.attention.heads import head_size, in_range
-from onnxpar.ops.attention.parts import places, reshape
+from onnxpar.ops.attention.pieces import places, reshape
 from onnxpar.ops.forms import global_index
 from onnxpar.ops.function_body import BodyNode
 from onnxpar.ops.local import LocalNode

@@ -27,7 +27,7 @@ from onnxpar.ops.attention.heads import (
     local_heads,
     valid_along,
 )
-from onnxpar.ops.attention.parts import (
+from onnxpar.ops.attention.pieces import (
     Sizes,
     Window,
     attend,

@@ -24,7 +24,7 @@ from onnxpar.graph.node_view import CONST_LIMIT, BodyFacts, NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes, operand_sharding, shardings
 from onnxpar.ops.control.dim_parts import DimParts
 
-Pending = dict[int, str]
+PartialDims = dict[int, str]
 _SAME_ZEROS = ("Expand", "Identity", "Reshape", "Unsqueeze", "Squeeze")
 
 
@@ -92,10 +92,10 @@ class BodyAnalysis:
     view: NodeView
     wiring: Wiring
     bodies: Mapping[str, BodyFacts]
-    pending: dict[str, Pending] = field(default_factory=dict)
+    pending: dict[str, PartialDims] = field(default_factory=dict)
     _dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _factors: dict[str, dict[str, int]] = field(default_factory=dict)
-    _carried: dict[str, dict[int, Pending]] = field(default_factory=dict)
+    _carried: dict[str, dict[int, PartialDims]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class BodyAnalysis:
         """Follows pending reductions to the results; False where that forbade another split."""
         self._forbid_twice()
         before = len(self.parts.fixed)
-        entering: dict[str, Pending] = {v.name or "": {} for _, v, _ in self.wiring.states}
+        entering: dict[str, PartialDims] = {v.name or "": {} for _, v, _ in self.wiring.states}
         zeros = {v.name or "" for begin, v, _ in self.wiring.states if is_zero(begin)}
         while True:
             self.pending = dict(entering)
@@ -243,7 +243,7 @@ class BodyAnalysis:
         leaves = self.parts.leaves(list(parts))
         self.parts.forbid([leaf for leaf in leaves if leaves.count(leaf) > 1], why)
 
-    def _refuse(self, pending: Pending, why: str) -> bool:
+    def _refuse(self, pending: PartialDims, why: str) -> bool:
         self.parts.forbid(list(pending), why)
         return False
 
@@ -251,7 +251,7 @@ class BodyAnalysis:
         name = node.name or ""
         rule, factors = body.rules[name], self._factors[name]
         why = f"{name!r} ({node.op_type}) in its body is not linear in a sum over it"
-        held: dict[int, Pending] = {}
+        held: dict[int, PartialDims] = {}
         for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=False)):
             waiting = self.pending.get(value.name or "", {}) if value is not None else {}
             if not waiting or operand.mode == ANY:
@@ -259,7 +259,7 @@ class BodyAnalysis:
             if operand.mode:
                 return self._refuse(waiting, why)
             held[index] = waiting
-        carried: Pending = {}
+        carried: PartialDims = {}
         if held:
             carried = next(iter(held.values()))
             for index, value in enumerate(node.inputs):
@@ -270,7 +270,7 @@ class BodyAnalysis:
                     self.pending[value.name or ""] = held[index] = carried
                 elif is_zero(value) and ("sum", frozenset(held)) not in rule.linear:
                     held[index] = carried
-            every: Pending = {k: r for p in held.values() for k, r in p.items()}
+            every: PartialDims = {k: r for p in held.values() for k, r in p.items()}
             own = set(self.parts.leaves(list(factors.values())))
             kinds = set(carried.values())
             if (
@@ -320,7 +320,7 @@ class BodyAnalysis:
             for leaf in self._leaves(value) - reached:
                 self.parts.forbid((leaf,), "no result has it")
 
-    def result_pending(self, port: Port) -> Pending:
+    def result_pending(self, port: Port) -> PartialDims:
         """What a result waits for."""
         for value in port.inner:
             if not is_zero(value):
@@ -419,7 +419,7 @@ class BodyPlans:
             for c in self.split.get(leaf, (Component(known.size(leaf)),))
         )
 
-    def _held(self, pending: Pending) -> tuple[tuple[int, ...], str]:
+    def _held(self, pending: PartialDims) -> tuple[tuple[int, ...], str]:
         atoms = tuple(a for leaf in pending for c in self.split.get(leaf, ()) for a in c.atoms)
         return atoms, next(iter(pending.values()), "sum")
 

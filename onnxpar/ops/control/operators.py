@@ -13,7 +13,7 @@ from onnxpar.core.rule import OpRule
 from onnxpar.graph.closure import bodies_of, own_inputs
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.control.body_rule import BodyAnalysis, Port, Wiring
-from onnxpar.ops.control.gradient import if_gradient, loop_body, scan_gradient
+from onnxpar.ops.control.control_gradient import if_gradient, loop_body, scan_gradient
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.function_body import BodyFn
 from onnxpar.ops.gradient import Gradient

@@ -1,6 +1,6 @@
 """Standard operators that onnxruntime's CUDA provider lacks, as operators of the domain `onnxpar`.
 
-Each is a function (see `onnxpar.ops.functions`) of the name of the operator that it stands for. It
+Each is a function (see `onnxpar.ops.own_functions`) of the name of the operator that it stands for. It
 says nothing but that operator, so that on the CPU that provider's kernel runs; for GPUs the
 runtime's library has one.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import onnx
 import onnx_ir as ir
 
-from onnxpar.ops.functions import Function
+from onnxpar.ops.own_functions import Function
 
 _FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}

@@ -1,6 +1,6 @@
 """The fused gradients that gradient rules emit: one node for a chain of elementwise operators.
 
-Their bodies in standard operators are in `onnxpar.ops.functions`. Where what is normalised together
+Their bodies in standard operators are in `onnxpar.ops.own_functions`. Where what is normalised together
 is split, a form of standard operators stands for the node, in which one number a row travels.
 """
 
@@ -14,7 +14,9 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import cast, copy_or, count_of, normal_axis, reduce, reduced, work_dtype
-from onnxpar.ops.functions import (
+from onnxpar.ops.local import LocalNode
+from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.own_functions import (
     GELU_GRAD,
     LAYER_NORMALIZATION_GRAD,
     LOG_SOFTMAX_GRAD,
@@ -24,8 +26,6 @@ from onnxpar.ops.functions import (
     TANH_GRAD,
     VERSION,
 )
-from onnxpar.ops.local import LocalNode
-from onnxpar.ops.operator import Missing, OpDef
 
 _ITSELF = Missing("it is a gradient itself")
 

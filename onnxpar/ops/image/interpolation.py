@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from onnxpar.core.errors import ModelError
 
-Weights = NDArray[np.float64]
+AxisWeights = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def repeats(axis: Interpolation) -> int:
 
 
 @lru_cache(maxsize=256)
-def matrix(axis: Interpolation) -> Weights:
+def matrix(axis: Interpolation) -> AxisWeights:
     """The weights, [elements after, elements before].
 
     Raises:
@@ -137,14 +137,14 @@ def matrix(axis: Interpolation) -> Weights:
     return found
 
 
-def _triangle(x: Weights) -> Weights:
+def _triangle(x: AxisWeights) -> AxisWeights:
     return np.asarray(np.maximum(0, 1 - np.abs(x)))
 
 
-def _cubic(a: float) -> Callable[[Weights], Weights]:
+def _cubic(a: float) -> Callable[[AxisWeights], AxisWeights]:
     """Keys's kernel (Cubic convolution interpolation for digital image processing, 1981)."""
 
-    def kernel(x: Weights) -> Weights:
+    def kernel(x: AxisWeights) -> AxisWeights:
         x = np.abs(x)
         near = ((a + 2) * x - (a + 3)) * x * x + 1
         far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a

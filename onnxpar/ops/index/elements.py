@@ -35,7 +35,7 @@ from onnxpar.ops.index.elements_gradient import (
     one_hot_gradient,
     scatter_gradient,
 )
-from onnxpar.ops.index.origin import counted_columns
+from onnxpar.ops.index.index_origin import counted_columns
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef

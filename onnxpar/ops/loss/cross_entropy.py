@@ -19,7 +19,6 @@ from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
-from onnxpar.ops.functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.loss.cross_entropy_gradient import (
     LOSS_GRAD,
@@ -28,6 +27,7 @@ from onnxpar.ops.loss.cross_entropy_gradient import (
 )
 from onnxpar.ops.norm.rows import log_softmax
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.own_functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET
 
 CLASSES = "C"
 SCORES, LABELS, WEIGHTS, COTANGENT = range(4)

@@ -9,8 +9,8 @@ from onnxpar.core.errors import ModelError
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.forms import work_dtype
-from onnxpar.ops.functions import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
 from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.own_functions import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
 
 Axes = Callable[[NodeView], tuple[int, ...]]
 

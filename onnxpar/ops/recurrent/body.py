@@ -210,8 +210,8 @@ def _lstm_step(e: _Emit, cell: _Cell, x: ir.Value, states: Sequence[ir.Value]) -
     return [e.op("Mul", o, cell.activate(e, new, 2)), new]
 
 
-StepFn = Callable[[_Emit, _Cell, ir.Value, Sequence[ir.Value]], list[ir.Value]]
-_STEPS: Mapping[str, StepFn] = {"RNN": _rnn_step, "GRU": _gru_step, "LSTM": _lstm_step}
+CellFn = Callable[[_Emit, _Cell, ir.Value, Sequence[ir.Value]], list[ir.Value]]
+_STEPS: Mapping[str, CellFn] = {"RNN": _rnn_step, "GRU": _gru_step, "LSTM": _lstm_step}
 
 
 def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
@@ -292,7 +292,7 @@ def _lengths(node: BodyNode, e: _Emit, steps: Dim) -> tuple[ir.Value, ir.Value] 
 
 def _run(
     e: _Emit,
-    step: StepFn,
+    step: CellFn,
     cell: _Cell,
     gates: Sequence[ir.Value],
     begin: Sequence[ir.Value],

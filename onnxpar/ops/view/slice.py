@@ -24,7 +24,12 @@ from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
-from onnxpar.ops.view.slice_gradient import Cut, concat_gradient, slice_gradient, split_gradient
+from onnxpar.ops.view.slice_gradient import (
+    AxisSlice,
+    concat_gradient,
+    slice_gradient,
+    split_gradient,
+)
 
 # Exporters write "to the end" as any of the greatest integers of their types.
 _TO_THE_END = 2**31 - 1
@@ -174,7 +179,7 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
 def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Zeros where nothing was taken."""
     view = node.view
-    cuts: dict[int, Cut] = {}
+    cuts: dict[int, AxisSlice] = {}
     for axis, position in _slices(view).items():
         if _keeps_all(view, axis, position):
             continue
@@ -182,7 +187,7 @@ def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
         given = _bounds(view, "steps", 4, position)
         step = given if isinstance(given, int) else None
         if step != 1 or not view.table.equal(taken, size):
-            cuts[axis] = Cut(position, _first(view, position, size, step), step)
+            cuts[axis] = AxisSlice(position, _first(view, position, size, step), step)
     return [slice_gradient(node, cuts)]
 
 

@@ -50,7 +50,7 @@ def concat_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisSlice:
     """How an axis is cut.
 
     Attributes:
@@ -64,7 +64,7 @@ class Cut:
     step: int | None
 
 
-def slice_gradient(node: GradNode, cuts: Mapping[int, Cut]) -> ir.Value:
+def slice_gradient(node: GradNode, cuts: Mapping[int, AxisSlice]) -> ir.Value:
     """Puts zeros before and after the cotangent, or its elements where they were taken.
 
     Args:
@@ -93,7 +93,7 @@ def slice_gradient(node: GradNode, cuts: Mapping[int, Cut]) -> ir.Value:
     return dy
 
 
-def _taken(node: GradNode, cut: Cut, full: Dim, count: Dim) -> ir.Value:
+def _taken(node: GradNode, cut: AxisSlice, full: Dim, count: Dim) -> ir.Value:
     """The indices that a Slice takes along an axis of `full` elements, int64 [count]."""
     builder = node.builder
     if isinstance(cut.start, int) and cut.step is not None and isinstance(count, int):

@@ -52,7 +52,7 @@ from onnxpar.graph.padding import block_start, fill_value, select
 from onnxpar.ops.forms import iota, position
 from onnxpar.ops.local import LocalNode
 from onnxpar.resharding.lowering import emit_reshard
-from onnxpar.resharding.steps import cheapest_way, moved_bytes
+from onnxpar.resharding.steps import cheapest_route, moved_bytes
 
 BOOL = ir.DataType.BOOL
 _END = np.iinfo(np.int64).max
@@ -205,7 +205,7 @@ def _floor(top: sympy.Expr, bottom: int) -> Dim:
 
 
 @dataclass(frozen=True)
-class Split:
+class DimSplit:
     """A dim of an operand that atoms split, and the results that read it.
 
     Attributes:
@@ -235,7 +235,7 @@ def window(
     node: LocalNode,
     x: ir.Value,
     shape: Sequence[Dim],
-    split: Split,
+    split: DimSplit,
     fill: float | str = 0,
     *,
     slack: int = 0,
@@ -334,7 +334,7 @@ class _Known:
     """
 
     def __init__(
-        self, node: LocalNode, split: Split, size: int, results: int, strict: bool
+        self, node: LocalNode, split: DimSplit, size: int, results: int, strict: bool
     ) -> None:
         self.node, self.split = node, split
         self.held = places(node, split.atoms, size)
@@ -439,7 +439,7 @@ def _selected(
     return select(node.builder, kept, x, fill_value(dtype, fill), shape)
 
 
-def _even_halos(node: LocalNode, split: Split) -> tuple[int, int] | None:
+def _even_halos(node: LocalNode, split: DimSplit) -> tuple[int, int] | None:
     """Elements before and after the own block that the window has; None where they may differ."""
     table, count = node.view.table, node.mesh.count(split.atoms)
     if not table.divisible(split.size, count) or not table.divisible(split.results, count):
@@ -460,7 +460,7 @@ def _neighbours(
     node: LocalNode,
     x: ir.Value,
     shape: Sequence[Dim],
-    split: Split,
+    split: DimSplit,
     ends: tuple[int, int],
     fill: float | str,
     slack: int,
@@ -494,14 +494,14 @@ def _neighbours(
 
 
 def _gathered(
-    node: LocalNode, x: ir.Value, shape: Sequence[Dim], split: Split, fill: float | str
+    node: LocalNode, x: ir.Value, shape: Sequence[Dim], split: DimSplit, fill: float | str
 ) -> tuple[ir.Value, Dim]:
     axis = split.axis
     dims = [(Component(size),) for size in shape]
     whole = Sharding(tuple((*dims[:axis], (Component(split.size),), *dims[axis + 1 :])))
     held = Sharding(tuple((*dims[:axis], (Component(split.size, split.atoms),), *dims[axis + 1 :])))
     dtype = x.dtype or ir.DataType.FLOAT
-    way = cheapest_way((held,), whole, node.mesh, node.view.table, int(dtype.itemsize))
+    way = cheapest_route((held,), whole, node.mesh, node.view.table, int(dtype.itemsize))
     reason = f"{node.view.name} ({node.view.node.op_type}: halo of unknown size)"
     x = emit_reshard(node.builder, x, way.steps, dtype=dtype, name=x.name or "", reason=reason)
     length = split.reach.span(split.own(node))
@@ -518,7 +518,7 @@ def _gathered(
     return _selected(node, kept, value, local, fill), length
 
 
-def skipped(node: LocalNode, split: Split) -> int | ir.Value:
+def skipped(node: LocalNode, split: DimSplit) -> int | ir.Value:
     """Returns how much is made of a window before the device's own block of results.
 
     Args:
@@ -545,6 +545,6 @@ def skipped(node: LocalNode, split: Split) -> int | ir.Value:
     return node.op("Sub", start, begin, shape=[1])
 
 
-def begin(node: LocalNode, split: Split) -> ir.Value:
+def begin(node: LocalNode, split: DimSplit) -> ir.Value:
     """Returns the global index of the first element of the device's window, int64 [1]."""
     return split.reach.emit_first(node, split.start(node))

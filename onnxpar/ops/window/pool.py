@@ -16,7 +16,7 @@ from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.forms import global_index, iota
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.operator import OpDef
-from onnxpar.ops.window.halo import Split, begin
+from onnxpar.ops.window.halo import DimSplit, begin
 from onnxpar.ops.window.pool_counts import corrected
 from onnxpar.ops.window.pool_gradient import (
     average_pool_gradient,
@@ -116,12 +116,12 @@ def _whole_places(
     return total
 
 
-def _split(node: LocalNode, dims: Sequence[Spatial], d: int) -> Split | None:
+def _split(node: LocalNode, dims: Sequence[Spatial], d: int) -> DimSplit | None:
     """How one spatial dim is split, or None."""
     atoms = split_dims(node, dims).get(d)
     if atoms is None:
         return None
-    return Split(2 + d, atoms, dims[d].size, dims[d].results, dims[d].sliding)
+    return DimSplit(2 + d, atoms, dims[d].size, dims[d].results, dims[d].sliding)
 
 
 def _product(sizes: Sequence[Dim]) -> Dim:

@@ -18,7 +18,7 @@ from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local import LocalNode
 from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.window.halo import Covering, Split, skipped, window
+from onnxpar.ops.window.halo import Covering, DimSplit, skipped, window
 from onnxpar.ops.window.pool_counts import divided_by_counts
 from onnxpar.ops.window.pool_gradient import MAX_POOL_GRAD, SUM_POOL_GRAD
 from onnxpar.ops.window.sliding import Spatial, kernel_of, spatial_dims, split_dims, words
@@ -56,10 +56,10 @@ def max_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
             continue
         before.append(0)
         after.append(0)
-        results = Split(2 + d, split[d], dim.results, dim.size, dim.spreading)
+        results = DimSplit(2 + d, split[d], dim.results, dim.size, dim.spreading)
         dy, dy_shape = window(node, dy, dy_shape, results, strict=True)
         cover = Covering(dim.stride, dim.extent, dim.before or 0)
-        image = Split(2 + d, split[d], dim.size, dim.size, cover)
+        image = DimSplit(2 + d, split[d], dim.size, dim.size, cover)
         x, shape = window(node, x, shape, image, "lowest")
         begins[d] = skipped(node, image)
     _, index = node.builder.ops(

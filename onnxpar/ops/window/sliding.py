@@ -14,7 +14,7 @@ from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.window.halo import Sliding, Split, Spreading, window
+from onnxpar.ops.window.halo import DimSplit, Sliding, Spreading, window
 
 SAME = ("SAME_UPPER", "SAME_LOWER")
 
@@ -225,7 +225,7 @@ def windowed(
             before.append(dim.before or 0)
             after.append(dim.after or 0)
             continue
-        part = Split(2 + d, split[d], dim.size, dim.results, dim.sliding)
+        part = DimSplit(2 + d, split[d], dim.size, dim.results, dim.sliding)
         slack = 0 if exact else dim.stride - 1
         x, shape = window(node, x, shape, part, fill, slack=slack, zero=node.zero[operand])
         before.append(0)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local import LocalNode
-from onnxpar.ops.window.halo import Split, skipped, window
+from onnxpar.ops.window.halo import DimSplit, skipped, window
 from onnxpar.ops.window.sliding import SAME, Spatial, constant, kernel_of, split_dims
 
 
@@ -81,7 +81,7 @@ def spread(
     for d, dim in enumerate(dims):
         begin: int | ir.Value = dim.before or 0
         if d in split:
-            part = Split(2 + d, split[d], dim.results, dim.size, dim.spreading)
+            part = DimSplit(2 + d, split[d], dim.results, dim.size, dim.spreading)
             x, shape = window(node, x, shape, part, zero=node.zero[0])
             begin = skipped(node, part)
         total = (shape[2 + d] - 1) * dim.stride + dim.extent

@@ -25,7 +25,7 @@ from onnxpar.stages.cut import (
 )
 from onnxpar.stages.placement import order_by_place, put_stages, virtual_stages_by_name
 from onnxpar.stages.split import StageProgram, split
-from onnxpar.stages.stage_price import Split
+from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.schema import PipelineEntry
 
@@ -52,11 +52,11 @@ class Staging:
     assign: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def cut(self) -> Split:
+    def cut(self) -> PipelineSplit:
         """Stages, micro-batches and schedule, as the planner knows them."""
         entry = self.entry
         count = entry.micro_batches or entry.stages
-        return Split(entry.stages, count, entry.schedule, entry.chunks)
+        return PipelineSplit(entry.stages, count, entry.schedule, entry.chunks)
 
     def put(self, program: Program, trained: Collection[str]) -> Mapping[str, Copy]:
         """Puts the nodes of a forward program into virtual stages; its model is changed.
