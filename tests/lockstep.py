@@ -14,12 +14,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from norm_reference import OPERATORS as NORMS
 from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from sliding_reference import OPERATORS as SLIDING
 
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, join, split
@@ -28,8 +26,10 @@ from onnxpar.graph.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX,
 from onnxpar.graph.closure import every_node
 from onnxpar.graph.reads import read_by
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
-from onnxpar.ops.functions import FUNCTIONS, VERSION
+from onnxpar.ops.own_functions import FUNCTIONS, VERSION
 from onnxpar.partition.partitioned_model import PartitionedModel
+from tests.norm_reference import OPERATORS as NORMS
+from tests.sliding_reference import OPERATORS as SLIDING
 
 Array = NDArray[np.generic]
 Evaluate = Callable[[Mapping[str, Array]], dict[str, Array]]

@@ -8,9 +8,12 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import network_layers as layers
 import torch
-from network_layers import (
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests import network_layers as layers
+from tests.network_layers import (
     ACTIVATIONS,
     WAYS,
     Cosine,
@@ -20,8 +23,6 @@ from network_layers import (
     Transposed,
     Whole,
 )
-from torch import Tensor, nn
-from torch.nn import functional
 
 VOCABULARY, CLASSES = 11, 5
 EXAMPLE = {"batch": 6, "seq": 13}

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
-from random_builder import (
+
+from onnxpar.core.symbols import Dim, dim_symbol
+from tests.random_builder import (
     BOOL,
     F32,
     F64,
@@ -28,8 +30,6 @@ from random_builder import (
     elements,
     plain,
 )
-
-from onnxpar.core.symbols import Dim, dim_symbol
 
 VOCABULARY = 6
 SIZES = (1, 2, 3, 4, 6, 8)

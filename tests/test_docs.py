@@ -9,20 +9,20 @@ import sys
 from pathlib import Path
 
 import hybrid
-import linear
 import numpy as np
 import onnx
 import pytest
 import two_layer
 import typer
 from _exporter import save
-from launching import mpirun
 
 from onnxpar.cli import build_app, main
 from onnxpar.ops.operator import Missing
 from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment
+from tests.cli import linear
+from tests.runtime.launching import mpirun
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import mpirun
+
+from tests.runtime.launching import mpirun
 
 ROOT = Path(__file__).parents[1]
 

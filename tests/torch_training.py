@@ -1,7 +1,8 @@
 """Random PyTorch networks exported, divided and trained, beside PyTorch's own training of them.
 
-    python tests/torch_training.py 0 500       # seeds; a line for each that is not equal
-    python tests/torch_training.py 17 --verbose
+    export PYTHONPATH=models
+    python -m tests.torch_training 0 500       # seeds; a line for each that is not equal
+    python -m tests.torch_training 17 --verbose
 
 A case is one seed: a network (`random_networks.py`), one of three exporters, one of four
 strategies, an optimizer and three batches. Equal means:
@@ -37,7 +38,6 @@ import onnx
 import onnxruntime
 import torch
 from onnx import numpy_helper
-from random_networks import CLASSES, EXAMPLE, Network, network
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,6 +49,7 @@ from onnxpar.core.errors import OnnxparError
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from tests.random_networks import CLASSES, EXAMPLE, Network, network
 
 EXPORTERS = ("ours", "folded", "plain")
 """`models/export_torch.py`; PyTorch's with `optimize=True`, its default, and without."""
@@ -403,5 +404,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
     sys.exit(main())

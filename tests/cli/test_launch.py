@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import linear
 import pytest
 
 from onnxpar.cli import main
 from onnxpar_runtime import supervisor
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.supervisor import Job, option, supervise
+from tests.cli import linear
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from onnxpar.cli import main
 from onnxpar.ops.table import REGISTRY
-from onnxpar.report.operators import schema_bodies
+from onnxpar.report.operator_table import schema_bodies
 
 
 def test_json_has_a_row_for_every_definition(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,12 @@
 import signal
 from pathlib import Path
 
-import hand_made
 import numpy as np
 import pytest
 
 from onnxpar import cli
 from onnxpar.cli import main
+from tests.runtime import hand_made
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ import re
 import signal
 from pathlib import Path
 
-import linear
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from onnxpar.cli import main
+from tests.cli import linear
 
 RUN = ["--data", "digits", "--batch-size", "100", "--lr", "0.5", "--device", "cpu"]
 

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-import hand_made
 import numpy as np
 import pytest
 
 from onnxpar.cli import main
+from tests.runtime import hand_made
 
 SUM = (
     "g (float[batch, 3] x) => (float[1, 3] y) {"

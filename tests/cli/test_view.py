@@ -7,10 +7,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import hand_made
 import pytest
 
 from onnxpar.cli import main
+from tests.runtime import hand_made
 
 
 def test_serves_until_interrupted(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
-from training_cases import batch_of, cut, hyper
 
 from onnxpar.api.compiler import shard
 from onnxpar.api.divide_training import TrainingSpec
@@ -22,6 +21,7 @@ from onnxpar_runtime.training import comparison
 from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from tests.training_cases import batch_of, cut, hyper
 
 Array = NDArray[Any]
 STEPS = 6

@@ -7,9 +7,9 @@ import numpy as np
 import onnx.parser
 import onnx_ir as ir
 import pytest
-from training_cases import cut
 
 from onnxpar.cli import main
+from tests.training_cases import cut
 
 TEXT = """<ir_version: 10, opset_import: ["": 24, "l": 1]>
 g (float[batch, seq, 16] x, float[batch, seq, 16] wanted) => (float loss)

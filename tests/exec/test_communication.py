@@ -6,12 +6,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-import block_models
 import onnx_ir as ir
 import pytest
 import transformer
-from block_models import CHANNELS, HIDDEN, VOCAB
-from training_cases import cut
 
 from onnxpar.api.compiler import shard
 from onnxpar.strategy import Strategy
@@ -19,6 +16,9 @@ from onnxpar_runtime.expressions import evaluate_exact
 from onnxpar_runtime.manifest import Collective, Manifest
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
 from onnxpar_runtime.verify import verify
+from tests import block_models
+from tests.block_models import CHANNELS, HIDDEN, VOCAB
+from tests.training_cases import cut
 
 LAYERS = 2
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

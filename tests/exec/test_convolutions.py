@@ -7,10 +7,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from training_cases import cut
 
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 # Padding, strides, overlapping pools, groups, a convolution of one element and a global pool.

@@ -10,13 +10,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from _declared import read
 from numpy.typing import NDArray
-from training_cases import batch_of, cut
 
 from onnxpar.cli import main
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.training import commands
+from tests.onnxpar.parameters.declared import read
+from tests.training_cases import batch_of, cut
 
 Array = NDArray[Any]
 

@@ -7,12 +7,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from lockstep import evaluator
 from onnx import helper
 
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.functions import FUNCTIONS, MIN_OPSET, VERSION
+from onnxpar.ops.own_functions import FUNCTIONS, MIN_OPSET, VERSION
 from onnxpar_runtime.library import custom_op_library
+from tests.lockstep import evaluator
 
 Array = np.ndarray
 RNG = np.random.default_rng(7)

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-import hand_made
 import numpy as np
 import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from onnxpar.cost.live_memory import Step, live_peak, makes
+from onnxpar.cost.live_memory import MemoryStep, live_peak, makes
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.kernel_memory import KERNELS, PLAIN, Kernel, call, kernel
 from onnxpar_runtime.session import Session
+from tests.runtime import hand_made
 
 ROWS, COLUMNS = 512, 64
 WHOLE = (ROWS, COLUMNS)
@@ -185,7 +185,7 @@ def predicted(case: Case, facts: Facts) -> int:
         seen = call(node, shapes, [case.shape(n) for n in names], ITEM)
         told = facts(node.domain, node.op_type)
         steps.append(
-            Step(names[0], tuple(reads), makes(told, reads, names, sizes), told.work(seen))
+            MemoryStep(names[0], tuple(reads), makes(told, reads, names, sizes), told.work(seen))
         )
     return live_peak(steps, case.outputs).bytes
 

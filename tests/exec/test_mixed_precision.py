@@ -12,9 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import transformer
-from lockstep import evaluator
 from numpy.typing import NDArray
-from training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
 from onnxpar.autodiff.append_loss import LossKind, LossSpec
 from onnxpar.autodiff.mixed_precision import compute_in
@@ -22,12 +20,14 @@ from onnxpar.autodiff.optimizer import OptimizerKind
 from onnxpar.autodiff.training_program import Prepared, TrainingSpec, prepare_training
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import normalise
-from onnxpar.ops.functions import attach_functions
+from onnxpar.ops.own_functions import attach_functions
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from tests.lockstep import evaluator
+from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
 Array = NDArray[Any]
 HALF = ir.DataType.FLOAT16

@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 import pytest
 import transformer
-from training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
 from onnxpar.api import runtime
 from onnxpar.api.plan_strategy import read_program
@@ -32,6 +31,7 @@ from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb")

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
-from training_cases import cut
 
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.verify import verify_training
+from tests.training_cases import cut
 
 # Attention after a norm, as in BERT: the norm's result is read by queries, keys, values and the
 # residual sum. The product of the three stands for attention.

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import transformer
-from training_cases import cut
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))

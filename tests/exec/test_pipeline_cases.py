@@ -17,7 +17,6 @@ import pytest
 import transformer
 from numpy.typing import NDArray
 from onnx import parser
-from training_cases import CROSS_ENTROPY, cut, hyper
 
 from onnxpar.api import runtime
 from onnxpar.api.compiler import shard
@@ -26,12 +25,13 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.symbols import Symbol
-from onnxpar.stages.stage_price import Split
+from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline import activation_peaks, make
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from tests.training_cases import CROSS_ENTROPY, cut, hyper
 
 Array = NDArray[Any]
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -327,6 +327,6 @@ def test_the_loss_alone_is_a_stage(tmp_path: Path) -> None:
 def test_the_planner_counts_what_schedules_keep(schedule: str) -> None:
     for stages, count, chunks in product(range(1, 6), range(1, 11), (2, 3)):
         chunks = chunks if schedule == "interleaved" else 1
-        split = Split(stages, count, schedule, chunks)
+        split = PipelineSplit(stages, count, schedule, chunks)
         found = tuple(split.kept(stage) for stage in range(stages))
         assert found == activation_peaks(make(schedule, stages, count, chunks)), split

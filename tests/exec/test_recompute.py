@@ -14,7 +14,6 @@ import onnx_ir as ir
 import pytest
 import transformer
 from numpy.typing import NDArray
-from training_cases import batch_of, cut, hyper
 
 from onnxpar.api.compiler import shard
 from onnxpar.autodiff.append_loss import parse_loss
@@ -24,13 +23,15 @@ from onnxpar.core.errors import StrategyError
 from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.facts.layers import find_layers
 from onnxpar.frontend.load import normalise
-from onnxpar.graph.shapes import RECOMPUTED_FROM, shapes
+from onnxpar.graph.keys import RECOMPUTED_FROM
+from onnxpar.graph.shapes import shapes
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.recompute_entry import parse_recompute
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
+from tests.training_cases import batch_of, cut, hyper
 
 Array = NDArray[Any]
 GPT = {"layers": 3, "d_model": 16, "heads": 2, "vocab": 20, "max_positions": 8, "dropout": 0.2}

@@ -7,9 +7,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 import transformer
-from training_cases import batch_of, cut, hyper
 
 from onnxpar_runtime.training.group import TrainerGroup
+from tests.training_cases import batch_of, cut, hyper
 
 WIDTH = 8
 NODES = f"""<ir_version: 10, opset_import: ["" : 23]>

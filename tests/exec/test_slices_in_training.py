@@ -7,9 +7,9 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
-from training_cases import cut, hyper
 
 from onnxpar_runtime.training.group import TrainerGroup
+from tests.training_cases import cut, hyper
 
 MODEL = """<ir_version: 10, opset_import: ["": 20]>
 g (float[batch, seq, 3] x) => (float[batch, half, 2] y)

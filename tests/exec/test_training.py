@@ -13,10 +13,8 @@ import mlp
 import numpy as np
 import onnx_ir as ir
 import pytest
-import training_cases as cases
 import transformer
 import two_layer
-from training_cases import batch_of, cut, hyper
 
 from onnxpar.api import runtime
 from onnxpar.api.compiler import shard
@@ -24,6 +22,8 @@ from onnxpar_runtime import Session
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from tests import training_cases as cases
+from tests.training_cases import batch_of, cut, hyper
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 LAYERS = 4

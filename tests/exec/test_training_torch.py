@@ -8,13 +8,13 @@ import mlp
 import numpy as np
 import onnx_ir as ir
 import pytest
-import training_cases as cases
 import transformer
 import two_layer
 from numpy.typing import NDArray
-from training_cases import batch_of, cut, hyper
 
 from onnxpar_runtime.training.group import TrainerGroup
+from tests import training_cases as cases
+from tests.training_cases import batch_of, cut, hyper
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional

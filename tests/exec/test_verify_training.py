@@ -11,10 +11,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-import training_cases as cases
 import two_layer
 from onnx import helper, numpy_helper
-from training_cases import cut
 
 from onnxpar.api import runtime
 from onnxpar.api.compiler import shard
@@ -24,6 +22,8 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.random_data import Random
 from onnxpar_runtime.training.verify import TrainingCase
 from onnxpar_runtime.verify import default_cases
+from tests import training_cases as cases
+from tests.training_cases import cut
 
 CASE = ["--symbol", "batch=5"]
 

@@ -4,8 +4,6 @@ import os
 
 import onnx_ir as ir
 import pytest
-from random_programs import program
-from random_strategies import document, pinned
 
 from onnxpar.api.compiler import analyse
 from onnxpar.core.errors import ShardingError
@@ -14,6 +12,8 @@ from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.annotation_reader import read_annotation
 from onnxpar.strategy.annotation_seeds import annotated_seeds
 from onnxpar.strategy.annotation_writer import annotate_proto
+from tests.random_programs import program
+from tests.random_strategies import document, pinned
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 40

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hand_trained import regression
 
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint, Progress
 from onnxpar_runtime.checkpoint.reshard import merge
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
+from tests.runtime.hand_trained import regression
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 ROUNDS = 3000 if os.environ.get("ONNXPAR_FULL") else 300

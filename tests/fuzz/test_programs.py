@@ -11,15 +11,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from lockstep import evaluator, run_model
-from random_builder import Array
-from random_programs import feeds, is_narrow, program, taken
-from random_strategies import pinned, seeds_of
 
 from onnxpar.api.compiler import analyse, divide
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.symbols import Symbol
 from onnxpar.partition.partitioned_model import PartitionedModel
+from tests.lockstep import evaluator, run_model
+from tests.random_builder import Array
+from tests.random_programs import feeds, is_narrow, program, taken
+from tests.random_strategies import pinned, seeds_of
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 60

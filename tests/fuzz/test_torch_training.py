@@ -1,10 +1,10 @@
 """Random PyTorch networks, exported and divided, train as they do in PyTorch, or are refused.
 
-A case is one seed of `torch_training.py`, which says what is compared; `python
-tests/torch_training.py SEED --verbose` repeats a failure. `ONNXPAR_FUZZ_SEED` shifts the seeds, and
-`ONNXPAR_FULL` runs 500. Refused may be what PyTorch's exporter has computed of parameters with its
-default, `optimize=True`, in a way that is not undone; what it dropped must be told. All other
-networks must train.
+A case is one seed of `torch_training.py`, which says what is compared; `python -m
+tests.torch_training SEED --verbose`, with `models` on PYTHONPATH, repeats a failure.
+`ONNXPAR_FUZZ_SEED` shifts the seeds, and `ONNXPAR_FULL` runs 500. Refused may be what PyTorch's
+exporter has computed of parameters with its default, `optimize=True`, in a way that is not undone;
+what it dropped must be told. All other networks must train.
 """
 
 import os
@@ -15,8 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
-import random_networks  # noqa: E402
-from torch_training import (  # noqa: E402
+from tests import random_networks  # noqa: E402
+from tests.torch_training import (  # noqa: E402
     EQUAL,
     REFUSED,
     TOLD,

@@ -14,9 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from lockstep import Array, run_model
-from random_programs import feeds, is_narrow, program, taken
-from random_strategies import pinned, seeds_of
+from onnxpar.partition.partitioner import partition
 
 from onnxpar.api.compiler import Analysed, find_rules
 from onnxpar.autodiff.differentiate import Differentiated, differentiate
@@ -27,11 +25,14 @@ from onnxpar.frontend.expand import expand_by_body
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.builder import ir_shape
 from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.seeds import Seeds
-from onnxpar.graph.shapes import GRADIENT_OF, shapes
+from onnxpar.graph.shapes import shapes
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.partition.partitioner import partition
 from onnxpar.propagation.walk import propagate
+from tests.lockstep import Array, run_model
+from tests.random_programs import feeds, is_narrow, program, taken
+from tests.random_strategies import pinned, seeds_of
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 600 if os.environ.get("ONNXPAR_FULL") else 40

@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Mapping
 
 import pytest
-from standin import libraries
+
+from tests.children import with_tests
+from tests.gpu.standin import libraries
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +32,4 @@ def standin_cuda(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         if not folder.exists():
             libraries.build(unfinished)
             unfinished.rename(folder)
-    return libraries.environment(folder)
+    return with_tests(libraries.environment(folder))

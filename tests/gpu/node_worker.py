@@ -8,7 +8,6 @@ pickled pair for each: the outputs on the CPU, and those of each run on CUDA, or
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,14 +16,11 @@ import onnx_ir as ir
 import onnxruntime
 from onnx import helper
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "kernels"))
-
-from one_node import Attribute, model_of
-
 from onnxpar.ops.device.standard_functions import STANDARD
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.options import cuda_options
+from tests.runtime.kernels.one_node import Attribute, model_of
 
 Array = np.ndarray
 CPU = "CPUExecutionProvider"

@@ -9,14 +9,10 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "pipeline"))
 
 import ml_dtypes
 import numpy as np
 import onnxruntime
-from test_player import StandIn, shape_of
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
@@ -26,6 +22,7 @@ from onnxpar_runtime.pipeline.carriers import DeviceCarrier, Expected, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.tensors import to_host, to_ort
+from tests.runtime.pipeline.test_player import StandIn, shape_of
 
 STAGES, STEPS = 2, 3
 SCHEDULES = [("interleaved", 5, 2), ("zb-h1", 4, 1), ("gpipe", 7, 1)]

@@ -7,10 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import gpu
+import pytest
 from step import Cuts, Row, SideError
 from step_cases import Job, Side
 

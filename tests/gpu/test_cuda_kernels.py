@@ -157,7 +157,7 @@ def test_what_is_said_of_nodes_is_what_the_provider_does(
     for model, path in zip(models, paths, strict=True):
         onnx.save(model, path)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/gpu/standin/one_node.py")],
+        [sys.executable, str(ROOT / "tests/gpu/standin/kernel_places.py")],
         input=json.dumps(paths),
         env=dict(standin_cuda),
         capture_output=True,

@@ -12,16 +12,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import linear
 import mlp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from training_cases import cut
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from tests.cli import linear
+from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEEDS = [1, 2, 3, 4] if FULL else [1]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from onnxpar_runtime.devices import machine, obstacle
+from tests.children import with_tests
 
 FULL = os.environ.get("ONNXPAR_FULL") == "1"
 Array = np.ndarray
@@ -80,7 +81,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Process]:
     elif why := obstacle(machine()):
         pytest.skip(f"no GPU: {why}")
     else:
-        environment = os.environ
+        environment = with_tests(os.environ)
     process = Process(environment)
     yield process
     process.close()

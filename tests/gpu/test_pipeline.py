@@ -10,10 +10,10 @@ from pathlib import Path
 
 import mlp
 import pytest
-from training_cases import cut
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from tests.training_cases import cut
 
 WORKER = Path(__file__).parent / "stage_worker.py"
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

@@ -11,7 +11,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 import transformer
-from training_cases import cut
+
+from tests.training_cases import cut
 
 PLACEMENT = Path(__file__).parent / "standin" / "placement.py"
 HOST = ("layer_ann", "onnxpar.host")

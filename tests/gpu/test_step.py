@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import linear
 import numpy as np
 import onnx
 import pytest
@@ -14,6 +13,7 @@ from onnx import numpy_helper
 
 from onnxpar.cli import main
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from tests.cli import linear
 
 STEPS, ROWS = 12, 100
 BATCH_BYTES = ROWS * linear.PIXELS * 4

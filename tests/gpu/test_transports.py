@@ -22,7 +22,7 @@ HEAD = """
 import sys
 import numpy as np
 import onnxruntime
-from teams import Team, feed, open_devices, run_text, session
+from tests.runtime.collectives.teams import Team, feed, open_devices, run_text, session
 from onnxpar_runtime.collectives import World
 
 def world(size):
@@ -38,8 +38,7 @@ def program(standin_cuda: Mapping[str, str]) -> Program:
     def run(
         body: str, more: Mapping[str, str] | None = None, ranks: int = 0
     ) -> "subprocess.CompletedProcess[str]":
-        code = f"import sys; sys.path.insert(0, {str(SUITE)!r})\n" + HEAD + body
-        command = [sys.executable, "-c", code]
+        command = [sys.executable, "-c", HEAD + body]
         if ranks:
             command = [str(MPIRUN), "--oversubscribe", "-n", str(ranks), *command]
         return subprocess.run(

@@ -12,7 +12,8 @@ import pytest
 import transformer
 import two_layer
 from _exporter import EXTERNAL_BYTES, GraphWriter, save, weight_bytes
-from _run import weights
+
+from tests.models.example import weights
 
 MODELS = Path(__file__).parents[2] / "models"
 

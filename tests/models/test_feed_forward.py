@@ -5,7 +5,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import two_layer
-from _run import run, unknown_shapes, weights
+
+from tests.models.example import run, unknown_shapes, weights
 
 
 def reference(x: np.ndarray, *matrices: np.ndarray) -> np.ndarray:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import transformer
-from _run import run, unknown_shapes, weights
 from scipy.special import erf
+
+from tests.models.example import run, unknown_shapes, weights
 
 Array = np.ndarray
 Weights = dict[str, Array]

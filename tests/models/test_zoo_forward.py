@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from _run import run
+
+from tests.models.example import run
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")

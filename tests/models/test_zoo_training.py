@@ -10,15 +10,16 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import pytest
-from training_cases import cut
 
 from onnxpar.api import runtime
 from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.facts.layers import carriers, find_layers
 from onnxpar.frontend.load import normalise
-from onnxpar.graph.shapes import RECOMPUTED_FROM, shapes
+from onnxpar.graph.keys import RECOMPUTED_FROM
+from onnxpar.graph.shapes import shapes
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
+from tests.training_cases import cut
 
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import with_tests
+
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
@@ -40,7 +42,7 @@ def job() -> Start:
     ) -> Job:
         # A test that itself runs under mpirun would hand its own place on.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
-        environment = inherited | {
+        environment = with_tests(inherited) | {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }

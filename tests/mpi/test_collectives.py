@@ -17,7 +17,7 @@ HEAD = """
 import os
 import sys
 import numpy as np
-from teams import run_text
+from tests.runtime.collectives.teams import run_text
 from onnxpar_runtime.collectives import World
 
 world = World.mpi()
@@ -35,7 +35,7 @@ def act(f):
 
 def program(body: str) -> list[str]:
     """Python's arguments for a program in which `act` does what the command line does."""
-    return ["-c", f"import sys; sys.path.insert(0, {str(SUITE)!r})\n" + HEAD + body]
+    return ["-c", HEAD + body]
 
 
 # How the data of ranks on one node moves, and of ranks on several nodes.
@@ -123,7 +123,7 @@ print("then", rank.all_reduce(x).tolist())
 
 START = """
 text = '''g (float[n] x) => (int64[1] h) { h, t = onnxpar.Start <op="AllReduce"> (x) }'''
-from teams import session
+from tests.runtime.collectives.teams import session
 big = np.ones(1 << 22, np.float32)
 """
 

@@ -9,11 +9,9 @@ import pytest
 Start = Callable[..., Any]  # the fixture `job` of conftest.py
 SECONDS = 100
 """Bound on how long a job may take; most of it is starting Python on every rank."""
-MODELS = Path(__file__).parents[2] / "models"
 
-HEAD = f"""
+HEAD = """
 import os, sys, tempfile
-sys.path.insert(0, {str(MODELS)!r})
 import numpy as np
 import onnxpar
 import three_blocks
@@ -28,11 +26,11 @@ def undivided(x):
     import onnx_ir as ir
     import onnxruntime
     model = ir.to_proto(three_blocks.build()).SerializeToString()
-    return onnxruntime.InferenceSession(model).run(None, {{"x": x}})[0]
+    return onnxruntime.InferenceSession(model).run(None, {"x": x})[0]
 
 def leave(text):
     # One line for each rank: lines of several ranks may else stand in one another.
-    os.write(1, f"r{{rank}} {{text}}\\n".encode())
+    os.write(1, f"r{rank} {text}\\n".encode())
 """
 
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import linear
 import pytest
-from launching import LIMIT, alive, children
 
 from onnxpar.cli import main
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.folder import resolve, step_name, whole_steps
 from onnxpar_runtime.launch import mpirun_environment
+from tests.cli import linear
+from tests.runtime.launching import LIMIT, alive, children
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))

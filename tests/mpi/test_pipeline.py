@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_staged import Reference, Shape, batch_of, staged
-from launching import LIMIT, mpirun
+
+from tests.runtime.hand_staged import Reference, Shape, batch_of, staged
+from tests.runtime.launching import LIMIT, mpirun
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SCRIPT = """
@@ -17,7 +18,7 @@ import os
 import signal
 import sys
 import numpy as np
-from hand_staged import batch_of
+from tests.runtime.hand_staged import batch_of
 from onnxpar_runtime import Trainer, guarded, init
 from onnxpar_runtime.pipeline.work import VirtualStages
 
@@ -46,8 +47,8 @@ raise SystemExit(guarded(rank, body))
 
 
 def script_in(folder: Path) -> str:
-    script, shared = folder / "body.py", Path(__file__).parents[1] / "runtime"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(shared)!r})\n{SCRIPT}")
+    script = folder / "body.py"
+    script.write_text(SCRIPT)
     return str(script)
 
 

@@ -11,13 +11,13 @@ import mlp
 import numpy as np
 import onnx_ir as ir
 import pytest
-from launching import LIMIT, Outcome, children, mpirun, run, start_mpirun
 from safetensors.numpy import load_file
-from training_cases import cut
 
 from onnxpar.api.compiler import shard
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
+from tests.runtime.launching import LIMIT, Outcome, children, mpirun, run, start_mpirun
+from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.01", "--device", "cpu"]

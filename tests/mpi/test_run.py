@@ -5,12 +5,12 @@ import signal
 import time
 from pathlib import Path
 
-import hand_made
 import numpy as np
 import pytest
-from launching import LIMIT, alive, children, mpirun, run, start_mpirun
 
 from onnxpar_runtime.interrupts import MESSAGE
+from tests.runtime import hand_made
+from tests.runtime.launching import LIMIT, alive, children, mpirun, run, start_mpirun
 
 
 def save(tmp_path: Path, batch: int, dtype: str = "float32") -> Path:

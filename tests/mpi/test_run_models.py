@@ -8,10 +8,10 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import transformer
-from launching import run
 from numpy.typing import NDArray
 
 from onnxpar.api.compiler import shard
+from tests.runtime.launching import run
 
 ROOT = Path(__file__).resolve().parents[2]
 

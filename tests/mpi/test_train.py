@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-import linear
 import numpy as np
 import pytest
-from hand_trained import regression
-from launching import LIMIT, Outcome, alive, children, mpirun, start_mpirun
 from safetensors.numpy import load_file
 
 from onnxpar_runtime.interrupts import MESSAGE
+from tests.cli import linear
+from tests.runtime.hand_trained import regression
+from tests.runtime.launching import LIMIT, Outcome, alive, children, mpirun, start_mpirun
 
 DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.5", "--device", "cpu"]
 

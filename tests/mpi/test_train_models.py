@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import training_cases as cases
 import two_layer
-from launching import mpirun
 from safetensors.numpy import load_file
 
 from onnxpar.strategy import Strategy
+from tests import training_cases as cases
+from tests.runtime.launching import mpirun
 
 EPOCHS, STEPS, BATCH = 5, 4, 16
 

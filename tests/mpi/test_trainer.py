@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import numpy as np
-from hand_trained import Reference, batch_of, regression
-from launching import LIMIT, mpirun
+
+from tests.runtime.hand_trained import Reference, batch_of, regression
+from tests.runtime.launching import LIMIT, mpirun
 
 SCRIPT = """
 import sys
 import numpy as np
-from hand_trained import batch_of
+from tests.runtime.hand_trained import batch_of
 from onnxpar_runtime import Trainer, guarded, init
 
 rank = init()
@@ -31,8 +32,8 @@ raise SystemExit(guarded(rank, body))
 
 
 def script_in(folder: Path) -> Path:
-    script, shared = folder / "body.py", Path(__file__).parents[1] / "runtime"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(shared)!r})\n{SCRIPT}")
+    script = folder / "body.py"
+    script.write_text(SCRIPT)
     return script
 
 

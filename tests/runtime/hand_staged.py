@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hand_made import tensor
-from hand_trained import Program, hyper, state, weight, write
 from numpy.typing import NDArray
+
+from tests.runtime.hand_made import tensor
+from tests.runtime.hand_trained import Program, hyper, state, weight, write
 
 Array = NDArray[Any]
 Json = dict[str, Any]

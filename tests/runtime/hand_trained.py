@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from hand_made import FREE, HEADER, Dims, tensor
 from numpy.typing import NDArray
 from onnx import parser
 
 from onnxpar_runtime.tensor_file import Entry, write_tensors
+from tests.runtime.hand_made import FREE, HEADER, Dims, tensor
 
 Array = NDArray[Any]
 Json = dict[str, Any]

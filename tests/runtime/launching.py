@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages
+from tests.children import with_tests
 
 LIMIT = 90
 """Seconds after which mpirun is killed and the test fails: the cores may be busy."""
@@ -44,7 +45,7 @@ def start_mpirun(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**mpirun_environment(kept), **(environment or {})},
+        env={**mpirun_environment(with_tests(kept)), **(environment or {})},
         start_new_session=True,
     )
 

@@ -1,4 +1,4 @@
-"""The runtime's cutting and joining is that of `onnxpar.core.sharding`, and one undoes the other."""
+"""The runtime cuts and joins as `onnxpar.core.sharding` does, and one undoes the other."""
 
 from itertools import permutations
 

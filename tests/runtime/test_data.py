@@ -6,7 +6,6 @@ import stat
 import zipfile
 from pathlib import Path
 
-import hand_made
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from onnxpar_runtime.data import check_writable, convert, read_npz, write_npz
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import Manifest, TensorSpec
+from tests.runtime import hand_made
 
 
 def spec(dtype: str) -> TensorSpec:

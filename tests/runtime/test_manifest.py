@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hand_made
 import pytest
 
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.manifest import Manifest, Symbol
+from tests.runtime import hand_made
 
 Edit = Callable[[dict[str, Any]], object]
 

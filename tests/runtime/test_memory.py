@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-import hand_made
 import numpy as np
 import pytest
-from hand_trained import batch_of, regression
 
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.session import Session
 from onnxpar_runtime.training.trainer import Trainer
+from tests.runtime import hand_made
+from tests.runtime.hand_trained import batch_of, regression
 
 COLUMNS = 64
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hand_made
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from onnxpar_runtime.errors import (
 )
 from onnxpar_runtime.group import ThreadsGroup, run_threads
 from onnxpar_runtime.session import Session
+from tests.runtime import hand_made
 
 SECONDS = 10.0
 """Within which all ranks must have ended when one has failed."""

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import hand_made
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from onnxpar_runtime.verify import (
     index_spans,
     verify,
 )
+from tests.runtime import hand_made
 
 DOUBLE = (
     "g (float[batch, 3] x) => (float[batch, 3] y) {"

@@ -1,16 +1,13 @@
 """The benchmark of planning knows a program again, whatever its mesh axes are called."""
 
-import sys
 from pathlib import Path
 
 import mlp
+import plan
 import yaml
 from _exporter import save
 
 from onnxpar.cli import main
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
-import plan
 
 
 def test_programs_that_differ_in_what_people_read_are_the_same(tmp_path: Path) -> None:

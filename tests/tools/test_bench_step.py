@@ -1,13 +1,10 @@
 """The benchmark of training steps: its verdicts, and that its sides run and agree."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import step
 from step_cases import BATCHES, QUICK, Job, Side
 

@@ -1,14 +1,10 @@
 """The page of operators is what the table of operators says, and its parts are read right."""
 
 import re
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "operators"))
-import page
-from backend import FAILED, PASSED, WRONG, Outcome
 
 from onnxpar.ops.table import REGISTRY
+from tools.operators import page
+from tools.operators.backend import FAILED, PASSED, WRONG, Outcome
 
 
 def test_the_page_is_up_to_date() -> None:

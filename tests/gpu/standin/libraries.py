@@ -115,4 +115,7 @@ def environment(folder: Path) -> Mapping[str, str]:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    into = Path(sys.argv[1])
+    build(into)
+    if sys.argv[2:]:
+        sys.exit(subprocess.run(sys.argv[2:], env=environment(into)).returncode)

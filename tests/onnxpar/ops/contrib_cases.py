@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from op_harness import Array, Case
+
+from tests.onnxpar.ops.op_harness import Array, Case
 
 N5 = {"N": 5}
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from op_harness import Case
-
 from onnxpar.core.symbols import Symbol
 from onnxpar.frontend.load import symbol_table
 from onnxpar.graph.shapes import ShapeEnv, shapes
+from tests.onnxpar.ops.op_harness import Case
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Small nodes of the operators that extend, index, search and rearrange."""
 
 import numpy as np
-from op_harness import Case
+
+from tests.onnxpar.ops.op_harness import Case
 
 N5 = {"N": 5}
 _RNG = np.random.default_rng(7)

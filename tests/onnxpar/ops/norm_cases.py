@@ -1,7 +1,8 @@
 """Normalisations by statistics of the batch, of groups of channels and of single rows."""
 
 import numpy as np
-from op_harness import Case
+
+from tests.onnxpar.ops.op_harness import Case
 
 N5 = {"N": 5}
 _VARIANCE = {"v": np.linspace(0.5, 2, 6)}

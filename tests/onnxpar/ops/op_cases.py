@@ -1,18 +1,19 @@
 """Small nodes of every operator, of sizes that splits by 2, 3, 4 and 6 meet evenly and not."""
 
 import numpy as np
-from contrib_cases import CASES as CONTRIB
-from control_cases import CASES as CONTROL
-from conv_cases import CASES as CONV
-from further_cases import CASES as FURTHER
-from index_cases import CASES as INDEX
-from norm_cases import CASES as FURTHER_NORMS
-from op_harness import Case
-from pool_cases import CASES as POOL
-from quantized_cases import CASES as QUANTIZED
-from resize_cases import CASES as RESIZE
-from sample_cases import CASES as SAMPLE
-from signal_cases import CASES as SIGNAL
+
+from tests.onnxpar.ops.contrib_cases import CASES as CONTRIB
+from tests.onnxpar.ops.control_cases import CASES as CONTROL
+from tests.onnxpar.ops.conv_cases import CASES as CONV
+from tests.onnxpar.ops.further_cases import CASES as FURTHER
+from tests.onnxpar.ops.index_cases import CASES as INDEX
+from tests.onnxpar.ops.norm_cases import CASES as FURTHER_NORMS
+from tests.onnxpar.ops.op_harness import Case
+from tests.onnxpar.ops.pool_cases import CASES as POOL
+from tests.onnxpar.ops.quantized_cases import CASES as QUANTIZED
+from tests.onnxpar.ops.resize_cases import CASES as RESIZE
+from tests.onnxpar.ops.sample_cases import CASES as SAMPLE
+from tests.onnxpar.ops.signal_cases import CASES as SIGNAL
 
 F, I64, B = "float", "int64", "bool"
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import onnx
 import onnx_ir as ir
-from lockstep import COMBINE, Array, Lockstep, evaluator
+from onnxpar.partition.partitioner import _Partition
 
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import OpRule
@@ -23,16 +23,18 @@ from onnxpar.core.sharding import Component, DimSharding, Sharding, split
 from onnxpar.core.symbols import symbols_of
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, shardings
-from onnxpar.graph.shapes import NodeView, ShapeEnv, shapes
+from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
 from onnxpar.ops.fallback import settle
 from onnxpar.ops.local import copy_node
-from onnxpar.ops.operator import OpDef, Registry
+from onnxpar.ops.node_rules import Rules
+from onnxpar.ops.operator import OpDef
+from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.partition.partitioner import _Partition
-from onnxpar.propagation.walk import Rules
+from tests.lockstep import COMBINE, Array, Lockstep, evaluator
 
 GARBAGE_INT = 10**6
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

@@ -1,8 +1,9 @@
 """Small pools: sizes that splits by 2, 3 and 4 meet evenly and not, in 1, 2 and 3 dims."""
 
 import numpy as np
-from conv_cases import TWELVES, Bounded
-from op_harness import Case
+
+from tests.onnxpar.ops.conv_cases import TWELVES, Bounded
+from tests.onnxpar.ops.op_harness import Case
 
 _N3 = {"N": 3}
 

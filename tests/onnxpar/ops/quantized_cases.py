@@ -1,8 +1,9 @@
 """Small quantised nodes, with scales that round nothing away and zero points that are not zero."""
 
 import numpy as np
-from contrib_cases import contrib
-from op_harness import Array, Case
+
+from tests.onnxpar.ops.contrib_cases import contrib
+from tests.onnxpar.ops.op_harness import Array, Case
 
 N5 = {"N": 5}
 

@@ -1,7 +1,8 @@
 """Small nodes of Resize and Upsample."""
 
 import numpy as np
-from op_harness import Array, Case
+
+from tests.onnxpar.ops.op_harness import Array, Case
 
 N5 = {"N": 5}
 

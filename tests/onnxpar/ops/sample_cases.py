@@ -1,8 +1,9 @@
 """Small nodes that read images at given places."""
 
 import numpy as np
-from contrib_cases import contrib
-from op_harness import Case
+
+from tests.onnxpar.ops.contrib_cases import contrib
+from tests.onnxpar.ops.op_harness import Case
 
 N5 = {"N": 5}
 _ROIS = np.array([[0, 0, 5, 4], [1, 1, 3, 3], [-2, 0.5, 4, 9], [0.5, 0, 5, 2], [2, 2, 4, 3]])

@@ -1,7 +1,8 @@
 """Small Fourier transforms."""
 
 import numpy as np
-from op_harness import Case
+
+from tests.onnxpar.ops.op_harness import Case
 
 N5 = {"N": 5}
 

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import GradCase
-from op_harness import Case
 
 from onnxpar.autodiff import differentiate as autodiff
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import format_rule, parse_rule
 from onnxpar.frontend import expand
 from onnxpar.ops import node_rules as find
-from onnxpar.ops.operator import BY_BODY, Registry
+from onnxpar.ops.operator import BY_BODY
+from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
-from onnxpar.report.operators import operator_table
+from onnxpar.report.operator_table import operator_table
+from tests.onnxpar.ops.gradient_harness import GradCase
+from tests.onnxpar.ops.op_harness import Case
 
 PAGE = (Path(__file__).parents[3] / "docs" / "add_an_operator.md").read_text(encoding="utf-8")
 MESH = Mesh((), (2, 2))

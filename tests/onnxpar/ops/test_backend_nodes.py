@@ -5,25 +5,21 @@ function bodies too, through the whole pipeline and run by all ranks over the th
 """
 
 import random
-import sys
 from collections import defaultdict
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from lockstep import evaluator
 from onnx import TensorProto
 from onnxruntime.capi import onnxruntime_pybind11_state as state
-from op_harness import FULL, SEED, Case, chosen
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
 from onnxpar.ops.table import REGISTRY
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "operators"))
-import backend
+from tests.lockstep import evaluator
+from tests.onnxpar.ops.op_harness import FULL, SEED, Case, chosen
+from tools.operators import backend
 
 MESH = Mesh((), (2, 2))
 QUICK_CASES, QUICK_SPLITS = 12, 3

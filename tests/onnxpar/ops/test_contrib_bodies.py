@@ -3,19 +3,20 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from contrib_cases import BODIES, FUSED, MULTI_HEAD, ROTARY
-from lockstep import evaluator, run_model
-from op_harness import Case
+from onnxpar.partition.partitioner import partition
 
 from onnxpar.core.mesh import Mesh
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.seeds import Seeds
-from onnxpar.graph.shapes import NodeView, shapes
+from onnxpar.graph.shapes import shapes
 from onnxpar.ops.function_body import BodyNode
 from onnxpar.ops.node_rules import find_rules
-from onnxpar.partition.partitioner import partition
 from onnxpar.propagation.walk import propagate
+from tests.lockstep import evaluator, run_model
+from tests.onnxpar.ops.contrib_cases import BODIES, FUSED, MULTI_HEAD, ROTARY
+from tests.onnxpar.ops.op_harness import Case
 
 CASES = (*FUSED, *MULTI_HEAD, *ROTARY, *BODIES)
 

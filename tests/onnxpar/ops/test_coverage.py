@@ -17,7 +17,7 @@ from onnxpar.cli import main
 from onnxpar.frontend.load import MIN_OPSET
 from onnxpar.ops.operator import UNWRITTEN, Missing, expanded
 from onnxpar.ops.table import REGISTRY
-from onnxpar.report.operators import operator_table, schema_bodies
+from onnxpar.report.operator_table import operator_table, schema_bodies
 
 NEWEST = 26
 """Newest opset of the default domain that onnxruntime 1.31 runs."""

@@ -15,17 +15,17 @@ from itertools import product
 import numpy as np
 import onnx
 import pytest
-from lockstep import COMBINE, Array, evaluator
 from onnxruntime.capi import onnxruntime_pybind11_state as state
-from op_cases import ALL
-from op_harness import Case
-from test_placements import EXCUSED, NO_PRODUCTS
 
 from onnxpar.core.rule import PARALLEL, Operand
 from onnxpar.core.sharding import REDUCTIONS
 from onnxpar.graph.plan import factor_sizes
 from onnxpar.ops.local import copy_node
 from onnxpar.ops.table import REGISTRY
+from tests.lockstep import COMBINE, Array, evaluator
+from tests.onnxpar.ops.op_cases import ALL
+from tests.onnxpar.ops.op_harness import Case
+from tests.onnxpar.ops.test_placements import EXCUSED, NO_PRODUCTS
 
 WHOLE = "whole"
 REFUSED = (state.Fail, state.InvalidArgument, state.RuntimeException, state.InvalidGraph)

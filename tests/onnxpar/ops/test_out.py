@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from op_cases import ALL
-from op_harness import SEED, Case, chosen
 
 from onnxpar.api import runtime
 from onnxpar.api.compiler import shard
 from onnxpar.core.errors import OnnxparError
 from onnxpar.ops.fallback import draws
 from onnxpar.strategy import Strategy
+from tests.onnxpar.ops.op_cases import ALL
+from tests.onnxpar.ops.op_harness import SEED, Case, chosen
 
 DEVICES = 2
 # Uneven splits are cut back by nodes of opset 11; ONNX's checker refuses the operator in opset 18.

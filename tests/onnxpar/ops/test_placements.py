@@ -6,14 +6,14 @@ from itertools import product
 import numpy as np
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as state
-from op_cases import ALL
-from op_harness import Case, chosen, merged_assignments
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import PARALLEL, SPECIAL, WHOLE
 from onnxpar.core.sharding import REDUCTIONS, Component
 from onnxpar.graph.plan import factor_sizes
+from tests.onnxpar.ops.op_cases import ALL
+from tests.onnxpar.ops.op_harness import Case, chosen, merged_assignments
 
 MESHES = (Mesh((), (2, 2)), Mesh((), (2, 3)))
 

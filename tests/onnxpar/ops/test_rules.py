@@ -3,8 +3,6 @@
 import onnx
 import onnx_ir as ir
 import pytest
-from op_cases import ints, scalar
-from op_harness import Case
 
 from onnxpar.api.compiler import analyse
 from onnxpar.core.errors import ModelError, RuleError, ShardingError, SymbolError
@@ -13,9 +11,12 @@ from onnxpar.core.rule import format_rule
 from onnxpar.core.sharding import Component
 from onnxpar.core.symbols import Symbol
 from onnxpar.ops.fallback import replicated_rule
-from onnxpar.ops.operator import Missing, OpDef, Registry
+from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
-from onnxpar.report.operators import operator_table
+from onnxpar.report.operator_table import operator_table
+from tests.onnxpar.ops.op_cases import ints, scalar
+from tests.onnxpar.ops.op_harness import Case
 
 NS = {"N": 5, "S": 3}
 ANY = ", ".join(f"{r} 0" for r in ("sum", "max", "min", "prod"))

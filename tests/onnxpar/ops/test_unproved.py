@@ -4,10 +4,10 @@ import numpy as np
 import onnx.parser
 import onnx_ir as ir
 import pytest
-from lockstep import evaluator, run_model
 
 from onnxpar.api.compiler import analyse, divide
 from onnxpar.strategy import Strategy, resolve
+from tests.lockstep import evaluator, run_model
 
 # The table has rows enough, which cannot be known: it gives min(32, batch) of them.
 MODEL = """

@@ -18,11 +18,11 @@ from onnxpar.core.sharding import REDUCTIONS, Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.facts.program import Program
+from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.seeds import Seeds
-from onnxpar.graph.shapes import GRADIENT_OF
 from onnxpar.search.find import Candidate, SearchSpec, find
 from onnxpar.search.flow import Flow, Item, Value, flow
-from onnxpar.search.options import Option, options
+from onnxpar.search.node_options import Option, options
 
 SIZES = {"batch": 96, "seq": 32}
 STATES = {1: 2, 2: 1, 3: 1}

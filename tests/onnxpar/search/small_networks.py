@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 
 import onnx_ir as ir
-from random_builder import F32, Program, Value, build
 
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
@@ -17,6 +16,7 @@ from onnxpar.core.symbols import dim_symbol
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.facts.program import Program as Planned
 from onnxpar.parameters.recognise import read_parameters
+from tests.random_builder import F32, Program, Value, build
 
 WIDTHS = (4, 8, 12)
 

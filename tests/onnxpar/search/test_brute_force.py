@@ -10,16 +10,16 @@ from dataclasses import replace
 from math import ceil
 
 import onnx_ir as ir
-import onnxpar.analysis.search.flow as flow_module
 import pytest
-from every_strategy import Case, Setting, random_machine, random_mesh
-from random_programs import program
-from small_networks import network
 
 from onnxpar.api.compiler import analyse
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.search import eliminate
+from onnxpar.search import flow as flow_module
+from tests.onnxpar.search.every_strategy import Case, Setting, random_machine, random_mesh
+from tests.onnxpar.search.small_networks import network
+from tests.random_programs import program
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

@@ -9,7 +9,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.frontend.load import normalise
 from onnxpar.search.flow import flow
-from onnxpar.search.options import options
+from onnxpar.search.node_options import options
 
 TEXT = """<ir_version: 10, opset_import: ["": 21]>
 g (float[64,64] x, float[64,64] w, float[64,64] v, float[64,64] bias) => (float[64,64] y) {

@@ -4,7 +4,6 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-from hand_trained import regression
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from onnxpar_runtime.checkpoint.layout import (
 )
 from onnxpar_runtime.entries import ShardBox
 from onnxpar_runtime.manifest import Manifest
+from tests.runtime.hand_trained import regression
 
 
 @st.composite

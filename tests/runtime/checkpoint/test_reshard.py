@@ -14,7 +14,6 @@ import transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from training_cases import batch_of, cut
 
 from onnxpar.cli import main
 from onnxpar.strategy import Strategy
@@ -26,6 +25,7 @@ from onnxpar_runtime.checkpoint.reshard import export_weights, merge, pieces_of,
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.training import commands
+from tests.training_cases import batch_of, cut
 
 GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
 MESHES: dict[str, str | Strategy] = {

@@ -12,9 +12,6 @@ import mlp
 import numpy as np
 import pytest
 import transformer
-from hand_trained import batch_of, regression
-from training_cases import batch_of as random_batch
-from training_cases import cut
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime import TrainerGroup
@@ -26,6 +23,9 @@ from onnxpar_runtime.training.checkpoints import Saving
 from onnxpar_runtime.training.commands import TrainingRun
 from onnxpar_runtime.training.hyper import Settings
 from onnxpar_runtime.training.trainer import Trainer
+from tests.runtime.hand_trained import batch_of, regression
+from tests.training_cases import batch_of as random_batch
+from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 

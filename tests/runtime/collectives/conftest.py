@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from teams import UNDER_MPI, Team, open_devices
-
 from onnxpar_runtime.collectives import World
+from tests.runtime.collectives.teams import UNDER_MPI, Team, open_devices
 
 # The GPU is none: libraries of tests/gpu/standin stand in for CUDA's.
 STANDIN = os.environ.get("ONNXPAR_TEST_STANDIN") == "1"

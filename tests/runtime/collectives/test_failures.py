@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-from teams import Team, feed, run_text, session
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import LaunchError, RankError
+from tests.runtime.collectives.teams import Team, feed, run_text, session
 
 pytestmark = pytest.mark.threads_only
 SECONDS = 10

@@ -5,11 +5,11 @@ import time
 
 import numpy as np
 import pytest
-from teams import Team
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import RankError
 from onnxpar_runtime.pipeline.inbox import Inbox
+from tests.runtime.collectives.teams import Team
 
 
 def test_messages_of_one_tag_keep_their_order(team: Team) -> None:

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from teams import Team, run_text
 
 from onnxpar_runtime.collectives import Rank
+from tests.runtime.collectives.teams import Team, run_text
 
 MASK = 0xFFFFFFFF
 

@@ -1,5 +1,6 @@
 """What is about memory, order and shapes inside a session: Barrier, Start/Wait, in place."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from teams import Team, feed, group_of, run_text, session
 
 from onnxpar_runtime.collectives import OpCounter, Rank
+from tests.children import with_tests
+from tests.runtime.collectives.teams import Team, feed, group_of, run_text, session
 
 COLLECTIVES = {
     "AllReduce": 'reduction="max"',
@@ -131,7 +133,7 @@ def test_a_handle_is_good_for_one_wait(team: Team) -> None:
 CHAIN = """
 import sys
 import numpy as np, onnxruntime
-from teams import HEADER, onnx
+from tests.runtime.collectives.teams import HEADER, onnx
 from onnxpar_runtime.collectives import World
 
 links, count = 4, 1 << 20
@@ -174,7 +176,7 @@ def test_what_works_in_place(op: str, in_place: bool) -> None:
         capture_output=True,
         text=True,
         timeout=60,
-        cwd=Path(__file__).parent,
+        env=with_tests(os.environ),
     )
     assert (result.returncode == 0) == in_place, result.stderr
     assert "-3.0" in result.stdout if in_place else "memory" in result.stderr

@@ -10,7 +10,9 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from teams import (
+
+from onnxpar_runtime.collectives import Rank
+from tests.runtime.collectives.teams import (
     ON_DEVICE,
     UNDER_MPI,
     Team,
@@ -21,8 +23,6 @@ from teams import (
     same_everywhere,
     session,
 )
-
-from onnxpar_runtime.collectives import Rank
 
 FLOATS = {
     "float": np.dtype(np.float32),

@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 import pytest
-from teams import Team, feed, session
 
 from onnxpar_runtime.collectives import Rank, World
+from tests.runtime.collectives.teams import Team, feed, session
 
 SUM = "g (float[n] x) => (float[n] y) { y, t = onnxpar.AllReduce (x) }"
 

@@ -1,15 +1,11 @@
 """The `run` fixture: one operator of the domain `onnxpar`, alone."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from one_node import Array, Attribute, Run, model_of, session
+from tests.runtime.kernels.one_node import Array, Attribute, Run, model_of, session
 
 
 @pytest.fixture

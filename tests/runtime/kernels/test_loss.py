@@ -3,7 +3,8 @@
 import numpy as np
 import onnxruntime
 import pytest
-from one_node import Attribute, Run, log_softmax, model_of
+
+from tests.runtime.kernels.one_node import Attribute, Run, log_softmax, model_of
 
 TYPES = [np.float32, np.float64]
 UNIT = {np.float32: 2.0**-24, np.float64: 2.0**-53}

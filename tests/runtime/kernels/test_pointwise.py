@@ -5,7 +5,8 @@ import math
 import numpy as np
 import onnx
 import pytest
-from one_node import Run
+
+from tests.runtime.kernels.one_node import Run
 
 # One element, less than a vector, an odd number of whole vectors, and more than one piece of work.
 SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 3), (257,), (3, 16384 // 2 + 1)]

@@ -3,10 +3,10 @@
 import numpy as np
 import onnxruntime
 import pytest
-from one_node import Attribute, Run, model_of, session
 from onnx import parser
 
 from onnxpar_runtime.collectives import World
+from tests.runtime.kernels.one_node import Attribute, Run, model_of, session
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21, "onnxpar" : 1]>\n'
 # A function that is wrong on purpose, so that it shows which of the two was taken.

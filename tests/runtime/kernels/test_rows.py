@@ -3,7 +3,8 @@
 import numpy as np
 import onnx
 import pytest
-from one_node import Run, log_softmax
+
+from tests.runtime.kernels.one_node import Run, log_softmax
 
 TYPES = [np.float32, np.float64]
 UNIT = {np.float32: 2.0**-24, np.float64: 2.0**-53}

@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from one_node import Run, model_of, session
+
+from tests.runtime.kernels.one_node import Run, model_of, session
 
 SHAPES = [(), (0,), (1,), (37,), (3, 16384 // 2 + 1)]
 TYPES = [np.float32, np.float64]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import Player
 
 from onnxpar_runtime.errors import ScheduleError
 from onnxpar_runtime.pipeline import (
@@ -25,6 +24,7 @@ from onnxpar_runtime.pipeline import (
     simulate,
     with_transfers,
 )
+from tests.runtime.pipeline.players import Player
 
 
 @st.composite

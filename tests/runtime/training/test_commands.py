@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_trained import Reference, batch_of, regression, start
 from safetensors.numpy import load_file
 
 from onnxpar_runtime import TrainerGroup
@@ -16,6 +15,7 @@ from onnxpar_runtime.tensor_file import Entry
 from onnxpar_runtime.training import commands
 from onnxpar_runtime.training.batches import order
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from tests.runtime.hand_trained import Reference, batch_of, regression, start
 
 
 def test_parameters_are_saved_whole(tmp_path: Path) -> None:

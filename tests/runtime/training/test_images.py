@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mnist import CODES, idx, mnist
 from sklearn.datasets import load_digits
 
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, read_idx, resize
+from tests.runtime.mnist import CODES, idx, mnist
 
 
 @pytest.mark.parametrize("dtype", list(CODES))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_trained import Reference, batch_of, regression
 
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError, LaunchError, TrainingError
@@ -26,6 +25,7 @@ from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, samples
+from tests.runtime.hand_trained import Reference, batch_of, regression
 
 # float64 sums of some ten terms of size 1 in another order, over a dozen steps of momentum; loss
 # weights of micro-batches are float32 and add 2^-24 = 6e-8 where they are no powers of two.

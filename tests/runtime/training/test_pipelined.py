@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_made import tensor
-from hand_staged import N, Reference, Shape, batch_of, staged
-from hand_trained import Program, regression, write
 
 from onnxpar_runtime.checkpoint.layout import written
 from onnxpar_runtime.errors import (
@@ -29,6 +26,9 @@ from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.programs import TRAINING
 from onnxpar_runtime.training.replicas import check_replicas
 from onnxpar_runtime.training.runner import Pipelined
+from tests.runtime.hand_made import tensor
+from tests.runtime.hand_staged import N, Reference, Shape, batch_of, staged
+from tests.runtime.hand_trained import Program, regression, write
 
 RATE = {"lr": 0.1}
 # The weights of micro-batches are float32.

@@ -5,12 +5,12 @@ from pathlib import Path
 import mlp
 import numpy as np
 import pytest
-from training_cases import batch_of, cut, hyper
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.errors import LaunchError, ReplicaError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.replicas import ReplicaCheck, check_replicas
+from tests.training_cases import batch_of, cut, hyper
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mnist import mnist
 from sklearn.datasets import load_digits
 
 from onnxpar_runtime.errors import InputError
@@ -12,6 +11,7 @@ from onnxpar_runtime.expressions import Size
 from onnxpar_runtime.manifest import TensorSpec
 from onnxpar_runtime.training.images import resize
 from onnxpar_runtime.training.sources import Request, Samples, Stream, open_source, per_sample
+from tests.runtime.mnist import mnist
 
 
 def spec(name: str, dtype: str, *shape: Size) -> TensorSpec:

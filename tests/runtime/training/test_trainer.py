@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import hand_made
-import hand_trained
 import numpy as np
 import pytest
-from hand_trained import Reference, batch_of, regression
 from numpy.typing import NDArray
 
 from onnxpar_runtime import Trainer, TrainerGroup
@@ -24,6 +21,8 @@ from onnxpar_runtime.errors import (
     SymbolValueError,
     TrainingError,
 )
+from tests.runtime import hand_made, hand_trained
+from tests.runtime.hand_trained import Reference, batch_of, regression
 
 Array = NDArray[Any]
 FREE = {"lr": 0.1, "momentum": 0.9, "clip_norm": float("inf")}

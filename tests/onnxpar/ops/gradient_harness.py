@@ -1,0 +1,453 @@
+"""Proves a gradient rule: by differences, by PyTorch, and on every mesh against one device.
+
+A case is one node or a few in ONNX's text form, in float64. The loss is the sum of all results,
+each weighted at random, so that no element's cotangent hides another's. The joint graph of loss
+and gradients goes the way that every training program goes (rules, plan, partition) and is run for
+all devices in lockstep by onnx.reference, which computes in float64 what onnxruntime does not.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import permutations, product
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnxpar.partition.partitioner import _Partition
+
+from onnxpar.api.compiler import find_rules
+from onnxpar.autodiff.differentiate import Differentiated, differentiate
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.rule import OpRule
+from onnxpar.core.sharding import Component, DimSharding, Sharding
+from onnxpar.frontend.expand import expand_by_body
+from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.builder import DOMAIN, GraphBuilder, ir_shape
+from onnxpar.graph.closure import bodies_of
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.plan import factor_sizes, shardings
+from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.graph.shapes import ShapeEnv, shapes
+from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
+from onnxpar.ops.node_rules import Rules
+from onnxpar.ops.operator import OpDef
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.propagation.walk import propagate
+from tests.lockstep import Array, Evaluate, evaluator, run_model
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+SEED = int(os.environ.get("ONNXPAR_SEED", "1"))
+SAMPLES = 3
+LOSS = "onnxpar.loss"
+WEIGHT = "onnxpar.weight."
+WEIGHTED = "onnxpar.weighted"
+MESHES = (Mesh.of(x=2), Mesh.of(x=2, y=2))
+# Five points h apart err by h^4/30 of the fifth derivative, and by 1.5 ulp(loss)/h in rounding:
+# 3e-15 and 1e-12 for a loss of 1. A factor of 1e4 over the greater leaves room for derivatives of
+# up to 1e6, as of 1/x at 0.1.
+STEP = 3e-4
+RTOL = 1e-8
+# PyTorch computes by other formulas; 1e-10 is 1e6 ulp.
+TORCH_RTOL = 1e-10
+# Devices sum the same numbers in another order: 1e3 additions lose 1e3 ulp = 2e-13 at most.
+MESH_RTOL = 1e-11
+
+Data = Callable[[np.random.Generator, list[int]], Array] | Array | Sequence[float]
+Factors = dict[str, DimSharding]
+T = TypeVar("T")
+
+
+def shown(parameter: object) -> str:
+    """A test's parameter in its name, functions without the place in memory where they lie."""
+    return getattr(parameter, "__name__", "") or str(parameter)
+
+
+def away_from_zero(rng: np.random.Generator, shape: Sequence[int]) -> Array:
+    """Numbers of both signs, 0.1 to 2 in size: off the kink that many functions have at 0."""
+    return np.asarray(rng.uniform(0.1, 2, shape) * rng.choice([-1, 1], shape))
+
+
+def between(low: float, high: float) -> Data:
+    """Evenly distributed numbers."""
+    return lambda rng, shape: np.asarray(rng.uniform(low, high, shape))
+
+
+def chosen(items: Sequence[T], count: int = SAMPLES) -> Sequence[T]:
+    """All of them in the full tier, else a sample drawn by ONNXPAR_SEED."""
+    if FULL or len(items) <= count:
+        return items
+    return random.Random(SEED).sample(items, count)
+
+
+@dataclass(frozen=True)
+class GradCase:
+    """A small forward program and its operands.
+
+    Attributes:
+        nodes: The nodes in ONNX's text form; the factors of one are split.
+        inputs: Type of each operand in ONNX's text form, such as "double[N,6]". One whose shape is
+            all numbers becomes a parameter (its gradient may leave partial), others are inputs.
+        torch: The same function in PyTorch: from the module `torch` and tensors by keyword to a
+            tensor, or a tuple of one for each output.
+        sizes: Value of each symbolic dim.
+        data: For operands that may not be as `away_from_zero` makes them: a function of generator
+            and shape, or the content.
+        consts: Operands that are initializers and not differentiated by.
+        by: Names to differentiate by; by default all operands of type double.
+        flat: Names among `by` on which the loss does not depend: their gradient must be absent.
+        opset: Version of the default domain.
+        reference: Whether onnx.reference runs the nodes, or onnxruntime, which has fewer of them in
+            float64 and some of them better.
+        split: Which node is split; the others follow.
+        alone: Whether that runs the nodes as they stand; where neither has them in float64, it runs
+            what takes their place in training.
+        rtol: Tolerance against differences, relative to the greatest gradient and the loss.
+        torch_rtol: The same against PyTorch.
+    """
+
+    nodes: str
+    inputs: Mapping[str, str]
+    torch: Callable[..., Any] | None = None
+    sizes: Mapping[str, int] = field(default_factory=lambda: {"N": 5, "S": 3})
+    data: Mapping[str, Data] = field(default_factory=dict)
+    consts: Mapping[str, Array] = field(default_factory=dict)
+    by: Sequence[str] | None = None
+    flat: Sequence[str] = ()
+    opset: int = 20
+    reference: bool = True
+    split: int = 0
+    alone: bool = True
+    rtol: float = RTOL
+    torch_rtol: float = TORCH_RTOL
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{k}: {v}" for k, v in self.inputs.items())
+        return f"{self.nodes} | {shown} | opset {self.opset}"
+
+    @cached_property
+    def proto(self) -> onnx.ModelProto:
+        """The forward model; every operand that is not constant is an input."""
+        operands = ", ".join(f"{text} {name}" for name, text in self.inputs.items())
+        graph = onnx.parser.parse_graph(f"g ({operands}) => () {{ {self.nodes} }}")
+        read = {name for node in graph.node for name in node.input}
+        made = [name for node in graph.node for name in node.output if name and name not in read]
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
+        for name, array in self.consts.items():
+            graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
+        opsets = [
+            onnx.helper.make_opsetid("", self.opset),
+            onnx.helper.make_opsetid(MICROSOFT, 1),
+        ]
+        return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+    @property
+    def variables(self) -> list[str]:
+        """What is differentiated by."""
+        if self.by is not None:
+            return list(self.by)
+        return [name for name, text in self.inputs.items() if text.startswith("double")]
+
+    @cached_property
+    def program(self) -> "Program":
+        """Loss, and after it the gradients, on the global graph."""
+        return Program.build(self)
+
+    @cached_property
+    def arrays(self) -> dict[str, Array]:
+        """The whole operands and the weights of the results, seeded by the case's text."""
+        rng = np.random.default_rng(list(self.nodes.encode()))
+        found: dict[str, Array] = {}
+        env = self.program.env
+        graph = self.program.model.graph
+        for value in (*graph.inputs, *(graph.initializers[n] for n in self.program.parameters)):
+            name = value.name or ""
+            shape = [int(env.table.evaluate(d, self.sizes)) for d in env.shapes[name]]
+            assert value.dtype is not None
+            dtype = value.dtype.numpy()
+            data = self.data.get(name)
+            if callable(data):
+                array = data(rng, shape)
+            elif data is not None:
+                array = np.asarray(data)
+            elif dtype == np.bool_:
+                array = rng.random(shape) < 0.5
+            elif np.issubdtype(dtype, np.integer):
+                array = rng.integers(0, 3, shape)
+            else:
+                array = away_from_zero(rng, shape)
+            assert list(array.shape) == shape, f"{name}: {array.shape}, expected {shape}"
+            found[name] = array.astype(dtype)
+        return found
+
+    @cached_property
+    def single(self) -> dict[str, Array]:
+        """Loss and gradients on one device, by the name of the variable ("" for the loss)."""
+        return self.results({}, Mesh.of())
+
+    def results(self, factors: Factors, mesh: Mesh, padding: float = 0) -> dict[str, Array]:
+        """Loss and gradients on a mesh, one node split as `factors` says."""
+        parted = self.program.partitioned(factors, mesh, clean=padding == 0)
+        made = run_model(
+            parted,
+            self.arrays,
+            self.opset,
+            self.sizes,
+            reference=self.reference,
+            padding=padding,
+        )
+        names = {LOSS: "", **{g: n for n, g in self.program.done.gradients.items()}}
+        return {names[name]: array for name, array in made.items() if name in names}
+
+    # -- what must hold ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Fails unless the gradients are right, on one device and on all meshes."""
+        self.check_program()
+        self.check_differences()
+        self.check_torch()
+        self.check_meshes()
+
+    def check_program(self) -> None:
+        """Fails where a variable has no gradient, or the backward program has a dead value."""
+        done, graph = self.program.done, self.program.model.graph
+        assert set(done.unreached) == set(self.flat), f"{self}: unreached {dict(done.unreached)}"
+        read = {v for node in graph for v in node.inputs} | set(graph.outputs)
+        # A loop has all of its states as results, and each result of a loop must have a name.
+        dead = [
+            v.name
+            for n in self.program.backward
+            for v in n.outputs
+            if v.name and v not in read and not bodies_of(n)
+        ]
+        assert not dead, f"{self}: nobody reads {dead}"
+
+    def check_differences(self) -> None:
+        """Fails unless the gradients are those of central differences."""
+        for name in self.program.done.gradients:
+            want = self._differences(name)
+            self._close(name, self.single[name], want, self.rtol, "differences")
+
+    def check_torch(self) -> None:
+        """Fails unless loss and gradients are PyTorch's, where there is PyTorch."""
+        if self.torch is None or find_spec("torch") is None:
+            return
+        torch = import_module("torch")
+        forward = {n: a for n, a in self.arrays.items() if not n.startswith(WEIGHT)}
+        tensors = {n: torch.tensor(a) for n, a in forward.items()}
+        variables = [n for n in self.variables if n not in self.flat]
+        for name in variables:
+            tensors[name].requires_grad_()
+        made = self.torch(torch, **tensors)
+        results = made if isinstance(made, tuple) else (made,)
+        weights = [torch.tensor(self.arrays[n]) for n in self.program.weights]
+        assert [list(r.shape) for r in results] == [list(w.shape) for w in weights], str(self)
+        loss = sum((r * w).sum() for r, w in zip(results, weights, strict=True))
+        loss.backward()
+        self._close("loss", self.single[""], loss.detach().numpy(), self.torch_rtol, "torch")
+        for name in variables:
+            self._close(
+                name, self.single[name], tensors[name].grad.numpy(), self.torch_rtol, "torch"
+            )
+
+    def check_meshes(self) -> None:
+        """Fails unless every split gives what one device gives, padding full of NaN included."""
+        for mesh in MESHES:
+            for index, factors in enumerate(chosen(list(self.program.assignments(mesh)))):
+                for padding in (0, np.nan) if FULL else ((0, np.nan)[index % 2],):
+                    made = self.results(factors, mesh, padding)
+                    for name, array in made.items():
+                        how = f"{factors} on {mesh.atoms}, padding {padding}, seed {SEED}"
+                        self._close(name, array, self.single[name], MESH_RTOL, how)
+
+    def _close(self, name: str, got: Array, want: Array, rtol: float, how: str) -> None:
+        assert got.shape == want.shape and got.dtype == want.dtype, f"{self}: {name}, {how}"
+        scale = max(float(np.max(np.abs(want), initial=0)), float(np.abs(self.single[""])))
+        wrong = f"{self}\n{name!r}: {how}\ngot {got}\nexpected {want}"
+        assert np.all(np.isfinite(got)), wrong
+        assert np.all(np.abs(got - want) <= rtol * scale), wrong
+
+    def _differences(self, name: str) -> Array:
+        """∂loss/∂`name` by the five-point central difference, element by element."""
+        start = self.arrays[name]
+        slopes = np.zeros(start.size)
+        for index in range(start.size):
+            losses = {}
+            for step in (-2, -1, 1, 2):
+                moved = start.copy()
+                moved.flat[index] += step * STEP
+                losses[step] = self._loss({**self.arrays, name: moved})
+            slopes[index] = (8 * (losses[1] - losses[-1]) - (losses[2] - losses[-2])) / (12 * STEP)
+        return np.asarray(slopes.reshape(start.shape))
+
+    def _loss(self, arrays: Mapping[str, Array]) -> float:
+        if self._forward is None:
+            made = run_model(
+                self._divided, arrays, self.opset, self.sizes, reference=self.reference
+            )
+            return float(made[LOSS])
+        results = self._forward({n: a for n, a in arrays.items() if not n.startswith(WEIGHT)})
+        names = (n.removeprefix(WEIGHT) for n in self.program.weights)
+        return sum(float(np.sum(results[n] * arrays[WEIGHT + n])) for n in names)
+
+    @cached_property
+    def _divided(self) -> PartitionedModel:
+        return self.program.partitioned({}, Mesh.of())
+
+    @cached_property
+    def _forward(self) -> Evaluate | None:
+        """The forward model by itself; None where nodes of it are ours, such as random ones."""
+        if not self.alone:
+            return None
+        forward = {n.name for n in self.program.forward}
+        ours = [n for n in self._divided.builder.nodes if n.domain == DOMAIN]
+        if any((n.name or "").split("/")[0] in forward for n in ours):
+            return None
+        return evaluator(self.proto, self.reference)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The node that is split: its rule, and what it was before a body took its place."""
+
+    rule: OpRule
+    view: NodeView
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loss and its gradients on the global graph, and what the planner needs of them."""
+
+    model: ir.Model
+    done: Differentiated
+    split: Split
+    forward: Sequence[ir.Node]
+    backward: Sequence[ir.Node]
+    parameters: Sequence[str]
+    weights: Sequence[str]
+    rules: Rules
+    ops: Mapping[str, OpDef]
+
+    @property
+    def env(self) -> ShapeEnv:
+        return self.done.env
+
+    @staticmethod
+    def build(case: GradCase) -> "Program":
+        """Appends the loss, differentiates it and finds the rules of the whole."""
+        model = normalise(ir.from_proto(case.proto))
+        env = shapes(model, symbol_table(model, {}))
+        graph = model.graph
+        # What is differentiated by its body is split as the operator that it is.
+        first = model.clone()
+        name = list(first.graph)[case.split].name or ""
+        own, _ = find_rules(first, env)
+        assert name not in own.reasons, f"{case}: {own.reasons[name]}"
+        builder = GlobalBuilder.over(graph, case.opset, env)
+        parameters = _hold(graph, case.variables)
+        weights = _append_loss(builder)
+        expand_by_body(model, builder, _variables(graph, case.variables), graph.outputs[-1])
+        forward = [node for node in graph if not (node.name or "").startswith(f"{WEIGHTED}/")]
+        before = set(graph)
+        done = differentiate(model, builder.env, LOSS, case.variables)
+        backward = [node for node in graph if node not in before]
+        rules, ops = find_rules(model, done.env)
+        assert not rules.reasons, f"{case}: replicated {dict(rules.reasons)}"
+        split = Split(own.rules[name], own.views[name])
+        return Program(model, done, split, forward, backward, parameters, weights, rules, ops)
+
+    def assignments(self, mesh: Mesh) -> Iterator[Factors]:
+        """Every way to give the atoms of a mesh to factors of the split node, in every order."""
+        rule = self.split.rule
+        sizes = factor_sizes(rule, self.split.view)
+        for places in product((None, *rule.splittable), repeat=len(mesh.atoms)):
+            given = {n: [a for a, p in enumerate(places) if p == n] for n in places if n}
+            for orders in product(*(permutations(atoms) for atoms in given.values())):
+                yield {
+                    n: (Component(sizes[n], tuple(order)),)
+                    for n, order in zip(given, orders, strict=True)
+                }
+
+    def partitioned(self, factors: Factors, mesh: Mesh, *, clean: bool = True) -> PartitionedModel:
+        """Plans and divides the program.
+
+        Args:
+            factors: Components of the split factors of the node; what enters it lies so.
+            mesh: The mesh.
+            clean: Whether padding that enters is 0; else the partitioner takes none to be.
+        """
+        node, name = self.split.view.node, self.split.view.name
+        plan = shardings(self.split.rule, self.split.view, factors, mesh, pinned=True)
+        given = {v.name: s for v, s in zip(node.inputs, plan.inputs, strict=False) if v is not None}
+        inputs = {
+            v.name or "": given[v.name] or Sharding.replicated(self.env.shapes[v.name or ""])
+            for v in self.model.graph.inputs
+            if v.name in given
+        }
+        nodes = {name: NodeSeed(name, factors)} if name in self.rules.rules else {}
+        seeds = Seeds(mesh, nodes, inputs)
+        planned = propagate(self.model, self.env, self.rules, seeds, self.done.links)
+        builder = GraphBuilder(mesh, self.env.table, self.model.opset_imports[""])
+        kind = _Partition if clean else _Dirty
+        return kind(self.model, self.env, self.rules, self.ops, planned, builder).run()
+
+
+class _Dirty(_Partition):
+    """A partitioner that takes no padding to be zero."""
+
+    def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+        super()._define(name, sharding, local, zero=False)
+
+
+def _variables(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
+    return [v for v in (*graph.inputs, *graph.initializers.values()) if v.name in names]
+
+
+def _hold(graph: ir.Graph, names: Sequence[str]) -> list[str]:
+    """Makes parameters of the inputs to differentiate by that have a fixed shape."""
+    held = []
+    for value in list(graph.inputs):
+        name, shape = value.name or "", value.shape
+        # The content of a scalar would be written into the graph.
+        if name in names and shape and all(isinstance(d, int) for d in shape):
+            graph.inputs.remove(value)
+            assert value.dtype is not None
+            value.const_value = ir.Tensor(
+                np.zeros([int(d) for d in shape if isinstance(d, int)], value.dtype.numpy()),
+                dtype=value.dtype,
+                name=name,
+            )
+            graph.register_initializer(value)
+            held.append(name)
+    return held
+
+
+def _append_loss(builder: GlobalBuilder) -> list[str]:
+    """Appends Σ result · weight, the weights new inputs, and returns the names of the weights."""
+    graph = builder.graph
+    names: list[str] = []
+    total: ir.Value | None = None
+    for result in list(graph.outputs):
+        if result.dtype is None or not result.dtype.is_floating_point():
+            continue
+        shape = builder.shape_of(result)
+        weight = ir.Value(name=f"{WEIGHT}{result.name}")
+        builder.declare(weight, result.dtype, shape)
+        weight.shape = ir_shape(shape)
+        graph.inputs.append(weight)
+        names.append(weight.name or "")
+        builder.scope = WEIGHTED
+        part = builder.op("Mul", result, weight, shape=shape)
+        if shape:
+            part = builder.reduce("ReduceSum", part, range(len(shape)))
+        total = part if total is None else builder.op("Add", total, part, shape=[])
+    assert total is not None
+    builder.rename(total, LOSS)
+    graph.outputs.append(total)
+    return names

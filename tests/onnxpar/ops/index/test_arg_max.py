@@ -1,0 +1,78 @@
+"""Operators whose results are as large as data make them: divided where that is known, else not."""
+
+import numpy as np
+import onnx.parser
+import onnx_ir as ir
+import pytest
+
+from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.strategy import Strategy, resolve
+from tests.lockstep import evaluator, run_model
+
+HEAD = '<ir_version: 10, opset_import: ["" : 20]>'
+
+
+def analysed(text: str) -> tuple[onnx.ModelProto, Analysed]:
+    proto = onnx.parser.parse_model(f"{HEAD} {text}")
+    return proto, analyse(ir.from_proto(proto), {})
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7])
+@pytest.mark.parametrize(
+    ("node", "count"), [("Compress<axis = 1>(x, c)", 4), ("Compress(x, c)", 3)]
+)
+def test_compress_is_divided_along_other_dims(node: str, count: int, batch: int) -> None:
+    result = "[batch, n]" if "axis" in node else "[n]"
+    proto, model = analysed(
+        f"g (float[batch, 4] x, bool[{count}] c) => (float{result} z) {{\n"
+        f"y = {node}\n z = Relu(y)\n}}"
+    )
+    assert not model.rules.reasons
+    rule = next(r for name, r in model.rules.rules.items() if "Compress" in name)
+    assert bool(rule.splittable) == ("axis" in node)
+    data = {"mesh": {"dp": 2}, "dataset": {"x": ["dp", None], "c": [None]}}
+    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    parted = divide(model, seeds)
+    gathered = [c.op for c in parted.builder.collectives]
+    assert gathered == ([] if "axis" in node else ["AllGather"])
+    rng = np.random.default_rng(0)
+    feeds = {
+        "x": rng.standard_normal((batch, 4)).astype(np.float32),
+        "c": np.array([True, False, True, True])[:count],
+    }
+    want = evaluator(proto, reference=False)(feeds)["z"]
+    np.testing.assert_array_equal(run_model(parted, feeds, 20, {"batch": batch})["z"], want)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "g (float[batch, 4] x) => (int64[2, n] y) { y = NonZero(x) }",
+        "g (float[batch, 4] x) => (float[n] y) { y = Unique(x) }",
+    ],
+)
+def test_what_depends_on_all_data_is_computed_whole_with_the_reason(text: str) -> None:
+    proto, model = analysed(text)
+    (reason,) = model.rules.reasons.values()
+    assert "depends on the data of all devices" in reason
+    data = {"mesh": {"dp": 2}, "dataset": {"x": ["dp", None]}}
+    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    feeds = {"x": np.random.default_rng(0).integers(0, 3, (5, 4)).astype(np.float32)}
+    want = evaluator(proto, reference=False)(feeds)["y"]
+    got = run_model(divide(model, seeds), feeds, 20, {"batch": 5})["y"]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("op", "count"), [("ArgMax<axis = 1>(x)", 1), ("TopK(x, k)", 3)])
+def test_only_candidates_travel(op: str, count: int) -> None:
+    """Bytes sent over 2 devices by 5 rows of 64: candidates, and never the rows themselves."""
+    results = "v, y" if "TopK" in op else "y"
+    _, model = analysed(
+        f"g (float[5, 64] x) => (int64[5, {count}] y) <int64[1] k = {{3}}> {{ {results} = {op} }}"
+    )
+    data = {"mesh": {"tp": 2}, "dataset": {"x": [None, "tp"]}}
+    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    parted = divide(model, seeds)
+    # A float and an int64 each: all-reduced over 2 devices, or gathered, each sends it once.
+    assert [c.bytes for c in parted.builder.collectives] == [5 * count * 4, 5 * count * 8]
+    assert all("over a split dim" in c.reason for c in parted.builder.collectives)

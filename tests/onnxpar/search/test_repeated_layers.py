@@ -1,0 +1,145 @@
+"""Repeated layers as one: a smaller problem whose choices cost what they cost in the whole one."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformer
+from _exporter import save
+
+from onnxpar.api.compiler import Analysed, analyse
+from onnxpar.core.machine import PRESETS
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.frontend.load import load
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search import find as find_module
+from onnxpar.search.find import SearchSpec, find
+from onnxpar.search.flow import Flow, flow
+from onnxpar.search.node_options import options
+from onnxpar.search.problem import Problem, build
+from onnxpar.search.repeated_layers import Folded, fold
+
+SIZES = {"batch": 8, "seq": 64}
+
+
+def gpt(folder: Path, layers: int) -> Analysed:
+    """A transformer of so many layers, whose batch every mesh here divides."""
+    path = folder / f"gpt-{layers}.onnx"
+    config = transformer.Config(layers=layers, d_model=128, heads=4, vocab=256, max_positions=64)
+    save(transformer.build(config), path)
+    return analyse(load(path), {"batch": Symbol(divisor=8)})
+
+
+def problems(program: Analysed, *, trained: bool = False) -> tuple[Folded, Problem, Problem]:
+    """How nodes may be divided on two axes of two devices: layers alike, and each by itself."""
+    mesh = Mesh.of({"x": 2, "y": 2})
+    cost = CostModel(PRESETS["h100"], mesh, program.env.table, SIZES)
+    weights = list(program.model.graph.initializers) if trained else []
+    seen = flow(program.model, program.env, program.rules, weights)
+    folded = fold(seen, {})
+    assert folded is not None
+    axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
+    known = {item.kind: options(item, axes, cost) for item in seen.items}
+    small, whole = (
+        build(f, [known[item.kind] for item in f.items], cost) for f in (folded.flow, seen)
+    )
+    return folded, small, whole
+
+
+def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
+    """What nodes chose, and the least that parameters and versions cost then."""
+    choice = [*nodes, *(0 for _ in problem.variables[len(nodes) :])]
+    totals = {
+        v: problem.variables[v].cost.copy() for v in range(len(nodes), len(problem.variables))
+    }
+    for term in problem.terms:
+        for axis, v in enumerate(term.scope):
+            if v in totals:
+                row = tuple(
+                    slice(None) if a == axis else choice[n] for a, n in enumerate(term.scope)
+                )
+                totals[v] += term.table[row]
+    for v, total in totals.items():
+        choice[v] = int(total.argmin())
+    return choice
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_choice_of_the_smaller_problem_costs_what_it_costs_in_the_whole_one(
+    tmp_path: Path, trained: bool
+) -> None:
+    folded, small, whole = problems(gpt(tmp_path, 7), trained=trained)
+    rng = np.random.default_rng(0)
+    possible = 0
+    for _ in range(50):
+        # Whatever is impossible is impossible in both.
+        spread = rng.integers(1, 3)
+        nodes = [int(rng.integers(min(len(found), spread))) for found in small.options]
+        few = completed(small, nodes)
+        many = completed(whole, [nodes[c] for c in folded.classes])
+        assert folded.unfold(small.chosen(few)) == whole.chosen(many)
+        seconds = small.seconds(few)
+        possible += seconds < np.inf
+        assert whole.seconds(many) == pytest.approx(seconds, rel=1e-12)
+        if seconds < np.inf:
+            assert whole.memory(many) == pytest.approx(small.memory(few), rel=1e-12)
+            assert whole.lying(many) == small.lying(few)
+    assert possible > 0
+
+
+def test_depth_adds_nothing_to_decide(tmp_path: Path) -> None:
+    sizes = []
+    for layers in (6, 12):
+        _, small, whole = problems(gpt(tmp_path, layers))
+        sizes.append(len(small.variables))
+        assert len(small.variables) < len(whole.variables)
+    assert sizes[0] == sizes[1]
+
+
+def test_few_layers_are_decided_one_by_one(tmp_path: Path) -> None:
+    program = gpt(tmp_path, 4)
+    assert fold(flow(program.model, program.env, program.rules), {}) is None
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h100"])
+def test_layers_that_choose_alike_cost_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    program = gpt(tmp_path, 6)
+
+    def cost(algorithm: str) -> float:
+        spec = SearchSpec(PRESETS[machine], algorithm, sizes=SIZES)
+        start = Seeds(Mesh.of({"x": 8}))
+        model, env, rules = program.model, program.env, program.rules
+        return find(
+            model, env, rules, start, spec, named=False, free_inputs=True
+        ).chosen.seconds  # fmt: skip
+
+    folded = cost("recursive")
+
+    def none(flow: Flow, pins: Mapping[str, Sharding]) -> None:
+        return None
+
+    monkeypatch.setattr(find_module, "fold", none)
+    assert folded == pytest.approx(cost("recursive"), rel=1e-9)
+
+
+def test_a_limit_that_binds_divides_only_some_layers(tmp_path: Path) -> None:
+    program = gpt(tmp_path, 6)
+    start = Seeds(Mesh.of({"x": 2}))
+    model, env, rules = program.model, program.env, program.rules
+
+    def search(memory: int | None) -> tuple[float, float]:
+        spec = SearchSpec(PRESETS["h100"], "recursive", memory=memory, sizes=SIZES, gap=0.2)
+        chosen = find(model, env, rules, start, spec, named=False, free_inputs=True).chosen
+        return chosen.seconds, chosen.memory
+
+    seconds, memory = search(None)
+    # All layers split, or none, would be half or all of it.
+    slower, held = search(int(0.75 * memory))
+    assert 0.6 * memory < held <= 0.75 * memory
+    assert slower >= seconds
