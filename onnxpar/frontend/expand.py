@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-from onnx_shape_inference import ShapeInferenceContext, registry
+from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
@@ -27,6 +27,7 @@ from onnxpar.ops.function_body import (
     origin,
     schema_body,
 )
+from onnxpar.ops.inference import CORRECTED
 from onnxpar.ops.operator import ByBody, OpDef, expanded
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.sequence.sequence import fold_sequences
@@ -345,7 +346,7 @@ def _infer(model: ir.Model, nodes: Sequence[ir.Node], builder: GlobalBuilder) ->
             data = [d if isinstance(d, int) else ir.SymbolicDim(dim_str(d)) for d in items]
             context.set_symbolic_value(value, data)
     for node in nodes:
-        infer = registry.get(node.domain, node.op_type, version=builder.opset)
+        infer = CORRECTED.get(node.domain, node.op_type, version=builder.opset)
         if infer is not None:
             infer(context, node)
     found = read_shapes([out for node in nodes for out in node.outputs], builder.table)

@@ -39,7 +39,7 @@ from onnxpar.graph.closure import (
 from onnxpar.graph.keys import ANNOTATION
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
-from onnxpar.ops.inference import correct_inference
+from onnxpar.ops.inference import corrected_inference
 from onnxpar.ops.limits import least_sizes, size_limits
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
@@ -238,9 +238,9 @@ def _infer(model: ir.Model, opset: int) -> None:
     library = logging.getLogger("onnx_shape_inference")
     level = library.level
     library.setLevel(logging.ERROR)
-    correct_inference()
     try:
-        infer_symbolic_shapes(model, warn_on_missing=False, adopt_declared_symbols=False)
+        with corrected_inference():
+            infer_symbolic_shapes(model, warn_on_missing=False, adopt_declared_symbols=False)
     except (ShapeInferenceError, OpUsageError, ValueError) as error:
         if "inference failed for" in str(error):
             # That says no reason; ONNX's own inference does.

@@ -7,12 +7,19 @@ since the split of everything behind it follows from it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 
 import onnx_ir as ir
 import sympy
-from onnx_shape_inference import ShapeInferenceContext, registry
+from onnx_shape_inference import (
+    OpShapeInferenceRegistry,
+    ShapeInferenceContext,
+    _registry,
+    registry,
+)
 
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
@@ -28,15 +35,20 @@ _FAR = 2**31 - 1
 _FEW = 64
 
 
-def correct_inference() -> None:
-    """Puts this module's functions into the library's registry, which is one for the process."""
-    for op_type, version, infer in CORRECTIONS:
-        if registry.get("", op_type, version) is not infer:
-            registry.register("", op_type, version)(infer)
-    further = (*quantized_inference.INFERENCE, *image_inference.MICROSOFT)
-    for op_type, infer in (*INFERENCE, *further):
-        if registry.get(MICROSOFT, op_type, 1) is not infer:
-            registry.register(MICROSOFT, op_type, 1)(infer)
+@contextmanager
+def corrected_inference() -> Iterator[None]:
+    """Lets the library infer with `CORRECTED` for the time of a call.
+
+    Its engine takes no registry but looks up its own, which is one for the process and which others
+    may use: that one is not changed.
+    """
+    with _LOCK:
+        own = _registry.registry
+        _registry.registry = CORRECTED
+        try:
+            yield
+        finally:
+            _registry.registry = own
 
 
 def infer_constant_of_shape(context: ShapeInferenceContext, node: ir.Node) -> None:
@@ -317,4 +329,21 @@ def _with_values(infer: InferFn, context: ShapeInferenceContext, node: ir.Node) 
     put_values(context, node)
 
 
-CORRECTIONS = _and_values()
+def _corrected() -> OpShapeInferenceRegistry:
+    """The library's functions, with this module's in the place of those that they correct."""
+    found = OpShapeInferenceRegistry()
+    for domain, op_type, versions in registry.iter_supported():
+        for version in versions:
+            found.register(domain, op_type, version)(registry.get(domain, op_type, version))
+    for op_type, version, infer in _and_values():
+        found.register("", op_type, version)(infer)
+    further = (*quantized_inference.INFERENCE, *image_inference.MICROSOFT)
+    for op_type, infer in (*INFERENCE, *further):
+        found.register(MICROSOFT, op_type, 1)(infer)
+    return found
+
+
+CORRECTED = _corrected()
+"""The registry of shape inference functions that models are read with."""
+
+_LOCK = Lock()

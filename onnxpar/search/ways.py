@@ -14,7 +14,7 @@ from onnxpar.search.find import LEVELS, Told
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assignment import between_stages
 from onnxpar.stages.cut import chain_of, floating
-from onnxpar.stages.stage_price import Priced, PipelineSplit, StagedPrice, price_stages
+from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
 from onnxpar.strategy.presets import load_strategy
 from onnxpar.strategy.resolve import resolve
 from onnxpar.strategy.schema import PIPELINE_AXIS, Strategy
