@@ -1,1 +1,5 @@
-"""To be written."""
+"""From a model to the programs that train it, on the undivided graph.
+
+Takes a model, a loss and an optimizer; gives forward, backward and update programs.
+Begin with `training_program`, then `differentiate`; `recomputation` trades time for memory.
+"""

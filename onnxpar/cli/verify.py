@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -82,22 +82,22 @@ def command(
     if as_json:
         typer.echo(runtime.report_json(cases))
     else:
-        _print(cases)
+        _print(cases, runtime.TrainingCase)
     raise typer.Exit(0 if all(case.ok for case in cases) else 1)
 
 
-def _print(cases: "Sequence[Case] | Sequence[TrainingCase]") -> None:
-    from onnxpar.api.runtime import TrainingCase
-
+def _print(
+    cases: "Sequence[Case] | Sequence[TrainingCase]", training: "type[TrainingCase]"
+) -> None:
     console = Console()
-    trained = [case for case in cases if isinstance(case, TrainingCase)]
+    trained = [case for case in cases if isinstance(case, training)]
     shown = "bytes sent by a rank"
     if trained:
         table = Table("symbols", "loss", "gradient", "state", shown, "holds")
     else:
         table = Table("symbols", "max abs", "max rel", "worst", shown, "holds")
     for case in cases:
-        found = _steps(case) if isinstance(case, TrainingCase) else _outputs(case)
+        found = _steps(case) if isinstance(case, training) else _outputs(cast("Case", case))
         table.add_row(escape(_symbols(case)), *found, _bytes(case), "yes" if case.ok else "no")
     console.print(table)
     if trained:

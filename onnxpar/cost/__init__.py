@@ -1,1 +1,5 @@
-"""To be written."""
+"""What a plan costs: seconds of computing and communication, bytes of memory.
+
+Takes a program and its plan; gives the price of each node and of the whole.
+Begin with `cost_model` (one node), then `price` (a program) and `live_memory` (its peak).
+"""

@@ -5,9 +5,9 @@ makes it to the last one that reads it; then its memory is given back at once, a
 sessions do. Views lie where their operand lies, and some kernels write over an operand that nobody
 reads any more (`onnxpar.ops.kernel_memory`).
 
-Steps come from a plan of the undivided program (`onnxpar.cost.price`), where only the sharding
-of each value is known, or from the program that was made of it (`onnxpar.partition.program_memory`), which
-has masks, reshards and local forms as they run.
+Steps come from a plan of the undivided program (`onnxpar.cost.price`), where only the sharding of
+each value is known, or from the program that was made of it (`onnxpar.partition.program_memory`),
+which has masks, reshards and local forms as they run.
 """
 
 from collections.abc import Collection, Mapping, Sequence

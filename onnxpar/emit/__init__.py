@@ -1,4 +1,8 @@
-"""The output directory: one graph for each rank, weight shards, manifest."""
+"""From a program of all ranks to files: rank graphs, weight shards, manifest.
+
+Takes partitioned models; gives a directory that appears whole or not at all.
+Begin with `write_directory`; `rank_graph` writes one rank's graph, `weight_layout` places weights.
+"""
 
 from onnxpar.emit.directory import check_target
 from onnxpar.emit.new_file import check_file, new_file

@@ -1,8 +1,8 @@
 """The manifest: what the runtime, `inspect` and checkpoints know of an artifact directory.
 
-Schema 1. Sizes are integers or integer arithmetic over the symbols' names (`onnxpar.core.symbols`); a
-symbol whose name is no identifier is written in its safe form throughout. Parameters list explicit
-boxes of indices, so that a reader needs no sharding algebra.
+Schema 1. Sizes are integers or integer arithmetic over the symbols' names (`onnxpar.core.symbols`);
+a symbol whose name is no identifier is written in its safe form throughout. Parameters list
+explicit boxes of indices, so that a reader needs no sharding algebra.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,1 +1,5 @@
-"""To be written."""
+"""From a file to a normalised model.
+
+Takes an ONNX file or a callable; gives a checked model, bodies expanded, constants folded.
+Begin with `load`; `expand` replaces operators by their bodies.
+"""

@@ -1,1 +1,5 @@
-"""Operators: one module per family, each exporting a tuple of `OpDef`; `ops.table` joins them."""
+"""What is known of operators: a folder for each family, one table that joins them.
+
+Takes a node; gives its sharding rule, local form, gradient, cost and shapes, as its `OpDef` says.
+Begin with `operator` (what an operator must say), a family such as `contraction`, `table`.
+"""

@@ -1,1 +1,5 @@
-"""To be written."""
+"""Which initializers are parameters of a model, and which of them are trained.
+
+Takes a model as its exporter wrote it; gives each tensor's origin and role, and the selection.
+Begin with `recognise`, then `trainable`; `torch_export` reads what PyTorch's exporter left behind.
+"""

@@ -3,8 +3,8 @@
 With `optimize=True`, its default, the exporter computes what depends on initializers alone, makes
 one initializer of small ones that are equal, and drops biases that are zero. The file computes the
 same, but trains otherwise: tied weights are two tensors, layers that began alike are one, constants
-are merged with parameters. The metadata that it leaves (`onnxpar.parameters.torch_export`) tells most of
-it, and this module goes by that, one use of an initializer after another:
+are merged with parameters. The metadata that it leaves (`onnxpar.parameters.torch_export`) tells
+most of it, and this module goes by that, one use of an initializer after another:
 
 - a use whose operator reads other placeholders than the initializer came from was merged, and gets
   a tensor of its own;

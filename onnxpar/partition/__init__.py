@@ -1,1 +1,5 @@
-"""To be written."""
+"""From a plan to one program of all ranks.
+
+Takes a program and its plan; gives a rank-generic graph with collectives (`PartitionedModel`).
+Begin with `partition`, then `writer`, which walks the nodes; `body_writer` does bodies.
+"""

@@ -1,7 +1,7 @@
 """The partitioner's result: one rank-generic graph with the sharding of everything that enters it.
 
-`onnxpar.partition.partitioner` makes it; `onnxpar.emit.rank_graph` turns it into one graph per rank and
-`onnxpar.emit` into a directory of files.
+`onnxpar.partition.writer` makes it; `onnxpar.emit.rank_graph` turns it into one graph per rank
+and `onnxpar.emit` into a directory of files.
 """
 
 from collections.abc import Mapping, Sequence

@@ -182,6 +182,14 @@ class ProgramWriter:
         return self.places.virtual_stage[self.builder.place]
 
     def define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+        """Keeps a value of the program that is written, in one sharding.
+
+        Args:
+            name: Name of the global value.
+            sharding: Its sharding.
+            local: The value of one device.
+            zero: Whether its padding is known to be zero.
+        """
         self.made.setdefault(name, sharding)
         # The first version is the one that is made; that of an input is everywhere.
         virtual = self.virtual_stage
@@ -253,6 +261,11 @@ class ProgramWriter:
         return moved
 
     def write(self, node: ir.Node) -> None:
+        """Writes the local form of a node, its operands brought where its plan wants them.
+
+        Raises:
+            ShardingError: It cannot be written for its plan.
+        """
         name = node.name or ""
         plan, view = self.plan.nodes[name], self.rules.views[name]
         operands: list[ir.Value | None] = [None] * len(node.inputs)

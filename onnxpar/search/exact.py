@@ -12,6 +12,7 @@ import numpy as np
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.search.eliminate import solve
+from onnxpar.search.integer import solve_integer
 from onnxpar.search.problem import Problem
 from onnxpar.search.solution import Solution, solution
 
@@ -38,9 +39,6 @@ def best(
     bracket = _lagrange(problem, limit, found, least(problem, limit))
     if bracket.gap <= gap or not integer:
         return bracket
-    # Loads scipy, which takes half a second that most searches do without.
-    from onnxpar.search.integer import solve_integer
-
     return solve_integer(problem, limit, bracket, gap)
 
 

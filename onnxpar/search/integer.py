@@ -4,8 +4,6 @@ from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from onnxpar.search.problem import Problem
 from onnxpar.search.solution import Solution, solution
@@ -34,6 +32,10 @@ def solve_integer(
     One column for each option of a variable (0 or 1) and for each entry of a table, whose sums
     along each dim are the options' columns (the local polytope; Wainwright & Jordan 2008).
     """
+    # They take half a second to load, which most searches do without.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
     widths = [len(v.cost) for v in problem.variables]
     first = np.concatenate([[0], np.cumsum(widths)]).astype(int)
     count = int(first[-1]) + sum(prod(t.table.shape) for t in problem.terms)

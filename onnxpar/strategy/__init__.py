@@ -1,4 +1,8 @@
-"""Strategies: the strategy file, presets, MindSpore's tuples, and what they mean for a model."""
+"""Strategies: the strategy file, presets, MindSpore's tuples, ONNX annotations.
+
+Takes what the user says and a program; gives `Seeds`, and writes a plan back as a file.
+Begin with `schema` (the file) and `resolve` (a strategy met with a model); `presets` is the entry.
+"""
 
 from onnxpar.strategy.presets import load_strategy, strategy_for
 from onnxpar.strategy.resolve import resolve, resolved

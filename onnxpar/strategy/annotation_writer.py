@@ -1,4 +1,4 @@
-"""Writes a plan into a model as ONNX's multi-device annotations (`onnxpar.strategy.annotation_reader`).
+"""Writes a plan into a model as ONNX's multi-device annotations (see `annotation_reader`).
 
 The file's own nodes are annotated, each with the shardings of its operands as it takes them and of
 its results as they are afterwards; of a node in whose place its body stands, those of its operands

@@ -1,22 +1,23 @@
-"""The one seam from the transformer to the runtime: running and verifying what has been cut.
+"""The seam from the transformer to the runtime: running, training and verifying what was divided.
 
-Importing this package loads onnxruntime and the collective library. So the commands import it when
-they are called, and nothing else of `onnxpar` does.
+Takes artifact directories and the options of commands; gives exit codes and reports. Begin with
+`commands`. Importing a name loads onnxruntime and the collective library, so the command line
+imports this package when a command is called, and nothing else of `onnxpar` does. Each module is
+loaded when one of its names is first used: the transformer, which `verify` needs, takes a second
+that every rank of `mpirun onnxpar run` would spend in vain.
 """
 
-from onnxpar.api.runtime.checkpoints import export_checkpoint, merge_checkpoint, reshard_checkpoint
-from onnxpar.api.runtime.commands import (
-    evaluate,
-    launch,
-    parse_case,
-    report_json,
-    run,
-    train,
-    verify,
-)
-from onnxpar.api.runtime.functions import Call, open_program, started
-from onnxpar_runtime.training.verify import TrainingCase
-from onnxpar_runtime.verify import Case
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnxpar.api.runtime.checkpoints import merge_checkpoint, reshard_checkpoint
+    from onnxpar.api.runtime.commands import evaluate, launch, run, train
+    from onnxpar.api.runtime.export_checkpoint import export_checkpoint
+    from onnxpar.api.runtime.functions import Call, open_program, started
+    from onnxpar.api.runtime.verification import parse_case, report_json, verify
+    from onnxpar_runtime.training.verify import TrainingCase
+    from onnxpar_runtime.verify import Case
 
 __all__ = [
     "Call",
@@ -35,3 +36,30 @@ __all__ = [
     "train",
     "verify",
 ]
+
+_HOMES = {
+    "Call": "onnxpar.api.runtime.functions",
+    "Case": "onnxpar_runtime.verify",
+    "TrainingCase": "onnxpar_runtime.training.verify",
+    "evaluate": "onnxpar.api.runtime.commands",
+    "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
+    "launch": "onnxpar.api.runtime.commands",
+    "merge_checkpoint": "onnxpar.api.runtime.checkpoints",
+    "open_program": "onnxpar.api.runtime.functions",
+    "parse_case": "onnxpar.api.runtime.verification",
+    "report_json": "onnxpar.api.runtime.verification",
+    "reshard_checkpoint": "onnxpar.api.runtime.checkpoints",
+    "run": "onnxpar.api.runtime.commands",
+    "started": "onnxpar.api.runtime.functions",
+    "train": "onnxpar.api.runtime.commands",
+    "verify": "onnxpar.api.runtime.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Attention by batch, heads and sequence; rotary embeddings, packed heads, decoding caches."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Operators of the domain `onnxpar` that order or add up: Barrier, sums over stages."""

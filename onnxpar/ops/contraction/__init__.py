@@ -1,1 +1,1 @@
-"""To be written."""
+"""Contractions: MatMul, Gemm, Einsum, mixtures of experts; determinants."""

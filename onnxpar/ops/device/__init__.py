@@ -1,1 +1,1 @@
-"""To be written."""
+"""What CUDA needs: kernels of its provider, forms for it, operands in host memory."""

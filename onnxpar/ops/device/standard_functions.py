@@ -1,7 +1,7 @@
 """Standard operators that onnxruntime's CUDA provider lacks, as operators of the domain `onnxpar`.
 
-Each is a function (see `onnxpar.ops.own_functions`) of the name of the operator that it stands for. It
-says nothing but that operator, so that on the CPU that provider's kernel runs; for GPUs the
+Each is a function (see `onnxpar.ops.own_functions`) of the name of the operator that it stands for.
+It says nothing but that operator, so that on the CPU that provider's kernel runs; for GPUs the
 runtime's library has one.
 """
 

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Elementwise operators and casts: every dim is parallel, with broadcasting."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Operators that are fused: activations, chains of backward nodes, optimizer updates."""

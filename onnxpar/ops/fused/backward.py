@@ -1,7 +1,8 @@
 """The fused gradients that gradient rules emit: one node for a chain of elementwise operators.
 
-Their bodies in standard operators are in `onnxpar.ops.own_functions`. Where what is normalised together
-is split, a form of standard operators stands for the node, in which one number a row travels.
+Their bodies in standard operators are in `onnxpar.ops.own_functions`. Where what is normalised
+together is split, a form of standard operators stands for the node, in which one number a row
+travels.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Operators on images: Resize, Upsample, GridSample, RoiAlign."""

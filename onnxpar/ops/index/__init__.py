@@ -1,1 +1,1 @@
-"""To be written."""
+"""Reading and writing at indices: Gather, Scatter, TopK, ArgMax; vocabulary splits."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Softmax and normalisations of rows, groups and batches, with their statistics."""

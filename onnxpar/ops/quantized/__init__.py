@@ -1,1 +1,1 @@
-"""To be written."""
+"""Quantised operators: linear quantisation, integer products, weights in blocks."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Operators that draw random numbers, by a counter-based generator: Dropout and others."""

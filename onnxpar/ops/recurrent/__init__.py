@@ -1,1 +1,1 @@
-"""To be written."""
+"""RNN, GRU and LSTM."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Reductions, running sums and products."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Sequences and optional values."""

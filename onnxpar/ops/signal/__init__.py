@@ -1,1 +1,1 @@
-"""To be written."""
+"""Fourier transforms: DFT, STFT, windows."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Sizes as values: Shape, Range, and what a graph computes of small tensors."""

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Views and rearrangements: Reshape, Transpose, Slice, Split, Concat, Pad, Tile."""

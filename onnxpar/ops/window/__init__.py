@@ -1,1 +1,1 @@
-"""To be written."""
+"""Windows over space: convolutions and pools, with halo exchange."""

@@ -1,7 +1,7 @@
 """Pools over windows: MaxPool, AveragePool, LpPool, MaxUnpool.
 
-Batch and channels are parallel, spatial dims exchange halos (`onnxpar.ops.window.halo`), whose border
-holds what changes no result: the lowest number for a maximum, zero for a sum.
+Batch and channels are parallel, spatial dims exchange halos (`onnxpar.ops.window.halo`), whose
+border holds what changes no result: the lowest number for a maximum, zero for a sum.
 """
 
 from collections.abc import Sequence
