@@ -119,7 +119,7 @@ leave(found)
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_rank_that_fails_ends_all(job: Start, tmp_path: Path) -> None:
     body = """
-import onnxpar.functional
+import onnxpar.api.functional
 if rank == 0:
     def broken(*_, **__):
         raise RuntimeError("the disk is gone")

@@ -148,7 +148,7 @@ def child(body: str, folder: Path, **options: object) -> "subprocess.Popen[str]"
     """Runs Python code with `out` = folder/out in a process of its own."""
     code = (
         "from pathlib import Path\n"
-        "from _divided import *\n"
+        "from tests.onnxpar.emit.divided import *\n"
         "from onnxpar.emit import write\n"
         "from onnxpar.core.errors import ArtifactError\n"
         f"folder = Path({str(folder)!r}); out = folder / 'out'; MESH = Mesh.of(dp=2, tp=4)\n{body}"
@@ -203,7 +203,7 @@ from onnxpar.emit import write_directory
 def slowly(*args, **options):
     print("writing", flush=True)
     time.sleep(60)
-output._write_graph = slowly
+write_directory._write_graph = slowly
 write([two_layers(MESH)], out, model_name="net")
 """
 
