@@ -6,9 +6,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.api.compiler import Analysed
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import factor_sizes
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.strategy import Strategy, resolve
@@ -48,11 +48,11 @@ def document(seed: int, inputs: Mapping[str, int]) -> dict[str, Any]:
     return data
 
 
-def seeds_of(analysed: Analysed, inputs: Iterable[ir.Value], seed: int) -> Seeds:
+def seeds_of(analysed: Program, inputs: Iterable[ir.Value], seed: int) -> Seeds:
     """Returns the seeds of a random strategy for a program with these inputs."""
     ranks = {v.name or "": v.shape.rank() for v in inputs if v.shape}
     strategy = Strategy.from_dict(document(seed, ranks))
-    return resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    return resolve(strategy, analysed)
 
 
 def _names(draw: random.Random, axes: list[str], rank: int) -> list[Any]:
@@ -62,7 +62,7 @@ def _names(draw: random.Random, axes: list[str], rank: int) -> list[Any]:
     return [d or None for d in dims]
 
 
-def pinned(analysed: Analysed, seeds: Seeds, seed: int) -> Seeds:
+def pinned(analysed: Program, seeds: Seeds, seed: int) -> Seeds:
     """The seeds with random splits of random nodes' factors, outputs and parameters."""
     draw = random.Random(f"pinned {seed}")
     mesh, share = seeds.mesh, draw.choice([0.1, 0.3, 0.6])

@@ -22,15 +22,15 @@ import yaml
 from _exporter import save
 
 from onnxpar.api.compiler import plan
-from onnxpar.api.plan_strategy import read_program, searching
+from onnxpar.api.plan_strategy import read_workload, searching
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
 from onnxpar.core.errors import ShardingError
-from onnxpar.facts.program import Program
 from onnxpar.search.decide import decide, search
 from onnxpar.search.find import SearchSpec, find
+from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 
@@ -146,24 +146,23 @@ def test_memory_is_saved_for_twice_the_time_at_most(
     path, machine = tmp_path / "m.onnx", tmp_path / "slow.yaml"
     save(transformer.build(GPT), path)
     machine.write_text(SLOW)
-    program = read_program(path, {})
+    workload = read_workload(path, {})
     wanted = searching(load_strategy("auto", 4))
     entry = wanted.search.model_copy(update={"machine": str(machine), "level": 1})
     wanted = replace(wanted, search=entry)
-    seeds = resolve(wanted, program.model, program.rules, program.env)
+    seeds = resolve(wanted, workload.program)
     spec = SearchSpec(load_machine(str(machine)), level=1)
-    model, env, rules = program.model, program.env, program.rules
-    least = find(model, env, rules, seeds, spec, named=False, free_inputs=True)
-    fastest = find(model, env, rules, seeds, replace(spec, level=2), named=False, free_inputs=True)
+    least = find(workload.program, seeds, spec, named=False, free_inputs=True)
+    fastest = find(workload.program, seeds, replace(spec, level=2), named=False, free_inputs=True)
     assert least.chosen.seconds > 2 * fastest.chosen.seconds
-    found = search(wanted, program, seeds)
+    found = search(wanted, workload, seeds)
     assert found.chosen.seconds <= 2 * fastest.chosen.seconds
     assert least.chosen.memory <= found.chosen.memory < fastest.chosen.memory
     # Where only the least fits, it is taken.
     tight = replace(wanted, search=entry.model_copy(update={"memory": int(least.chosen.memory)}))
-    assert search(tight, program, seeds).chosen.memory == least.chosen.memory
+    assert search(tight, workload, seeds).chosen.memory == least.chosen.memory
     # A preset is no way around it.
-    best = decide(wanted, program)
+    best = decide(wanted, workload)
     assert best.ways[0].seconds <= 2 * min(way.seconds for way in best.ways)
 
 
@@ -172,9 +171,9 @@ def test_a_preset_is_taken_where_nothing_found_fits(
 ) -> None:
     path = tmp_path / "m.onnx"
     save(transformer.build(GPT), path)
-    program = read_program(path, {})
+    workload = read_workload(path, {})
     wanted = searching(load_strategy("auto", 4))
-    free = decide(wanted, program)
+    free = decide(wanted, workload)
     least = min((w for w in free.ways if w.name != "found"), key=lambda w: w.peak)
 
     def nothing(*_: object, **__: object) -> None:
@@ -185,28 +184,30 @@ def test_a_preset_is_taken_where_nothing_found_fits(
     def limited(memory: int) -> Strategy:
         return replace(wanted, search=wanted.search.model_copy(update={"memory": memory}))
 
-    taken = decide(limited(least.peak), program)
+    taken = decide(limited(least.peak), workload)
     assert taken.ways[0].name == least.name and taken.ways[0].peak <= least.peak
     assert taken.ways[1].name == "found" and "no strategy fits" in taken.ways[1].reason
     with pytest.raises(ShardingError, match=r"is 9; of the presets .* needs least, [0-9]+ bytes"):
-        decide(limited(least.peak // 2), program)
+        decide(limited(least.peak // 2), workload)
     # What is fixed no preset would keep.
     fixed = replace(limited(least.peak), dataset="data_parallel")
     with pytest.raises(ShardingError, match=r"is 9$"):
-        decide(fixed, program)
+        decide(fixed, workload)
 
 
-def unproved(folder: Path, model: ir.Model, loss: str) -> tuple[Program, Strategy]:
+def unproved(folder: Path, model: ir.Model, loss: str) -> tuple[Workload, Strategy]:
     """What trains a model on 4 devices, the batch not known to divide by anything."""
     save(model, folder / "m.onnx")
     spec = TrainingSpec(parse_loss(loss), parse_optimizer("adamw"))
     wanted = searching(load_strategy("auto", 4))
-    program = read_program(folder / "m.onnx", {}, spec)
+    workload = read_workload(folder / "m.onnx", {}, spec)
     sizes = {
-        name: size for name, size in {"batch": 16, "seq": 64}.items() if name in program.env.table
+        name: size
+        for name, size in {"batch": 16, "seq": 64}.items()
+        if name in workload.program.env.table
     }
     entry = wanted.search.model_copy(update={"machine": "cpu", "sizes": sizes})
-    return program, replace(wanted, search=entry)
+    return workload, replace(wanted, search=entry)
 
 
 def under(limit: int, wanted: Strategy) -> Strategy:
@@ -219,14 +220,14 @@ def test_the_search_knows_what_is_not_proved_even(tmp_path: Path) -> None:
     Taken as numbers, splits that must be gathered cost nothing, so whatever was found needed more
     than each preset, and under a limit below these nothing was found.
     """
-    program, wanted = unproved(tmp_path, transformer.build(GPT), "softmax_cross_entropy")
-    decision = decide(wanted, program)
+    workload, wanted = unproved(tmp_path, transformer.build(GPT), "softmax_cross_entropy")
+    decision = decide(wanted, workload)
     presets = [way for way in decision.ways if way.name != "found"]
     limit = int(0.95 * min(way.peak for way in presets))
-    assert decide(under(limit, wanted), program).ways[0].peak <= limit
+    assert decide(under(limit, wanted), workload).ways[0].peak <= limit
 
 
 def test_where_nothing_fits_what_may_be_declared_is_said(tmp_path: Path) -> None:
-    program, wanted = unproved(tmp_path, two_layer.build(), "mse")
+    workload, wanted = unproved(tmp_path, two_layer.build(), "mse")
     with pytest.raises(ShardingError, match="--symbol batch:divisor=4 may save that memory"):
-        decide(under(1024, wanted), program)
+        decide(under(1024, wanted), workload)

@@ -14,7 +14,7 @@ import pytest
 import transformer
 
 from onnxpar.api.compiler import shard
-from onnxpar.api.plan_strategy import Planned, plan_strategy, read_program, searching
+from onnxpar.api.plan_strategy import FoundStrategy, plan_strategy, read_workload, searching
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -82,10 +82,10 @@ def measured(directory: Path, trains: bool, sizes: Mapping[str, int]) -> int:
 def test_predicted_as_measured(tmp_path: Path, name: str, strategy: str, trains: bool) -> None:
     path, sizes = save(tmp_path, name)
     spec = ADAMW if trains else None
-    program = read_program(path, {}, spec)
+    workload = read_workload(path, {}, spec)
     chosen = load_strategy(strategy, None)
-    plan = program.plan(resolve(chosen, program.model, program.rules, program.env))
-    planned = program.price(plan, load_machine("cpu"), sizes).peak
+    plan = workload.plan(resolve(chosen, workload.program))
+    planned = workload.price(plan, load_machine("cpu"), sizes).peak
     summary = shard(path, chosen, tmp_path / "out", training=spec)
     held = measured(summary.out, trains, sizes)
     assert planned == pytest.approx(held, rel=WITHIN)
@@ -113,15 +113,15 @@ def test_filters_gradients_take_room(
     onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
     spec, sizes = TrainingSpec(parse_loss("mse"), parse_optimizer("adamw")), {"batch": 8}
     chosen = load_strategy("dp=2", None)
-    program = read_program(path, {}, spec)
-    plan = program.plan(resolve(chosen, program.model, program.rules, program.env))
-    planned = program.price(plan, load_machine("cpu"), sizes).peak
+    workload = read_workload(path, {}, spec)
+    plan = workload.plan(resolve(chosen, workload.program))
+    planned = workload.price(plan, load_machine("cpu"), sizes).peak
     summary = shard(path, chosen, tmp_path / "out", training=spec)
     held = measured(summary.out, True, sizes)
     assert planned == pytest.approx(held, rel=0.05)
 
 
-def searched(path: Path, sizes: Mapping[str, int], memory: int | None) -> Planned:
+def searched(path: Path, sizes: Mapping[str, int], memory: int | None) -> FoundStrategy:
     strategy = searching(load_strategy("auto", 4))
     entry = strategy.search.model_copy(update={"sizes": sizes, "memory": memory})
     return plan_strategy(

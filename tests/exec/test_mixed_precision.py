@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnxpar.autodiff.append_loss import LossKind, LossSpec
 from onnxpar.autodiff.mixed_precision import compute_in
 from onnxpar.autodiff.optimizer import OptimizerKind
-from onnxpar.autodiff.training_program import Prepared, TrainingSpec, prepare_training
+from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import normalise
 from onnxpar.ops.own_functions import attach_functions
@@ -54,7 +54,7 @@ def in_float16(model: ir.Model) -> ir.Model:
     return model
 
 
-def prepared(model: ir.Model, compute: str | None) -> Prepared:
+def prepared(model: ir.Model, compute: str | None) -> TrainingProgram:
     loss = LossSpec(LossKind.MSE)
     spec = TrainingSpec(loss, OptimizerKind.SGD, compute=compute)
     return prepare_training(read_parameters(model), {}, spec)
@@ -66,21 +66,23 @@ def test_gradients_are_pytorchs_with_the_same_casts(exported: str) -> None:
     model = small_mlp() if exported == "float32" else in_float16(small_mlp())
     found = prepared(model, "float16" if exported == "float32" else None)
     assert found.compute == "float16"
-    held = found.model.graph.initializers
+    held = found.program.model.graph.initializers
     weights = {}
     for name in found.gradients:
         assert held[name].dtype == ir.DataType.FLOAT
         tensor = held[name].const_value
         assert tensor is not None
         weights[name] = torch.tensor(tensor.numpy().copy(), requires_grad=True)
-    attach_functions(found.model)
-    products = [n for n in found.model.graph if n.op_type in ("MatMul", "Gemm", "FusedMatMul")]
+    attach_functions(found.program.model)
+    products = [
+        n for n in found.program.model.graph if n.op_type in ("MatMul", "Gemm", "FusedMatMul")
+    ]
     assert len(products) == 3 + 5 and {n.outputs[0].dtype for n in products} == {HALF}
     rng = np.random.default_rng(2)
     x = rng.standard_normal((6, 1, 4, 4)).astype(exported)
     labels = rng.standard_normal((6, 10)).astype(exported)
     feeds = {"x": x, "labels": labels, "onnxpar.loss_weight": np.float32(1)}
-    run = evaluator(ir.to_proto(found.model), True)
+    run = evaluator(ir.to_proto(found.program.model), True)
     outputs = run(feeds)
     hidden = torch.tensor(x).flatten(1).half()
     for layer in (1, 2, 3):

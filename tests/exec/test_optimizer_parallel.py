@@ -19,7 +19,7 @@ import pytest
 import transformer
 
 from onnxpar.api import runtime
-from onnxpar.api.plan_strategy import read_program
+from onnxpar.api.plan_strategy import read_workload
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import OptimizerKind
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -222,10 +222,10 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
             members, step = group.members, hyper("adamw", 1)
             group.each(lambda rank: members[rank].train_step([batch], step))  # noqa: B023
             peak = members[0].peak_bytes()
-        program = read_program(out.with_suffix(".onnx"), {}, spec, strategy.optimizer_parallel)
-        seeds = resolve(strategy, program.model, program.rules, program.env)
+        workload = read_workload(out.with_suffix(".onnx"), {}, spec, strategy.optimizer_parallel)
+        seeds = resolve(strategy, workload.program)
         sizes = {"batch": 4, "seq": 4}
-        price = program.price(program.plan(seeds), load_machine("cpu"), sizes)
+        price = workload.price(workload.plan(seeds), load_machine("cpu"), sizes)
         assert price.peak == pytest.approx(peak, rel=0.15), level
         manifest = Manifest.load(out)
         states = {s.kind for s in manifest.trained().states.values()} - {"micro_gradient"}

@@ -25,19 +25,16 @@ def case(seed: int) -> bool:
     model = program(seed)
     analysed = analyse(ir.from_proto(model), {})
     ranks = {v.name or "": v.shape.rank() for v in analysed.model.graph.inputs if v.shape}
-    parts = (analysed.model, analysed.rules, analysed.env)
-    seeds = resolve(Strategy.from_dict(document(seed, ranks)), *parts)
+    seeds = resolve(Strategy.from_dict(document(seed, ranks)), analysed)
     seeds = pinned(analysed, seeds, seed) if seed % 2 else seeds
     try:
-        plan = propagate(analysed.model, analysed.env, analysed.rules, seeds)
+        plan = propagate(analysed, seeds)
     except ShardingError:
         return False
-    annotate_proto(model, analysed.model, plan, analysed.rules, analysed.env, {})
+    annotate_proto(model, analysed, plan, {})
     annotation = read_annotation(model, "model")
     assert annotation is not None and annotation.devices == plan.mesh.size
-    again = propagate(
-        analysed.model, analysed.env, analysed.rules, annotated_seeds(annotation, *parts)
-    )
+    again = propagate(analysed, annotated_seeds(annotation, analysed))
     assert (again.mesh, again.inputs, again.parameters) == (plan.mesh, plan.inputs, plan.parameters)
     for name, found in plan.nodes.items():
         made = {v.name for v in analysed.rules.views[name].node.outputs}

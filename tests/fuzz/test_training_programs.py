@@ -14,13 +14,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnxpar.partition.partitioner import partition
 
-from onnxpar.api.compiler import Analysed, find_rules
 from onnxpar.autodiff.differentiate import Differentiated, differentiate
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Symbol
+from onnxpar.facts.program import Program
 from onnxpar.frontend.expand import expand_by_body
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.builder import ir_shape
@@ -28,6 +27,8 @@ from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
+from onnxpar.ops.table import REGISTRY
+from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.propagation.walk import propagate
 from tests.lockstep import Array, run_model
@@ -44,7 +45,7 @@ EXACT, ROUNDED = 1e-9, 2e-3
 
 def trained(
     proto: onnx.ModelProto, constraints: dict[str, Symbol]
-) -> tuple[Analysed, Differentiated] | None:
+) -> tuple[Program, Differentiated] | None:
     """The program, its loss, and gradients by its parameters and inputs; None without a loss."""
     model = normalise(ir.from_proto(proto))
     graph = model.graph
@@ -72,18 +73,18 @@ def trained(
     del graph.outputs[:]
     builder.rename(total, LOSS)
     graph.outputs.append(total)
-    expand_by_body(model, builder, variables, total)
-    done = differentiate(model, builder.env, LOSS, [v.name or "" for v in variables])
-    return Analysed(model, done.env, *find_rules(model, done.env)), done
+    expand_by_body(model, REGISTRY, builder, variables, total)
+    done = differentiate(model, builder.env, REGISTRY, LOSS, [v.name or "" for v in variables])
+    return Program.of(model, done.env, REGISTRY), done
 
 
-def cut(analysed: Analysed, done: Differentiated, seeds: Seeds) -> PartitionedModel:
+def cut(analysed: Program, done: Differentiated, seeds: Seeds) -> PartitionedModel:
     a = analysed
-    plan = propagate(a.model, a.env, a.rules, seeds, done.links)
-    return partition(a.model, a.env, a.rules, a.ops, plan)
+    plan = propagate(a, seeds, done.links)
+    return partition(a, plan)
 
 
-def divided(analysed: Analysed, done: Differentiated, seed: int) -> PartitionedModel | None:
+def divided(analysed: Program, done: Differentiated, seed: int) -> PartitionedModel | None:
     """The program by the strategy of a seed; None where a random split is refused."""
     inputs = [v for v in analysed.model.graph.inputs if not (v.name or "").startswith(WEIGHT)]
     seeds = seeds_of(analysed, inputs, seed)
@@ -131,7 +132,7 @@ def case(seed: int) -> bool:
     return True
 
 
-def weights(analysed: Analysed, symbols: dict[str, int], seed: int) -> dict[str, Array]:
+def weights(analysed: Program, symbols: dict[str, int], seed: int) -> dict[str, Array]:
     """What the results are weighted by."""
     rng, env = np.random.default_rng(seed), analysed.env
     made: dict[str, Array] = {}

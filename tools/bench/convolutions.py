@@ -18,15 +18,16 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from onnxpar.partition.partitioner import partition
 
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.core.mesh import Mesh
 from onnxpar.emit.rank_graph import emit_rank
+from onnxpar.facts.program import Program
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.table import REGISTRY
+from onnxpar.partition.partition import partition
 from onnxpar.propagation.walk import propagate
 
 Run = Callable[[], object]
@@ -100,10 +101,10 @@ def _program(layer: Layer, results: tuple[int, ...]) -> onnx.ModelProto:
     model = normalise(ir.from_proto(proto))
     env = shapes(model, symbol_table(model, {}))
     variables = ["x", "w"] if layer.weights else ["x"]
-    done = differentiate(model, env, "loss", variables)
-    rules, ops = find_rules(model, done.env)
-    plan = propagate(model, done.env, rules, Seeds(Mesh.of(), {}, {}), done.links)
-    return ir.to_proto(emit_rank(partition(model, done.env, rules, ops, plan), 0))
+    done = differentiate(model, env, REGISTRY, "loss", variables)
+    program = Program.of(model, done.env, REGISTRY)
+    plan = propagate(program, Seeds(Mesh.of(), {}, {}), done.links)
+    return ir.to_proto(emit_rank(partition(program, plan), 0))
 
 
 def _runs(layer: Layer, threads: int) -> tuple[Run, Run]:

@@ -23,13 +23,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from onnxpar.api.compiler import Summary, shard
-from onnxpar.api.plan_strategy import read_program
+from onnxpar.api.plan_strategy import read_workload
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
-from onnxpar.facts.program import Program
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import program_memory, total_bytes
+from onnxpar.search.workload import Workload
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar_runtime import entries
@@ -70,15 +70,15 @@ class Row:
 
 def row(
     model: Path,
-    program: Program,
+    workload: Workload,
     strategy: str,
     training: TrainingSpec | None,
     sizes: Mapping[str, int],
 ) -> Row:
     """Cuts, predicts and measures."""
     chosen = load_strategy(strategy, None)
-    seeds = resolve(chosen, program.model, program.rules, program.env)
-    price = program.price(program.plan(seeds), load_machine("cpu"), sizes)
+    seeds = resolve(chosen, workload.program)
+    price = workload.price(workload.plan(seeds), load_machine("cpu"), sizes)
     with TemporaryDirectory() as folder:
         summary = shard(model, chosen, Path(folder) / "out", training=training)
         measured = measure(summary.out, training is not None, sizes)
@@ -146,12 +146,12 @@ def main() -> int:
     training = None
     if given.loss:
         training = TrainingSpec(parse_loss(given.loss), parse_optimizer(given.optimizer))
-    program = read_program(given.model, {}, training)
-    rows = [row(given.model, program, s, training, sizes) for s in given.strategy]
+    workload = read_workload(given.model, {}, training)
+    rows = [row(given.model, workload, s, training, sizes) for s in given.strategy]
     if given.json:
         print(json.dumps([asdict(r) for r in rows], indent=1))
     else:
-        print(f"{'strategy':<12}{'planned':>14}{'program':>14}{'measured':>14}{'error':>9}")
+        print(f"{'strategy':<12}{'planned':>14}{'workload':>14}{'measured':>14}{'error':>9}")
         for r in rows:
             top = max(r.measured)
             print(f"{r.strategy:<12}{r.planned:>14,}{r.program:>14,}{top:>14,}{r.error:>9.1%}")

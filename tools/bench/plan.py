@@ -37,14 +37,13 @@ from scipy.stats import spearmanr
 from step_cases import ROOT, Model
 
 from onnxpar.api.compiler import shard
-from onnxpar.api.plan_strategy import plan_strategy, read_program, searching
+from onnxpar.api.plan_strategy import plan_strategy, read_workload, searching
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.mesh import Mesh
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.eliminate import solve
 from onnxpar.search.find import seeds_of
@@ -52,6 +51,7 @@ from onnxpar.search.flow import flow
 from onnxpar.search.node_options import options
 from onnxpar.search.problem import build
 from onnxpar.search.ways import presets
+from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.save import strategy_data
@@ -87,10 +87,10 @@ class Case:
         """Sizes of the model's symbols."""
         return dict(zip(("batch", "seq"), self.model.labels, strict=False))
 
-    def price(self, program: Program, seeds: Seeds) -> float:
+    def price(self, workload: Workload, seeds: Seeds) -> float:
         """Seconds that the cost model gives a step of the plan that follows from seeds."""
         machine = load_machine(self.machine)
-        return program.price(program.plan(seeds), machine, self.sizes).seconds
+        return workload.price(workload.plan(seeds), machine, self.sizes).seconds
 
     @property
     def label(self) -> str:
@@ -109,11 +109,11 @@ class Entry:
     seconds: float
 
 
-def priced(case: Case, program: Program, name: str) -> Entry:
+def priced(case: Case, workload: Workload, name: str) -> Entry:
     """A preset."""
     strategy = load_strategy(name, case.devices)
-    seeds = resolve(strategy, program.model, program.rules, program.env)
-    return Entry(name, {"preset": name}, case.price(program, seeds))
+    seeds = resolve(strategy, workload.program)
+    return Entry(name, {"preset": name}, case.price(workload, seeds))
 
 
 def found(case: Case) -> Entry:
@@ -125,12 +125,12 @@ def found(case: Case) -> Entry:
     return Entry("found", planned.data, planned.ways[0].seconds)
 
 
-def at_random(case: Case, program: Program, count: int, seed: int) -> Iterator[Entry]:
+def at_random(case: Case, workload: Workload, count: int, seed: int) -> Iterator[Entry]:
     """Strategies in which a random share of the kinds of nodes has random options."""
     rng = random.Random(seed)
-    model, env, rules = program.model, program.env, program.rules
-    seen = flow(model, env, rules, list(program.gradients))
-    base = resolve(searching(load_strategy("auto", case.devices)), model, rules, env)
+    program = workload.program
+    seen = flow(program, list(workload.gradients))
+    base = resolve(searching(load_strategy("auto", case.devices)), program)
     pairs = [
         {"x": n, "y": case.devices // n} for n in range(2, case.devices) if not case.devices % n
     ]
@@ -138,7 +138,7 @@ def at_random(case: Case, program: Program, count: int, seed: int) -> Iterator[E
     number = made = 0
     while made < count:
         mesh = meshes[number % len(meshes)]
-        cost = CostModel(load_machine(case.machine), mesh, env.table, case.sizes)
+        cost = CostModel(load_machine(case.machine), mesh, program.env.table, case.sizes)
         axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
         share = SHARES[number // len(meshes) % len(SHARES)]
         known: dict[object, Any] = {}
@@ -158,7 +158,7 @@ def at_random(case: Case, program: Program, count: int, seed: int) -> Iterator[E
         start = replace(base, mesh=mesh, inputs={})
         seeds = seeds_of(seen, problem.chosen(choice), problem.lying(choice), start)
         name = f"random {number} ({share:.0%} of {'x'.join(str(n) for _, n in mesh.axes)})"
-        yield Entry(name, strategy_data(seeds, rules, {}), case.price(program, seeds))
+        yield Entry(name, strategy_data(seeds, program.rules, {}), case.price(workload, seeds))
 
 
 def measure(
@@ -241,12 +241,12 @@ def cases(arguments: argparse.Namespace, scratch: Path) -> Iterator[Case]:
 
 def rank(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     """Prints the strategies in the order that is predicted; returns what is missed."""
-    program = read_program(case.path, {}, case.training)
+    workload = read_workload(case.path, {}, case.training)
     entries = [found(case)]
     for name in ("replicate", *presets(case.devices)):
-        entries.append(priced(case, program, name))
+        entries.append(priced(case, workload, name))
     more = max(arguments.strategies - len(entries), 0)
-    entries += at_random(case, program, more, arguments.seed)
+    entries += at_random(case, workload, more, arguments.seed)
     times, _ = measure(case, entries, scratch, arguments.rounds, arguments.steps)
     shown = sorted((e for e in entries if e.name in times), key=lambda e: e.seconds)
     print(f"{case.label}: {'predicted':>10} {'measured':>10} ms (median, least)")
@@ -271,10 +271,10 @@ def rank(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
 
 def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     """Prints a step of the plan found against those of dp and tp; returns what is missed."""
-    program = read_program(case.path, {}, case.training)
+    workload = read_workload(case.path, {}, case.training)
     entries = [found(case)]
     for name in (f"dp={case.devices}", f"tp={case.devices}"):
-        entries.append(priced(case, program, name))
+        entries.append(priced(case, workload, name))
     entries.append(replace(entries[0], name=AGAIN))
     times, artifacts = measure(case, entries, scratch, arguments.rounds, arguments.steps)
     for entry in entries:
@@ -290,9 +290,9 @@ def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]
     better = min(entries[1:3], key=lambda e: median(times[e.name])).name
     twice = ratio(AGAIN, "found")
     apart = max(twice, 1 / twice)
-    said = f"the same program twice: {twice:.3f}"
+    said = f"the same workload twice: {twice:.3f}"
     if graphs(artifacts["found"]) == graphs(artifacts[better]):
-        print(f"{case.label}: found is the same program as {better} ({said})", flush=True)
+        print(f"{case.label}: found is the same workload as {better} ({said})", flush=True)
         return []
     slower = ratio("found", better)
     print(f"{case.label}: found takes {slower:.3f} times {better} ({said})", flush=True)

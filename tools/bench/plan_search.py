@@ -29,15 +29,15 @@ from time import perf_counter, process_time
 
 import numpy as np
 
-from onnxpar.api.plan_strategy import plan_strategy, read_program, searching
+from onnxpar.api.plan_strategy import plan_strategy, read_workload, searching
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import collect_rarely
 from onnxpar.core.errors import OnnxparError
-from onnxpar.facts.program import Program
 from onnxpar.search.decide import search
 from onnxpar.search.find import Found
+from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.save import write_strategy
 
@@ -108,18 +108,18 @@ def strategy(
     return replace(wanted, search=entry)
 
 
-def timed(program: Program, wanted: Strategy) -> Timed:
+def timed(workload: Workload, wanted: Strategy) -> Timed:
     """Searches."""
-    seeds = resolve(wanted, program.model, program.rules, program.env)
+    seeds = resolve(wanted, workload.program)
     began = process_time()
-    found = search(wanted, program, seeds)
+    found = search(wanted, workload, seeds)
     return Timed(found, process_time() - began)
 
 
 def compare(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Prints the table of networks; gives what is missed."""
     print(
-        "| network | program | nodes | devices | recursive, s | a step, ms | ilp, s | a step, ms "
+        "| network | workload | nodes | devices | recursive, s | a step, ms | ilp, s | a step, ms "
         "| gap | ratio |\n|" + " --- |" * 10
     )
     spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
@@ -127,14 +127,14 @@ def compare(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     for name in options.zoo or zoo():
         path = exported(name, folder)
         for what, training in (("forward", None), ("training", spec)):
-            program = read_program(path, {}, training)
-            nodes = len(list(program.model.graph))
+            workload = read_workload(path, {}, training)
+            nodes = len(list(workload.program.graph))
             for devices in options.devices or (8, 16):
                 label = f"{name} {what}, {devices} devices"
                 begin = f"| {name} | {what} | {nodes} | {devices} |"
                 try:
-                    halved = timed(program, strategy("recursive", devices, machine, ALL_SIZES))
-                    exact = timed(program, strategy("ilp", devices, machine, ALL_SIZES))
+                    halved = timed(workload, strategy("recursive", devices, machine, ALL_SIZES))
+                    exact = timed(workload, strategy("ilp", devices, machine, ALL_SIZES))
                 except OnnxparError as error:
                     print(f"{begin} {error} |", flush=True)
                     yield f"{label}: {error}"

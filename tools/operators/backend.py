@@ -22,17 +22,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx.backend.test import loader
-from onnxpar.partition.partitioner import partition
 
-from onnxpar.api.compiler import Analysed, analyse
+from onnxpar.api.compiler import analyse
 from onnxpar.core.errors import OnnxparError, ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import WHOLE, format_rule
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.emit import write
+from onnxpar.facts.program import Program
 from onnxpar.graph.builder import COUNTERS
 from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.propagation.walk import propagate
 from onnxpar.report.inspect_data import directory_data
@@ -225,13 +226,13 @@ def _says_something(array: Any) -> bool:
     return np.ndim(array) == 1 and np.size(array) <= most
 
 
-def analysed(case: Case) -> Analysed:
+def analysed(case: Case) -> Program:
     """What is known of a case before it is divided; read anew, since dividing uses it up."""
     model = onnx.ModelProto.FromString(case.model.SerializeToString())
     return analyse(ir.from_proto(model), {})
 
 
-def seeds(known: Analysed, mesh: Mesh) -> Iterator[Seeds]:
+def seeds(known: Program, mesh: Mesh) -> Iterator[Seeds]:
     """Every factor of every node over all devices, and every two factors of a node over one each.
 
     The graph's inputs that the node reads come as it wants them; everything else follows by
@@ -253,7 +254,7 @@ def seeds(known: Analysed, mesh: Mesh) -> Iterator[Seeds]:
             yield _seed(known, mesh, name, split)
 
 
-def _seed(known: Analysed, mesh: Mesh, name: str, split: Mapping[str, DimSharding]) -> Seeds:
+def _seed(known: Program, mesh: Mesh, name: str, split: Mapping[str, DimSharding]) -> Seeds:
     view = known.rules.views[name]
     plan = shardings(known.rules.rules[name], view, split, mesh)
     graph = set(known.model.graph.inputs)
@@ -265,10 +266,10 @@ def _seed(known: Analysed, mesh: Mesh, name: str, split: Mapping[str, DimShardin
     return Seeds(mesh, {name: NodeSeed(name, split)}, inputs)
 
 
-def divided(case: Case, known: Analysed, chosen: Seeds) -> PartitionedModel:
+def divided(case: Case, known: Program, chosen: Seeds) -> PartitionedModel:
     """The program of all ranks under some seeds."""
-    plan = propagate(known.model, known.env, known.rules, chosen)
-    return partition(known.model, known.env, known.rules, known.ops, plan)
+    plan = propagate(known, chosen)
+    return partition(known, plan)
 
 
 def signature(program: PartitionedModel) -> str:
@@ -319,7 +320,7 @@ def examine(case: Case, sample: int | None, seed: int = 0) -> Outcome | None:
         return replace(made, status=CRASHED, detail=f"{type(error).__name__}: {error}")
 
 
-def _best(case: Case) -> tuple[Case, Analysed]:
+def _best(case: Case) -> tuple[Case, Program]:
     """The case, or that with constants where more of it can be divided."""
     fixed = with_constants(case)
     same = len(fixed.feeds) == len(case.feeds)
@@ -335,7 +336,7 @@ def _best(case: Case) -> tuple[Case, Analysed]:
     return (fixed, better) if _worth(better) > _worth(known) else (case, known)
 
 
-def _splittable(known: Analysed) -> int:
+def _splittable(known: Program) -> int:
     return sum(
         factor_sizes(rule, known.rules.views[name]).get(f) not in (1, None)
         for name, rule in known.rules.rules.items()
@@ -343,13 +344,13 @@ def _splittable(known: Analysed) -> int:
     )
 
 
-def _worth(known: Analysed) -> tuple[int, int]:
+def _worth(known: Program) -> tuple[int, int]:
     return -len(known.rules.reasons), _splittable(known)
 
 
 def _examine(
     case: Case,
-    known: Analysed,
+    known: Program,
     want: Mapping[str, Any],
     made: Outcome,
     sample: int | None,
@@ -393,7 +394,7 @@ def _examine(
     return replace(made, splits=splits, plans=plans, reasons=list(dict.fromkeys(reasons)))
 
 
-def _why(known: Analysed, name: str) -> str:
+def _why(known: Program, name: str) -> str:
     rule, view = known.rules.rules[name], known.rules.views[name]
     sizes = factor_sizes(rule, view)
     if not rule.factors:

@@ -67,7 +67,7 @@ def divided(case: Case, kind: LossKind, w: Array) -> PartitionedModel:
         {"mesh": case.mesh, "dataset": "full_batch", "nodes": {"head": {"in": case.inputs}}}
     )
     analysed = analyse(info.model, {})
-    return divide(analysed, resolve(strategy, analysed.model, analysed.rules, analysed.env))
+    return divide(analysed, resolve(strategy, analysed))
 
 
 def expected(kind: LossKind, logits: Array, labels: Array) -> float:

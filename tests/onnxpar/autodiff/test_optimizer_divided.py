@@ -9,7 +9,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from onnxpar.partition.partitioner import partition
 
 from onnxpar.autodiff.optimizer import (
     GRAD_NORM,
@@ -23,11 +22,13 @@ from onnxpar.autodiff.optimizer import (
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import SymbolTable
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import factor_sizes, project
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.trainable import ParameterInfo
+from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, States
 from onnxpar.propagation.walk import propagate
 from tests.lockstep import run_model
@@ -75,26 +76,26 @@ def sharding_of(kind: StateKind, parameter: str) -> Sharding:
     return Sharding.of(shape, atoms, partial if gradient else ())
 
 
-def divided(program: StateProgram) -> PartitionedModel:
-    model = program.model
-    env = shapes(model, SymbolTable({}))
-    rules, ops = find_rules(model, env)
+def divided(update: StateProgram) -> PartitionedModel:
+    env = shapes(update.model, SymbolTable({}))
+    program = Program.of(update.model, env, REGISTRY)
+    rules = program.rules
     assert not rules.reasons
-    held = {s.name: sharding_of(s.kind, s.parameter) for s in program.states}
+    held = {s.name: sharding_of(s.kind, s.parameter) for s in update.states}
     nodes = {}
-    for node in model.graph:
+    for node in program.graph:
         made = node.outputs[0].name
-        for gradient, reduced in program.reduced.items():
+        for gradient, reduced in update.reduced.items():
             if made == reduced:
                 name = node.name or ""
                 rule, view = rules.rules[name], rules.views[name]
                 whole = held[gradient].with_partial(())
                 factors = project(rule.inputs[0], whole, factor_sizes(rule, view), MESH, env.table)
                 nodes[name] = NodeSeed(name, factors)
-    outputs = {output: held[state] for output, state in program.updated.items()}
-    plan = propagate(model, env, rules, Seeds(MESH, nodes, held, outputs=outputs))
-    states = States(frozenset(held), dict(program.updated))
-    return partition(model, env, rules, ops, plan, program="p", states=states)
+    outputs = {output: held[state] for output, state in update.updated.items()}
+    plan = propagate(program, Seeds(MESH, nodes, held, outputs=outputs))
+    states = States(frozenset(held), dict(update.updated))
+    return partition(program, plan, name="p", states=states)
 
 
 def draw(program: StateProgram) -> dict[str, Array]:

@@ -8,9 +8,12 @@ import pytest
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import NO_CONSTRAINTS
+from onnxpar.core.symbols.symbol_table import SymbolTable
 from onnxpar.cost.optimizer_parallel import OptimizerParallel, shard_states, split_further, within
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
-from onnxpar.ops.node_rules import Rules
+from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.registry import Registry
 
 MESH = Mesh.of(dp=4, tp=3)
 A, B, TP = 0, 1, 2
@@ -73,6 +76,12 @@ def test_a_group_is_of_neighbours_and_within_its_limit() -> None:
     assert within((2,), mesh, 2) == ()
 
 
+def nothing() -> Program:
+    """A program without nodes."""
+    model = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)
+    return Program.of(model, ShapeEnv({}, {}, SymbolTable({})), Registry(()))
+
+
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_levels_split_more_and_more(level: int) -> None:
     whole = Sharding.of((8, 6), [(), (TP,)])
@@ -82,7 +91,7 @@ def test_levels_split_more_and_more(level: int) -> None:
     assert found.moment("w") == (shard if level >= 1 else whole)
     assert found.gradient("w") == (shard if level >= 2 else whole.with_partial((A, B)))
     assert found.parameter("w") == (shard if level >= 3 else whole)
-    laid = found.training(ir.Graph([], [], nodes=[]), Rules({}, {}, {}))
+    laid = found.training(nothing())
     assert laid.gathered == (frozenset({"w"}) if level == 3 else frozenset())
     assert laid.plan.outputs["grad.w"] == found.gradient("w")
     assert laid.plan.parameters["w"] == found.parameter("w")

@@ -12,7 +12,7 @@ from onnxpar.facts.equalities import Equality, assumed_equalities
 def equalities(text: str, constraints: dict[str, Symbol] | None = None) -> tuple[Equality, ...]:
     proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> g {text}')
     analysed = analyse(ir.from_proto(proto), constraints or {})
-    return assumed_equalities(analysed.model.graph, analysed.rules, analysed.env.table)
+    return assumed_equalities(analysed)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,14 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from onnxpar.api.compiler import analyse, divide
-from onnxpar.autodiff import differentiate as autodiff
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
-from onnxpar.frontend import expand
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.keys import EXPANDED_FROM, EXPANDED_OPERANDS
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops import node_rules as find
 from onnxpar.ops.function_body import BodyNode
 from onnxpar.ops.operator import BY_BODY, OpDef, expanded
 from onnxpar.ops.own_functions import attach_functions
@@ -37,20 +34,15 @@ def parse(text: str, opset: int) -> onnx.ModelProto:
     )
 
 
-def with_definitions(monkeypatch: pytest.MonkeyPatch, *definitions: OpDef) -> None:
-    """Puts definitions in the place of those of the same operator and version."""
+def with_definitions(*definitions: OpDef) -> Registry:
+    """The table with definitions in the place of those of the same operator and version."""
     keys = {(d.domain, d.op_type, d.since_version) for d in definitions}
     others = [d for d in REGISTRY.defs if (d.domain, d.op_type, d.since_version) not in keys]
-    registry = Registry((*others, *definitions))
-    for module in (expand, autodiff):
-        monkeypatch.setattr(module, "REGISTRY", registry)
+    return Registry((*others, *definitions))
 
 
-def without_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the rules of Shrink and Swish away, so that ONNX's bodies are all there is of them."""
-    kept = Registry(tuple(d for d in REGISTRY.defs if d.op_type not in ("Shrink", "Swish")))
-    for module in (expand, find):
-        monkeypatch.setattr(module, "REGISTRY", kept)
+# Without the rules of Shrink and Swish, ONNX's bodies are all there is of them.
+BODIES_ALONE = Registry(tuple(d for d in REGISTRY.defs if d.op_type not in ("Shrink", "Swish")))
 
 
 FORWARD = {
@@ -70,12 +62,11 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("title", FORWARD)
-def test_divided_through_its_body(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_definitions(monkeypatch)
+def test_divided_through_its_body(title: str) -> None:
     text, opset = FORWARD[title]
     proto = parse(text, opset)
     del proto.opset_import[1:]
-    analysed = analyse(ir.serde.deserialize_model(proto), {})
+    analysed = analyse(ir.serde.deserialize_model(proto), {}, BODIES_ALONE)
     assert not analysed.rules.reasons
     mesh = Mesh.of(dp=2, tp=2)
     shape = analysed.env.shapes["x"]
@@ -89,10 +80,10 @@ def test_divided_through_its_body(title: str, monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_allclose(made[output.name], want, rtol=1e-6, atol=1e-7)
 
 
-def test_names_and_origin(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_definitions(monkeypatch)
+def test_names_and_origin() -> None:
     model = normalise(
-        ir.from_proto(parse("g (float[n] x) => (float[n] y) { a = Neg(x) y = Shrink(a) }", 20))
+        ir.from_proto(parse("g (float[n] x) => (float[n] y) { a = Neg(x) y = Shrink(a) }", 20)),
+        BODIES_ALONE,
     )
     first, *inner = list(model.graph)
     assert EXPANDED_FROM not in first.metadata_props
@@ -104,11 +95,10 @@ def test_names_and_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inner[-1].outputs[0].name == "y" == model.graph.outputs[0].name
 
 
-def test_what_cannot_be_replaced_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_definitions(monkeypatch)
+def test_what_cannot_be_replaced_is_told() -> None:
     # Shrink's body is written with CastLike, of opset 15.
     proto = parse("g (float[n] x) => (float[n] y) { y = Shrink(x) }", 13)
-    analysed = analyse(ir.from_proto(proto), {})
+    analysed = analyse(ir.from_proto(proto), {}, BODIES_ALONE)
     assert analysed.rules.reasons == {
         "Shrink_y": "node 'Shrink_y' (Shrink): its body needs opset 18 (for CastLike), got 13"
     }
@@ -120,12 +110,13 @@ def twice(node: BodyNode) -> list[ir.Value | None]:
     return [node.op("Add", x, x), x]
 
 
-def test_a_body_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_definitions(monkeypatch, OpDef("test", "Twice", 1, expanded, body=twice))
+def test_a_body_of_ours() -> None:
+    registry = with_definitions(OpDef("test", "Twice", 1, expanded, body=twice))
     model = normalise(
         ir.from_proto(
             parse("g (float[n] x) => (float[n] y, float[n] z) { y, z = test.Twice(x) }", 20)
-        )
+        ),
+        registry,
     )
     assert [(n.name, n.op_type) for n in model.graph] == [
         ("Twice_y/Add", "Add"),
@@ -136,14 +127,15 @@ def test_a_body_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.shapes["y"] == env.shapes["z"] == env.shapes["x"]
 
 
-def test_a_body_that_lacks_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_lacks_what_it_needs() -> None:
     def refuse(node: BodyNode) -> list[ir.Value | None]:
         node.op("Neg", node.input(0))
         raise node.fail("expected a constant")
 
-    with_definitions(monkeypatch, OpDef("test", "Twice", 1, expanded, body=refuse))
+    registry = with_definitions(OpDef("test", "Twice", 1, expanded, body=refuse))
     model = normalise(
-        ir.from_proto(parse("g (float[n] x) => (float[n] y) { y = test.Twice(x) }", 20))
+        ir.from_proto(parse("g (float[n] x) => (float[n] y) { y = test.Twice(x) }", 20)),
+        registry,
     )
     assert [n.op_type for n in model.graph] == ["Twice"]
 
@@ -155,10 +147,10 @@ def mish(node: BodyNode) -> list[ir.Value | None]:
 
 
 @pytest.mark.parametrize("body", [None, mish], ids=["schema", "ours"])
-def test_differentiated_by_its_body(monkeypatch: pytest.MonkeyPatch, body: object) -> None:
+def test_differentiated_by_its_body(body: object) -> None:
     found = REGISTRY.find("", "Mish", 18)
     assert found is not None
-    with_definitions(monkeypatch, replace(found, gradient=BY_BODY, body=body))
+    registry = with_definitions(replace(found, gradient=BY_BODY, body=body))
     # Only the one between w and the loss is replaced.
     model = normalise(
         ir.from_proto(
@@ -168,10 +160,11 @@ def test_differentiated_by_its_body(monkeypatch: pytest.MonkeyPatch, body: objec
                 }""",
                 18,
             )
-        )
+        ),
+        registry,
     )
     env = shapes(model, symbol_table(model, {}))
-    done = differentiate(model, env, "loss", ["w"])
+    done = differentiate(model, env, registry, "loss", ["w"])
     assert [n.name for n in model.graph if n.op_type == "Mish"] == ["Mish_a"]
     replaced = [n.name or "" for n in model.graph if EXPANDED_FROM in n.metadata_props]
     assert replaced and all(name.startswith("Mish_c/") for name in replaced)

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnxpar.partition.partitioner import _Partition
 
-from onnxpar.api.compiler import find_rules
 from onnxpar.autodiff.differentiate import Differentiated, differentiate
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Component, DimSharding, Sharding
+from onnxpar.facts.program import Program
 from onnxpar.frontend.expand import expand_by_body
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.builder import DOMAIN, GraphBuilder, ir_shape
@@ -36,9 +35,12 @@ from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
-from onnxpar.ops.node_rules import Rules
-from onnxpar.ops.operator import OpDef
+from onnxpar.ops.node_rules import Rules, find_rules
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.table import REGISTRY
+from onnxpar.partition.body_writer import body_partitioner
 from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.writer import ProgramWriter
 from onnxpar.propagation.walk import propagate
 from tests.lockstep import Array, Evaluate, evaluator, run_model
 
@@ -110,6 +112,7 @@ class GradCase:
             what takes their place in training.
         rtol: Tolerance against differences, relative to the greatest gradient and the loss.
         torch_rtol: The same against PyTorch.
+        registry: The table of operators.
     """
 
     nodes: str
@@ -126,6 +129,7 @@ class GradCase:
     alone: bool = True
     rtol: float = RTOL
     torch_rtol: float = TORCH_RTOL
+    registry: Registry = REGISTRY
 
     def __str__(self) -> str:
         shown = ", ".join(f"{k}: {v}" for k, v in self.inputs.items())
@@ -155,9 +159,9 @@ class GradCase:
         return [name for name, text in self.inputs.items() if text.startswith("double")]
 
     @cached_property
-    def program(self) -> "Program":
+    def program(self) -> "GradProgram":
         """Loss, and after it the gradients, on the global graph."""
-        return Program.build(self)
+        return GradProgram.build(self)
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
@@ -313,7 +317,7 @@ class GradCase:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitNode:
     """The node that is split: its rule, and what it was before a body took its place."""
 
     rule: OpRule
@@ -321,46 +325,55 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Program:
+class GradProgram:
     """A loss and its gradients on the global graph, and what the planner needs of them."""
 
-    model: ir.Model
+    program: Program
     done: Differentiated
-    split: Split
+    split: SplitNode
     forward: Sequence[ir.Node]
     backward: Sequence[ir.Node]
     parameters: Sequence[str]
     weights: Sequence[str]
-    rules: Rules
-    ops: Mapping[str, OpDef]
+
+    @property
+    def model(self) -> ir.Model:
+        return self.program.model
 
     @property
     def env(self) -> ShapeEnv:
         return self.done.env
 
+    @property
+    def rules(self) -> Rules:
+        return self.program.rules
+
     @staticmethod
-    def build(case: GradCase) -> "Program":
+    def build(case: GradCase) -> "GradProgram":
         """Appends the loss, differentiates it and finds the rules of the whole."""
-        model = normalise(ir.from_proto(case.proto))
+        model = normalise(ir.from_proto(case.proto), case.registry)
         env = shapes(model, symbol_table(model, {}))
         graph = model.graph
         # What is differentiated by its body is split as the operator that it is.
         first = model.clone()
         name = list(first.graph)[case.split].name or ""
-        own, _ = find_rules(first, env)
+        own = find_rules(first, env, case.registry)
         assert name not in own.reasons, f"{case}: {own.reasons[name]}"
         builder = GlobalBuilder.over(graph, case.opset, env)
         parameters = _hold(graph, case.variables)
         weights = _append_loss(builder)
-        expand_by_body(model, builder, _variables(graph, case.variables), graph.outputs[-1])
+        expand_by_body(
+            model, case.registry, builder, _variables(graph, case.variables), graph.outputs[-1]
+        )
         forward = [node for node in graph if not (node.name or "").startswith(f"{WEIGHTED}/")]
         before = set(graph)
-        done = differentiate(model, builder.env, LOSS, case.variables)
+        done = differentiate(model, builder.env, case.registry, LOSS, case.variables)
         backward = [node for node in graph if node not in before]
-        rules, ops = find_rules(model, done.env)
-        assert not rules.reasons, f"{case}: replicated {dict(rules.reasons)}"
-        split = Split(own.rules[name], own.views[name])
-        return Program(model, done, split, forward, backward, parameters, weights, rules, ops)
+        program = Program.of(model, done.env, case.registry)
+        reasons = program.rules.reasons
+        assert not reasons, f"{case}: replicated {dict(reasons)}"
+        split = SplitNode(own.rules[name], own.views[name])
+        return GradProgram(program, done, split, forward, backward, parameters, weights)
 
     def assignments(self, mesh: Mesh) -> Iterator[Factors]:
         """Every way to give the atoms of a mesh to factors of the split node, in every order."""
@@ -392,17 +405,18 @@ class Program:
         }
         nodes = {name: NodeSeed(name, factors)} if name in self.rules.rules else {}
         seeds = Seeds(mesh, nodes, inputs)
-        planned = propagate(self.model, self.env, self.rules, seeds, self.done.links)
+        planned = propagate(self.program, seeds, self.done.links)
         builder = GraphBuilder(mesh, self.env.table, self.model.opset_imports[""])
-        kind = _Partition if clean else _Dirty
-        return kind(self.model, self.env, self.rules, self.ops, planned, builder).run()
+        kind = ProgramWriter if clean else _Dirty
+        bodies = body_partitioner(self.program.registry)
+        return kind(self.program, planned, builder, bodies).run()
 
 
-class _Dirty(_Partition):
+class _Dirty(ProgramWriter):
     """A partitioner that takes no padding to be zero."""
 
-    def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
-        super()._define(name, sharding, local, zero=False)
+    def define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+        super().define(name, sharding, local, zero=False)
 
 
 def _variables(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:

@@ -15,12 +15,12 @@ from typing import TypeVar
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnxpar.partition.partitioner import _Partition
 
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Component, DimSharding, Sharding, split
 from onnxpar.core.symbols import symbols_of
+from onnxpar.facts.program import Program
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
 from onnxpar.graph.node_view import NodeView
@@ -29,11 +29,13 @@ from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
 from onnxpar.ops.fallback import settle
 from onnxpar.ops.local import copy_node
-from onnxpar.ops.node_rules import Rules
+from onnxpar.ops.node_rules import Rules, with_bodies
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
+from onnxpar.partition.body_writer import body_partitioner
 from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.writer import ProgramWriter
 from tests.lockstep import COMBINE, Array, Lockstep, evaluator
 
 GARBAGE_INT = 10**6
@@ -108,7 +110,7 @@ class Case:
 
     @cached_property
     def global_model(self) -> ir.Model:
-        return normalise(ir.from_proto(self.model))
+        return normalise(ir.from_proto(self.model), self.registry)
 
     @cached_property
     def env(self) -> ShapeEnv:
@@ -116,7 +118,9 @@ class Case:
 
     @cached_property
     def view(self) -> NodeView:
-        return NodeView(self.global_model.graph[0], self.env, self.opset)
+        node = self.global_model.graph[0]
+        definition = self.registry.find(node.domain, node.op_type, self.opset)
+        return with_bodies(NodeView(node, self.env, self.opset), definition, self.registry)
 
     @cached_property
     def stands_alone(self) -> bool:
@@ -245,11 +249,11 @@ def merged_assignments(case: Case, mesh: Mesh) -> Iterator[dict[str, DimSharding
 # -- execution -------------------------------------------------------------------------------------
 
 
-class _Dirty(_Partition):
+class _Dirty(ProgramWriter):
     """A partitioner that takes no padding to be zero."""
 
-    def _define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
-        super()._define(name, sharding, local, zero=False)
+    def define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
+        super().define(name, sharding, local, zero=False)
 
 
 @dataclass(frozen=True)
@@ -326,16 +330,13 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
         for v in [*model.graph.inputs, *model.graph.initializers.values()]
     }
     outputs = {v.name or "": plan.outputs[i] for i, v in enumerate(node.outputs) if v.name}
-    rules = Rules({"node": plan.rule}, {"node": case.view}, {})
     definition = case.definition
     if copy:
         definition = OpDef(node.domain, node.op_type, 1, definition.rule, copy_node)
-    kind = _Dirty if dirty else _Partition
+    rules = Rules({"node": plan.rule}, {"node": case.view}, {}, {"node": definition})
+    kind = _Dirty if dirty else ProgramWriter
     work = kind(
-        model,
-        env,
-        rules,
-        {"node": definition},
+        Program(model, env, rules, case.registry),
         Plan(
             mesh,
             {"node": plan},
@@ -344,6 +345,7 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
             {n: outputs[n] for n in (v.name or "" for v in model.graph.outputs)},
         ),
         GraphBuilder(mesh, env.table, case.opset),
+        body_partitioner(case.registry),
     )
     program = work.run()
     for equal in program.equalities:

@@ -3,16 +3,17 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from onnxpar.partition.partitioner import partition
 
 from onnxpar.core.mesh import Mesh
+from onnxpar.facts.program import Program
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.node_rules import find_rules
+from onnxpar.ops.table import REGISTRY
+from onnxpar.partition.partition import partition
 from onnxpar.propagation.walk import propagate
 from tests.lockstep import evaluator, run_model
 from tests.onnxpar.ops.contrib_cases import BODIES, FUSED, MULTI_HEAD, ROTARY
@@ -40,9 +41,8 @@ def test_a_body_is_the_operator(case: Case) -> None:
             assert builder.shape_of(new) == env.shapes[old.name or ""]
             model.graph.outputs[index] = new
         model.graph.remove(node)
-    rules, ops = find_rules(model, builder.env)
-    plan = propagate(model, builder.env, rules, Seeds(Mesh.of()))
-    divided = partition(model, builder.env, rules, ops, plan)
+    program = Program.of(model, builder.env, REGISTRY)
+    divided = partition(program, propagate(program, Seeds(Mesh.of())))
     arrays = {**case.arrays, **case.consts}
     got = run_model(divided, arrays, case.opset, case.sizes).values()
     want = evaluator(case.model, False)(case.arrays)

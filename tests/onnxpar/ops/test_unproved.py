@@ -34,7 +34,7 @@ def test_sizes_that_cannot_be_proved_equal(last: str, strategy: str) -> None:
     analysed = analyse(ir.from_proto(proto), {})
     assert not analysed.rules.reasons
     data = {"mesh": {strategy: 2}, "dataset": {"x": [strategy, None], "z": [None, strategy]}}
-    seeds = resolve(Strategy.from_dict(data), analysed.model, analysed.rules, analysed.env)
+    seeds = resolve(Strategy.from_dict(data), analysed)
     parted = divide(analysed, seeds)
     for batch in (1, 4, 7):
         feeds = {

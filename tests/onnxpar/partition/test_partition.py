@@ -11,10 +11,11 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.api.compiler import analyse, divide
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import Symbol
+from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.lockstep import Array, run_model
@@ -24,7 +25,7 @@ from tests.lockstep import Array, run_model
 RTOL = 1e-5
 
 
-def preset(analysed: Analysed, **axes: int) -> Seeds:
+def preset(analysed: Program, **axes: int) -> Seeds:
     mesh = Mesh.of(**axes)
     data = mesh.axis_atoms("dp") if "dp" in axes else ()
     inputs = {}
@@ -118,7 +119,7 @@ def test_every_model_on_four_data_ranks_without_constraints(batch: int) -> None:
         check(build(), parted, feeds, {"batch": batch, "seq": 3})
 
 
-def numeric(analysed: Analysed, mesh: Mesh, name: str, **atoms: tuple[int, ...]) -> NodeSeed:
+def numeric(analysed: Program, mesh: Mesh, name: str, **atoms: tuple[int, ...]) -> NodeSeed:
     rule = analysed.rules.rules[name]
     view = analysed.rules.views[name]
     sizes = {

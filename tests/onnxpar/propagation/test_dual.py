@@ -21,6 +21,7 @@ from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.plan import NodePlan
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.search.find import SearchSpec, find
+from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, resolve
 
 TEXT = """\
@@ -51,13 +52,13 @@ GPT = transformer.Config(layers=2, d_model=64, heads=4)
 SIZES = {"batch": 16, "seq": 64}
 
 
-def trained(model: ir.Model, loss: str, symbols: dict[str, Symbol]) -> Program:
+def trained(model: ir.Model, loss: str, symbols: dict[str, Symbol]) -> Workload:
     spec = TrainingSpec(parse_loss(loss), parse_optimizer("adamw"))
     prepared = prepare_training(read_parameters(model), symbols, spec)
-    return prepared.program(spec, Strategy.from_dict({"devices": 4}).optimizer_parallel)
+    return Workload.training(prepared, spec, Strategy.from_dict({"devices": 4}).optimizer_parallel)
 
 
-def block() -> Program:
+def block() -> Workload:
     """Columns and rows between a product and a sum whose batch is split."""
     proto = onnx.parser.parse_model(TEXT)
     for name in "tuvw":
@@ -89,10 +90,10 @@ def test_the_backward_of_columns_and_rows() -> None:
 
     It comes through the sums, which have no backward nodes of their own.
     """
-    program = block()
+    workload = block()
     nodes = {name: {"in": wanted} for name, wanted in STRATEGY.items()}
     strategy = Strategy.from_dict({"mesh": {"tp": 4}, "nodes": nodes})
-    plan = program.plan(resolve(strategy, program.model, program.rules, program.env))
+    plan = workload.plan(resolve(strategy, workload.program))
     tp = (0, 1)  # an axis of 4 is two atoms
     whole, rows, columns, pending = ((), (), ()), (tp, (), ()), ((), tp, ()), ((), (), tp)
     expected = {
@@ -106,7 +107,7 @@ def test_the_backward_of_columns_and_rows() -> None:
         "sum": [],
         "residual": [],
     }
-    assert {name: backward(program, plan.nodes, name) for name in STRATEGY} == expected
+    assert {name: backward(workload.program, plan.nodes, name) for name in STRATEGY} == expected
 
 
 def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
@@ -124,14 +125,14 @@ def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
         """)
     proto.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 64), np.float32), "w"))
     proto.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.int64), "one"))
-    program = trained(ir.from_proto(proto), "mse", {"batch": Symbol(divisor=4)})
+    workload = trained(ir.from_proto(proto), "mse", {"batch": Symbol(divisor=4)})
     wanted = {"product": [ROWS, WHOLE], "front": [ROWS], "back": [ROWS], "sum": [ROWS, ROWS]}
     nodes = {name: {"in": operands} for name, operands in wanted.items()}
     strategy = Strategy.from_dict({"mesh": {"tp": 4}, "nodes": nodes})
-    plan = program.plan(resolve(strategy, program.model, program.rules, program.env))
+    plan = workload.plan(resolve(strategy, workload.program))
     rows = ((0, 1), (), ())
     for name in "front", "back":
-        made = {kind: found[-1] for kind, found in backward(program, plan.nodes, name)}
+        made = {kind: found[-1] for kind, found in backward(workload.program, plan.nodes, name)}
         assert {kind: made[kind] for kind in ("Expand", "Concat")} == dict.fromkeys(
             ("Expand", "Concat"), rows
         )
@@ -141,20 +142,18 @@ def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
 @pytest.mark.parametrize("algorithm", ["recursive", "ilp"])
 def test_a_step_costs_what_the_search_counts(devices: int, algorithm: str) -> None:
     """Where sizes are not known to divide, so that few splits can be handed on."""
-    program = trained(transformer.build(GPT), "softmax_cross_entropy", {})
+    workload = trained(transformer.build(GPT), "softmax_cross_entropy", {})
     wanted = searching(Strategy.from_dict({"devices": devices, "search": {"sizes": SIZES}}))
     spec = SearchSpec(PRESETS["cpu"], algorithm, sizes=SIZES)
     found = find(
-        program.model,
-        program.env,
-        program.rules,
-        resolve(wanted, program.model, program.rules, program.env),
+        workload.program,
+        resolve(wanted, workload.program),
         spec,
         named=False,
         free_inputs=True,
-        trained=list(program.gradients),
+        trained=list(workload.gradients),
     )
-    price = program.price(program.plan(found.seeds), spec.machine, SIZES)
+    price = workload.price(workload.plan(found.seeds), spec.machine, SIZES)
     # The search takes the backward of a node for one or two more passes over it, which is not what
     # each gradient computes; sending is the same. Divided by the least traffic of each backward
     # node, a step took 7 to 28 % more than was counted.

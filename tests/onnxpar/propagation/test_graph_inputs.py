@@ -4,7 +4,8 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.api.compiler import analyse, divide
+from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
 
 WEIGHT = ", ".join(str(i) for i in range(256))
@@ -20,7 +21,7 @@ g (float[batch, 16] x, float[batch, 4, past, 4] k) => (float[batch, 4, length, 4
 """
 
 
-def cache() -> Analysed:
+def cache() -> Program:
     text = CACHE.replace("WEIGHT", WEIGHT)
     return analyse(ir.from_proto(onnx.parser.parse_model(text)), {})
 
@@ -30,7 +31,7 @@ def enters(strategy: str) -> str:
     analysed = cache()
     text = f"mesh: {{dp: 2, tp: 2}}\n{strategy}"
     given = Strategy.from_text(text, source="s")
-    seeds = resolve(given, analysed.model, analysed.rules, analysed.env)
+    seeds = resolve(given, analysed)
     plan = divide(analysed, seeds).plan
     # The product is split by columns, whatever is said of the cache.
     assert plan.nodes["product"].inputs[1].describe(plan.mesh) == "[~, tp]"

@@ -17,12 +17,12 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import REDUCTIONS, Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
-from onnxpar.facts.program import Program
 from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find import Candidate, SearchSpec, find
 from onnxpar.search.flow import Flow, Item, Value, flow
 from onnxpar.search.node_options import Option, options
+from onnxpar.search.workload import Workload
 
 SIZES = {"batch": 96, "seq": 32}
 STATES = {1: 2, 2: 1, 3: 1}
@@ -60,20 +60,20 @@ class Setting:
 class Case:
     """A program, what it is planned for, and every option of every node."""
 
-    program: Program
+    workload: Workload
     setting: Setting
     flow: Flow
     cost: CostModel
     found: tuple[tuple[Option, ...], ...]
 
     @staticmethod
-    def of(program: Program, setting: Setting) -> "Case":
+    def of(workload: Workload, setting: Setting) -> "Case":
         """The case of a program."""
-        cost = CostModel(setting.machine, setting.mesh, program.env.table, SIZES)
-        seen = flow(program.model, program.env, program.rules, list(program.gradients))
+        cost = CostModel(setting.machine, setting.mesh, workload.program.env.table, SIZES)
+        seen = flow(workload.program, list(workload.gradients))
         axes = [setting.mesh.axis_atoms(name) for name, _ in setting.mesh.axes]
         found = tuple(options(item, axes, cost) for item in seen.items)
-        return Case(program, setting, seen, cost, found)
+        return Case(workload, setting, seen, cost, found)
 
     @property
     def count(self) -> int:
@@ -86,7 +86,7 @@ class Case:
         self, memory: int | None = None, algorithm: str = "ilp", level: int = 2
     ) -> Candidate:
         """What is found."""
-        s, p = self.setting, self.program
+        s, p = self.setting, self.workload
         spec = SearchSpec(
             s.machine,
             algorithm,
@@ -97,7 +97,7 @@ class Case:
             parallel=s.parallel,
             micro_batches=s.micro_batches,
         )
-        constants = p.model.graph.initializers
+        constants = p.program.graph.initializers
         seeds = Seeds(
             s.mesh,
             inputs={n: pin for n, pin in s.pins.items() if n not in constants},
@@ -105,9 +105,7 @@ class Case:
         )
         trained = list(p.gradients)
         free = not seeds.inputs
-        return find(
-            p.model, p.env, p.rules, seeds, spec, named=True, free_inputs=free, trained=trained
-        ).chosen
+        return find(p.program, seeds, spec, named=True, free_inputs=free, trained=trained).chosen
 
     # -- every strategy --------------------------------------------------------------------------
 
@@ -180,7 +178,7 @@ class Case:
             for index, v in enumerate(values)
             if v is not None and v.dtype is not None
         }
-        graph = self.program.model.graph
+        graph = self.workload.program.graph
         readers: dict[str, set[str]] = {}
         for node in graph:
             of = node.metadata_props.get(GRADIENT_OF)

@@ -14,8 +14,8 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.core.symbols import dim_symbol
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
-from onnxpar.facts.program import Program as Planned
 from onnxpar.parameters.recognise import read_parameters
+from onnxpar.search.workload import Workload
 from tests.random_builder import F32, Program, Value, build
 
 WIDTHS = (4, 8, 12)
@@ -102,7 +102,7 @@ def last(p: Program) -> Value:
     return p.values[-1] if p.draw.random() < 0.8 else p.draw.choice(p.values[1:] or p.values)
 
 
-def network(seed: int, pieces: int, parallel: OptimizerParallel) -> Planned:
+def network(seed: int, pieces: int, parallel: OptimizerParallel) -> Workload:
     """A program that trains a network of so many pieces, one of them a product at least."""
     draw = random.Random(f"network {seed}")
     p = Program(draw, F32)
@@ -126,4 +126,4 @@ def network(seed: int, pieces: int, parallel: OptimizerParallel) -> Planned:
         trainable=tuple(n for n in names if n[0] == "w"),
         freeze=tuple(n for n in names if n[0] != "w"),
     )
-    return prepare_training(model, {}, spec).program(spec, parallel)
+    return Workload.training(prepare_training(model, {}, spec), spec, parallel)

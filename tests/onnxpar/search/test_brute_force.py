@@ -17,6 +17,7 @@ from onnxpar.core.sharding import Component, Sharding
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.search import eliminate
 from onnxpar.search import flow as flow_module
+from onnxpar.search.workload import Workload
 from tests.onnxpar.search.every_strategy import Case, Setting, random_machine, random_mesh
 from tests.onnxpar.search.small_networks import network
 from tests.random_programs import program
@@ -33,7 +34,7 @@ def forward(seed: int) -> Case:
     draw = random.Random(f"brute force {seed}")
     analysed = analyse(ir.from_proto(program(seed, draw.randint(2, 4))), {})
     mesh = random_mesh(draw)
-    return Case.of(analysed.program, Setting(random_machine(draw), mesh))
+    return Case.of(Workload.inference(analysed), Setting(random_machine(draw), mesh))
 
 
 def training(seed: int) -> Case:
@@ -47,14 +48,14 @@ def training(seed: int) -> Case:
     if draw.random() < 0.3:
         # As a data set is read: each replica its own rows.
         (name, _), *_ = mesh.axes
-        for value in made.model.graph.inputs:
-            shape = made.env.shapes[value.name or ""]
+        for value in made.program.graph.inputs:
+            shape = made.program.env.shapes[value.name or ""]
             if shape:
                 rows = (Component(shape[0], mesh.axis_atoms(name)),)
                 pins[value.name or ""] = Sharding((rows, *((Component(n),) for n in shape[1:])))
     if draw.random() < 0.2:
         name = draw.choice(list(made.gradients))
-        shape = made.env.shapes[name]
+        shape = made.program.env.shapes[name]
         pins[name] = Sharding(tuple((Component(n),) for n in shape))
     setting = Setting(machine, mesh, parallel, draw.choice([1, 4]), pins)
     return Case.of(made, setting)

@@ -13,11 +13,12 @@ import transformer
 from _exporter import save
 from onnx import helper
 
-from onnxpar.api.compiler import Analysed, analyse
+from onnxpar.api.compiler import analyse
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.machine import PRESETS
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component
+from onnxpar.facts.program import Program
 from onnxpar.frontend.load import load
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
@@ -29,7 +30,7 @@ ALGORITHMS = ("recursive", "ilp")
 Shape = list[int]
 
 
-def products(tmp_path: Path, x: Shape, *weights: Shape) -> Analysed:
+def products(tmp_path: Path, x: Shape, *weights: Shape) -> Program:
     """A chain of products with weights, which are inputs."""
     names = ["x", *(f"h{i}" for i in range(1, len(weights))), "y"]
     shape = list(x)
@@ -46,13 +47,11 @@ def products(tmp_path: Path, x: Shape, *weights: Shape) -> Analysed:
     return analyse(load(path), {})
 
 
-def search(program: Analysed, spec: SearchSpec, seeds: Seeds | None = None) -> tuple[Found, Plan]:
+def search(program: Program, spec: SearchSpec, seeds: Seeds | None = None) -> tuple[Found, Plan]:
     """What is found on 8 devices, and the plan that follows."""
     start = seeds or Seeds(Mesh.of({"x": 8}))
-    found = find(
-        program.model, program.env, program.rules, start, spec, named=False, free_inputs=True
-    )
-    return found, propagate(program.model, program.env, program.rules, found.seeds)
+    found = find(program, start, spec, named=False, free_inputs=True)
+    return found, propagate(program, found.seeds)
 
 
 def pieces(plan: Plan, node: str) -> tuple[tuple[int, ...], ...]:
@@ -86,7 +85,7 @@ def test_the_dim_that_dominates_is_split(tmp_path: Path, algorithm: str) -> None
     assert pieces(plan, "m0") == ((1, 1), (1, 8))
 
 
-def gpt(tmp_path: Path) -> Analysed:
+def gpt(tmp_path: Path) -> Program:
     """A transformer large enough for its weights to count."""
     path = tmp_path / "gpt.onnx"
     config = transformer.Config(layers=2, d_model=512, heads=8, vocab=4096, max_positions=64)

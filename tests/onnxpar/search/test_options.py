@@ -24,7 +24,7 @@ def test_only_what_a_node_made_may_wait_for_a_sum() -> None:
     program = analyse(normalise(ir.from_proto(onnx.parser.parse_model(TEXT))), {})
     mesh = Mesh.of({"x": 2})
     cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
-    *_, both, biased = flow(program.model, program.env, program.rules).items
+    *_, both, biased = flow(program).items
     pending = [o for o in options(both, [mesh.axis_atoms("x")], cost) if o.plan.carried]
     assert pending
     assert not [o for o in options(biased, [mesh.axis_atoms("x")], cost) if o.plan.carried]
@@ -41,7 +41,7 @@ def test_a_rule_may_say_a_size_that_is_no_factor_of_its_operands() -> None:
     program = analyse(normalise(ir.from_proto(onnx.parser.parse_model(HEADS))), {})
     mesh = Mesh.of({"x": 2})
     cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
-    (item,) = flow(program.model, program.env, program.rules).items
+    (item,) = flow(program).items
     assert item.rule.sizes.keys() - item.rule.kinds.keys()
     pieces = {o.plan.outputs[0].strategy(mesh) for o in options(item, [mesh.axis_atoms("x")], cost)}
     assert {(2, 1, 1, 1), (1, 2, 1, 1)} <= pieces

@@ -8,12 +8,13 @@ import pytest
 import transformer
 from _exporter import save
 
-from onnxpar.api.compiler import Analysed, analyse
+from onnxpar.api.compiler import analyse
 from onnxpar.core.machine import PRESETS
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.facts.program import Program
 from onnxpar.frontend.load import load
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search import find as find_module
@@ -26,7 +27,7 @@ from onnxpar.search.repeated_layers import Folded, fold
 SIZES = {"batch": 8, "seq": 64}
 
 
-def gpt(folder: Path, layers: int) -> Analysed:
+def gpt(folder: Path, layers: int) -> Program:
     """A transformer of so many layers, whose batch every mesh here divides."""
     path = folder / f"gpt-{layers}.onnx"
     config = transformer.Config(layers=layers, d_model=128, heads=4, vocab=256, max_positions=64)
@@ -34,12 +35,12 @@ def gpt(folder: Path, layers: int) -> Analysed:
     return analyse(load(path), {"batch": Symbol(divisor=8)})
 
 
-def problems(program: Analysed, *, trained: bool = False) -> tuple[Folded, Problem, Problem]:
+def problems(program: Program, *, trained: bool = False) -> tuple[Folded, Problem, Problem]:
     """How nodes may be divided on two axes of two devices: layers alike, and each by itself."""
     mesh = Mesh.of({"x": 2, "y": 2})
     cost = CostModel(PRESETS["h100"], mesh, program.env.table, SIZES)
     weights = list(program.model.graph.initializers) if trained else []
-    seen = flow(program.model, program.env, program.rules, weights)
+    seen = flow(program, weights)
     folded = fold(seen, {})
     assert folded is not None
     axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
@@ -102,7 +103,7 @@ def test_depth_adds_nothing_to_decide(tmp_path: Path) -> None:
 
 def test_few_layers_are_decided_one_by_one(tmp_path: Path) -> None:
     program = gpt(tmp_path, 4)
-    assert fold(flow(program.model, program.env, program.rules), {}) is None
+    assert fold(flow(program), {}) is None
 
 
 @pytest.mark.parametrize("machine", ["cpu", "h100"])
@@ -114,9 +115,8 @@ def test_layers_that_choose_alike_cost_no_more(
     def cost(algorithm: str) -> float:
         spec = SearchSpec(PRESETS[machine], algorithm, sizes=SIZES)
         start = Seeds(Mesh.of({"x": 8}))
-        model, env, rules = program.model, program.env, program.rules
         return find(
-            model, env, rules, start, spec, named=False, free_inputs=True
+            program, start, spec, named=False, free_inputs=True
         ).chosen.seconds  # fmt: skip
 
     folded = cost("recursive")
@@ -131,11 +131,10 @@ def test_layers_that_choose_alike_cost_no_more(
 def test_a_limit_that_binds_divides_only_some_layers(tmp_path: Path) -> None:
     program = gpt(tmp_path, 6)
     start = Seeds(Mesh.of({"x": 2}))
-    model, env, rules = program.model, program.env, program.rules
 
     def search(memory: int | None) -> tuple[float, float]:
         spec = SearchSpec(PRESETS["h100"], "recursive", memory=memory, sizes=SIZES, gap=0.2)
-        chosen = find(model, env, rules, start, spec, named=False, free_inputs=True).chosen
+        chosen = find(program, start, spec, named=False, free_inputs=True).chosen
         return chosen.seconds, chosen.memory
 
     seconds, memory = search(None)

@@ -16,10 +16,10 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
-from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import Seeds
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.search.find import SearchSpec, find
+from onnxpar.search.workload import Workload
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>
@@ -34,7 +34,7 @@ MACHINE = replace(PRESETS["h100"], overhead=0.0, overlap=0.0, links=(Link(0, 1e9
 MESH = Mesh.of({"x": 4})
 
 
-def products(second: str, parallel: OptimizerParallel = NOT_PARALLEL) -> Program:
+def products(second: str, parallel: OptimizerParallel = NOT_PARALLEL) -> Workload:
     """Two products, whose weights are `w` and the one named."""
     proto = onnx.parser.parse_model(TEXT.replace("SECOND", second))
     for name in sorted({"w", second}):
@@ -44,7 +44,7 @@ def products(second: str, parallel: OptimizerParallel = NOT_PARALLEL) -> Program
     spec = TrainingSpec(parse_loss("mse"), parse_optimizer("adam"))
     symbols = {"batch": Symbol(divisor=4)}
     prepared = prepare_training(model, symbols, spec)
-    return prepared.program(spec, parallel)
+    return Workload.training(prepared, spec, parallel)
 
 
 @pytest.mark.parametrize("second", ["w", "v"])
@@ -55,9 +55,7 @@ def test_a_step_costs_what_its_program_costs(second: str, level: int, micro_batc
     p = products(second, OptimizerParallel(level))
     spec = SearchSpec(MACHINE, "ilp", sizes=SIZES, parallel=p.parallel, micro_batches=micro_batches)
     trained = list(p.gradients)
-    found = find(
-        p.model, p.env, p.rules, Seeds(MESH), spec, named=True, free_inputs=True, trained=trained
-    )
+    found = find(p.program, Seeds(MESH), spec, named=True, free_inputs=True, trained=trained)
     price = p.price(p.plan(found.seeds), MACHINE, SIZES)
     # The rows are split, and gradients are pending.
     assert price.communicating > 0
@@ -75,8 +73,6 @@ def test_what_the_user_laid_out_is_held() -> None:
     # Results of 64 rows, of which a device keeps a quarter, are small beside two such weights.
     spec = SearchSpec(MACHINE, "ilp", sizes={"batch": 64})
     trained = list(p.gradients)
-    found = find(
-        p.model, p.env, p.rules, seeds, spec, named=True, free_inputs=True, trained=trained
-    )
+    found = find(p.program, seeds, spec, named=True, free_inputs=True, trained=trained)
     states = 2 * 4 * 256 * 256 * 4
     assert states <= found.chosen.memory <= 1.2 * states

@@ -34,7 +34,7 @@ from tests.onnxpar.strategy.annotated import (
     sharded,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def round_trip(tmp_path: Path, path: Path, strategy: Any, devices: int | None = None) -> Annotated:

@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.api.compiler import analyse, divide
 from onnxpar.core.errors import OnnxparError, StrategyError
+from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
 from tests.lockstep import run_model
 
@@ -89,7 +90,7 @@ FILE = st.fixed_dictionaries(
 
 
 @cache
-def model() -> Analysed:
+def model() -> Program:
     return analyse(ir.from_proto(onnx.parser.parse_model(MODEL)), {})
 
 
@@ -97,7 +98,7 @@ def taken(data: Any) -> bool:
     analysed = model()
     try:
         strategy = Strategy.from_dict(data)
-        seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
+        seeds = resolve(strategy, analysed)
     except OnnxparError as error:
         assert str(error)
         return False
@@ -169,7 +170,7 @@ def test_numeric_strategies_give_the_right_numbers(
         assert m * k * n > 8 or (out is not None and out[0] * out[1] > 8)
         return
     analysed = model()
-    seeds = resolve(Strategy.from_dict(data), analysed.model, analysed.rules, analysed.env)
+    seeds = resolve(Strategy.from_dict(data), analysed)
     parted = divide(analysed, seeds)
     plan = parted.plan.nodes["mm"]
     assert [s.strategy(seeds.mesh) for s in plan.inputs if s is not None] == [(m, k), (k, n)]

@@ -23,8 +23,8 @@ def planned(text: str, nodes: str) -> Plan:
     strategy = Strategy.from_text(
         f"mesh: {{dp: 2, tp: 3}}\ndataset: full_batch\nnodes:\n{nodes}", source="test.yaml"
     )
-    seeds = resolve(strategy, analysed.model, analysed.rules, analysed.env)
-    return propagate(analysed.model, analysed.env, analysed.rules, seeds)
+    seeds = resolve(strategy, analysed)
+    return propagate(analysed, seeds)
 
 
 def strategies(plan: Plan, name: str) -> list[tuple[int, ...]]:

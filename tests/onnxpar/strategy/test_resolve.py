@@ -11,11 +11,12 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.api.compiler import analyse, divide
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.layout import Layout, TensorLayout
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.names import match
+from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import Seeds
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.strategy import Strategy, load_strategy, resolve, resolved
@@ -39,16 +40,16 @@ g (float[batch, 8] x, float[1] s) => (float[batch, 8] y)
 """
 
 
-def parse(text: str) -> Analysed:
+def parse(text: str) -> Program:
     return analyse(ir.from_proto(onnx.parser.parse_model(text)), {})
 
 
-def seeds(analysed: Analysed, text: str | Mapping[str, Any]) -> Seeds:
+def seeds(analysed: Program, text: str | Mapping[str, Any]) -> Seeds:
     if isinstance(text, str):
         strategy = Strategy.from_text(text, source="s")
     else:
         strategy = Strategy.from_dict(text, source="s")
-    return resolve(strategy, analysed.model, analysed.rules, analysed.env)
+    return resolve(strategy, analysed)
 
 
 def groups(found: Seeds, node: str, factor: str) -> tuple[tuple[int, ...], ...]:
@@ -353,7 +354,7 @@ def test_execution_equals_the_undivided_model(text: str, operators: list[str] | 
         if ":" not in text
         else (Strategy.from_text(text))
     )
-    parted = divide(analysed, resolve(strategy, analysed.model, analysed.rules, analysed.env))
+    parted = divide(analysed, resolve(strategy, analysed))
     if operators is not None:
         assert [c.op for c in parted.builder.collectives][: len(operators)] == operators
     for batch in (1, 5, 16):
@@ -402,7 +403,7 @@ def test_resolved_says_what_the_plan_does() -> None:
 
 
 def test_mesh_of_one_device_has_nothing_to_split() -> None:
-    found = resolve(load_strategy("dp", 1), *((a := parse(MATMUL)).model, a.rules, a.env))
+    found = resolve(load_strategy("dp", 1), parse(MATMUL))
     assert found.mesh == Mesh.of(dp=1)
     assert all(s.is_replicated for s in found.inputs.values())
 
@@ -421,7 +422,7 @@ nodes:
     analysed = analyse(transformer.build(layers=2, **form), {})
     by_hand = divide(analysed, seeds(analysed, text))
     strategy = load_strategy("dp=2,tp=4")
-    preset = divide(analysed, resolve(strategy, analysed.model, analysed.rules, analysed.env))
+    preset = divide(analysed, resolve(strategy, analysed))
     moved = [(c.op, c.value, c.atoms) for c in by_hand.builder.collectives]
     assert moved == [(c.op, c.value, c.atoms) for c in preset.builder.collectives]
     assert [op for op, _, _ in moved] == ["AllReduce"] * 5

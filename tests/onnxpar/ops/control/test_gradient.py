@@ -10,6 +10,7 @@ import pytest
 from onnxpar.api.compiler import analyse
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.core.errors import ModelError
+from onnxpar.ops.table import REGISTRY
 from tests.onnxpar.ops.gradient_harness import GradCase, chosen
 
 IF = """y = If (c) <
@@ -192,4 +193,4 @@ def test_a_loop_that_takes_no_step_is_refused() -> None:
     )
     known = analyse(ir.from_proto(model), {})
     with pytest.raises(ModelError, match="it must take a step, and its trip count is 0"):
-        differentiate(known.model, known.env, "y", ["x"])
+        differentiate(known.model, known.env, REGISTRY, "y", ["x"])

@@ -9,7 +9,7 @@ import pytest
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.api.compiler import _seeds, analyse, divide
+from onnxpar.api.compiler import analyse, divide
 from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.closure import every_node
@@ -17,6 +17,7 @@ from onnxpar.ops.device.cuda_form import cuda_form
 from onnxpar.ops.device.standard_functions import STANDARD
 from onnxpar.report.device_placement import device_data
 from onnxpar.strategy import strategy_for
+from onnxpar.strategy.resolve import resolve
 
 POOL = "MaxPool<kernel_shape = [2, 2]>"
 
@@ -115,7 +116,7 @@ def emitted(source: str) -> onnx.ModelProto:
     model = ir.from_onnx_text(source)
     analysed = analyse(model, {})
     strategy = strategy_for("dp", 1, model, "the model")
-    pm = divide(analysed, _seeds(analysed, strategy))
+    pm = divide(analysed, resolve(strategy, analysed))
     return fill(template(pm, layout(pm.parameters, pm.plan.mesh)), 0)
 
 

@@ -5,14 +5,15 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.api.compiler import analyse, divide
+from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
 from tests.lockstep import evaluator, run_model
 
 HEAD = '<ir_version: 10, opset_import: ["" : 20]>'
 
 
-def analysed(text: str) -> tuple[onnx.ModelProto, Analysed]:
+def analysed(text: str) -> tuple[onnx.ModelProto, Program]:
     proto = onnx.parser.parse_model(f"{HEAD} {text}")
     return proto, analyse(ir.from_proto(proto), {})
 
@@ -31,7 +32,7 @@ def test_compress_is_divided_along_other_dims(node: str, count: int, batch: int)
     rule = next(r for name, r in model.rules.rules.items() if "Compress" in name)
     assert bool(rule.splittable) == ("axis" in node)
     data = {"mesh": {"dp": 2}, "dataset": {"x": ["dp", None], "c": [None]}}
-    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    seeds = resolve(Strategy.from_dict(data), model)
     parted = divide(model, seeds)
     gathered = [c.op for c in parted.builder.collectives]
     assert gathered == ([] if "axis" in node else ["AllGather"])
@@ -56,7 +57,7 @@ def test_what_depends_on_all_data_is_computed_whole_with_the_reason(text: str) -
     (reason,) = model.rules.reasons.values()
     assert "depends on the data of all devices" in reason
     data = {"mesh": {"dp": 2}, "dataset": {"x": ["dp", None]}}
-    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    seeds = resolve(Strategy.from_dict(data), model)
     feeds = {"x": np.random.default_rng(0).integers(0, 3, (5, 4)).astype(np.float32)}
     want = evaluator(proto, reference=False)(feeds)["y"]
     got = run_model(divide(model, seeds), feeds, 20, {"batch": 5})["y"]
@@ -71,7 +72,7 @@ def test_only_candidates_travel(op: str, count: int) -> None:
         f"g (float[5, 64] x) => (int64[5, {count}] y) <int64[1] k = {{3}}> {{ {results} = {op} }}"
     )
     data = {"mesh": {"tp": 2}, "dataset": {"x": [None, "tp"]}}
-    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    seeds = resolve(Strategy.from_dict(data), model)
     parted = divide(model, seeds)
     # A float and an int64 each: all-reduced over 2 devices, or gathered, each sends it once.
     assert [c.bytes for c in parted.builder.collectives] == [5 * count * 4, 5 * count * 8]

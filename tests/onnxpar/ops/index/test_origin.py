@@ -5,8 +5,9 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import Analysed, analyse, divide
+from onnxpar.api.compiler import analyse, divide
 from onnxpar.core.rule import format_rule
+from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
 from tests.lockstep import evaluator, run_model
 
@@ -53,7 +54,7 @@ g (float[batch, 7, 4] cache, int64[batch] position, float[batch, 4] value)
 """
 
 
-def rule_of(model: Analysed, op: str) -> str:
+def rule_of(model: Program, op: str) -> str:
     (name,) = (n.name for n in model.model.graph if n.op_type == op)
     return format_rule(model.rules.rules[name or ""]).partition("; linear")[0]
 
@@ -63,7 +64,7 @@ def test_a_mask_is_picked_row_by_row() -> None:
     model = analyse(ir.from_proto(proto), {})
     assert rule_of(model, "GatherND") == "a d, a b c d 1 -> a b c d"
     data = {"mesh": {"dp": 2, "sp": 2}, "dataset": {"mask": ["dp", "sp"]}}
-    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    seeds = resolve(Strategy.from_dict(data), model)
     parted = divide(model, seeds)
     rng = np.random.default_rng(0)
     for batch, seq in ((4, 6), (5, 3)):
@@ -81,7 +82,7 @@ def test_a_cache_is_written_row_by_row(batch: int) -> None:
     assert rule_of(model, "ScatterND") == "a V1 b, a 1, a b -> a V1 b; special: V1"
     rows = {"cache": ["dp", None, "tp"], "position": ["dp"], "value": ["dp", "tp"]}
     data = {"mesh": {"dp": 2, "tp": 2}, "dataset": rows}
-    seeds = resolve(Strategy.from_dict(data), model.model, model.rules, model.env)
+    seeds = resolve(Strategy.from_dict(data), model)
     parted = divide(model, seeds)
     assert not parted.builder.collectives
     rng = np.random.default_rng(0)

@@ -73,7 +73,7 @@ def test_nodes_draw_independently() -> None:
 def run(graph: str, feeds: dict[str, np.ndarray], devices: int) -> dict[str, np.ndarray]:
     analysed = analyse(ir.from_proto(onnx.parser.parse_model(HEAD + graph)), {})
     strategy = Strategy.from_text(f"devices: {devices}\ndataset: data_parallel", source="test")
-    program = divide(analysed, resolve(strategy, analysed.model, analysed.rules, analysed.env))
+    program = divide(analysed, resolve(strategy, analysed))
     return run_model(program, feeds, 20, {})
 
 
