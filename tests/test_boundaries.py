@@ -1,9 +1,8 @@
 """The rules that hold between the rooms of the house, checked on the source text."""
 
 import ast
-import dataclasses
-import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,8 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tools import house
+
 ROOT = Path(__file__).parents[1]
 EXECUTION = {"mpi4py", "onnxruntime", "onnxpar_runtime"}
+SEAMS = ("onnxpar.api.runtime", "torch", "scipy", "typer")
+"""What is imported when it is needed: it takes long to load, and most commands do without it."""
+PUBLIC = ("shard_model", "plan")
+"""Functions that a room names beside its modules."""
 MAX_LINES = 600
 
 
@@ -61,8 +66,52 @@ def names_an_operator(node: ast.AST) -> bool:
     )
 
 
+def test_a_room_imports_only_rooms_that_stand_before_it() -> None:
+    assert [str(found) for found in house.upward()] == []
+
+
+def test_files_import_one_another_in_no_circle() -> None:
+    assert house.circles() == []
+
+
+def test_every_folder_is_a_room_and_nothing_lies_loose() -> None:
+    package = ROOT / "onnxpar"
+    folders = {path.parent for path in package.glob("*/*.py")}
+    assert {folder.name for folder in folders} == set(house.ROOMS)
+    assert [path.name for path in package.glob("*.py")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("room", house.ROOMS)
+def test_a_room_says_what_it_takes_what_it_gives_and_where_to_begin(room: str) -> None:
+    text = (ROOT / "onnxpar" / room / "__init__.py").read_text(encoding="utf-8")
+    told = ast.get_docstring(ast.parse(text)) or ""
+    assert "\nTakes " in told and "gives " in told and "Begin with " in told
+    named = re.findall(r"`(\w+)`", told[told.index("Begin with ") :])
+    files = {path.stem for path in (ROOT / "onnxpar" / room).iterdir()}
+    assert named and files.issuperset(n for n in named if n.islower() and n not in PUBLIC)
+
+
+def test_functions_import_the_seams_alone() -> None:
+    inside = [
+        (path, child)
+        for path in sources("onnxpar")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.walk(node)
+        if isinstance(child, ast.Import | ast.ImportFrom)
+    ]
+    names = [
+        f"{path.relative_to(ROOT)}:{child.lineno}: {module}{alias.name}"
+        for path, child in inside
+        for module in ([f"{child.module}."] if isinstance(child, ast.ImportFrom) else [""])
+        for alias in child.names
+        if not any(f"{module}{alias.name}.".startswith(f"{seam}.") for seam in SEAMS)
+    ]
+    assert names == []
+
+
 def test_the_transformer_imports_nothing_that_executes() -> None:
-    seam = ROOT / "onnxpar" / "execute"
+    seam = ROOT / "onnxpar" / "api" / "runtime"
     assert seam.exists()
     paths = [path for path in sources("onnxpar") if seam not in path.parents]
     assert violations(paths, EXECUTION) == []
@@ -72,29 +121,52 @@ def test_the_runtime_imports_nothing_of_the_transformer() -> None:
     assert violations(sources("runtime/onnxpar_runtime"), {"onnxpar"}) == []
 
 
-def test_analysis_takes_data_and_nothing_else_from_passes() -> None:
-    imports = {
-        module
-        for path in sources("onnxpar/analysis")
-        for _, module in imported(path)
-        if module.startswith("onnxpar.passes") and not module_exists(module)
-    }
-    assert [name for name in imports if not is_frozen_data(name)] == []
+def test_the_table_of_operators_is_an_argument() -> None:
+    """Its name is read where it is the default of a parameter, so that nobody need patch it."""
+    wrong = []
+    for path in sources("onnxpar"):
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        defaults = {
+            id(default)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.arguments)
+            for default in (*node.defaults, *node.kw_defaults)
+        }
+        wrong += [
+            f"{path.relative_to(ROOT)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Load)
+            and node.id == "REGISTRY"
+            and id(node) not in defaults
+        ]
+    assert wrong == []
 
 
-def module_exists(name: str) -> bool:
-    """Whether the dotted name is a module, and not something inside one."""
-    path = ROOT.joinpath(*name.split("."))
-    return path.is_dir() or path.with_suffix(".py").is_file()
+def stem(name: str) -> str:
+    """A name without its ending: annotate, annotation, annotated and annotating are one."""
+    for ending in ("ations", "ation", "ating", "ings", "ing", "ions", "ion", "ed", "es", "e", "s"):
+        if name.endswith(ending) and len(name) - len(ending) >= 4:
+            return name[: -len(ending)]
+    return name
 
 
-def is_frozen_data(name: str) -> bool:
-    """Whether the dotted name is that of a frozen dataclass, or of a text."""
-    module, _, attribute = name.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute)
-    if isinstance(found, str):
-        return True
-    return dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
+def test_no_two_modules_have_names_that_differ_by_an_ending() -> None:
+    """Families of operators and subcommands are told apart by their folder."""
+    known: dict[str, list[str]] = {}
+    for module in house.modules():
+        if module.count(".") > 1 and house.room(module) not in ("ops", "cli"):
+            known.setdefault(stem(module.rpartition(".")[2]), []).append(module)
+    assert {key: found for key, found in known.items() if len(found) > 1} == {}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    known: dict[str, list[str]] = {}
+    for path in sources("onnxpar"):
+        for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                known.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in known.items() if len(found) > 1} == {}
 
 
 def test_operators_are_told_apart_in_ops_alone() -> None:

@@ -1,5 +1,8 @@
 """The command line: one module for each subcommand, joined by one table.
 
+Takes arguments; gives what `onnxpar` prints, and its exit code: parse, call, print, no logic.
+Begin with `shard`, or with the module that has the name of the subcommand.
+
 Every module parses, calls and prints. An error that a user can mend is one message on stderr and
 exit code 2 (1 where a check does not hold), without a traceback unless `ONNXPAR_TRACEBACK=1`. So is
 an interrupt, at any time: exit code 1. This module therefore imports the standard library only,

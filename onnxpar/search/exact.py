@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.search.eliminate import solve
-from onnxpar.search.integer import solve_integer
+from onnxpar.search.integer_program import solve_integer
 from onnxpar.search.problem import Problem
 from onnxpar.search.solution import Solution, solution
 

@@ -178,7 +178,7 @@ def scale(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         write_strategy(planned.data, "")
         stages.append(process_time())
         wall = perf_counter() - began
-        counts.append(len(list(planned.model.graph)))
+        counts.append(len(list(planned.program.model.graph)))
         totals.append(stages[-1] - stages[0])
         cells = [b - a for a, b in pairwise(stages)]
         print(

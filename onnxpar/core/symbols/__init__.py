@@ -1,5 +1,6 @@
 """Symbolic sizes: constraints on them, expressions of them, and what can be proved."""
 
+from onnxpar.core.symbols.constraints import Symbol
 from onnxpar.core.symbols.expressions import (
     Dim,
     as_dim,
@@ -11,7 +12,6 @@ from onnxpar.core.symbols.expressions import (
     symbols_of,
 )
 from onnxpar.core.symbols.integers import Facts
-from onnxpar.core.symbols.symbol import Symbol
 from onnxpar.core.symbols.symbol_table import NO_CONSTRAINTS, SymbolTable, ceil_div, exact_div
 
 __all__ = [

@@ -9,6 +9,7 @@ import sympy
 
 from onnxpar.core.errors import SymbolError
 from onnxpar.core.symbols import integers as known
+from onnxpar.core.symbols.constraints import Symbol
 from onnxpar.core.symbols.expressions import (
     Dim,
     as_dim,
@@ -22,7 +23,6 @@ from onnxpar.core.symbols.expressions import (
     value_of,
 )
 from onnxpar.core.symbols.integers import Facts
-from onnxpar.core.symbols.symbol import Symbol
 
 _ANY = Symbol()
 

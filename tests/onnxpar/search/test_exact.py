@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnxpar.core.errors import ShardingError
-from onnxpar.search import eliminate, integer
+from onnxpar.search import eliminate, integer_program
 from onnxpar.search.bound import Bounded, Scoped
 from onnxpar.search.eliminate import solve
 from onnxpar.search.exact import best, least
@@ -142,14 +142,14 @@ def test_the_clock_stops_a_search_only_where_it_says_so() -> None:
     problem, limit = between(1)
     prices = best(problem, limit, integer=False)
     assert prices.memory <= limit and prices.gap > 0.01 and not prices.timed
-    whole = integer.solve_integer(problem, limit, prices, 0.0)
+    whole = integer_program.solve_integer(problem, limit, prices, 0.0)
     assert whole.seconds < prices.seconds and whole.gap < 1e-6 and not whole.timed
-    stopped = integer.solve_integer(problem, limit, prices, 0.0, seconds=0.0)
+    stopped = integer_program.solve_integer(problem, limit, prices, 0.0, seconds=0.0)
     assert stopped.timed and stopped.choice == prices.choice
 
 
 def test_a_limit_on_branches_is_the_same_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer, "NODES", 1)
+    monkeypatch.setattr(integer_program, "NODES", 1)
     problem, limit = between(1)
     found = best(problem, limit)
     assert found.gap > 1e-6 and not found.timed
