@@ -95,13 +95,13 @@ def propagate(
     """
     nodes, rules, table = list(program.graph), program.rules, program.env.table
     known = known or alike(program)
-    wishes = _wishes(nodes, rules, _pinned(nodes, rules, seeds), seeds)
+    wishes = _wishes(program, _pinned(program, seeds), seeds)
     decided: dict[object, NodePlan] = {}
     hints = Hints()
     for number in range(MOST_ROUNDS):
         walk = _Walk(program, seeds, known, wishes, links or {}, decided, hints)
         plan = walk.run(nodes)
-        wishes = _wishes(nodes, rules, plan.nodes, seeds)
+        wishes = _wishes(program, plan.nodes, seeds)
         seen = hints | pending_hints(nodes, rules.rules, plan.nodes, walk.values, seeds.mesh, table)
         if number + 1 >= ROUNDS and seen == hints:
             break
@@ -109,9 +109,9 @@ def propagate(
     return entering(plan, nodes, program.graph.outputs, seeds, table)
 
 
-def _pinned(nodes: Sequence[ir.Node], rules: Rules, seeds: Seeds) -> dict[str, NodePlan]:
-    plans = {}
-    for node in nodes:
+def _pinned(program: Program, seeds: Seeds) -> dict[str, NodePlan]:
+    plans, rules = {}, program.rules
+    for node in program.graph:
         name = node.name or ""
         if name in seeds.nodes:
             plans[name] = shardings(
@@ -126,11 +126,12 @@ def _pinned(nodes: Sequence[ir.Node], rules: Rules, seeds: Seeds) -> dict[str, N
 
 
 def _wishes(
-    nodes: Sequence[ir.Node], rules: Rules, plans: Mapping[str, NodePlan], seeds: Seeds
+    program: Program, plans: Mapping[str, NodePlan], seeds: Seeds
 ) -> dict[str, Sharding]:
     """Returns the split that the first user of each value wants, passed back through views."""
     wishes: dict[str, Sharding] = {}
-    for node in reversed(nodes):
+    rules = program.rules
+    for node in reversed(program.graph):
         name = node.name or ""
         rule, view = rules.rules[name], rules.views[name]
         plan = plans.get(name)

@@ -139,7 +139,7 @@ def flow(
     nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
     parts = structure(nodes, rules.rules, rules.views, env.table)
     parts = merged(nodes, rules.rules, rules.views, env.table, parts)
-    saved = _saved(model, rules)
+    saved = _saved(program)
     varying: set[str] = set(trained)
     weighty = set(trained)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
@@ -203,19 +203,19 @@ def flow(
     return Flow(tuple(items), tuple(values), env.table)
 
 
-def _saved(model: ir.Model, rules: Rules) -> dict[str, tuple[Saved, ...]]:
+def _saved(program: Program) -> dict[str, tuple[Saved, ...]]:
     """Returns of each node what its backward reads of its operands and results."""
     read: dict[str, set[str]] = {}
-    for node in model.graph:
+    for node in program.graph:
         forward = node.metadata_props.get(GRADIENT_OF)
         if forward is not None:
             read.setdefault(forward, set()).update(v.name or "" for v in node.inputs if v)
     places: dict[str, list[tuple[str, bool, int]]] = {}
-    for name in read.keys() & rules.views.keys():
-        node = rules.views[name].node
+    for name in read.keys() & program.rules.views.keys():
+        node = program.rules.views[name].node
         for made, values in ((False, node.inputs), (True, node.outputs)):
             found = {v.name or "": i for i, v in enumerate(values) if v is not None}
-            for value in read[name] & found.keys() - model.graph.initializers.keys():
+            for value in read[name] & found.keys() - program.graph.initializers.keys():
                 places.setdefault(value, []).append((name, made, found[value]))
     saved: dict[str, list[Saved]] = {}
     for readers in places.values():

@@ -57,7 +57,7 @@ def annotate_proto(
     """
     _forget(proto)
     stages = 1 if pipeline is None else pipeline.stages
-    writer = _Writer(program.model, plan, program.env, bodies_by_results(program.rules))
+    writer = _Writer(program, plan, bodies_by_results(program.rules))
     mesh = plan.mesh
     devices = mesh.size * stages
     axes = [(PIPELINE_AXIS, stages)] if stages > 1 else []
@@ -127,14 +127,13 @@ def _parameters(model: ir.Model, plan: Plan) -> dict[str, DeviceRuns]:
 
 @dataclass
 class _Writer:
-    model: ir.Model
+    program: Program
     plan: Plan
-    env: ShapeEnv
     bodies: Mapping[tuple[str, ...], list[NodeView]]
     _placed: dict[tuple[Sharding, int], ir.ShardingSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        graph = self.model.graph
+        graph = self.program.graph
         self.made_by = {v.name: node for node in graph for v in node.outputs if v.name}
 
     def nodes(self, node: onnx.NodeProto) -> list[ir.Node]:
@@ -184,13 +183,13 @@ class _Writer:
                     results[name] = left
         # A tensor has one spec in a node, so one that it takes in two ways has none.
         taken = {n: found[0] for n, found in wants.items() if nodes[1:] or len({*found}) == 1}
-        ordered = [n for n in (*node.input, *node.output) if n in self.env.shapes]
+        ordered = [n for n in (*node.input, *node.output) if n in self.program.env.shapes]
         both = {**results, **taken}
         return {n: both[n] for n in ordered if n in both and self.known(n, both[n])}
 
     def known(self, name: str, sharding: Sharding) -> bool:
         """Whether a sharding is of the rank of its tensor."""
-        return sharding.rank == len(self.env.shapes[name])
+        return sharding.rank == len(self.program.env.shapes[name])
 
     def spec(self, name: str, sharding: Sharding, first: int) -> ir.ShardingSpec:
         """Returns the spec of one tensor, on the devices from `first` on."""
