@@ -31,7 +31,6 @@ from onnxpar.graph.plan import (
 )
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.structure import Parts, structure
-from onnxpar.ops.node_rules import Rules
 from onnxpar.propagation.choice import Chooser, Situation, leaving
 from onnxpar.propagation.dual import Dual, dual
 from onnxpar.propagation.graph_inputs import entering
@@ -125,9 +124,7 @@ def _pinned(program: Program, seeds: Seeds) -> dict[str, NodePlan]:
     return plans
 
 
-def _wishes(
-    program: Program, plans: Mapping[str, NodePlan], seeds: Seeds
-) -> dict[str, Sharding]:
+def _wishes(program: Program, plans: Mapping[str, NodePlan], seeds: Seeds) -> dict[str, Sharding]:
     """Returns the split that the first user of each value wants, passed back through views."""
     wishes: dict[str, Sharding] = {}
     rules = program.rules

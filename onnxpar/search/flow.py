@@ -4,8 +4,6 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from math import prod
 
-import onnx_ir as ir
-
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.facts.program import Program
@@ -13,7 +11,6 @@ from onnxpar.graph.keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.structure import Parts, merged, structure
 from onnxpar.ops.node_cost import CostFn
-from onnxpar.ops.node_rules import Rules
 
 WEIGHT = 1024
 """Elements from which a parameter, or an input of real numbers, counts as a weight. What depends on

@@ -22,7 +22,6 @@ from onnxpar.graph.keys import ANNOTATION
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.places import virtual_stage_of
 from onnxpar.graph.plan import Plan
-from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.strategy.annotation_reader import (
     MIN_IR_VERSION,
     DeviceRuns,

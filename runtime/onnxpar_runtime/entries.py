@@ -11,7 +11,7 @@ from onnxpar_runtime.expressions import Size, evaluate
 
 
 @dataclass(frozen=True)
-class Symbol:
+class SymbolEntry:
     """Constraint of a symbolic dim: its value is divisor·N + remainder, N ≥ 1, in [min, max].
 
     Attributes:
@@ -234,7 +234,7 @@ class HandedIn(Handed):
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramEntry:
     """One program of the artifact, a graph per rank.
 
     Attributes:
@@ -486,8 +486,8 @@ class Contents:
     axes: tuple[tuple[str, int], ...]
     atoms: tuple[int, ...]
     devices: int
-    symbols: Mapping[str, Symbol]
-    programs: Mapping[str, Program]
+    symbols: Mapping[str, SymbolEntry]
+    programs: Mapping[str, ProgramEntry]
     parameters: Mapping[str, Parameter]
     files: Mapping[str, FileEntry]
     strategy: Mapping[str, Any]

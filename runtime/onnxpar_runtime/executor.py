@@ -28,7 +28,7 @@ from onnxpar_runtime.dtypes import onnx_code
 from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError, first_line
 from onnxpar_runtime.expressions import ExpressionError
 from onnxpar_runtime.inputs import Feeds
-from onnxpar_runtime.manifest import Manifest, Program, SystemInput
+from onnxpar_runtime.manifest import Manifest, ProgramEntry, SystemInput
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
 from onnxpar_runtime.tensors import to_host, to_ort
@@ -267,7 +267,7 @@ class Executor:
     ) -> None:
         """Loads the rank's graph."""
         self.manifest = manifest
-        self.program: Program = manifest.program(program)
+        self.program: ProgramEntry = manifest.program(program)
         self.rank = loader.rank
         path = manifest.graph_path(program, self.rank.index)
         self._session, self._graphs = loader.load(path, loader.graphs and self._repeats())

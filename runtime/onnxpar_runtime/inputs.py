@@ -14,7 +14,7 @@ from onnxpar_runtime.cuda import Staged
 from onnxpar_runtime.data import convert
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
 from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
-from onnxpar_runtime.manifest import Manifest, Program, TensorSpec
+from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
 from onnxpar_runtime.shapes import (
     bind_local_symbols,
     bind_symbols,
@@ -73,7 +73,7 @@ class Inputs:
     def __init__(self, manifest: Manifest, program: str, rank: int) -> None:
         """Cuts nothing yet."""
         self.manifest = manifest
-        self.program: Program = manifest.program(program)
+        self.program: ProgramEntry = manifest.program(program)
         self.rank = rank
         self._specs = {spec.name: spec for spec in self.program.inputs}
         self._lock = threading.Lock()

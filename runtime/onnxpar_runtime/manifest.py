@@ -22,12 +22,12 @@ from onnxpar_runtime.entries import (
     Loss,
     Parameter,
     Pipeline,
-    Program,
+    ProgramEntry,
     ShardBox,
     ShardFile,
     State,
     StateOutput,
-    Symbol,
+    SymbolEntry,
     SystemInput,
     TensorSpec,
     Training,
@@ -52,12 +52,12 @@ __all__ = [
     "Manifest",
     "Parameter",
     "Pipeline",
-    "Program",
+    "ProgramEntry",
     "ShardBox",
     "ShardFile",
     "State",
     "StateOutput",
-    "Symbol",
+    "SymbolEntry",
     "SystemInput",
     "TensorSpec",
     "Training",
@@ -101,7 +101,7 @@ class Manifest(Contents):
         manifest.check_files()
         return manifest
 
-    def program(self, name: str) -> Program:
+    def program(self, name: str) -> ProgramEntry:
         """Returns a program by name.
 
         Raises:

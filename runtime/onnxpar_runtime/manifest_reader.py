@@ -19,12 +19,12 @@ from onnxpar_runtime.entries import (
     Loss,
     Parameter,
     Pipeline,
-    Program,
+    ProgramEntry,
     ShardBox,
     ShardFile,
     State,
     StateOutput,
-    Symbol,
+    SymbolEntry,
     SystemInput,
     TensorSpec,
     Training,
@@ -144,7 +144,7 @@ class _Reader(JsonReader):
         return count
 
     def pipeline(
-        self, raw: Any, stages: int, devices: int, programs: Mapping[str, Program]
+        self, raw: Any, stages: int, devices: int, programs: Mapping[str, ProgramEntry]
     ) -> Pipeline:
         where = "pipeline"
         chunks, micro = (self.get(raw, key, int, where) for key in ("chunks", "micro_batches"))
@@ -184,7 +184,9 @@ class _Reader(JsonReader):
         self.check_stages(pipeline, devices // stages, programs)
         return pipeline
 
-    def check_stages(self, pipeline: Pipeline, size: int, programs: Mapping[str, Program]) -> None:
+    def check_stages(
+        self, pipeline: Pipeline, size: int, programs: Mapping[str, ProgramEntry]
+    ) -> None:
         """Checks that the parts are programs, have graphs on their stages alone, and fit together.
 
         Args:
@@ -217,13 +219,13 @@ class _Reader(JsonReader):
                     where = f"programs.{name}.handed_in {value.name!r}"
                     raise self.fail(where, f"{value.source!r} to hand it out alike", value)
 
-    def symbol(self, raw: Any, where: str) -> Symbol:
+    def symbol(self, raw: Any, where: str) -> SymbolEntry:
         numbers = {k: self.get(raw, k, int, where) for k in ("min", "max", "divisor", "remainder")}
         flags = {k: self.get(raw, k, bool, where) for k in ("unique", "per_rank")}
         if numbers["divisor"] < 1 or not 0 <= numbers["remainder"] < numbers["divisor"]:
             raise self.fail(where, "divisor >= 1 and 0 <= remainder < divisor", raw)
         same_as = self.get(raw, "same_as", str, where) if "same_as" in raw else None
-        return Symbol(**numbers, **flags, same_as=same_as)
+        return SymbolEntry(**numbers, **flags, same_as=same_as)
 
     def tensor(self, raw: Any, atoms: int, where: str, name: str | None = None) -> TensorSpec:
         weights = name is not None
@@ -252,8 +254,8 @@ class _Reader(JsonReader):
         return TensorSpec(name, dtype, tuple(shape), tuple(dims))
 
     def program(
-        self, name: str, raw: Any, atoms: int, devices: int, symbols: Mapping[str, Symbol]
-    ) -> Program:
+        self, name: str, raw: Any, atoms: int, devices: int, symbols: Mapping[str, SymbolEntry]
+    ) -> ProgramEntry:
         where = f"programs.{name}"
         files = self.get(raw, "files", list, where)
         if len(files) != devices:
@@ -286,7 +288,7 @@ class _Reader(JsonReader):
                 system.append(SystemInput(label, hyperparameter=hyper))
             else:
                 raise self.fail(f"{place}.kind", f"one of {list(SYSTEM_KINDS)}", kind)
-        return Program(
+        return ProgramEntry(
             name=name,
             files=tuple(graphs),
             inputs=self.tensors(raw, "inputs", atoms, where),

@@ -14,7 +14,7 @@ from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.gather import join_outputs
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.launch import ranks_in_words
-from onnxpar_runtime.manifest import COUNTERS, Manifest, Program, TensorSpec
+from onnxpar_runtime.manifest import COUNTERS, Manifest, ProgramEntry, TensorSpec
 from onnxpar_runtime.memory import peak_bytes, weight_bytes
 from onnxpar_runtime.pipeline.forward import Forward
 
@@ -69,7 +69,7 @@ class Session:
         self._loader = Loader(self.rank, device, ort_options, custom_ops, measured)
         self._runs: Executor | Forward
         self._made: Mapping[TensorSpec, int]
-        self.program: Program = self.manifest.program(program)
+        self.program: ProgramEntry = self.manifest.program(program)
         pipeline = self.manifest.pipeline
         if pipeline is not None and program in pipeline.programs:
             self._runs = Forward(self.manifest, program, self._loader)

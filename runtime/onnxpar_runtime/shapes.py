@@ -16,7 +16,7 @@ from onnxpar_runtime.expressions import (
     evaluate,
     names_of,
 )
-from onnxpar_runtime.manifest import Program, Symbol, TensorSpec
+from onnxpar_runtime.manifest import ProgramEntry, SymbolEntry, TensorSpec
 
 Shape = tuple[int, ...]
 
@@ -71,7 +71,7 @@ def bind_local_symbols(
     specs: Sequence[TensorSpec],
     shapes: Mapping[str, Shape],
     atoms: Sequence[int],
-    symbols: Mapping[str, Symbol],
+    symbols: Mapping[str, SymbolEntry],
 ) -> dict[str, int]:
     """Returns the value of every symbol that the *local* shapes of the inputs tell.
 
@@ -84,16 +84,16 @@ def bind_local_symbols(
             if name is None or name in values:
                 continue
             parts = prod(atoms[a] for a in dim[0][1])
-            symbol = symbols.get(name, Symbol())
+            symbol = symbols.get(name, SymbolEntry())
             if parts == 1 or (symbol.divisor % parts == 0 and symbol.remainder == 0):
                 values[name] = got * parts
     return values
 
 
-def check_symbols(symbols: Mapping[str, Symbol], values: Mapping[str, int]) -> None:
+def check_symbols(symbols: Mapping[str, SymbolEntry], values: Mapping[str, int]) -> None:
     """Raises SymbolValueError naming symbols, values and constraint where one does not hold."""
     for name, value in values.items():
-        symbol = symbols.get(name, Symbol())
+        symbol = symbols.get(name, SymbolEntry())
         if not symbol.admits(value):
             raise SymbolValueError(
                 f"symbol {name!r} is {value}, which violates its constraint: {symbol.constraint}"
@@ -106,7 +106,7 @@ def check_symbols(symbols: Mapping[str, Symbol], values: Mapping[str, int]) -> N
             )
 
 
-def check_equal_sizes(program: Program, values: Mapping[str, int]) -> None:
+def check_equal_sizes(program: ProgramEntry, values: Mapping[str, int]) -> None:
     """Compares the sizes that operators of the program take to be equal.
 
     Sizes with a symbol that has no value (which local shapes need not tell) are not compared.
@@ -131,7 +131,7 @@ def check_equal_sizes(program: Program, values: Mapping[str, int]) -> None:
 
 
 def check_index_ranges(
-    program: Program,
+    program: ProgramEntry,
     arrays: Mapping[str, NDArray[Any]],
     values: Mapping[str, int],
     of: str = " of this rank's part",

@@ -25,8 +25,8 @@ from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import (
     FILE_NAME,
     Manifest,
-    Program,
-    Symbol,
+    ProgramEntry,
+    SymbolEntry,
     TensorSpec,
 )
 from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
@@ -259,7 +259,7 @@ def _reference(model: Path, manifest: Manifest, settings: Settings) -> Reference
 def _compare(
     group: ThreadsGroup,
     reference: Reference,
-    program: Program,
+    program: ProgramEntry,
     values: Mapping[str, int],
     feeds: Mapping[str, Array],
     settings: Settings,
@@ -332,13 +332,15 @@ def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
 # -- cases and inputs ----------------------------------------------------------------------------
 
 
-def symbols_of(manifest: Manifest, program: Program) -> dict[str, Symbol]:
+def symbols_of(manifest: Manifest, program: ProgramEntry) -> dict[str, SymbolEntry]:
     """Returns the symbols of the program's inputs, with constraints, in order of first use."""
     names = [bare_name(size) for spec in program.inputs for size in spec.shape]
-    return {n: manifest.symbols.get(n, Symbol()) for n in names if n is not None}
+    return {n: manifest.symbols.get(n, SymbolEntry()) for n in names if n is not None}
 
 
-def complete_case(manifest: Manifest, program: Program, case: Mapping[str, int]) -> dict[str, int]:
+def complete_case(
+    manifest: Manifest, program: ProgramEntry, case: Mapping[str, int]
+) -> dict[str, int]:
     """Returns a case with a value for every symbol.
 
     Raises:
@@ -358,7 +360,7 @@ def complete_case(manifest: Manifest, program: Program, case: Mapping[str, int])
     return values
 
 
-def default_cases(manifest: Manifest, program: Program) -> list[dict[str, int]]:
+def default_cases(manifest: Manifest, program: ProgramEntry) -> list[dict[str, int]]:
     """Returns an even case, an uneven one and the smallest, as far as the constraints allow."""
     picks = _offers(manifest, program, lambda symbol: _picks(symbol, manifest.devices))
     count = min(3, max((len(p) for p in picks.values()), default=1))
@@ -366,7 +368,7 @@ def default_cases(manifest: Manifest, program: Program) -> list[dict[str, int]]:
 
 
 def _offers(
-    manifest: Manifest, program: Program, offer: Callable[[Symbol], list[int]]
+    manifest: Manifest, program: ProgramEntry, offer: Callable[[SymbolEntry], list[int]]
 ) -> dict[str, list[int]]:
     """Returns the values that are offered for each symbol and that all it must equal admit."""
     known = symbols_of(manifest, program)
@@ -384,7 +386,7 @@ def _offers(
     return found
 
 
-def _tied(known: Mapping[str, Symbol], program: Program) -> dict[str, str]:
+def _tied(known: Mapping[str, SymbolEntry], program: ProgramEntry) -> dict[str, str]:
     """Returns for each symbol the first of those that must have its value."""
     first = {name: name for name in known}
     pairs: list[tuple[str | None, str | None]]
@@ -397,7 +399,7 @@ def _tied(known: Mapping[str, Symbol], program: Program) -> dict[str, str]:
     return first
 
 
-def _picks(symbol: Symbol, devices: int) -> list[int]:
+def _picks(symbol: SymbolEntry, devices: int) -> list[int]:
     near = symbol.admissible(devices + 1, 2 * devices + 2) or symbol.admissible(1, 4)[::-1]
     smallest = symbol.admissible(1, 1)
     even = [v for v in near if v % devices == 0]
@@ -408,7 +410,7 @@ def _picks(symbol: Symbol, devices: int) -> list[int]:
 
 
 def random_feeds(
-    program: Program,
+    program: ProgramEntry,
     values: Mapping[str, int],
     bounds: Mapping[str, int],
     rng: np.random.Generator,
@@ -460,7 +462,7 @@ class Span:
 
 def drawn_feeds(
     reference: Reference,
-    program: Program,
+    program: ProgramEntry,
     values: Mapping[str, int],
     spans: Mapping[str, Span],
     rng: np.random.Generator,
@@ -481,7 +483,7 @@ def drawn_feeds(
 
 def index_spans(
     reference: Reference,
-    program: Program,
+    program: ProgramEntry,
     values: Mapping[str, int],
     known: Mapping[str, Span] = _NOTHING_KNOWN,
 ) -> dict[str, Span]:

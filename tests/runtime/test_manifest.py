@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onnxpar_runtime.errors import ArtifactError
-from onnxpar_runtime.manifest import Manifest, Symbol
+from onnxpar_runtime.manifest import Manifest, SymbolEntry
 from tests.runtime import hand_made
 
 Edit = Callable[[dict[str, Any]], object]
@@ -31,7 +31,7 @@ def test_load(tmp_path: Path) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 4})
     manifest = Manifest.load(directory)
     assert (manifest.devices, manifest.atoms, manifest.axes) == (2, (2,), (("dp", 2),))
-    assert manifest.symbols["batch"] == Symbol(divisor=4)
+    assert manifest.symbols["batch"] == SymbolEntry(divisor=4)
     assert manifest.graph_path("model", 1) == directory / "rank0001.model.onnx"
     assert manifest.program("model").system_inputs[0].symbol == "batch"
     manifest.verify_files()
@@ -156,14 +156,14 @@ def test_damage_of_any_part_is_an_artifact_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("symbol", "admitted", "refused"),
     [
-        (Symbol(), [1, 2, 100], [0, -1]),
-        (Symbol(divisor=8), [8, 16], [0, 4, 12]),
-        (Symbol(divisor=8, remainder=3), [11, 19], [3, 8]),
-        (Symbol(min=5, max=20, divisor=4), [8, 20], [4, 24]),
-        (Symbol(min=5, max=2), [5, 1000], [4]),
+        (SymbolEntry(), [1, 2, 100], [0, -1]),
+        (SymbolEntry(divisor=8), [8, 16], [0, 4, 12]),
+        (SymbolEntry(divisor=8, remainder=3), [11, 19], [3, 8]),
+        (SymbolEntry(min=5, max=20, divisor=4), [8, 20], [4, 24]),
+        (SymbolEntry(min=5, max=2), [5, 1000], [4]),
     ],
 )
-def test_constraint(symbol: Symbol, admitted: list[int], refused: list[int]) -> None:
+def test_constraint(symbol: SymbolEntry, admitted: list[int], refused: list[int]) -> None:
     assert all(symbol.admits(v) for v in admitted)
     assert not any(symbol.admits(v) for v in refused)
     # The first ten lie among the first numbers up to ten periods beyond the least.

@@ -3,7 +3,7 @@
 import pytest
 
 from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.manifest import EqualSizes, Program, Symbol, TensorSpec
+from onnxpar_runtime.manifest import EqualSizes, ProgramEntry, SymbolEntry, TensorSpec
 from onnxpar_runtime.shapes import (
     bind_local_symbols,
     bind_symbols,
@@ -42,13 +42,13 @@ def test_contradiction(mask: tuple[int, ...], message: str) -> None:
 
 def test_violated_constraint_names_symbol_value_and_constraint() -> None:
     with pytest.raises(SymbolValueError) as caught:
-        check_symbols({"batch": Symbol(divisor=8, max=64)}, {"batch": 12})
+        check_symbols({"batch": SymbolEntry(divisor=8, max=64)}, {"batch": 12})
     message = "symbol 'batch' is 12, which violates its constraint: 8*N, N >= 1, at most 64"
     assert str(caught.value) == message
 
 
 def test_names_of_one_unique_symbol_must_be_equal() -> None:
-    symbols = {"a": Symbol(unique=True), "b": Symbol(unique=True, same_as="a")}
+    symbols = {"a": SymbolEntry(unique=True), "b": SymbolEntry(unique=True, same_as="a")}
     check_symbols(symbols, {"a": 4, "b": 4})
     check_symbols(symbols, {"b": 4})
     with pytest.raises(SymbolValueError) as caught:
@@ -61,9 +61,9 @@ def test_local_shapes_tell_only_what_is_certain() -> None:
     specs = [spec("x", "batch", "seq", atoms=(0, 1))]
     shapes = {"x": (2, 5)}
     assert bind_local_symbols(specs, shapes, (2, 3), {}) == {"seq": 5}
-    even = {"batch": Symbol(divisor=12)}
+    even = {"batch": SymbolEntry(divisor=12)}
     assert bind_local_symbols(specs, shapes, (2, 3), even) == {"batch": 12, "seq": 5}
-    shifted = {"batch": Symbol(divisor=12, remainder=1)}
+    shifted = {"batch": SymbolEntry(divisor=12, remainder=1)}
     assert bind_local_symbols(specs, shapes, (2, 3), shifted) == {"seq": 5}
 
 
@@ -92,7 +92,7 @@ def test_equal_sizes(
 ) -> None:
     equal = EqualSizes("loss", "Op", ("a", "b"), (0, 2), sizes)
     inputs = (spec("x", "batch", 7), spec("y", "batch", "n"))
-    program = Program("model", (), inputs, (), (), (), (equal,))
+    program = ProgramEntry("model", (), inputs, (), (), (), (equal,))
     if got is None:
         check_equal_sizes(program, values)
         return

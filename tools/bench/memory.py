@@ -127,7 +127,7 @@ def _step(trainers: Sequence[Trainer], batch: Batch, rates: Mapping[str, float],
     trainers[rank].train_step([batch], rates)
 
 
-def _names(program: entries.Program) -> list[str]:
+def _names(program: entries.ProgramEntry) -> list[str]:
     return [spec.name for spec in program.inputs]
 
 

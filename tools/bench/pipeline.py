@@ -23,7 +23,7 @@ from onnxpar_runtime.launch import mpirun_place
 from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
-from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
+from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, PlayedSchedule
 from onnxpar_runtime.pipeline.schedules import make
 from onnxpar_runtime.pipeline.trace import Steps, Trace, even_bubble, median_bubble
 from onnxpar_runtime.pipeline.transfers import chain
@@ -72,7 +72,7 @@ def formula(name: str, stages: int, micro_batches: int, chunks: int) -> str:
     return f"({p - 1}/{v})/({m}+{p - 1}/{v})" if v > 1 else f"{p - 1}/({m}+{p - 1})"
 
 
-def measure(rank: Rank, program: Program, seconds: float, rounds: int) -> list[Steps] | None:
+def measure(rank: Rank, program: PlayedSchedule, seconds: float, rounds: int) -> list[Steps] | None:
     """Plays a program some times; returns the traces on rank 0."""
     inbox = Inbox(rank)
     trace = Trace(rank)
@@ -85,7 +85,7 @@ def measure(rank: Rank, program: Program, seconds: float, rounds: int) -> list[S
     return traces
 
 
-def on_all(stages: int, program: Program, seconds: float, rounds: int) -> list[Steps] | None:
+def on_all(stages: int, program: PlayedSchedule, seconds: float, rounds: int) -> list[Steps] | None:
     """Measures on threads of this process, or on the ranks of mpirun."""
     if mpirun_place() is not None:
         with World.mpi() as world:

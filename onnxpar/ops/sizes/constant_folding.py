@@ -3,7 +3,8 @@
 Only what is exact is computed: integers and booleans, moves of elements, casts, and those
 operations on float32 and float64 that IEEE 754 rounds in one way. An exponential or a sine is left
 to the kernels, whose last bits differ from those of any other library. ONNX's reference
-implementation computes; `tests/onnxpar/frontend/test_fold_constants.py` compares it with onnxruntime.
+implementation computes; `tests/onnxpar/frontend/test_fold_constants.py` compares it with
+onnxruntime.
 """
 
 from collections.abc import Sequence

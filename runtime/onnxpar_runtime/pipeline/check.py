@@ -7,12 +7,12 @@ from itertools import pairwise
 from onnxpar_runtime.errors import ScheduleError
 from onnxpar_runtime.pipeline.order import require_complete, where
 from onnxpar_runtime.pipeline.peaks import activation_peaks
-from onnxpar_runtime.pipeline.schedule import Action, Point, Program, Step, Transfer
+from onnxpar_runtime.pipeline.schedule import Action, PlayedSchedule, Point, Step, Transfer
 from onnxpar_runtime.pipeline.timeline import require_end, timeline
 from onnxpar_runtime.pipeline.transfers import ends_of, messages, rendezvous
 
 
-def check(program: Program, limits: Sequence[int] | None = None) -> None:
+def check(program: PlayedSchedule, limits: Sequence[int] | None = None) -> None:
     """Returns if the program computes everything, transfers what is needed, and comes to its end.
 
     Deadlocks are found by playing the program where nothing is buffered, and where a send ends only
@@ -49,7 +49,7 @@ def check(program: Program, limits: Sequence[int] | None = None) -> None:
             )
 
 
-def _check_points(name: str, program: Program) -> None:
+def _check_points(name: str, program: PlayedSchedule) -> None:
     """Checks that every message has its four points, between what makes and what reads it."""
     found = where(program.schedule)
     at = [_indices(steps) for steps in program.ranks]
@@ -98,7 +98,7 @@ def _indices(steps: Sequence[Step]) -> defaultdict[Step, list[int]]:
     return result
 
 
-def _check_channels(name: str, program: Program) -> None:
+def _check_channels(name: str, program: PlayedSchedule) -> None:
     """Checks that what one rank sends to another is received in the same order."""
     posts: defaultdict[tuple[int, int, Point], list[Transfer]] = defaultdict(list)
     for rank, steps in enumerate(program.ranks):

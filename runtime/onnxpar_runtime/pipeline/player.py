@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from onnxpar_runtime.pipeline.carriers import Carrier, Expected, Leaving
 from onnxpar_runtime.pipeline.check import check
 from onnxpar_runtime.pipeline.inbox import Inbox, Ticket
-from onnxpar_runtime.pipeline.schedule import Action, Edge, Message, Point, Program, Transfer
+from onnxpar_runtime.pipeline.schedule import Action, Edge, Message, PlayedSchedule, Point, Transfer
 from onnxpar_runtime.pipeline.schedules import make
 from onnxpar_runtime.pipeline.trace import Trace
 from onnxpar_runtime.pipeline.transfers import with_transfers
@@ -52,7 +52,7 @@ class Place:
 @lru_cache(maxsize=64)
 def plan(
     name: str, stages: int, micro_batches: int, chunks: int, edges: tuple[Edge, ...]
-) -> Program:
+) -> PlayedSchedule:
     """Returns a schedule with its transfers, which is known to come to its end.
 
     Args:
@@ -73,7 +73,7 @@ def plan(
 def play(
     carrier: Carrier,
     place: Place,
-    program: Program,
+    program: PlayedSchedule,
     work: Work,
     inbox: Inbox,
     trace: Trace | None = None,

@@ -1,7 +1,7 @@
 """A schedule as text: a row of each rank over time."""
 
 from onnxpar_runtime.pipeline.peaks import activation_peaks
-from onnxpar_runtime.pipeline.schedule import Action, Kind, Program
+from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule
 from onnxpar_runtime.pipeline.simulate import Times, simulate
 
 # What fills a computation after its label, and time in which a rank is idle.
@@ -9,7 +9,7 @@ _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.BACKWARD_INPUT: "=", Kind.B
 _IDLE = "."
 
 
-def render(program: Program, times: Times, width: int | None = None) -> str:
+def render(program: PlayedSchedule, times: Times, width: int | None = None) -> str:
     """Returns the program over time, a line of each rank, for example `|F0-F1-......B0====`.
 
     A computation is its kind (F forward, B backward; I and W its parts for inputs and weights),

@@ -167,7 +167,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class PlayedSchedule:
     """A schedule with its transfers: what the ranks of a pipeline play.
 
     Attributes:

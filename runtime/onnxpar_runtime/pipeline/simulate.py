@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from onnxpar_runtime.errors import ScheduleError
-from onnxpar_runtime.pipeline.schedule import Action, Kind, Program
+from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule
 from onnxpar_runtime.pipeline.timeline import require_end, timeline
 from onnxpar_runtime.pipeline.transfers import rendezvous
 
@@ -89,7 +89,7 @@ class Simulation:
         return tuple((self.makespan - busy) / busy for busy in self.busy)
 
 
-def simulate(program: Program, times: Times) -> Simulation:
+def simulate(program: PlayedSchedule, times: Times) -> Simulation:
     """Returns when a program's computations happen, each as early as it can.
 
     Raises:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.pipeline.schedule import Action, Kind, Program
+from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule
 from onnxpar_runtime.pipeline.simulate import Times, simulate
 
 _KINDS = tuple(Kind)
@@ -109,7 +109,7 @@ def bubble(ranks: Sequence[Sequence[Span]]) -> float:
     return 1.0 - sum(s.end - s.start for s in spans) / (length * len(ranks))
 
 
-def even_bubble(program: Program) -> float:
+def even_bubble(program: PlayedSchedule) -> float:
     """Returns what `bubble` is where all stages take the same time, and transfers none.
 
     A backward takes twice as long as a forward, half of it for the parameters' gradients.

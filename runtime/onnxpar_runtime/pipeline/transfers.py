@@ -19,8 +19,8 @@ from onnxpar_runtime.pipeline.schedule import (
     Message,
     Payload,
     Place,
+    PlayedSchedule,
     Point,
-    Program,
     Schedule,
     Step,
     Transfer,
@@ -40,7 +40,7 @@ def chain(schedule: Schedule, value: str = "x") -> tuple[Edge, ...]:
 
 def with_transfers(
     schedule: Schedule, edges: Sequence[Edge], lookahead: int = LOOKAHEAD
-) -> Program:
+) -> PlayedSchedule:
     """Returns the schedule with the transfers that the edges need.
 
     A receive is posted `lookahead` computations before the one that reads the values, or earlier
@@ -95,7 +95,7 @@ def with_transfers(
             for step in (*slot.steps(), action)
         ]
         ranks.append((*steps, *of_rank[-1].steps()))
-    return Program(schedule, tuple(edges), tuple(ranks))
+    return PlayedSchedule(schedule, tuple(edges), tuple(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def ends_of(message: Message) -> tuple[Unit, Unit]:
 
 
 def rendezvous(
-    program: Program, time_of: Callable[[Message], float], taken: Point = Point.RECEIVE
+    program: PlayedSchedule, time_of: Callable[[Message], float], taken: Point = Point.RECEIVE
 ) -> Needs:
     """Returns what the waits of a program need: that both sides have posted the transfer.
 

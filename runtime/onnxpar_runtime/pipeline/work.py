@@ -24,7 +24,7 @@ from onnxpar_runtime.pipeline.carriers import (
 )
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
-from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Program
+from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, PlayedSchedule
 from onnxpar_runtime.pipeline.trace import Trace, even_bubble
 from onnxpar_runtime.pipeline.values import Ends, read_values
 from onnxpar_runtime.tensors import host_view, to_ort
@@ -188,7 +188,7 @@ class VirtualStages:
         """Returns the bubble of a schedule of `count` micro-batches if stages took equal times."""
         return even_bubble(self._plan(schedule, count))
 
-    def _plan(self, schedule: str, count: int) -> Program:
+    def _plan(self, schedule: str, count: int) -> PlayedSchedule:
         pipeline = self._pipeline
         edges = self._values.edges
         program = plan(schedule, pipeline.stages, count, pipeline.chunks, edges)

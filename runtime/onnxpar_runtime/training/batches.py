@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.expressions import Size, bare_name
-from onnxpar_runtime.manifest import Manifest, Symbol, TensorSpec
+from onnxpar_runtime.manifest import Manifest, SymbolEntry, TensorSpec
 from onnxpar_runtime.training.sources import (
     Arrays,
     Place,
@@ -29,7 +29,7 @@ from onnxpar_runtime.training.sources import (
 )
 
 T = TypeVar("T")
-_FREE = Symbol()
+_FREE = SymbolEntry()
 Sizes = tuple[int, ...]
 """Numbers of samples of a step's micro-batches."""
 
@@ -44,7 +44,7 @@ class BatchDim:
     """
 
     size: Size
-    symbol: Symbol = _FREE
+    symbol: SymbolEntry = _FREE
 
     @staticmethod
     def of(manifest: Manifest, specs: Sequence[TensorSpec]) -> "BatchDim":
@@ -107,7 +107,7 @@ class BatchDim:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochPlan:
     """How an epoch's samples are put together.
 
     Attributes:
@@ -130,7 +130,7 @@ class Plan:
             yield self.last
 
 
-def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> Plan:
+def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> EpochPlan:
     """Returns the plan of an epoch that trains on `count` samples.
 
     The last batch, of what remains, is kept, in fewer micro-batches if need be, unless no number of
@@ -155,15 +155,15 @@ def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> Pla
     if rest and last is None:
         notice = f"the last {_samples(rest)} of an epoch are left out: {dim.constraint}"
     if last is not None:
-        return Plan(full, steps + 1, last)
+        return EpochPlan(full, steps + 1, last)
     if not steps:
         raise LaunchError(
             f"--batch-size {batch}: there are only {_samples(count)}, and {dim.constraint}"
         )
-    return Plan(full, steps, full, notice)
+    return EpochPlan(full, steps, full, notice)
 
 
-def plan_evaluation(count: int, batch: int | None, dim: BatchDim) -> Plan:
+def plan_evaluation(count: int, batch: int | None, dim: BatchDim) -> EpochPlan:
     """Returns the plan of an evaluation, which leaves out as few samples as the constraint allows.
 
     Args:
@@ -184,10 +184,10 @@ def plan_evaluation(count: int, batch: int | None, dim: BatchDim) -> Plan:
     out = rest - last
     notice = f"{_samples(out)} of {count} are left out: {dim.constraint}" if out else ""
     if last:
-        return Plan((batch,), steps + 1, (last,), notice)
+        return EpochPlan((batch,), steps + 1, (last,), notice)
     if not steps:
         raise LaunchError(f"there are only {_samples(count)}, and {dim.constraint}")
-    return Plan((batch,), steps, (batch,), notice)
+    return EpochPlan((batch,), steps, (batch,), notice)
 
 
 def _in_parts(count: int) -> str:
@@ -218,7 +218,7 @@ class Step:
 
 def steps_of(
     samples: Samples,
-    plan: Plan,
+    plan: EpochPlan,
     indices: NDArray[np.int64],
     own: Mapping[str, Place] | None = None,
     skip: int = 0,
@@ -394,7 +394,7 @@ class TrainingData:
     batch: int | None
     accumulate: int
     seed: int
-    plan: Plan | None
+    plan: EpochPlan | None
     own: Mapping[str, Place] | None = None
 
     @property
@@ -461,7 +461,7 @@ class EvaluationData:
     dim: BatchDim
     batch: int | None
     seed: int
-    plan: Plan | None
+    plan: EpochPlan | None
     own: Mapping[str, Place] | None = None
 
     def steps(self) -> Iterator[Step]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError, TrainingError
-from onnxpar_runtime.manifest import Program, State
+from onnxpar_runtime.manifest import ProgramEntry, State
 from onnxpar_runtime.traffic import compare_bytes
 from onnxpar_runtime.training import limits
 from onnxpar_runtime.training.group import TrainerGroup
@@ -230,7 +230,7 @@ class Comparison:
         self._loss("evaluation", losses, expected["loss"], 1)
         self._outputs(program, expected, found[0])
 
-    def _outputs(self, program: Program, expected: Evaluation, got: Evaluation) -> None:
+    def _outputs(self, program: ProgramEntry, expected: Evaluation, got: Evaluation) -> None:
         wanted, have = expected["outputs"] or {}, got["outputs"] or {}
         for spec in program.outputs:
             if spec.name not in wanted:

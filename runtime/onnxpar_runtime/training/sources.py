@@ -20,7 +20,7 @@ from onnxpar_runtime.boxes import block, coordinates
 from onnxpar_runtime.data import convert, read_npz
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.manifest import Manifest, Program, TensorSpec
+from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
 from onnxpar_runtime.shapes import (
     bind_symbols,
     check_equal_sizes,
@@ -227,7 +227,7 @@ def samples(name: str, arrays: Arrays, specs: Sequence[TensorSpec]) -> Samples:
 
 
 def check_samples(
-    manifest: Manifest, program: Program, source: Samples, sizes: Iterable[int]
+    manifest: Manifest, program: ProgramEntry, source: Samples, sizes: Iterable[int]
 ) -> None:
     """Checks that batches of these numbers of samples fit a program, before any is made.
 

@@ -8,8 +8,8 @@ from onnxpar_runtime.pipeline import (
     Kind,
     Message,
     Payload,
+    PlayedSchedule,
     Point,
-    Program,
     Transfer,
 )
 
@@ -25,7 +25,7 @@ class Player:
     has come. `play` returns False where no rank can go on.
     """
 
-    def __init__(self, program: Program, seed: int, late: bool) -> None:
+    def __init__(self, program: PlayedSchedule, seed: int, late: bool) -> None:
         self.program = program
         self.schedule = program.schedule
         self.late = late

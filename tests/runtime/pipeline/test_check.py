@@ -12,8 +12,8 @@ from onnxpar_runtime.pipeline import (
     Kind,
     Message,
     Payload,
+    PlayedSchedule,
     Point,
-    Program,
     Schedule,
     Step,
     Transfer,
@@ -41,7 +41,9 @@ def schedule_with(schedule: Schedule, rank: int, change: Callable[[Rank], object
     return replace(schedule, ranks=tuple(ranks))
 
 
-def program_with(program: Program, rank: int, change: Callable[[Rank], object]) -> Program:
+def program_with(
+    program: PlayedSchedule, rank: int, change: Callable[[Rank], object]
+) -> PlayedSchedule:
     steps = list(program.ranks[rank])
     change(steps)
     ranks = [tuple(steps) if at == rank else old for at, old in enumerate(program.ranks)]

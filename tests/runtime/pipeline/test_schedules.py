@@ -12,7 +12,7 @@ from onnxpar_runtime.errors import ScheduleError
 from onnxpar_runtime.pipeline import (
     SCHEDULES,
     Kind,
-    Program,
+    PlayedSchedule,
     Times,
     activation_peaks,
     chain,
@@ -31,7 +31,7 @@ CHUNKED = {"interleaved", "forward"}
 TIMES = ((1.0, 1.0, 1.0), (1.0, 0.75, 0.5))
 
 
-def programs(name: str, stages: int) -> Iterator[Program]:
+def programs(name: str, stages: int) -> Iterator[PlayedSchedule]:
     for micro_batches in MICRO_BATCHES:
         for chunks in CHUNKS if name in CHUNKED else (1,):
             schedule = make(name, stages, micro_batches, chunks)

@@ -8,7 +8,7 @@ import pytest
 
 from onnxpar_runtime.errors import ScheduleError
 from onnxpar_runtime.pipeline import (
-    Program,
+    PlayedSchedule,
     Times,
     activation_peaks,
     chain,
@@ -20,7 +20,7 @@ from onnxpar_runtime.pipeline import (
 )
 
 
-def program(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Program:
+def program(name: str, stages: int, micro_batches: int, chunks: int = 1) -> PlayedSchedule:
     schedule = make(name, stages, micro_batches, chunks)
     return with_transfers(schedule, chain(schedule))
 

@@ -13,8 +13,8 @@ from onnxpar_runtime.pipeline import (
     Action,
     Edge,
     Payload,
+    PlayedSchedule,
     Point,
-    Program,
     Schedule,
     Times,
     Transfer,
@@ -28,7 +28,7 @@ from tests.runtime.pipeline.players import Player
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw: st.DrawFn) -> PlayedSchedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     stages = draw(st.integers(1, 6))
     chunks = draw(st.integers(1, 3)) if name in ("interleaved", "forward") else 1
@@ -46,7 +46,9 @@ def programs(draw: st.DrawFn) -> Program:
 
 @settings(max_examples=150, deadline=None)
 @given(programs(), st.integers(0, 2**32), st.booleans())
-def test_any_edges_can_be_played_in_any_order(program: Program, seed: int, late: bool) -> None:
+def test_any_edges_can_be_played_in_any_order(
+    program: PlayedSchedule, seed: int, late: bool
+) -> None:
     check(program)
     player = Player(program, seed, late)
     assert player.play()
@@ -58,7 +60,7 @@ def test_any_edges_can_be_played_in_any_order(program: Program, seed: int, late:
 
 @settings(max_examples=80, deadline=None)
 @given(programs(), st.randoms(use_true_random=False))
-def test_check_and_player_agree_about_deadlocks(program: Program, random: object) -> None:
+def test_check_and_player_agree_about_deadlocks(program: PlayedSchedule, random: object) -> None:
     """Moves one wait or post anywhere else: `check` refuses at least what cannot be played."""
     places = [
         (rank, index)
@@ -84,7 +86,7 @@ def test_check_and_player_agree_about_deadlocks(program: Program, random: object
     assert Player(moved, 0, late=True).play()
 
 
-def shape(program: Program, rank: int) -> str:
+def shape(program: PlayedSchedule, rank: int) -> str:
     """A rank's list, short: computations as F0, transfers as s/r (posts) and S/R (waits)."""
     letters = {Point.SEND: "s", Point.RECEIVE: "r", Point.WAIT_SEND: "S", Point.WAIT_RECEIVE: "R"}
     return " ".join(

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar_runtime.entries import Symbol, TensorSpec
+from onnxpar_runtime.entries import SymbolEntry, TensorSpec
 from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.training.batches import (
     Ahead,
     BatchDim,
-    Plan,
+    EpochPlan,
     evaluation_data,
     order,
     plan_evaluation,
@@ -29,7 +29,7 @@ MASK = TensorSpec("mask", "float32", (2,), (((2, ()),),))
 
 
 def dim(**constraint: int) -> BatchDim:
-    return BatchDim("batch", Symbol(**constraint))
+    return BatchDim("batch", SymbolEntry(**constraint))
 
 
 def samples(count: int) -> Samples:
@@ -88,7 +88,7 @@ def test_a_fixed_batch() -> None:
     )
     with pytest.raises(LaunchError, match="--batch-size 16: the model's batch is 8"):
         plan_training(20, 16, 1, fixed)
-    assert plan_evaluation(20, None, fixed) == Plan(
+    assert plan_evaluation(20, None, fixed) == EpochPlan(
         (8,), 2, (8,), "4 samples of 20 are left out: the model's batch is 8"
     )
 
@@ -96,7 +96,7 @@ def test_a_fixed_batch() -> None:
 # -- plans ---------------------------------------------------------------------------------------
 
 
-def sizes_of(plan: Plan) -> list[tuple[int, ...]]:
+def sizes_of(plan: EpochPlan) -> list[tuple[int, ...]]:
     return list(plan.sizes())
 
 
