@@ -11,9 +11,9 @@ from onnxpar.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from onnxpar.api.annotate import annotate
-    from onnxpar.api.compiler import plan
-    from onnxpar.api.compiler import shard as shard_model
     from onnxpar.api.functional import Sharded, shard
+    from onnxpar.api.shard_model import plan
+    from onnxpar.api.shard_model import shard_model as shard_model
     from onnxpar.autodiff.append_loss import LossKind, LossSpec
     from onnxpar.autodiff.optimizer import OptimizerKind
     from onnxpar.autodiff.training_program import TrainingSpec
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onnxpar.core.sharding import Sharding
     from onnxpar.core.symbols import Symbol
     from onnxpar.frontend.load import load
-    from onnxpar.frontend.part import part
+    from onnxpar.frontend.model_part import part
     from onnxpar.strategy import Strategy
 
 __all__ = [
@@ -60,10 +60,10 @@ _HOMES = {
     "TrainingSpec": ("onnxpar.autodiff.training_program", "TrainingSpec"),
     "annotate": ("onnxpar.api.annotate", "annotate"),
     "load": ("onnxpar.frontend.load", "load"),
-    "part": ("onnxpar.frontend.part", "part"),
-    "plan": ("onnxpar.api.compiler", "plan"),
+    "part": ("onnxpar.frontend.model_part", "part"),
+    "plan": ("onnxpar.api.shard_model", "plan"),
     "shard": ("onnxpar.api.functional", "shard"),
-    "shard_model": ("onnxpar.api.compiler", "shard"),
+    "shard_model": ("onnxpar.api.shard_model", "shard_model"),
 }
 
 

@@ -22,11 +22,10 @@ from onnx.reference.op_run import OpRun
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, join, split
 from onnxpar.core.symbols import symbols_of
+from onnxpar.graph.body_captures import every_node, read_by
 from onnxpar.graph.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
-from onnxpar.graph.closure import every_node
-from onnxpar.graph.reads import read_by
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
-from onnxpar.ops.own_functions import FUNCTIONS, VERSION
+from onnxpar.ops.onnxpar_functions import FUNCTIONS, VERSION
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.norm_reference import OPERATORS as NORMS
 from tests.sliding_reference import OPERATORS as SLIDING

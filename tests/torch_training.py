@@ -41,7 +41,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -57,7 +57,7 @@ STRATEGIES = ("dp=1", "dp=2", "tp=2", "dp=2,tp=2")
 EQUAL, REFUSED, TOLD, DIFFERENT, CRASHED, INEXACT = (
     "equal", "refused", "told", "different", "crashed", "exported otherwise",
 )  # fmt: skip
-"""Told: not equal, and a notice of `shard` names parameters that the file lacks. The last:
+"""Told: not equal, and a notice of `shard_model` names parameters that the file lacks. The last:
 onnxruntime computes something else of the exported file than PyTorch of the module."""
 
 RATE, DECAY = 1e-2, 0.1
@@ -163,7 +163,7 @@ def _compared(case: Case, folder: Path) -> tuple[str, str]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        shard(path, case.strategy, folder / "out", training=spec)
+        shard_model(path, case.strategy, folder / "out", training=spec)
     ours = _ours(case, folder / "out", inputs, labels)
     theirs = _pytorch(case, inputs, labels, torch.float32)
     problems = []

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -42,7 +42,7 @@ def cut(
         freeze=freeze,
         compute=compute,
     )
-    shard(path, strategy, out, devices=devices, training=spec)
+    shard_model(path, strategy, out, devices=devices, training=spec)
     return out
 
 

@@ -388,9 +388,9 @@ class Bench:
 
         return train(self.made, self.batches, self.settings.rate, torch.float64)
 
-    def shard(self, row: Row, out: Path) -> Any:
+    def shard_model(self, row: Row, out: Path) -> Any:
         """Divides training by AdamW; returns the summary."""
-        from onnxpar.api.compiler import shard
+        from onnxpar.api.shard_model import shard_model
         from onnxpar.autodiff.append_loss import parse_loss
         from onnxpar.autodiff.optimizer import parse_optimizer
         from onnxpar.autodiff.training_program import TrainingSpec
@@ -400,7 +400,7 @@ class Bench:
             parse_loss(exported.loss), parse_optimizer("adamw"), freeze=exported.freeze
         )
         began = perf_counter()
-        summary = shard(exported.path, row.strategy, out, force=True, training=spec)
+        summary = shard_model(exported.path, row.strategy, out, force=True, training=spec)
         row.seconds = perf_counter() - began
         return summary
 
@@ -466,11 +466,11 @@ def compare(row: Compared, bench: Bench) -> None:
 def check_forward(row: Verified, bench: Bench) -> None:
     """Divides the forward program and verifies it."""
     from onnxpar.api import runtime
-    from onnxpar.api.compiler import shard
+    from onnxpar.api.shard_model import shard_model
 
     path = bench.exported(row.exporter).path
     out = bench.folder / "forward"
-    summary = shard(path, row.strategy, out, force=True)
+    summary = shard_model(path, row.strategy, out, force=True)
     totals = summary.report["totals"]
     row.nodes = totals["nodes"]
     row.forward = _counts(totals["collectives_by_op"])

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import onnx
 from google.protobuf.message import EncodeError
 
-from onnxpar.api.compiler import analyse, plan_in_stages
+from onnxpar.api.shard_model import analyse, plan_in_stages
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Symbol
 from onnxpar.emit import check_file, new_file

@@ -20,7 +20,7 @@ from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.autodiff.recomputation.selection import Measure, recomputed
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
 from onnxpar.core.errors import RuleError
-from onnxpar.core.names import check_sizes
+from onnxpar.core.nearest_names import check_sizes
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol, dim_str
 from onnxpar.cost.cost_model import CostModel
@@ -28,7 +28,7 @@ from onnxpar.cost.optimizer_parallel import Shards, shard_states
 from onnxpar.emit.manifest import state_entry
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
-from onnxpar.graph.places import ONE_PLACE, Places, with_added
+from onnxpar.graph.pipeline_places import ONE_PLACE, Places, with_added
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
@@ -39,12 +39,12 @@ from onnxpar.parameters.trainable import ParameterInfo, Selection
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline, States
 from onnxpar.partition.program_memory import program_memory, total_bytes
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
-from onnxpar.stages.buffers import Buffers
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
+from onnxpar.stages.state_buffers import Buffers
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import SEARCH

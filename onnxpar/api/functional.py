@@ -19,9 +19,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.errors import CallError, ModelError, OnnxparError, StrategyError
-from onnxpar.core.names import match
+from onnxpar.core.nearest_names import match
 from onnxpar.core.symbols import Symbol, as_dim, dim_symbol
 from onnxpar.emit import write
 from onnxpar.facts.program import Program
@@ -29,11 +29,10 @@ from onnxpar.frontend.callable import Exportable, Gates, Source, add_gates, sour
 from onnxpar.frontend.load import normalise
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import search
-from onnxpar.search.find import LEVELS
+from onnxpar.search.find_plan import LEVELS
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import NodeEntry, Strategy, resolve, resolved
-from onnxpar.strategy.document import Document
-from onnxpar.strategy.given import (
+from onnxpar.strategy.call_layouts import (
     Given,
     followed,
     left_as_given,
@@ -42,10 +41,11 @@ from onnxpar.strategy.given import (
     read_entry,
     read_together,
 )
+from onnxpar.strategy.factor_splits import rank_of, show
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.operands import rank_of, show
 from onnxpar.strategy.schema import MAX_DEVICES, SearchEntry
 from onnxpar.strategy.tensor_entry import TensorEntry
+from onnxpar.strategy.yaml_document import Document
 
 Dims = tuple[tuple[int | str, ...], ...]
 Divisible = Exportable | ir.Function | ir.Model | onnx.ModelProto | str | Path

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.core.machine import Machine
 from onnxpar.core.symbols import Symbol
@@ -16,8 +16,8 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.search.decide import decide
-from onnxpar.search.find import Found, Told
-from onnxpar.search.ways import Objective, Pricing, Way
+from onnxpar.search.find_plan import Found, Told
+from onnxpar.search.rival_plans import Objective, Pricing, Way
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy

@@ -15,12 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.core.names import nearest
+from onnxpar.core.nearest_names import nearest
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.forms import work_dtype
+from onnxpar.ops.local_helpers import work_dtype
 
 LOSS = "onnxpar.loss"
 LOSS_WEIGHT = "onnxpar.loss_weight"

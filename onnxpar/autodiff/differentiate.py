@@ -16,13 +16,13 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, RuleError
 from onnxpar.frontend.expand import expand_by_body
+from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.keys import GRADIENT_OF, VIRTUAL_STAGE
+from onnxpar.graph.metadata_keys import GRADIENT_OF, VIRTUAL_STAGE
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.places import virtual_stage_of
-from onnxpar.graph.reads import read_by
+from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.operator import Missing, NotDifferentiable
 from onnxpar.ops.registry import Registry
 

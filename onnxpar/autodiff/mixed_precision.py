@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.graph.closure import bodies_of
-from onnxpar.ops.forms import FLOAT
+from onnxpar.graph.body_captures import bodies_of
+from onnxpar.ops.local_helpers import FLOAT
 from onnxpar.ops.precision import half_operands
 
 COMPUTE_TYPES: Mapping[str, ir.DataType] = {

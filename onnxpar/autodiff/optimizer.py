@@ -2,13 +2,17 @@
 
 Every state is read and written element by element, so its new value may take the place of the old
 one. The formulas are those of `torch.optim` 2.13 (SGD, Adam, AdamW), one fused node for each
-parameter (`onnxpar.ops.own_functions`), and of LAMB (You et al., 2020, "Large Batch Optimization
-for Deep Learning", algorithm 2, with the identity for phi) in standard nodes. They are rearranged
-for fewer passes over memory; results differ from PyTorch's by rounding.
+parameter (`onnxpar.ops.onnxpar_functions`), and of LAMB (You et al., 2020, "Large Batch
+Optimization for Deep Learning", algorithm 2, with the identity for phi) in standard nodes. They are
+rearranged for fewer passes over memory; results differ from PyTorch's by rounding.
 
 Numbers that are the same for all elements are float64 inputs and float64 arithmetic, rounded to the
 parameter's type when they meet a tensor. Parameters of 16 bits are updated in float32 and rounded
 at the end, and their moments are float32: a second moment in 16 bits loses its small terms.
+
+A new optimizer has its name in `OptimizerKind`, its program in `_UPDATES`, its numbers in the
+runtime's `training.hyper`, and its help in `onnxpar.cli.shard`. Its states have the shape of the
+parameter; one with other states (Adafactor's rows and columns) needs a `StateKind` with a shape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +27,8 @@ from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.ops.collective.stage_sum import STAGE_SUM
-from onnxpar.ops.forms import DOUBLE, FLOAT, work_dtype
-from onnxpar.ops.own_functions import (
+from onnxpar.ops.local_helpers import DOUBLE, FLOAT, work_dtype
+from onnxpar.ops.onnxpar_functions import (
     ADAM_STEP,
     ADAMW_STEP,
     MIN_OPSET,

@@ -15,7 +15,7 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Symbol
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
-from onnxpar.graph.places import Copy
+from onnxpar.graph.pipeline_places import Copy
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.norm.running_statistics import forms, keep_statistics
 from onnxpar.ops.random.draws import idle_dropouts

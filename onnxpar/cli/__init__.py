@@ -180,7 +180,7 @@ def _tell(message: str) -> None:
 class _ProgramSignals:
     """What SIGINT, SIGTERM and SIGHUP do: at first they end the process, then they raise.
 
-    While a directory is written, `onnxpar.emit.directory` holds them back on top of this.
+    While a directory is written, `onnxpar.emit.atomic_directory` holds them back on top of this.
 
     Attributes:
         seen: Whether one of them has come.

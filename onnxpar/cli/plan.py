@@ -48,8 +48,8 @@ from onnxpar.emit import check_file, new_file
 from onnxpar.frontend.load import read
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
-from onnxpar.search.find import GAP, UNLIMITED, Candidate, Told
-from onnxpar.search.ways import FOUND, Way
+from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Told
+from onnxpar.search.rival_plans import FOUND, Way
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.presets import AUTO
 from onnxpar.strategy.save import write_strategy

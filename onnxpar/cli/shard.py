@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onnxpar.api.compiler import Summary, shard
 from onnxpar.api.divide_training import DividedTraining
+from onnxpar.api.shard_model import Summary, shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.mixed_precision import parse_compute
 from onnxpar.autodiff.optimizer import StateKind, parse_optimizer
@@ -135,7 +135,7 @@ def command(
         given = [name for name, value in wanted.items() if value is not None]
         if given:
             raise ModelError(f"{given[0]}: it is for training; expected --train as well")
-    summary = shard(
+    summary = shard_model(
         model,
         strategy,
         out,

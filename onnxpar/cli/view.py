@@ -9,7 +9,7 @@ import typer
 
 from onnxpar.cli.options import Artifacts
 from onnxpar.core.errors import ArtifactError
-from onnxpar.emit.directory import MANIFEST, read_manifest
+from onnxpar.emit.atomic_directory import MANIFEST, read_manifest
 
 
 def command(

@@ -2,4 +2,5 @@
 
 Takes a program and its plan; gives the price of each node and of the whole.
 Begin with `cost_model` (one node), then `price` (a program) and `live_memory` (its peak).
+The bytes of programs that were made are counted by the room `partition`.
 """

@@ -1,4 +1,4 @@
-"""What a plan costs: seconds of computing and of communication, bytes of memory.
+"""What one node and one reshard cost: seconds of computing and of communication, bytes.
 
 Costs are taken at one size of every symbol: the user's, else `Symbol.typical`. Time is modelled as
 a sum, operators and collectives one after another, which is how one stream runs them.
@@ -18,7 +18,7 @@ from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.ops.node_cost import CostFn, Share, by_rule
-from onnxpar.resharding.steps import legs, reachable
+from onnxpar.resharding.routes import legs, reachable
 
 _NUMBERS = SymbolTable({})
 _ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}

@@ -1,4 +1,4 @@
-"""What a plan of a whole program costs: each node, what moves for it, the memory at its peak."""
+"""What the plan of a program costs: each node, what moves for it, the memory at its peak."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,11 +1,12 @@
 """From a program of all ranks to files: rank graphs, weight shards, manifest.
 
 Takes partitioned models; gives a directory that appears whole or not at all.
-Begin with `write_directory`; `rank_graph` writes one rank's graph, `weight_layout` places weights.
+Begin with `write_directory`; `rank_graph` makes one rank's graph, `weight_layout` says which file
+holds which shard, `weight_files` writes those.
 """
 
-from onnxpar.emit.directory import check_target
-from onnxpar.emit.new_file import check_file, new_file
+from onnxpar.emit.atomic_directory import check_target
+from onnxpar.emit.atomic_file import check_file, new_file
 from onnxpar.emit.write_directory import write
 
 __all__ = ["check_file", "check_target", "new_file", "write"]

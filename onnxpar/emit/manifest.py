@@ -15,7 +15,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, Symbol, as_dim, dim_str, safe_name, symbols_of
 from onnxpar.core.symbols.expressions import fraction
 from onnxpar.core.version import __version__
-from onnxpar.emit.directory import GENERATOR
+from onnxpar.emit.atomic_directory import GENERATOR
 from onnxpar.emit.rank_graph import used_system_inputs
 from onnxpar.emit.weight_files import Written
 from onnxpar.emit.weight_layout import Interval, WeightLayout, boxes

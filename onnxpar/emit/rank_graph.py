@@ -1,4 +1,4 @@
-"""Emission: one ordinary ONNX graph for each rank, from the rank-generic graph.
+"""Makes one rank's ONNX graph of the rank-generic graph; `write_directory` writes it.
 
 The graphs of the ranks differ only in the `group` (and `pairs`, `root`) of each collective, in
 where their weights lie, and in texts for people. So the graph is serialised once into a template,
@@ -17,12 +17,11 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import split
 from onnxpar.emit.weight_layout import WeightLayout, layout
 from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
+from onnxpar.graph.body_captures import bodies_of, every_node, read_by
 from onnxpar.graph.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX
-from onnxpar.graph.closure import bodies_of, every_node
-from onnxpar.graph.reads import read_by
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
-from onnxpar.ops.device.standard_functions import STANDARD, put
-from onnxpar.ops.own_functions import FUNCTIONS
+from onnxpar.ops.device.cuda_functions import STANDARD, put
+from onnxpar.ops.onnxpar_functions import FUNCTIONS
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
 
 DOMAIN_VERSION = 1

@@ -1,4 +1,4 @@
-"""Where every weight shard lies: which ranks hold it, in which file, at which offset.
+"""Which file holds which weight shard, at which offset, and which ranks read it.
 
 A parameter that is split by atoms a, b, … has one shard for each position along them; the ranks
 that differ in other atoms only hold the same shard. All shards held by one set of ranks share a

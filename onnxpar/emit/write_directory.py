@@ -11,7 +11,7 @@ from google.protobuf.message import EncodeError
 
 from onnxpar.core.errors import ArtifactError
 from onnxpar.emit import weight_sources
-from onnxpar.emit.directory import MANIFEST, new_directory
+from onnxpar.emit.atomic_directory import MANIFEST, new_directory
 from onnxpar.emit.manifest import manifest
 from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_files import Written, write_weights
@@ -21,7 +21,7 @@ from onnxpar.partition.partitioned_model import Parameter, PartitionedModel, Pip
 MAX_PROTOBUF = 2**31 - 1
 """Bytes; the largest message that protobuf writes."""
 
-CHECKPOINT = "strategy.yaml"
+STRATEGY_FILE = "strategy.yaml"
 """The strategy as resolved; what `shard --strategy` makes of it is the same directory."""
 
 LINE = 100
@@ -35,7 +35,7 @@ def write(
     force: bool = False,
     report: Mapping[str, Any] | None = None,
     strategy: Mapping[str, Any] | None = None,
-    checkpoint: str | None = None,
+    strategy_file: str | None = None,
     model_name: str,
     training: Mapping[str, Any] | None = None,
     pipeline: Pipeline | None = None,
@@ -52,7 +52,7 @@ def write(
         force: Replace an artifact directory that is there.
         report: What the transformer has to tell, as JSON.
         strategy: The strategy as resolved, as JSON.
-        checkpoint: The same as a strategy file, written beside the manifest.
+        strategy_file: The same as a strategy file, written beside the manifest.
         model_name: Name of the model, for people.
         training: What the runtime must know to train, as JSON.
         pipeline: How the programs make up a pipeline, where they do.
@@ -94,8 +94,8 @@ def write(
                 name = f"rank{rank:04d}.{pm.program}.onnx"
                 files[name] = _write_graph(folder / name, fill(form, rank))
                 graphs[pm.program][rank] = name
-        if checkpoint is not None:
-            files[CHECKPOINT] = _write_text(folder / CHECKPOINT, checkpoint)
+        if strategy_file is not None:
+            files[STRATEGY_FILE] = _write_text(folder / STRATEGY_FILE, strategy_file)
         contents = manifest(
             models,
             graphs,

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.graph.reads import read_by
+from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.roles import reads_elements
+from onnxpar.ops.operand_roles import reads_elements
 
 SMALLEST = 8
 """Nodes that a layer must have at least, so that a few alike in a row are taken for none."""

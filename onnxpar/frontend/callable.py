@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.frontend.part import COLLECTIVES, whole_model
+from onnxpar.frontend.model_part import COLLECTIVES, whole_model
 
 IR_VERSION = 10
 """Of the model that is made of a function: every opset that is supported may stand in it."""

@@ -13,13 +13,12 @@ from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
+from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.keys import NOT_EXPANDED
+from onnxpar.graph.metadata_keys import NOT_EXPANDED
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.reads import read_by
 from onnxpar.graph.shapes import read_shapes, shapes
-from onnxpar.ops.elementwise.cast import fold_casts
-from onnxpar.ops.function_body import (
+from onnxpar.ops.body_node import (
     BodyNode,
     adopt_opset,
     fill_defaults,
@@ -27,6 +26,7 @@ from onnxpar.ops.function_body import (
     origin,
     schema_body,
 )
+from onnxpar.ops.elementwise.cast import fold_casts
 from onnxpar.ops.inference import CORRECTED
 from onnxpar.ops.operator import ByBody, OpDef, expanded
 from onnxpar.ops.registry import Registry

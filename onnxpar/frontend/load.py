@@ -29,19 +29,19 @@ from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbol
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
 from onnxpar.frontend.expand import expand_unknown, inline_functions
 from onnxpar.frontend.fold_constants import fold_constants
-from onnxpar.graph.closure import (
+from onnxpar.graph.body_captures import (
     close,
     hand_on_results,
     inline_constant_branches,
     lift_constants,
     uncapture,
 )
-from onnxpar.graph.keys import ANNOTATION
+from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
 from onnxpar.ops.inference import corrected_inference
-from onnxpar.ops.limits import least_sizes, size_limits
 from onnxpar.ops.registry import Registry
+from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
 MIN_OPSET = 7

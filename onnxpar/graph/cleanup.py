@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN, GraphBuilder
-from onnxpar.graph.reads import read_by
 
 
 def remove_unused(builder: GraphBuilder, outputs: Sequence[ir.Value]) -> None:

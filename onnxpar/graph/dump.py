@@ -6,7 +6,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ArtifactError
-from onnxpar.graph.closure import close, uncapture
+from onnxpar.graph.body_captures import close, uncapture
 from onnxpar.graph.plan import Plan
 
 TEXT_ELEMENTS = 64

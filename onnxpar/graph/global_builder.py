@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim, SymbolTable, dim_str, symbols_of
+from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
-from onnxpar.graph.closure import bodies_of
 from onnxpar.graph.shapes import ShapeEnv
 
 SIZES = "Sizes"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim, SymbolTable
-from onnxpar.graph.keys import EXPANDED_FROM, GRADIENT_OF, RECOMPUTED_FROM
+from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF, RECOMPUTED_FROM
 from onnxpar.graph.shapes import ShapeEnv
 
 CONST_LIMIT = 65536

@@ -26,7 +26,7 @@ from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
 from onnxpar.ops.control.inference import CONTROL
 from onnxpar.ops.image import inference as image_inference
 from onnxpar.ops.quantized import inference as quantized_inference
-from onnxpar.ops.sizes.values import EVALUATED, put_values
+from onnxpar.ops.sizes.computed_sizes import EVALUATED, put_values
 
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
 # Ends beyond this mean "to the end", whichever width of integer they were written for.

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError, RuleError
 from onnxpar.core.rule import OpRule
-from onnxpar.graph.closure import bodies_of
-from onnxpar.graph.keys import NOT_EXPANDED
+from onnxpar.graph.body_captures import bodies_of
+from onnxpar.graph.metadata_keys import NOT_EXPANDED
 from onnxpar.graph.node_view import BodyFacts, NodeView
 from onnxpar.graph.shapes import ShapeEnv, body_env
 from onnxpar.ops.fallback import replicated_rule, settle

@@ -9,9 +9,9 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.function_body import BodyFn
-from onnxpar.ops.gradient import Gradient
-from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.body_node import BodyFn
+from onnxpar.ops.grad_node import Gradient
+from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
 
 RuleFn = Callable[[NodeView], OpRule]

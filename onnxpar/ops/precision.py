@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
+from onnxpar.ops.device.cuda_functions import stands_for_in
 from onnxpar.ops.device.cuda_kernels import has_kernel_in
-from onnxpar.ops.device.standard_functions import stands_for_in
 
 HALF: Mapping[str, frozenset[str]] = {
     **{op: frozenset({"T"}) for op in ("Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul")},

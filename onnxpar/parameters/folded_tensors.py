@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.ops.roles import invertible, is_weight
+from onnxpar.ops.operand_roles import invertible, is_weight
 from onnxpar.parameters.origin import sizes
-from onnxpar.parameters.torch_export import (
+from onnxpar.parameters.torch_metadata import (
     Signature,
     arguments_of,
     folded_from,

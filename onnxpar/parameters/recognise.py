@@ -1,9 +1,9 @@
 """Which initializers of a file are parameters: what its exporter says, names, places.
 
-PyTorch's exporter says it (`onnxpar.parameters.restore`). Of other files an initializer is a
-parameter by its name (`fc1.weight`) or by its place (the weight of a product, the bias of a layer),
-a constant where it is one number of a formula, and in doubt otherwise: what is in doubt is never
-trained or left out silently.
+PyTorch's exporter says it (`onnxpar.parameters.restore_exported`). Of other files an initializer is
+a parameter by its name (`fc1.weight`) or by its place (the weight of a product, the bias of a
+layer), a constant where it is one number of a formula, and in doubt otherwise: what is in doubt is
+never trained or left out silently.
 """
 
 import re
@@ -15,10 +15,16 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import name_nodes, normalise
+from onnxpar.ops.operand_roles import (
+    is_instance_norm,
+    is_layer_bias,
+    is_statistic,
+    is_weight,
+    rearranges,
+)
 from onnxpar.ops.registry import Registry
-from onnxpar.ops.roles import is_instance_norm, is_layer_bias, is_statistic, is_weight, rearranges
 from onnxpar.ops.table import REGISTRY
-from onnxpar.parameters.merged import untie
+from onnxpar.parameters.merged_tensors import untie
 from onnxpar.parameters.origin import (
     Origin,
     Role,
@@ -29,8 +35,8 @@ from onnxpar.parameters.origin import (
     origin_of,
     sizes,
 )
-from onnxpar.parameters.restore import restore
-from onnxpar.parameters.torch_export import PARAMETER, Signature, kind_of, read_signature
+from onnxpar.parameters.restore_exported import restore
+from onnxpar.parameters.torch_metadata import PARAMETER, Signature, kind_of, read_signature
 from onnxpar.parameters.tying import equal_tensors, tie, tie_named
 
 _EXACT = "export_torch"

@@ -9,8 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.core.names import SHOWN, nearest
-from onnxpar.ops.roles import is_statistic, reads_elements
+from onnxpar.core.nearest_names import SHOWN, nearest
+from onnxpar.ops.operand_roles import is_statistic, reads_elements
 from onnxpar.parameters.origin import Origin, Role, is_floating, origin_of, sizes
 
 FROZEN = "frozen"

@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.core.names import nearest
-from onnxpar.ops.roles import reshaped, transposed
+from onnxpar.core.nearest_names import nearest
+from onnxpar.ops.operand_roles import reshaped, transposed
 from onnxpar.parameters.origin import free_name, is_floating, is_uniform, names_of, sizes
 
 _RANKS = 5

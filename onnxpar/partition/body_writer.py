@@ -12,7 +12,7 @@ from onnxpar.graph.cleanup import remove_unused
 from onnxpar.graph.node_view import BodyFacts
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.control.body_rule import is_zero
-from onnxpar.ops.local import Captured, PartitionBody
+from onnxpar.ops.local_node import Captured, PartitionBody
 from onnxpar.ops.node_rules import Rules
 from onnxpar.ops.registry import Registry
 from onnxpar.partition.writer import ProgramWriter

@@ -2,7 +2,7 @@
 
 from onnxpar.facts.program import Program
 from onnxpar.graph.builder import GraphBuilder
-from onnxpar.graph.places import ONE_PLACE, Places
+from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import Plan, varying
 from onnxpar.partition.body_writer import body_partitioner
 from onnxpar.partition.partitioned_model import PartitionedModel, States
@@ -28,7 +28,8 @@ def partition(
         states: Which of its operands are buffers of the runtime.
         gathered: Values that are brought into another sharding anew for each node that reads them,
             so that what was brought there for one need not be kept for the next.
-        places: Where nodes run in a pipeline, for `onnxpar.stages.split`; the nodes of the model
+        places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes of the
+        model
             stand in the order of their places. A version of a value that one stage has made is
             not used in another, which gets the value as it was made.
 

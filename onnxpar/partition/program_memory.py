@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.core.symbols import SymbolTable, as_dim
 from onnxpar.cost.live_memory import MemoryStep, Peak, live_peak, makes
-from onnxpar.graph.reads import read_by
+from onnxpar.graph.body_captures import read_by
 from onnxpar.ops.kernel_memory import Shape, call, kernel
 from onnxpar.partition.partitioned_model import PartitionedModel
 

@@ -3,6 +3,9 @@
 The global graph is walked once. Every operand is brought into the sharding that its node wants
 (reshards are remembered per value and sharding, so that a value is gathered once), padding that a
 reduction would see is set to the reduction's identity, and the operator's local form is emitted.
+
+Every collective gets the reason why it is there, which `inspect` shows: the node and operand that
+want another sharding, and why the two disagree (`onnxpar.propagation.conflicts`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +20,18 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.facts.equalities import assumed_equalities
 from onnxpar.facts.index_ranges import demanded_ranges
 from onnxpar.facts.program import Program
+from onnxpar.graph.body_captures import CAPTURED, open_node, read_by
 from onnxpar.graph.builder import GENERATED, PLACE, GraphBuilder, ir_shape
 from onnxpar.graph.cleanup import remove_unused
-from onnxpar.graph.closure import CAPTURED, open_node
-from onnxpar.graph.padding import mask_padding
-from onnxpar.graph.places import ONE_PLACE, Places
+from onnxpar.graph.padding_masks import mask_padding
+from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import NodePlan, Plan
-from onnxpar.graph.reads import read_by
 from onnxpar.ops.fallback import refuse_random
-from onnxpar.ops.local import LocalNode, PartitionBody
+from onnxpar.ops.local_node import LocalNode, PartitionBody
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, States
 from onnxpar.propagation.conflicts import Conflict
 from onnxpar.resharding.lowering import emit_reshard
-from onnxpar.resharding.steps import cheapest_route
+from onnxpar.resharding.routes import cheapest_route
 
 INLINE_ELEMENTS = 1024
 STATELESS = States()

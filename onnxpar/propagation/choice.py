@@ -18,8 +18,8 @@ from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Factors, NodePlan, factor_sizes, may_stay_partial, project, shardings
-from onnxpar.graph.structure import Part, Parts
-from onnxpar.propagation.dual import Dual
+from onnxpar.graph.view_parts import Part, Parts
+from onnxpar.propagation.backward_dual import Dual
 
 ReshardCost = Callable[[Sequence[Sharding], Sharding, int], int]
 
@@ -34,7 +34,7 @@ class Situation:
         versions: For each operand the shardings in which it is there, having been brought into
             them for earlier nodes; the one in which it was made is the first.
         free: For each operand, whether its sharding is still free.
-        parts: For each operand, the parts of its dims (see `graph.structure`).
+        parts: For each operand, the parts of its dims (see `graph.view_parts`).
         wishes: For each output, the split that its later users want; None if unknown.
         gradients: For each output that is a parameter's gradient, how the parameter lies; it leaves
             so, still pending over other atoms: it is reduced once a step, at no cost here.

@@ -22,7 +22,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Factors, NodePlan, Plan, factor_sizes, project, shardings
 from onnxpar.propagation.choice import Chooser, Situation
 from onnxpar.propagation.partial_hints import pending_hints
-from onnxpar.resharding.steps import Route, cheapest_route
+from onnxpar.resharding.routes import Route, cheapest_route
 
 REDUCING = ("slice", "all_reduce", "reduce_scatter")
 

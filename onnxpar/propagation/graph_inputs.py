@@ -9,7 +9,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.resharding.steps import cheapest_route
+from onnxpar.resharding.routes import cheapest_route
 
 _GRAPH = ir.AttributeType.GRAPH
 

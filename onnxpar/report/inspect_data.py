@@ -14,14 +14,14 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, dim_text
 from onnxpar.facts.program import Program
 from onnxpar.graph.builder import Collective
-from onnxpar.graph.places import virtual_stage_of
+from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.node_rules import Rules
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.propagation.conflicts import Conflict
 from onnxpar.report.stage_data import count_of_bytes, stage_data
-from onnxpar.resharding.steps import OPERATORS
+from onnxpar.resharding.routes import OPERATORS
 
 Json = dict[str, Any]
 
@@ -269,12 +269,14 @@ def model_data(program: Program) -> Json:
         "inputs": [_value(v, env) for v in graph.inputs],
         "outputs": [_value(v, env) for v in graph.outputs],
         "symbols": {name: str(symbol) for name, symbol in env.table.items()},
-        "parameters": [_value(v, env) for v in graph.initializers.values() if _is_parameter(v)],
+        "parameters": [
+            _value(v, env) for v in graph.initializers.values() if _is_worth_dividing(v)
+        ],
         "nodes": [_rule(node, rules) for node in graph],
     }
 
 
-def _is_parameter(value: ir.Value) -> bool:
+def _is_worth_dividing(value: ir.Value) -> bool:
     """Whether an initializer is worth dividing: no shape, axis or scalar of the graph."""
     if value.shape is None or value.dtype is None:
         return True

@@ -5,7 +5,7 @@ from typing import Any
 
 import onnx
 
-from onnxpar.ops.local import copy_node
+from onnxpar.ops.local_node import copy_node
 from onnxpar.ops.operator import FROM_RULE, ByBody, Missing, OpDef, expanded
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim, as_dim, dim_text
 from onnxpar.core.symbols.expressions import fraction
-from onnxpar.graph.places import virtual_stage_of
+from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.partition.partitioned_model import PartitionedModel
 
 Json = dict[str, Any]

@@ -18,7 +18,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim, ceil_div
 from onnxpar.graph.builder import INT64, GraphBuilder
-from onnxpar.resharding.steps import OPERATORS, ReshardStep, Slot
+from onnxpar.resharding.routes import OPERATORS, ReshardStep, Slot
 
 # For these onnxruntime 1.31 has a kernel of Pad on the CPU and on CUDA.
 PADDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL)
@@ -40,7 +40,7 @@ def emit_reshard(
     Args:
         builder: Where nodes are emitted.
         value: Local value in the first step's sharding.
-        steps: From `onnxpar.resharding.steps.plan_reshard`.
+        steps: From `onnxpar.resharding.routes.plan_reshard`.
         dtype: Its element type.
         name: Name of the global value, for people.
         reason: Which node and operand want it, for people.

@@ -1,5 +1,5 @@
 """Search for a strategy: what the user left open, decided by cost.
 
 Takes a `Workload` and a strategy that searches; gives seeds for propagation, and their price.
-Begin with `decide` (search against presets), then `find` (one search) and `problem` (its tables).
+Begin with `decide`, which compares a searched plan (`find_plan`) with presets (`rival_plans`).
 """

@@ -12,14 +12,14 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
-from onnxpar.core.names import check_sizes
+from onnxpar.core.nearest_names import check_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.find import UNLIMITED, Candidate, Found, SearchSpec, Told, find
-from onnxpar.search.ways import SLOWDOWN, Objective, Pricing, Way
+from onnxpar.search.find_plan import UNLIMITED, Candidate, Found, SearchSpec, Told, find
+from onnxpar.search.rival_plans import SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.workload import Workload
-from onnxpar.stages.assignment import assigned
+from onnxpar.stages.assign_stages import assigned
 from onnxpar.stages.stage_price import PipelineSplit, StagedPrice
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.resolve import resolve

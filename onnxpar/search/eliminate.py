@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar.search.bound import Bounded, Scoped, bounded
+from onnxpar.search.lower_bound import Bounded, Scoped, bounded
 from onnxpar.search.problem import Problem, Table
 from onnxpar.search.prune import alive
 

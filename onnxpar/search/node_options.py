@@ -10,8 +10,8 @@ from onnxpar.core.rule import WHOLE
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.graph.plan import NodePlan, factor_sizes, shardings
-from onnxpar.graph.structure import Part
-from onnxpar.search.flow import Item
+from onnxpar.graph.view_parts import Part
+from onnxpar.search.value_flow import Item
 
 Place = tuple[str, int]
 """A factor and the number of one of its parts; `("", k)`: the k-th group of linear operands stays

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from onnxpar.core.sharding import REDUCTIONS, Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
-from onnxpar.search.flow import Flow, Item, Use, Value
 from onnxpar.search.node_options import Option
+from onnxpar.search.value_flow import Flow, Item, Use, Value
 
 Table = NDArray[np.float64]
 MOMENTS = 2

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.search.flow import Flow, Item
 from onnxpar.search.node_options import Option
 from onnxpar.search.problem import CostWeights, Problem, build
 from onnxpar.search.solution import Solution
+from onnxpar.search.value_flow import Flow, Item
 
 OptionsOf = Callable[[Item, Sequence[Atoms], Option | None], tuple[Option, ...]]
 Solve = Callable[[Problem, int], Solution]

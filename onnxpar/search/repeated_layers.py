@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from onnxpar.core.sharding import Sharding
 from onnxpar.facts.layers import find_layers
-from onnxpar.search.flow import Flow, Item, Use, Value
 from onnxpar.search.node_options import Option
+from onnxpar.search.value_flow import Flow, Item, Use, Value
 
 _PERIODS = 2
 """Layers that take turns."""

@@ -14,10 +14,10 @@ from onnxpar.cost.live_memory import MemoryStep
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel, shard_states
 from onnxpar.cost.price import Price, price
 from onnxpar.facts.program import Program
-from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.propagation.walk import Alike, alike, propagate
+from onnxpar.propagation.propagate import Alike, alike, propagate
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a pipeline costs: a plan of one stage's mesh, and the model cut into stages by it.
 
 All stages have the same mesh and follow the same plan, so that the time of a node does not depend
-on its stage. That makes the cut a chain partition over the times of the plan (`stages.cut`),
+on its stage. That makes the cut a chain partition over the times of the plan (`stages.cut_chain`),
 and the best cut with the best plan of one stage the best of both together.
 
 A step of m micro-batches over p stages takes m + p - 1 times the slowest stage's micro-batch,
@@ -19,10 +19,10 @@ from onnxpar.core.machine import Link
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.live_memory import MemoryStep, live_peak
 from onnxpar.cost.price import Price
-from onnxpar.graph.keys import EXPANDED_FROM, GRADIENT_OF
+from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF
 from onnxpar.graph.plan import Plan
-from onnxpar.graph.reads import read_by
-from onnxpar.stages.cut import Chain, Costs, cut_chain
+from onnxpar.stages.cut_chain import Chain, Costs, cut_chain
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,16 @@ import onnx_ir as ir
 from onnxpar.autodiff.training_program import TrainingProgram
 from onnxpar.core.errors import ModelError
 from onnxpar.facts.program import Program
-from onnxpar.graph.places import Copy, Places, virtual_stage_of
+from onnxpar.graph.pipeline_places import Copy, Places, virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
-from onnxpar.propagation.walk import propagate
-from onnxpar.stages.assignment import decide_virtual_stages
-from onnxpar.stages.cut import (
-    chain_of,
-    floating,
-    forward_places,
-    known_virtual_stages,
-    training_places,
-    where_needed,
-)
-from onnxpar.stages.placement import order_by_place, put_stages, virtual_stages_by_name
-from onnxpar.stages.split import StageProgram, split
+from onnxpar.propagation.propagate import propagate
+from onnxpar.stages.assign_stages import decide_virtual_stages
+from onnxpar.stages.cut_chain import chain_of, floating, known_virtual_stages, where_needed
+from onnxpar.stages.place_nodes import order_by_place, put_stages, virtual_stages_by_name
+from onnxpar.stages.program_places import forward_places, training_places
+from onnxpar.stages.split_program import StageProgram, split
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.schema import PipelineEntry

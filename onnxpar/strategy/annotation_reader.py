@@ -5,7 +5,7 @@ and of each node `device_configurations` with a `sharding_spec` for some of its 
 results. A spec lists devices in the order of the shards; shards are counted row by row over the
 split axes of the tensor, in the tensor's order. An entry of the list is a device, or the key of a
 group of devices that all hold the shard. `pipeline_stage` is the virtual stage that a node is
-of (see `onnxpar.stages.cut`); the devices of a stage are neighbours, those of stage 0 first.
+of (see `onnxpar.stages.cut_chain`); the devices of a stage are neighbours, those of stage 0 first.
 
 What the fields have no place for stands in the model's metadata under `ANNOTATION`, written by
 `onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and
@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Symbol
-from onnxpar.graph.keys import ANNOTATION
+from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.strategy.validation_errors import in_words, problem
 
 MAX_DEVICES = 1 << 16

@@ -1,4 +1,4 @@
-"""An annotation met with a model: the mesh, and the seeds from which propagation starts.
+"""ONNX annotations met with a program: the mesh, and the seeds from which propagation starts.
 
 The shards of every tensor must follow from one order of the devices: along each axis of a mesh
 whose last axis varies fastest, the devices of neighbouring shards are equally far apart. The mesh
@@ -19,18 +19,18 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import MeshError, ShardingError, StrategyError, SymbolError
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.names import nearest
+from onnxpar.core.nearest_names import nearest
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Component, DimSharding, Sharding, canonical_dim
 from onnxpar.core.symbols import Dim, as_dim, dim_str
 from onnxpar.facts.program import Program
-from onnxpar.graph.keys import ANNOTATION, EXPANDED_OPERANDS
+from onnxpar.graph.metadata_keys import ANNOTATION, EXPANDED_OPERANDS
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, may_stay_partial, operand_sharding, project, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.strategy.annotation_reader import Annotation, DeviceRuns, NodeSpec, Piece, TensorSpec
+from onnxpar.strategy.expanded_nodes import Replaced, bodies_by_results
 from onnxpar.strategy.output_layouts import check_sizes
-from onnxpar.strategy.replaced_nodes import Replaced, bodies_by_results
 
 Run = tuple[int, int]
 """A number of pieces, and how far apart the devices of neighbours are."""

@@ -18,9 +18,9 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol, dim_str
 from onnxpar.facts.program import Program
-from onnxpar.graph.keys import ANNOTATION
+from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.places import virtual_stage_of
+from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.strategy.annotation_reader import (
     MIN_IR_VERSION,
@@ -30,7 +30,7 @@ from onnxpar.strategy.annotation_reader import (
     bodies_of,
 )
 from onnxpar.strategy.annotation_seeds import runs_of
-from onnxpar.strategy.replaced_nodes import bodies_by_results
+from onnxpar.strategy.expanded_nodes import bodies_by_results
 from onnxpar.strategy.save import symbol_data
 from onnxpar.strategy.schema import PIPELINE_AXIS, PipelineEntry
 

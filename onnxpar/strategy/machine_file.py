@@ -9,9 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from onnxpar.core.errors import MachineError
 from onnxpar.core.machine import PRESETS, Link, Machine, parse_bytes
-from onnxpar.core.names import nearest
-from onnxpar.strategy.document import read_document
+from onnxpar.core.nearest_names import nearest
 from onnxpar.strategy.validation_errors import in_words, problem
+from onnxpar.strategy.yaml_document import read_document
 
 
 class _LinkFile(BaseModel):

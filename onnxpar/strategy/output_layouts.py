@@ -9,7 +9,15 @@ from onnxpar.core.symbols import Dim, dim_str
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, operand_sharding, project
 from onnxpar.ops.fallback import readable
-from onnxpar.strategy.operands import Site, Unit, check_rank, counts_of, is_named, show, splits_of
+from onnxpar.strategy.factor_splits import (
+    Site,
+    Unit,
+    check_rank,
+    counts_of,
+    is_named,
+    show,
+    splits_of,
+)
 from onnxpar.strategy.tensor_entry import TensorEntry
 
 Factors = Mapping[str, DimSharding]

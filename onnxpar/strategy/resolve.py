@@ -1,4 +1,4 @@
-"""A strategy met with a model: the mesh, and the seeds from which propagation starts."""
+"""A strategy file or preset, MindSpore's tuples among them, met with a program: mesh and seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import TensorLayout
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.names import match, nearest
+from onnxpar.core.nearest_names import match, nearest
 from onnxpar.core.rule import SPECIAL, WHOLE
 from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim, dim_str
@@ -19,7 +19,8 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.strategy.annotation_seeds import annotated_seeds
-from onnxpar.strategy.operands import (
+from onnxpar.strategy.expanded_nodes import Replaced
+from onnxpar.strategy.factor_splits import (
     FactorSplit,
     Site,
     Unit,
@@ -36,7 +37,6 @@ from onnxpar.strategy.operands import (
     splits_of,
 )
 from onnxpar.strategy.output_layouts import factors_from_outputs, wanted
-from onnxpar.strategy.replaced_nodes import Replaced
 from onnxpar.strategy.schema import DATA_AXIS, NodeEntry, Strategy
 from onnxpar.strategy.tensor_entry import TensorEntry, names_in
 

@@ -22,12 +22,11 @@ from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import WHOLE
 from onnxpar.core.machine import parse_bytes
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.names import nearest
+from onnxpar.core.nearest_names import nearest
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, OptimizerParallel
-from onnxpar.graph.keys import ANNOTATION
+from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.strategy.annotation_reader import Annotation
-from onnxpar.strategy.document import Document, Location, parse_document, read_document
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions, read_recompute
 from onnxpar.strategy.tensor_entry import (
     DimEntry,
@@ -41,6 +40,7 @@ from onnxpar.strategy.tensor_entry import (
     short,
 )
 from onnxpar.strategy.validation_errors import in_words, problem
+from onnxpar.strategy.yaml_document import Document, Location, parse_document, read_document
 
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"

@@ -1,4 +1,8 @@
-"""Running rank graphs: collectives for onnxruntime, sessions, training and launching."""
+"""Runs rank graphs: sessions, training and pipelines over onnxruntime, one rank each.
+
+Takes an artifact directory (`manifest`), data and options; gives outputs, logs and checkpoints.
+Begin with `session` (forward) and `training.trainer` (a step); `library` loads the collectives.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.data import check_writable, read_npz, write_npz
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.interrupts import told_when_terminated
 from onnxpar_runtime.launch import guarded, init, mpirun_place
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.npz import check_writable, read_npz, write_npz
 from onnxpar_runtime.session import Session, wrong_size
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import Cut, Part
 from onnxpar_runtime.cuda import Staged
-from onnxpar_runtime.data import convert
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
 from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
-from onnxpar_runtime.shapes import (
+from onnxpar_runtime.npz import convert
+from onnxpar_runtime.symbol_checks import (
     bind_local_symbols,
     bind_symbols,
     check_equal_sizes,

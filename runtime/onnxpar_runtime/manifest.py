@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnxpar_runtime.entries import (
+from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.manifest_entries import (
     COUNTERS,
     Collective,
     Contents,
@@ -34,8 +35,7 @@ from onnxpar_runtime.entries import (
     TrainingTensor,
     VirtualStage,
 )
-from onnxpar_runtime.errors import ArtifactError
-from onnxpar_runtime.manifest_reader import SCHEMA, read_contents
+from onnxpar_runtime.manifest_parser import SCHEMA, read_contents
 
 __all__ = [
     "COUNTERS",

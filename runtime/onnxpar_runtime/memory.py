@@ -18,10 +18,10 @@ from math import prod
 from typing import Any
 
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.library import memory_library
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.manifest_entries import FROM_FILES
 
 _INSTALLING = threading.Lock()
 

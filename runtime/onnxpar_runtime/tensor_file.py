@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.data import replacing
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.npz import replacing
 
 Array = NDArray[Any]
 _CODES = {

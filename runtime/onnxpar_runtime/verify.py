@@ -17,7 +17,6 @@ import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
-from onnxpar_runtime.data import convert
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
 from onnxpar_runtime.expressions import ExpressionError, bare_name, evaluate
@@ -29,7 +28,8 @@ from onnxpar_runtime.manifest import (
     SymbolEntry,
     TensorSpec,
 )
-from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
+from onnxpar_runtime.npz import convert
+from onnxpar_runtime.symbol_checks import bind_symbols, check_equal_sizes, check_symbols
 from onnxpar_runtime.tensors import to_host, to_ort
 from onnxpar_runtime.traffic import compare_bytes
 

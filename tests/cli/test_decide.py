@@ -21,15 +21,15 @@ import two_layer
 import yaml
 from _exporter import save
 
-from onnxpar.api.compiler import plan
 from onnxpar.api.plan_strategy import read_workload, searching
+from onnxpar.api.shard_model import plan
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
 from onnxpar.core.errors import ShardingError
 from onnxpar.search.decide import decide, search
-from onnxpar.search.find import SearchSpec, find
+from onnxpar.search.find_plan import SearchSpec, find
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine

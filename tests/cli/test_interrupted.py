@@ -25,7 +25,7 @@ def test_one_message_and_no_traceback(
     def interrupted(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("onnxpar.cli.shard.shard", interrupted)
+    monkeypatch.setattr("onnxpar.cli.shard.shard_model", interrupted)
     assert main(["shard", "m.onnx", "--strategy", "tp=2", "-o", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err == "onnxpar: error: interrupted\n"
 
@@ -79,11 +79,11 @@ class Slow:
     def find_spec(self, name, path, target=None):
         if name == "onnxpar.cli.shard":
             sys.meta_path.remove(self)
-            import onnxpar.api.compiler
+            import onnxpar.api.shard_model
             def wait(*given, **options):
                 print("here", flush=True)
                 time.sleep(60)
-            onnxpar.api.compiler.shard = wait
+            onnxpar.api.shard_model.shard = wait
 sys.meta_path.insert(0, Slow())
 """
     result = interrupted(tmp_path, "sitecustomize", text, name)

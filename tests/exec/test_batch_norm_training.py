@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.api.compiler import shard
 from onnxpar.api.divide_training import TrainingSpec
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.core.errors import ModelError, ShardingError
@@ -20,7 +20,7 @@ from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.training import comparison
 from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from tests.training_cases import batch_of, cut, hyper
 
 Array = NDArray[Any]
@@ -244,4 +244,6 @@ def test_sizes_of_each_rank_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ShardingError, match="statistics run over the size 'seq', which is per-rank"
     ):
-        shard(path, "dp=2", tmp_path / "out", training=spec, symbols={"seq": Symbol(per_rank=True)})
+        shard_model(
+            path, "dp=2", tmp_path / "out", training=spec, symbols={"seq": Symbol(per_rank=True)}
+        )

@@ -10,11 +10,11 @@ import onnx_ir as ir
 import pytest
 import transformer
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.expressions import evaluate_exact
 from onnxpar_runtime.manifest import Collective, Manifest
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from onnxpar_runtime.verify import verify
 from tests import block_models
 from tests.block_models import CHANNELS, HIDDEN, VOCAB
@@ -111,7 +111,7 @@ def test_split_experts_exchange_tokens(tmp_path: Path, ways: int) -> None:
     """GShard's: to the experts and back, and the same for the cotangents; no weight moves."""
     path, out = tmp_path / "model.onnx", tmp_path / "out"
     ir.save(block_models.mixture(), path)
-    shard(path, experts(ways), out)
+    shard_model(path, experts(ways), out)
     sent = Manifest.load(out).program("model").collectives
     assert [c.op for c in sent] == ["AllToAll"] * 2
     sizes = [{"groups": g, "tokens": t} for g, t in ((ways, 6), (3, 5), (8, 20))]

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

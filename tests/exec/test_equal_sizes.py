@@ -8,7 +8,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.group import run_threads
 from onnxpar_runtime.manifest import Manifest
@@ -43,7 +43,7 @@ def feeds(batch: int, labels: int, k: int = 4) -> dict[str, np.ndarray]:
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("equal")
     onnx.save(onnx.parser.parse_model(LOSS), folder / "m.onnx")
-    shard(folder / "m.onnx", request.param, folder / "out", devices=2)
+    shard_model(folder / "m.onnx", request.param, folder / "out", devices=2)
     return folder / "out"
 
 

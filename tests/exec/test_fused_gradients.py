@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.own_functions import FUNCTIONS, MIN_OPSET, VERSION
+from onnxpar.ops.onnxpar_functions import FUNCTIONS, MIN_OPSET, VERSION
 from onnxpar_runtime.library import custom_op_library
 from tests.lockstep import evaluator
 

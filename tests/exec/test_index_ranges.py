@@ -7,7 +7,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.group import run_threads
 
@@ -33,7 +33,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         values = rng.standard_normal(shape, np.float32)
         model.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
     onnx.save(model, folder / "m.onnx")
-    shard(folder / "m.onnx", request.param, folder / "out", devices=2)
+    shard_model(folder / "m.onnx", request.param, folder / "out", devices=2)
     return folder / "out"
 
 

@@ -13,8 +13,8 @@ import onnx_ir as ir
 import pytest
 import transformer
 
-from onnxpar.api.compiler import shard
 from onnxpar.api.plan_strategy import FoundStrategy, plan_strategy, read_workload, searching
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -86,7 +86,7 @@ def test_predicted_as_measured(tmp_path: Path, name: str, strategy: str, trains:
     chosen = load_strategy(strategy, None)
     plan = workload.plan(resolve(chosen, workload.program))
     planned = workload.price(plan, load_machine("cpu"), sizes).peak
-    summary = shard(path, chosen, tmp_path / "out", training=spec)
+    summary = shard_model(path, chosen, tmp_path / "out", training=spec)
     held = measured(summary.out, trains, sizes)
     assert planned == pytest.approx(held, rel=WITHIN)
     made = summary.training.programs if summary.training else (summary.partitioned,)
@@ -116,7 +116,7 @@ def test_filters_gradients_take_room(
     workload = read_workload(path, {}, spec)
     plan = workload.plan(resolve(chosen, workload.program))
     planned = workload.price(plan, load_machine("cpu"), sizes).peak
-    summary = shard(path, chosen, tmp_path / "out", training=spec)
+    summary = shard_model(path, chosen, tmp_path / "out", training=spec)
     held = measured(summary.out, True, sizes)
     assert planned == pytest.approx(held, rel=0.05)
 
@@ -141,7 +141,7 @@ def test_a_limit_changes_the_plan_and_is_kept(tmp_path: Path) -> None:
     assert within.data != free.data
     assert within.ways[0].seconds >= free.ways[0].seconds
     (tmp_path / "other.yaml").write_text(write_strategy(within.data, ""))
-    summary = shard(
+    summary = shard_model(
         path, tmp_path / "other.yaml", tmp_path / "out", symbols=DIVIDED, training=ADAMW
     )
     assert measured(summary.out, True, sizes) <= limit * (1 + WITHIN)

@@ -20,12 +20,12 @@ from onnxpar.autodiff.optimizer import OptimizerKind
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import normalise
-from onnxpar.ops.own_functions import attach_functions
+from onnxpar.ops.onnxpar_functions import attach_functions
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from tests.lockstep import evaluator
 from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 

@@ -11,7 +11,7 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify import Case, verify
 
@@ -31,7 +31,7 @@ def cut(
     """Cuts a model and compares it with the whole one at each case."""
     path, directory = tmp_path / "model.onnx", tmp_path / "cut"
     ir.save(model, path)
-    shard(path, strategy, directory)
+    shard_model(path, strategy, directory)
     return Manifest.load(directory), verify(directory, path, cases)
 
 

@@ -30,7 +30,7 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

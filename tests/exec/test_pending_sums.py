@@ -8,7 +8,7 @@ import onnx.parser
 import onnx_ir as ir
 
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.verify import verify_training
+from onnxpar_runtime.training.verify_training import verify_training
 from tests.training_cases import cut
 
 # Attention after a norm, as in BERT: the norm's result is read by queries, keys, values and the

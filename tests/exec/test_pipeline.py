@@ -14,7 +14,7 @@ import transformer
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import parser
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -30,7 +30,7 @@ from onnxpar.strategy import Strategy
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline import activation_peaks, make
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from tests.training_cases import CROSS_ENTROPY, cut, hyper
 
 Array = NDArray[Any]
@@ -221,8 +221,8 @@ def test_sequences_of_two_lengths(tmp_path: Path) -> None:
     spec = TrainingSpec(parse_loss(CROSS_ENTROPY), parse_optimizer("sgd"))
     symbols = {"seq": Symbol(per_rank=True)}
     one, out = tmp_path / "1", tmp_path / "4"
-    shard(path, "dp", one, devices=1, symbols=symbols, training=spec)
-    shard(path, strategy_of(HALVES, axes={"dp": 2}), out, symbols=symbols, training=spec)
+    shard_model(path, "dp", one, devices=1, symbols=symbols, training=spec)
+    shard_model(path, strategy_of(HALVES, axes={"dp": 2}), out, symbols=symbols, training=spec)
     rng = np.random.default_rng(0)
 
     def part(rows: int, length: int) -> dict[str, Array]:
@@ -262,7 +262,7 @@ def test_a_forward_model_of_symbolic_output(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     ir.save(model_of(text), path)
     for axes in (None, {"dp": 2}):
-        shard(path, strategy_of(HALVES, axes=axes), tmp_path / "a", force=True)
+        shard_model(path, strategy_of(HALVES, axes=axes), tmp_path / "a", force=True)
         cases = runtime.verify(tmp_path / "a", path, cases=["batch=7", "batch=1", "batch=4"])
         assert all(case.ok for case in cases)
 
@@ -272,11 +272,11 @@ def test_one_node_for_each_stage_and_no_weights(tmp_path: Path) -> None:
     {{ a = Tanh(x)  c = Exp(a)  y = Neg(c) }}"""
     path = tmp_path / "m.onnx"
     onnx.save(parser.parse_model(text), path)
-    shard(path, strategy_of({}, 3), tmp_path / "a")
+    shard_model(path, strategy_of({}, 3), tmp_path / "a")
     (case,) = runtime.verify(tmp_path / "a", path, cases=["batch=3"])
     assert case.ok
     with pytest.raises(OnnxparError, match=r"one node for each of 4 virtual stages, .* 3$"):
-        shard(path, strategy_of({}, 4), tmp_path / "b")
+        shard_model(path, strategy_of({}, 4), tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import parser
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -63,7 +63,7 @@ def test_statistics_are_those_of_the_micro_batches(
     """With two chunks the model's output and the hits are made on stage 0, the loss on stage 1."""
     path, out = normalised(tmp_path / "m.onnx"), tmp_path / "out"
     mesh = {"dp": 1 if pipeline.get("chunks") else 2}
-    shard(path, Strategy.from_dict({"mesh": mesh, "pipeline": pipeline}), out, training=SPEC)
+    shard_model(path, Strategy.from_dict({"mesh": mesh, "pipeline": pipeline}), out, training=SPEC)
     (found,) = runtime.verify(out, path, cases=["batch=7"], steps=2)
     assert found.problems == () and found.bytes_counted == found.bytes_expected
     if pipeline.get("chunks"):
@@ -87,8 +87,8 @@ def test_data_ranks_of_sizes_of_their_own(tmp_path: Path) -> None:
     stages = {"stages": 2, "assign": {"first": 0, "relu": 0, "second": 1}}
     staged = Strategy.from_dict({"mesh": {"dp": 2}, "pipeline": stages})
     symbols = {"seq": Symbol(per_rank=True)}
-    shard(path, staged, tmp_path / "out", symbols=symbols, training=SPEC)
-    shard(path, "dp", tmp_path / "one", devices=1, symbols=symbols, training=SPEC)
+    shard_model(path, staged, tmp_path / "out", symbols=symbols, training=SPEC)
+    shard_model(path, "dp", tmp_path / "one", devices=1, symbols=symbols, training=SPEC)
 
     def part(length: int) -> dict[str, np.ndarray]:
         x = rng.standard_normal((2, length, WIDTH), np.float32)

@@ -15,7 +15,7 @@ from onnxruntime.quantization import (
     quantize_static,
 )
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify import verify
@@ -117,7 +117,7 @@ def quantised(folder: Path, name: str, kind: str) -> Path:
 
 
 def check(folder: Path, model: Path, strategy: str | Strategy) -> Manifest:
-    shard(model, strategy, folder / "cut")
+    shard_model(model, strategy, folder / "cut")
     cases = verify(folder / "cut", model, [{"N": 4}, {"N": 5}])
     assert [problem for case in cases for problem in case.problems] == []
     return Manifest.load(folder / "cut")

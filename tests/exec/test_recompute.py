@@ -15,7 +15,7 @@ import pytest
 import transformer
 from numpy.typing import NDArray
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -23,7 +23,7 @@ from onnxpar.core.errors import StrategyError
 from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.facts.layers import find_layers
 from onnxpar.frontend.load import normalise
-from onnxpar.graph.keys import RECOMPUTED_FROM
+from onnxpar.graph.metadata_keys import RECOMPUTED_FROM
 from onnxpar.graph.shapes import shapes
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import Strategy
@@ -196,7 +196,9 @@ def test_the_peak_of_twelve_layers_falls_as_predicted(tmp_path: Path) -> None:
         out = tmp_path / str(number)
         ir.save(gpt(**size, dropout=0.0), out.with_suffix(".onnx"))
         spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
-        cutting = shard(out.with_suffix(".onnx"), strategy({"dp": 1}, wanted), out, training=spec)
+        cutting = shard_model(
+            out.with_suffix(".onnx"), strategy({"dp": 1}, wanted), out, training=spec
+        )
         assert cutting.training is not None
         sizes = {"batch": 8, "seq": 64}
         programs = [

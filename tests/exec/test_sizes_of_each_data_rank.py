@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import parser
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -59,7 +59,7 @@ def test_two_lengths_in_one_step(tmp_path: Path, loss: str, ignored: int | None)
     spec = TrainingSpec(parse_loss(loss, ignore_index=ignored), parse_optimizer("sgd"))
     path = model(tmp_path / "m.onnx")
     for devices in (1, 2):
-        shard(
+        shard_model(
             path,
             "dp",
             tmp_path / str(devices),
@@ -88,10 +88,10 @@ def test_what_would_move_between_ranks_of_two_lengths_is_refused(tmp_path: Path)
     strategy = tmp_path / "s.yaml"
     strategy.write_text("mesh: {dp: 2}\nnodes: {second: {in: [[~, ~, dp], [dp, ~]]}}\n")
     with pytest.raises(ShardingError, match=r"second operand 0: .* 'c' .* AllToAll .* 'seq'.* dp"):
-        shard(path, strategy, tmp_path / "2", symbols={"seq": Symbol(per_rank=True)})
+        shard_model(path, strategy, tmp_path / "2", symbols={"seq": Symbol(per_rank=True)})
     assert not (tmp_path / "2").exists()
     # Ranks that are given one size may move it.
-    shard(path, strategy, tmp_path / "2")
+    shard_model(path, strategy, tmp_path / "2")
 
 
 def test_the_weight_moves_where_the_data_may_not(tmp_path: Path) -> None:
@@ -108,6 +108,6 @@ def test_the_weight_moves_where_the_data_may_not(tmp_path: Path) -> None:
     moved = {}
     for per_rank in (False, True):
         symbols = {"seq": Symbol(per_rank=per_rank)}
-        done = shard(path, strategy, tmp_path / str(per_rank), symbols=symbols)
+        done = shard_model(path, strategy, tmp_path / str(per_rank), symbols=symbols)
         moved[per_rank] = {c.value for c in done.partitioned.builder.collectives}
     assert moved == {False: {"x"}, True: {"w"}}

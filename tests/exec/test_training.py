@@ -17,11 +17,11 @@ import transformer
 import two_layer
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime import Session
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.verify import TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
 from tests import training_cases as cases
 from tests.training_cases import batch_of, cut, hyper
 
@@ -273,5 +273,5 @@ def plain(out: Path, model: ir.Model) -> Path:
     """Cuts a model for one device, forward only."""
     path = out.with_suffix(".onnx")
     ir.save(model, path)
-    shard(path, "replicate", out, devices=1)
+    shard_model(path, "replicate", out, devices=1)
     return out

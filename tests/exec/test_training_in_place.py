@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import parser
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -65,7 +65,7 @@ def apart(directory: Path, program: str, feeds: dict[str, Array]) -> dict[str, A
 def test_updates_in_place(tmp_path: Path, optimizer: str) -> None:
     directory = tmp_path / "cut"
     spec = TrainingSpec(parse_loss("mse"), parse_optimizer(optimizer))
-    shard(model(tmp_path / "m.onnx"), "dp", directory, devices=1, training=spec)
+    shard_model(model(tmp_path / "m.onnx"), "dp", directory, devices=1, training=spec)
     rng = np.random.default_rng(0)
     with Trainer(directory, device="cpu") as trainer:
         states = trainer.training.states

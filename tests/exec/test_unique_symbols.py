@@ -9,7 +9,7 @@ import onnx.parser
 import pytest
 
 from onnxpar import Strategy, Symbol
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.errors import SymbolValueError
 from onnxpar_runtime.group import run_threads
 from onnxpar_runtime.manifest import Manifest
@@ -25,7 +25,7 @@ def write(folder: Path) -> Path:
         "mesh: {dp: 2}\nnodes: {c: {in: [[~, dp], [~, dp]]}}", source="test"
     )
     one = Symbol(unique=True)
-    shard(folder / "m.onnx", strategy, folder / "out", symbols={"a": one, "b": one})
+    shard_model(folder / "m.onnx", strategy, folder / "out", symbols={"a": one, "b": one})
     return folder / "out"
 
 

@@ -15,12 +15,12 @@ import two_layer
 from onnx import helper, numpy_helper
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.random_data import Random
-from onnxpar_runtime.training.verify import TrainingCase
+from onnxpar_runtime.training.verify_training import TrainingCase
 from onnxpar_runtime.verify import default_cases
 from tests import training_cases as cases
 from tests.training_cases import cut
@@ -182,7 +182,7 @@ def test_integers_are_in_the_range_of_each_case(tmp_path: Path) -> None:
     texts = [",".join(f"{name}={value}" for name, value in case.items()) for case in cases]
     found = runtime.verify(out, tmp_path / "a.onnx", cases=texts, steps=2)
     assert all(case.ok for case in found) and [dict(case.symbols) for case in found] == cases
-    shard(tmp_path / "a.onnx", "replicate", tmp_path / "one", devices=1,
+    shard_model(tmp_path / "a.onnx", "replicate", tmp_path / "one", devices=1,
           training=TrainingSpec.of(Manifest.load(out).trained().spec))  # fmt: skip
     draw = Random(Manifest.load(tmp_path / "one"), 0, cases)
     for case in cases:
@@ -290,7 +290,7 @@ def test_what_is_no_reference(
 def test_steps_of_what_does_not_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "m.onnx"
     ir.save(two_layer.build(), path)
-    shard(path, "dp=2", tmp_path / "a")
+    shard_model(path, "dp=2", tmp_path / "a")
     for option in (["--steps", "2"], ["--lr", "0.1"]):
         assert main(["verify", str(tmp_path / "a"), "--model", str(path), *option]) == 2
         expected = f"onnxpar: error: {option[0]}: expected artifacts for training"

@@ -5,9 +5,9 @@ import os
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.errors import ShardingError
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.annotation_reader import read_annotation
 from onnxpar.strategy.annotation_seeds import annotated_seeds

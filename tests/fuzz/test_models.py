@@ -16,7 +16,7 @@ import pytest
 from google.protobuf.message import Message
 from onnx import TensorProto, numpy_helper
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.core.errors import OnnxparError
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -76,7 +76,7 @@ def attempt(folder: Path, data: bytes, strategy: str = "dp=2,tp=2") -> str:
     path = folder / "model.onnx"
     path.write_bytes(data)
     try:
-        shard(path, strategy, folder / "out")
+        shard_model(path, strategy, folder / "out")
     except OnnxparError as error:
         assert {p.name for p in folder.iterdir()} == {"model.onnx"}
         assert str(error).strip()

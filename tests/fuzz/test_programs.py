@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.symbols import Symbol
 from onnxpar.partition.partitioned_model import PartitionedModel

@@ -24,13 +24,13 @@ from onnxpar.frontend.expand import expand_by_body
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.builder import ir_shape
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 from tests.lockstep import Array, run_model
 from tests.random_programs import feeds, is_narrow, program, taken
 from tests.random_strategies import pinned, seeds_of

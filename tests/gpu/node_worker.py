@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime
 from onnx import helper
 
-from onnxpar.ops.device.standard_functions import STANDARD
+from onnxpar.ops.device.cuda_functions import STANDARD
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.options import cuda_options

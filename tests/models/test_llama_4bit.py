@@ -13,7 +13,7 @@ from _exporter import save
 from numpy.typing import NDArray
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.partition.partitioned_model import PartitionedModel
 
 Array = NDArray[np.generic]
@@ -130,7 +130,7 @@ def test_packed_projections_are_cut_by_heads_too(tmp_path: Path) -> None:
     """As the builder of onnxruntime-genai packs them: one product, then one operand of three."""
     path = tmp_path / "packed.onnx"
     save(llama_4bit.build(SMALL, packed=True), path)
-    divided = shard(path, "tp=4", tmp_path / "out")
+    divided = shard_model(path, "tp=4", tmp_path / "out")
     assert collectives(divided.partitioned) == {"AllReduce": 2 * SMALL.layers + 1}
     np.savez(tmp_path / "prompt.npz", **feeds(IDS[:, :5], [5, 3, 4], 9))
     (case,) = runtime.verify(divided.out, path, inputs=tmp_path / "prompt.npz")
@@ -143,7 +143,7 @@ def test_divided_steps_equal_the_undivided_model(
 ) -> None:
     """A prompt of uneven lengths over 3 sequences, and a step on its cache of full length."""
     cache = 9
-    out = shard(model, strategy, tmp_path / "out").out
+    out = shard_model(model, strategy, tmp_path / "out").out
     prompt = feeds(IDS[:, :5], [5, 3, 4], cache)
     held = run(model, prompt)[1:]
     grown = feeds(IDS[:, 5:6], [6, 4, 5], held)
@@ -155,7 +155,7 @@ def test_divided_steps_equal_the_undivided_model(
 
 def test_random_steps_and_prompts_at_the_sizes_given(model: Path, tmp_path: Path) -> None:
     """No sizes fit all: a cache of one has no room for a step's 8, nor a mask for the other's."""
-    out = shard(model, "dp=2,tp=2", tmp_path / "out").out
+    out = shard_model(model, "dp=2,tp=2", tmp_path / "out").out
     step, full = "batch=2,seq=1,total=8,past=32", "batch=3,seq=1,total=32,past=32"
     cases = runtime.verify(out, model, cases=[step, full, "batch=2,seq=5,total=5,past=5"])
     assert [case.symbols["past"] for case in cases] == [32, 32, 5]
@@ -170,7 +170,7 @@ def collectives(divided: PartitionedModel) -> Counter[str]:
 def test_two_reductions_a_layer_and_a_cache_split_by_heads(
     model: Path, strategy: str, pieces: int, tmp_path: Path
 ) -> None:
-    divided = shard(model, strategy, tmp_path / "out").partitioned
+    divided = shard_model(model, strategy, tmp_path / "out").partitioned
     # One for the split vocabulary of the embedding; the logits stay split.
     assert collectives(divided) == {"AllReduce": 2 * SMALL.layers + 1}
     tp = divided.plan.mesh.axis_atoms("tp")

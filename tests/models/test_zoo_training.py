@@ -15,7 +15,7 @@ from onnxpar.api import runtime
 from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.facts.layers import carriers, find_layers
 from onnxpar.frontend.load import normalise
-from onnxpar.graph.keys import RECOMPUTED_FROM
+from onnxpar.graph.metadata_keys import RECOMPUTED_FROM
 from onnxpar.graph.shapes import shapes
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest

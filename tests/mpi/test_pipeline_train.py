@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 from safetensors.numpy import load_file
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from tests.runtime.launching import LIMIT, Outcome, children, mpirun, run, start_mpirun
@@ -87,7 +87,7 @@ def test_runs_and_gathers_on_the_first_rank(tmp_path: Path) -> None:
     ir.save(model(), path)
     for name in ("one", "pp=2,dp=2"):
         strategy = Strategy.from_dict(MESHES[name]) if name in MESHES else "dp"
-        shard(path, strategy, tmp_path / name, devices=None if name in MESHES else 1)
+        shard_model(path, strategy, tmp_path / name, devices=None if name in MESHES else 1)
     inputs = tmp_path / "in.npz"
     np.savez(inputs, x=rng.standard_normal((5, 1, 8, 8), np.float32))
     arrays = []

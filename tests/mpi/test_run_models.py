@@ -10,7 +10,7 @@ import pytest
 import transformer
 from numpy.typing import NDArray
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from tests.runtime.launching import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def largest_difference(model: Path, feeds: dict[str, NDArray], outputs: Path) ->
 def test_mlp_by_the_tutorials_tuples_on_eight_ranks(tmp_path: Path) -> None:
     model, directory = tmp_path / "mlp.onnx", tmp_path / "mlp8"
     ir.save(mlp.build(), model)
-    shard(model, ROOT / "models" / "mlp.strategy.yaml", directory)
+    shard_model(model, ROOT / "models" / "mlp.strategy.yaml", directory)
     feeds = {"x": np.random.default_rng(0).random((24, 1, 28, 28), dtype=np.float32)}
     np.savez(tmp_path / "in.npz", **feeds)
     outcome, outputs = run(8, directory, tmp_path / "in.npz")
@@ -41,7 +41,7 @@ def test_mlp_by_the_tutorials_tuples_on_eight_ranks(tmp_path: Path) -> None:
 def test_transformer_with_uneven_batches(tmp_path: Path, batch: int, seq: int) -> None:
     model, directory = tmp_path / "gpt.onnx", tmp_path / "gpt4"
     ir.save(transformer.build(layers=2), model)
-    shard(model, "dp=2,tp=2", directory)
+    shard_model(model, "dp=2,tp=2", directory)
     ids = np.random.default_rng(1).integers(0, 256, (batch, seq))
     np.savez(tmp_path / "in.npz", input_ids=ids)
     outcome, outputs = run(4, directory, tmp_path / "in.npz")

@@ -28,7 +28,7 @@ from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partition import partition
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 
 Run = Callable[[], object]
 

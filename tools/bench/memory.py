@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from onnxpar.api.compiler import Summary, shard
 from onnxpar.api.plan_strategy import read_workload
+from onnxpar.api.shard_model import Summary, shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -32,7 +32,7 @@ from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar_runtime import entries
+from onnxpar_runtime import manifest_entries
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.session import Session
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
@@ -80,7 +80,7 @@ def row(
     seeds = resolve(chosen, workload.program)
     price = workload.price(workload.plan(seeds), load_machine("cpu"), sizes)
     with TemporaryDirectory() as folder:
-        summary = shard(model, chosen, Path(folder) / "out", training=training)
+        summary = shard_model(model, chosen, Path(folder) / "out", training=training)
         measured = measure(summary.out, training is not None, sizes)
     run = [program_memory(p, sizes) for p in _programs(summary)]
     return Row(strategy, price.peak, total_bytes(run), measured)
@@ -127,7 +127,7 @@ def _step(trainers: Sequence[Trainer], batch: Batch, rates: Mapping[str, float],
     trainers[rank].train_step([batch], rates)
 
 
-def _names(program: entries.ProgramEntry) -> list[str]:
+def _names(program: manifest_entries.ProgramEntry) -> list[str]:
     return [spec.name for spec in program.inputs]
 
 

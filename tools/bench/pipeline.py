@@ -24,7 +24,7 @@ from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leav
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, PlayedSchedule
-from onnxpar_runtime.pipeline.schedules import make
+from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.pipeline.trace import Steps, Trace, even_bubble, median_bubble
 from onnxpar_runtime.pipeline.transfers import chain
 

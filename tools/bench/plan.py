@@ -36,8 +36,8 @@ from plan_ranks import MODELS
 from scipy.stats import spearmanr
 from step_cases import ROOT, Model
 
-from onnxpar.api.compiler import shard
 from onnxpar.api.plan_strategy import plan_strategy, read_workload, searching
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -46,11 +46,11 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.eliminate import solve
-from onnxpar.search.find import seeds_of
-from onnxpar.search.flow import flow
+from onnxpar.search.find_plan import seeds_of
 from onnxpar.search.node_options import options
 from onnxpar.search.problem import build
-from onnxpar.search.ways import presets
+from onnxpar.search.rival_plans import rival_presets
+from onnxpar.search.value_flow import flow
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
@@ -174,7 +174,7 @@ def measure(
         else:
             strategy = Strategy.from_dict(dict(entry.data), case.devices, entry.name)
         try:
-            shard(case.path, strategy, out, training=case.training)
+            shard_model(case.path, strategy, out, training=case.training)
         except OnnxparError as error:
             print(f"  {entry.name}: cannot be cut: {error}", flush=True)
             continue
@@ -243,7 +243,7 @@ def rank(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     """Prints the strategies in the order that is predicted; returns what is missed."""
     workload = read_workload(case.path, {}, case.training)
     entries = [found(case)]
-    for name in ("replicate", *presets(case.devices)):
+    for name in ("replicate", *rival_presets(case.devices)):
         entries.append(priced(case, workload, name))
     more = max(arguments.strategies - len(entries), 0)
     entries += at_random(case, workload, more, arguments.seed)

@@ -36,7 +36,7 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import collect_rarely
 from onnxpar.core.errors import OnnxparError
 from onnxpar.search.decide import search
-from onnxpar.search.find import Found
+from onnxpar.search.find_plan import Found
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.save import write_strategy

@@ -91,7 +91,7 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
         laps[name] = now - last
         last = now
 
-    from onnxpar.api.compiler import divide_model
+    from onnxpar.api.shard_model import divide_model
     from onnxpar.emit.rank_graph import fill, template
     from onnxpar.emit.weight_layout import layout
     from onnxpar.frontend.load import load
@@ -126,7 +126,7 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
 
 def weights_task(model: str, strategy: str, folder: str, repeats: str) -> None:
     """The whole of `onnxpar shard`, and `cp` of its weights, in turn."""
-    from onnxpar.api.compiler import shard
+    from onnxpar.api.shard_model import shard_model
 
     data = f"{model}.data"
     copy, out = Path(folder) / "copy", Path(folder) / "out"
@@ -137,7 +137,7 @@ def weights_task(model: str, strategy: str, folder: str, repeats: str) -> None:
     for _ in range(int(repeats)):
         os.sync()
         begun, used = perf_counter(), process_time()
-        summary = shard(model, strategy, out)
+        summary = shard_model(model, strategy, out)
         seconds, used = perf_counter() - begun, process_time() - used
         peak = peak_memory()
         shutil.rmtree(out)

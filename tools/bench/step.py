@@ -45,7 +45,7 @@ from typing import Any
 
 from step_cases import BATCHES, LARGE, MODELS, OPTIMIZERS, QUICK, Job, Side
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -243,7 +243,7 @@ class Cuts:
             spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(optimizer))
             spec = replace(spec, compute=side.compute or None)
             axis = "dp" if side.way == "one" else side.way
-            shard(path, f"{axis}={side.ranks}", out, training=spec)
+            shard_model(path, f"{axis}={side.ranks}", out, training=spec)
         return out
 
 

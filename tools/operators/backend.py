@@ -23,7 +23,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx.backend.test import loader
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.errors import OnnxparError, ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import WHOLE, format_rule
@@ -35,7 +35,7 @@ from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.tensors import to_host, to_ort

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
     from onnxpar.api.runtime.functions import Call, open_program, started
     from onnxpar.api.runtime.verification import parse_case, report_json, verify
-    from onnxpar_runtime.training.verify import TrainingCase
+    from onnxpar_runtime.training.verify_training import TrainingCase
     from onnxpar_runtime.verify import Case
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 _HOMES = {
     "Call": "onnxpar.api.runtime.functions",
     "Case": "onnxpar_runtime.verify",
-    "TrainingCase": "onnxpar_runtime.training.verify",
+    "TrainingCase": "onnxpar_runtime.training.verify_training",
     "evaluate": "onnxpar.api.runtime.commands",
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
     "launch": "onnxpar.api.runtime.commands",

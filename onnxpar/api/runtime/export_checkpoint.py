@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from onnxpar.api.export import put_weights
+from onnxpar.api.export_model import put_weights
 from onnxpar.api.runtime.checkpoints import told
 from onnxpar.core.errors import ArtifactError
 from onnxpar_runtime.checkpoint import reshard
@@ -27,7 +27,7 @@ def export_checkpoint(
 
     Raises:
         ArtifactError: The file is of neither kind, or a model is missing or too many.
-        OnnxparError: As `onnxpar.api.export.put_weights`.
+        OnnxparError: As `onnxpar.api.export_model.put_weights`.
         OnnxparRuntimeError: As `onnxpar_runtime.checkpoint.reshard.export_weights`.
     """
     if output.suffix not in (ONNX, SAFETENSORS):

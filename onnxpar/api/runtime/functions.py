@@ -16,7 +16,7 @@ from onnxpar_runtime import Rank, Session, ThreadsGroup, init
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.launch import mpirun_place
-from onnxpar_runtime.shapes import bind_symbols
+from onnxpar_runtime.symbol_checks import bind_symbols
 
 Array = NDArray[Any]
 Report = Mapping[str, Any]

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import ModelError, SymbolError
 from onnxpar.core.symbols import Symbol
 from onnxpar_runtime import verify as checks
-from onnxpar_runtime.data import read_npz
 from onnxpar_runtime.manifest import FILE_NAME, Manifest
+from onnxpar_runtime.npz import read_npz
 from onnxpar_runtime.options import parse_pairs
-from onnxpar_runtime.training.verify import TrainingCase, TrainingSettings, verify_training
+from onnxpar_runtime.training.verify_training import TrainingCase, TrainingSettings, verify_training
 from onnxpar_runtime.verify import Case
 
 
@@ -55,7 +55,7 @@ def verify(
         ModelError: Steps or a learning rate for artifacts that do not train.
         OnnxparError: The model cannot be cut for one device as the artifacts say.
         OnnxparRuntimeError: As `onnxpar_runtime.verify.verify` and
-            `onnxpar_runtime.training.verify.verify_training`.
+            `onnxpar_runtime.training.verify_training.verify_training`.
     """
     libraries = tuple(str(path) for path in custom_ops)
     parsed = [parse_case(text) for text in cases]
@@ -91,7 +91,7 @@ def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
     spec = TrainingSpec.of(manifest.trained().spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
         whole = Path(folder, "whole")
-        shard(model, "replicate", whole, devices=1, symbols=_symbols(manifest), training=spec)
+        shard_model(model, "replicate", whole, devices=1, symbols=_symbols(manifest), training=spec)
         yield whole
 
 

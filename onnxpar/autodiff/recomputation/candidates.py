@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onnxpar.facts.layers import Layer, carriers
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.metadata_keys import GRADIENT_OF
 
 _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 

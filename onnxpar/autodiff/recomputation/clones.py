@@ -15,15 +15,15 @@ import onnx_ir as ir
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.sharding import Sharding
 from onnxpar.facts.program import Program
-from onnxpar.graph.keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
+from onnxpar.graph.metadata_keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.places import virtual_stage_of
+from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.collective.barrier import DEFS, barrier_node, barrier_rule
 from onnxpar.ops.node_rules import Rules, with_bodies
 from onnxpar.ops.operator import OpDef
-from onnxpar.resharding.steps import cheapest_route
+from onnxpar.resharding.routes import cheapest_route
 
 
 @dataclass(frozen=True)

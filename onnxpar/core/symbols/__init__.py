@@ -1,5 +1,11 @@
-"""Symbolic sizes: constraints on them, expressions of them, and what can be proved."""
+"""Symbolic sizes: what a user states of them, expressions in them, and what can be proved.
 
+`constraints` has `Symbol`, what a user states; `expressions` reads and prints sizes; `symbol_table`
+proves, by the arithmetic of `congruences`. The runtime checks a run in
+`onnxpar_runtime.symbol_checks`.
+"""
+
+from onnxpar.core.symbols.congruences import Facts
 from onnxpar.core.symbols.constraints import Symbol
 from onnxpar.core.symbols.expressions import (
     Dim,
@@ -11,7 +17,6 @@ from onnxpar.core.symbols.expressions import (
     symbol_name,
     symbols_of,
 )
-from onnxpar.core.symbols.integers import Facts
 from onnxpar.core.symbols.symbol_table import NO_CONSTRAINTS, SymbolTable, ceil_div, exact_div
 
 __all__ = [

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from onnxpar.core.errors import SymbolError
-from onnxpar.core.symbols.integers import Facts, make
+from onnxpar.core.symbols.congruences import Facts, make
 
 TYPICAL_SIZE = 64
 """Sizes below this are seldom what a model is run at, so costs are not compared there."""

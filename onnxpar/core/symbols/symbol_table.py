@@ -8,7 +8,8 @@ from types import MappingProxyType
 import sympy
 
 from onnxpar.core.errors import SymbolError
-from onnxpar.core.symbols import integers as known
+from onnxpar.core.symbols import congruences as known
+from onnxpar.core.symbols.congruences import Facts
 from onnxpar.core.symbols.constraints import Symbol
 from onnxpar.core.symbols.expressions import (
     Dim,
@@ -22,7 +23,6 @@ from onnxpar.core.symbols.expressions import (
     symbols_of,
     value_of,
 )
-from onnxpar.core.symbols.integers import Facts
 
 _ANY = Symbol()
 

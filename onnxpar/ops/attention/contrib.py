@@ -11,16 +11,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.attention.heads import (
-    Heads,
-    Operands,
-    head_size,
-    heads_of,
-    in_range,
-    local_heads,
-    valid_along,
-)
-from onnxpar.ops.attention.pieces import (
+from onnxpar.ops.attention.composed import (
     Sizes,
     Window,
     attend,
@@ -32,9 +23,18 @@ from onnxpar.ops.attention.pieces import (
     reshape,
     seen,
 )
-from onnxpar.ops.forms import BOOL
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.attention.heads import (
+    Heads,
+    Operands,
+    head_size,
+    heads_of,
+    in_range,
+    local_heads,
+    valid_along,
+)
+from onnxpar.ops.body_node import BodyNode
+from onnxpar.ops.local_helpers import BOOL
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
 

@@ -12,8 +12,8 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.attention.heads import Operands, head_size, in_range
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import normal_axis
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import normal_axis
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves, keeps_state
 from onnxpar.ops.operator import Missing, OpDef
 

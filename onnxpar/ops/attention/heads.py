@@ -14,9 +14,9 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.sharding import local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.padding import valid_count
-from onnxpar.ops.forms import BOOL, iota
-from onnxpar.ops.local import LocalNode
+from onnxpar.graph.padding_masks import valid_count
+from onnxpar.ops.local_helpers import BOOL, iota
+from onnxpar.ops.local_node import LocalNode
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.attention.composed import places, reshape
 from onnxpar.ops.attention.heads import head_size, in_range
-from onnxpar.ops.attention.pieces import places, reshape
-from onnxpar.ops.forms import global_index
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.body_node import BodyNode
+from onnxpar.ops.local_helpers import global_index
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, OpDef
 
 MICROSOFT = "com.microsoft"

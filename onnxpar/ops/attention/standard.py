@@ -17,17 +17,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.attention import contrib, decoding
-from onnxpar.ops.attention.heads import (
-    Heads,
-    Operands,
-    broadcast,
-    head_size,
-    heads_of,
-    in_range,
-    local_heads,
-    valid_along,
-)
-from onnxpar.ops.attention.pieces import (
+from onnxpar.ops.attention.composed import (
     Sizes,
     Window,
     attend,
@@ -39,9 +29,19 @@ from onnxpar.ops.attention.pieces import (
     query_heads,
     seen,
 )
-from onnxpar.ops.forms import BOOL, global_index, iota
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.attention.heads import (
+    Heads,
+    Operands,
+    broadcast,
+    head_size,
+    heads_of,
+    in_range,
+    local_heads,
+    valid_along,
+)
+from onnxpar.ops.body_node import BodyNode
+from onnxpar.ops.local_helpers import BOOL, global_index, iota
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, OpDef
 

@@ -9,9 +9,9 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
-from onnxpar.resharding.steps import moved_bytes
+from onnxpar.resharding.routes import moved_bytes
 
 STAGE_SUM = "StageSum"
 """Operator of the global graph: the sum of what the stages in its attribute `stages` have."""

@@ -12,7 +12,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.einsum_gradient import einsum_gradient
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.operator import OpDef
 
 _TERM = re.compile(r"([A-Za-z]*)(\.\.\.)?([A-Za-z]*)")

@@ -6,7 +6,7 @@ from string import ascii_letters
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 Labels = tuple[str, ...]
 

@@ -15,7 +15,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.attention.heads import Operands
 from onnxpar.ops.contraction.matmul import on_first
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import routes
 from onnxpar.ops.operator import Missing, OpDef
 

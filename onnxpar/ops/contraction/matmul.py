@@ -14,7 +14,7 @@ from onnxpar.ops.contraction.matmul_gradient import (
     matmul_gradient,
 )
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 
 

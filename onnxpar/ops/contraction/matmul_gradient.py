@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 MICROSOFT = "com.microsoft"
 

@@ -22,7 +22,7 @@ from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import CONST_LIMIT, BodyFacts, NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes, operand_sharding, shardings
-from onnxpar.ops.control.dim_parts import DimParts
+from onnxpar.ops.control.unified_dims import DimParts
 
 PartialDims = dict[int, str]
 _SAME_ZEROS = ("Expand", "Identity", "Reshape", "Unsqueeze", "Squeeze")

@@ -16,11 +16,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim, as_dim
+from onnxpar.graph.body_captures import bodies_of, close_node, own_inputs, read_by
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.closure import bodies_of, close_node, own_inputs
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.reads import read_by
-from onnxpar.ops.control.emission import (
+from onnxpar.ops.body_node import BodyNode
+from onnxpar.ops.control.build_loops import (
     Along,
     copied,
     entry,
@@ -32,8 +32,7 @@ from onnxpar.ops.control.emission import (
     zeros_like,
 )
 from onnxpar.ops.control.inference import runs_through
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 
 def _floats(values: Sequence[ir.Value]) -> list[ir.Value]:

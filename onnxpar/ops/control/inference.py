@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, _engine
 
 from onnxpar.core.symbols import as_dim, symbols_of
-from onnxpar.graph.closure import own_inputs
+from onnxpar.graph.body_captures import own_inputs
 
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
 Size = int | ir.SymbolicDim

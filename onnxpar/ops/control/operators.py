@@ -1,4 +1,4 @@
-"""If, Loop and Scan: the rules of the nodes inside their bodies make theirs.
+"""If, Loop and Scan: rule and local form, which follow from the nodes inside their bodies.
 
 What is run is decided alike on every device: conditions and trip counts are needed whole, and the
 axis that a Scan steps along is not split. A body is then partitioned as a graph is, for what its
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule
-from onnxpar.graph.closure import bodies_of, own_inputs
+from onnxpar.graph.body_captures import bodies_of, own_inputs
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.body_node import BodyFn
 from onnxpar.ops.control.body_rule import BodyAnalysis, Port, Wiring
 from onnxpar.ops.control.control_gradient import if_gradient, loop_body, scan_gradient
 from onnxpar.ops.fallback import refuse_random
-from onnxpar.ops.function_body import BodyFn
-from onnxpar.ops.gradient import Gradient
-from onnxpar.ops.local import Captured, LocalNode
+from onnxpar.ops.grad_node import Gradient
+from onnxpar.ops.local_node import Captured, LocalNode
 from onnxpar.ops.operator import BY_BODY, ByBody, OpDef
 
 WiringFn = Callable[[NodeView], Wiring]

@@ -14,9 +14,9 @@ from functools import cache
 import onnx
 import onnx_ir as ir
 
+from onnxpar.ops.body_node import difference
+from onnxpar.ops.device.cuda_functions import stands_for
 from onnxpar.ops.device.cuda_kernels import type_name, why_no_kernel, why_on_host
-from onnxpar.ops.device.standard_functions import stands_for
-from onnxpar.ops.function_body import difference
 
 _OLDEST = 21
 """The oldest opset that graphs are written in for the sake of kernels; none lost its kernel before.

@@ -8,8 +8,8 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.elementwise.cast_gradient import cast_gradient
-from onnxpar.ops.forms import cast
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import cast
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
 
 _F = ir.DataType

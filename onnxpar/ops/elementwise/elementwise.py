@@ -7,12 +7,12 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
 from onnxpar.ops.elementwise.elementwise_gradient import SEVERAL, UNARY
-from onnxpar.ops.forms import BOOL
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.gradient import Gradient
-from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.grad_node import Gradient
+from onnxpar.ops.local_helpers import BOOL
+from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.operator import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
 
 

@@ -10,10 +10,10 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.contraction.matmul import gemm_rule, on_first
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, OpDef
 
 MICROSOFT = "com.microsoft"

@@ -1,6 +1,6 @@
 """The fused gradients that gradient rules emit: one node for a chain of elementwise operators.
 
-Their bodies in standard operators are in `onnxpar.ops.own_functions`. Where what is normalised
+Their bodies in standard operators are in `onnxpar.ops.onnxpar_functions`. Where what is normalised
 together is split, a form of standard operators stands for the node, in which one number a row
 travels.
 """
@@ -14,10 +14,17 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import cast, copy_or, count_of, normal_axis, reduce, reduced, work_dtype
-from onnxpar.ops.local import LocalNode
-from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.own_functions import (
+from onnxpar.ops.local_helpers import (
+    cast,
+    copy_or,
+    count_of,
+    normal_axis,
+    reduce,
+    reduced,
+    work_dtype,
+)
+from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.onnxpar_functions import (
     GELU_GRAD,
     LAYER_NORMALIZATION_GRAD,
     LOG_SOFTMAX_GRAD,
@@ -27,6 +34,7 @@ from onnxpar.ops.own_functions import (
     TANH_GRAD,
     VERSION,
 )
+from onnxpar.ops.operator import Missing, OpDef
 
 _ITSELF = Missing("it is a gradient itself")
 
@@ -99,7 +107,7 @@ def layer_norm_grad_rule(view: NodeView) -> OpRule:
 
 
 def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """As onnxpar.ops.norm.rows_gradient says, both means all-reduced: two numbers a row."""
+    """As `softmax_layer_norm_gradient` says; both means are all-reduced, two numbers a row."""
     view, shape, wide = node.view, node.in_shape(0), work_dtype(node.out_dtype())
     axis = _axis(view)
     axes = tuple(range(axis, len(shape)))

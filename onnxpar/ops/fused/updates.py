@@ -6,8 +6,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
-from onnxpar.ops.own_functions import (
+from onnxpar.ops.onnxpar_functions import (
     ADAM_STEP,
     ADAMW_STEP,
     MOMENTUM_STEP,
@@ -16,6 +15,7 @@ from onnxpar.ops.own_functions import (
     VERSION,
     Function,
 )
+from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 
 
 def _update_rule(function: Function, tensors: int) -> Callable[[NodeView], OpRule]:

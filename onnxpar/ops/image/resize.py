@@ -20,11 +20,11 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, cast, global_index, work_dtype
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.image.interpolation import Interpolation, matrix, nearest, repeats
 from onnxpar.ops.image.resize_gradient import resize_gradient
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import BOOL, cast, global_index, work_dtype
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 
 _MATRIX_LIMIT = 1 << 22

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
-from onnxpar.ops.forms import work_dtype
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.image.interpolation import Interpolation, matrix
+from onnxpar.ops.local_helpers import work_dtype
 
 
 def resize_gradient(

@@ -14,11 +14,11 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import cast, locate, zero_unless
 from onnxpar.ops.image.sample_body import affine_body, grid_body, roi_body
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import cast, locate, zero_unless
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, Missing, OpDef, expanded
-from onnxpar.ops.quantized.forms import can_mask
+from onnxpar.ops.quantized.helpers import can_mask
 
 _IMAGE, _REGION = "N", "R"
 

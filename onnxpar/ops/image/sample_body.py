@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
-from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.body_node import BodyNode
 
 BOOL, INT64 = ir.DataType.BOOL, ir.DataType.INT64
 _CUBIC = -0.75

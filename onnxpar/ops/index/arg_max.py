@@ -15,9 +15,10 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.padding import mask_component
+from onnxpar.graph.padding_masks import mask_component
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import (
+from onnxpar.ops.index.top_k_gradient import top_k_gradient
+from onnxpar.ops.local_helpers import (
     BOOL,
     FLOAT,
     cast,
@@ -28,8 +29,7 @@ from onnxpar.ops.forms import (
     reduced,
     written_out,
 )
-from onnxpar.ops.index.top_k_gradient import top_k_gradient
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
 from onnxpar.ops.view.reshape import further
 

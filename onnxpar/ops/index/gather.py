@@ -16,12 +16,12 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import cast, locate, normal_axis, zero_unless
 from onnxpar.ops.index.gather_gradient import INDEXED_SUM, gather_gradient
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import cast, locate, normal_axis, zero_unless
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
+from onnxpar.ops.onnxpar_functions import GATHER_GRAD, MIN_OPSET
 from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.own_functions import GATHER_GRAD, MIN_OPSET
 
 _INDEXED = "V"
 _LIKE = 2

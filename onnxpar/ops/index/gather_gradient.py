@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 INDEXED_SUM = "IndexedSum"
 """Operator of the global graph: rows [i…, b…], indices [i…], what was read? [V, b…] -> [V, b…].

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.index.elements_gradient import add_elements
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.index.scatter_gradient import add_elements
 
 
 def top_k_gradient(node: GradNode) -> Sequence[ir.Value | None]:

@@ -18,16 +18,16 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, cast, count_of, locate, work_dtype
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import BOOL, cast, count_of, locate, work_dtype
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.loss.cross_entropy_gradient import (
     LOSS_GRAD,
     log_likelihood_gradient,
     softmax_cross_entropy_gradient,
 )
-from onnxpar.ops.norm.rows import log_softmax
+from onnxpar.ops.norm.softmax_layer_norm import log_softmax
+from onnxpar.ops.onnxpar_functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET
 from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.own_functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET
 
 CLASSES = "C"
 SCORES, LABELS, WEIGHTS, COTANGENT = range(4)

@@ -6,7 +6,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 LOSS_GRAD = "CrossEntropyGrad"
 """Operator of the global graph: log-probabilities, labels, weights, cotangent -> d scores.

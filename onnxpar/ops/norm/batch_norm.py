@@ -15,10 +15,10 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import cast, reduce, reduced, work_dtype
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import cast, reduce, reduced, work_dtype
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.batch_norm_gradient import BATCH_NORM_GRAD, batch_norm_gradient
-from onnxpar.ops.norm.statistics import (
+from onnxpar.ops.norm.split_statistics import (
     global_count,
     inverse_deviation,
     masker,

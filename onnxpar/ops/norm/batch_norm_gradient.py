@@ -6,7 +6,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 BATCH_NORM_GRAD = "BatchNormalizationGrad"
 """Operator of the global graph: (dy, x, scale, mean, variance) -> (dx, dscale, dbias)."""

@@ -8,8 +8,9 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import (
+from onnxpar.ops.local_helpers import (
     BOOL,
     cast,
     copy_or,
@@ -20,15 +21,19 @@ from onnxpar.ops.forms import (
     work_dtype,
     written_out,
 )
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.group_norm_gradient import (
     group_norm_gradient,
     instance_norm_gradient,
     lp_norm_gradient,
     mean_variance_norm_gradient,
 )
-from onnxpar.ops.norm.statistics import inverse_deviation, masker, mean_and_variance, split_atoms
+from onnxpar.ops.norm.split_statistics import (
+    inverse_deviation,
+    masker,
+    mean_and_variance,
+    split_atoms,
+)
 from onnxpar.ops.operator import BY_BODY, OpDef
 
 _MVN_EPSILON = 1e-9

@@ -6,8 +6,8 @@ import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.norm.rows_gradient import pull_back
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.norm.softmax_layer_norm_gradient import pull_back
 
 
 def instance_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:

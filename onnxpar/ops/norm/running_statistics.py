@@ -3,7 +3,8 @@
 Exporters write the inference form, whatever mode a model is in. To be trained a node goes to the
 training form, and what it mixes into its running statistics is written out beside it, so that they
 are plain values of the graph: new = momentum · old + (1 - momentum) · of the batch, the variance of
-the batch being that of the population, as the operator's specification says.
+the batch being that of the population, as the operator's specification says. They keep the element
+type of their initializer; `onnxpar.autodiff.mixed_precision` widens trained parameters only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +14,10 @@ import onnx_ir as ir
 
 from onnxpar.graph.builder import GENERATED
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.graph.keys import VIRTUAL_STAGE
+from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.forms import work_dtype
-from onnxpar.ops.roles import is_statistic
+from onnxpar.ops.local_helpers import work_dtype
+from onnxpar.ops.operand_roles import is_statistic
 
 _PLACES = (3, 4)
 

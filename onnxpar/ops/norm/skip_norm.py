@@ -11,12 +11,12 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.contrib_inference import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
-from onnxpar.ops.forms import cast, reduced, work_dtype
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.local import LocalNode
-from onnxpar.ops.norm.statistics import inverse_deviation, masker, mean_and_variance
+from onnxpar.ops.local_helpers import cast, reduced, work_dtype
+from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.norm.split_statistics import inverse_deviation, masker, mean_and_variance
 from onnxpar.ops.operator import BY_BODY, LocalFn, OpDef
 
 _LAYER_NORM_SINCE = 17

@@ -11,10 +11,18 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
-from onnxpar.ops.forms import FLOAT, cast, copy_or, count_of, normal_axes, normal_axis, reduce
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import (
+    FLOAT,
+    cast,
+    copy_or,
+    count_of,
+    normal_axes,
+    normal_axis,
+    reduce,
+)
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef, RuleFn
-from onnxpar.ops.quantized.forms import INT32, requantised
+from onnxpar.ops.quantized.helpers import INT32, requantised
 from onnxpar.ops.quantized.products import FOR_INFERENCE
 
 

@@ -14,11 +14,11 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import copy_or, normal_axis
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import copy_or, normal_axis
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.quantized import conv, elementwise, products
-from onnxpar.ops.quantized.forms import ranged
+from onnxpar.ops.quantized.helpers import ranged
 from onnxpar.ops.quantized.linear_gradient import dequantize_gradient, quantize_gradient
 from onnxpar.ops.quantized.products import FOR_INFERENCE
 

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.ops.forms import normal_axis
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.local_helpers import normal_axis
 
 BOOL = ir.DataType.BOOL
 # Of integers that numpy does not have.

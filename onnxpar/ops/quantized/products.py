@@ -14,10 +14,10 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
-from onnxpar.ops.forms import FLOAT, cast
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import FLOAT, cast
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
-from onnxpar.ops.quantized.forms import (
+from onnxpar.ops.quantized.helpers import (
     INT32,
     can_mask,
     filled,

@@ -19,11 +19,11 @@ from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import COUNTERS, DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.padding import block_start
+from onnxpar.graph.padding_masks import block_start
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import drops, require_readable
-from onnxpar.ops.forms import BOOL, FLOAT, cast, reduce, work_dtype, zero_unless
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import BOOL, FLOAT, cast, reduce, work_dtype, zero_unless
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.random.dropout_gradient import dropout_gradient
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.ops.fallback import drops
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 
 def dropout_gradient(node: GradNode) -> Sequence[ir.Value | None]:

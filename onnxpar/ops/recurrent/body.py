@@ -16,8 +16,8 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.control.emission import Along, scan
-from onnxpar.ops.function_body import BodyFn, BodyNode
+from onnxpar.ops.body_node import BodyFn, BodyNode
+from onnxpar.ops.control.build_loops import Along, scan
 
 BOOL = ir.DataType.BOOL
 Activation = tuple[str, float | None, float | None]

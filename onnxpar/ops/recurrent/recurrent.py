@@ -15,8 +15,8 @@ from onnxpar.core.rule import ABSENT, REPLICATED, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.forms import BOOL, global_index
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import BOOL, global_index
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import recurs
 from onnxpar.ops.operator import BY_BODY, OpDef
 from onnxpar.ops.recurrent.body import BODIES, activation_lists

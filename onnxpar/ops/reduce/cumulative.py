@@ -15,8 +15,8 @@ from onnxpar.core.sharding import DimSharding, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, copy_or, iota, normal_axes, position, reduce, reduced
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import BOOL, copy_or, iota, normal_axes, position, reduce, reduced
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient
 from onnxpar.ops.reduce.reduce_gradient import cumsum_gradient

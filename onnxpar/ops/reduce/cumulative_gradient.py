@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.ops.forms import BOOL, normal_axes
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.local_helpers import BOOL, normal_axes
 
 
 def cumprod_gradient(node: GradNode) -> Sequence[ir.Value | None]:

@@ -11,8 +11,16 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import BOOL, cast, copy_or, count_of, reduce, reduced_axes, work_dtype
-from onnxpar.ops.local import LocalNode, copy_node
+from onnxpar.ops.local_helpers import (
+    BOOL,
+    cast,
+    copy_or,
+    count_of,
+    reduce,
+    reduced_axes,
+    work_dtype,
+)
+from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.operator import LocalFn, OpDef
 from onnxpar.ops.reduce.reduce_gradient import REDUCTIONS
 from onnxpar.ops.view.reshape import further

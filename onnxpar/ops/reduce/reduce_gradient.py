@@ -10,8 +10,8 @@ from types import MappingProxyType
 import onnx_ir as ir
 
 from onnxpar.graph.builder import INT64
-from onnxpar.ops.forms import reduced_axes, work_dtype
-from onnxpar.ops.gradient import Gradient, GradNode
+from onnxpar.ops.grad_node import Gradient, GradNode
+from onnxpar.ops.local_helpers import reduced_axes, work_dtype
 
 _BOOL = ir.DataType.BOOL
 Cotangents = Sequence[ir.Value | None]

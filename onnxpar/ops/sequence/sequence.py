@@ -19,9 +19,9 @@ import onnx_ir.passes.common as common
 from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.keys import EXPANDED_FROM
+from onnxpar.graph.metadata_keys import EXPANDED_FROM
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.function_body import origin
+from onnxpar.ops.body_node import origin
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
 
 Items = list[ir.Value]

@@ -14,11 +14,11 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import global_index, normal_axis
-from onnxpar.ops.function_body import BodyNode
-from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.local_helpers import global_index, normal_axis
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.signal.fourier_gradient import dft_gradient
 

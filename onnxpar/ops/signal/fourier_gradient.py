@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Dim
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 
 def dft_gradient(node: GradNode, axis: int) -> ir.Value:

@@ -17,9 +17,9 @@ from onnxpar.graph.global_builder import SIZES
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import replicated_rule, require_readable
-from onnxpar.ops.forms import cast, global_index, zero_unless
-from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.local_helpers import cast, global_index, zero_unless
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 
 

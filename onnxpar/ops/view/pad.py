@@ -10,9 +10,9 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import require_readable
-from onnxpar.ops.forms import normal_axis
-from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.local_helpers import normal_axis
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.view.pad_gradient import pad_gradient, tile_gradient
 from onnxpar.ops.view.reshape import further

@@ -5,7 +5,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 
 def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:

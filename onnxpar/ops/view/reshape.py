@@ -18,8 +18,8 @@ from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import readable, require_readable
-from onnxpar.ops.forms import normal_axes
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import normal_axes
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.view.reshape_gradient import (

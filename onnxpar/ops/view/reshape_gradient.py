@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 
 
 def reshape_gradient(node: GradNode) -> Sequence[ir.Value | None]:

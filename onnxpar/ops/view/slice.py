@@ -17,9 +17,9 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names, broadcast_rule
 from onnxpar.ops.elementwise.elementwise_gradient import where_gradient
 from onnxpar.ops.fallback import require_readable
-from onnxpar.ops.forms import normal_axis
-from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.local_helpers import normal_axis
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.view.reshape import further

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Dim, dim_str
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.index.gather_gradient import indexed_gradient
 
 _MIN_OPSET = 11

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 
 BATCH, GROUP, FEW, MANY = "N", "G", "C", "M"
 

@@ -12,13 +12,13 @@ from onnxpar.core.errors import NodeError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul import on_first
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.window.channels import BATCH, FEW, Channels, channels
 from onnxpar.ops.window.conv_gradient import conv_gradient, conv_transpose_gradient
-from onnxpar.ops.window.sliding import conv_dims, windowed, words
-from onnxpar.ops.window.spreading import spread, transpose_dims
+from onnxpar.ops.window.geometry import conv_dims, windowed, words
+from onnxpar.ops.window.transposed import spread, transpose_dims
 
 
 def _channels(view: NodeView) -> Channels:

@@ -17,14 +17,14 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
-from onnxpar.ops.forms import reduce
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import reduce
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.window.channels import BATCH, Channels, channels
 from onnxpar.ops.window.conv_gradient import INPUT_GRAD, WEIGHT_GRAD
-from onnxpar.ops.window.sliding import Spatial, constant, kernel_of, spatial_dims, windowed, words
-from onnxpar.ops.window.spreading import spread
+from onnxpar.ops.window.geometry import Spatial, constant, kernel_of, spatial_dims, windowed, words
+from onnxpar.ops.window.transposed import spread
 
 _ITSELF = Missing("it is a gradient itself")
 FEW_CHANNELS = 16

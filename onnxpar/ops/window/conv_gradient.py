@@ -13,10 +13,10 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.window.geometry import Spatial, conv_dims
 from onnxpar.ops.window.gradient_windows import window_attributes
-from onnxpar.ops.window.sliding import Spatial, conv_dims
-from onnxpar.ops.window.spreading import transpose_dims
+from onnxpar.ops.window.transposed import transpose_dims
 
 INPUT_GRAD, WEIGHT_GRAD = "ConvInputGrad", "ConvWeightGrad"
 _MIN_OPSET = 11

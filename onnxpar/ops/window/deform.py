@@ -10,7 +10,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul import on_first
 from onnxpar.ops.fallback import require_readable
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import BY_BODY, OpDef
 from onnxpar.ops.window.channels import BATCH, FEW, GROUP, MANY, channels

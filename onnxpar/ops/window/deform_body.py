@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
-from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.body_node import BodyNode
 
 _BOOL = ir.DataType.BOOL
 

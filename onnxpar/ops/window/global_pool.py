@@ -8,8 +8,8 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.forms import cast, count_of, reduce, work_dtype, written_out
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import cast, count_of, reduce, work_dtype, written_out
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.window.pool_gradient import (
     global_average_gradient,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnxpar.core.errors import ModelError
-from onnxpar.ops.gradient import GradNode
-from onnxpar.ops.window.sliding import Spatial
+from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.window.geometry import Spatial
 
 
 def window_attributes(node: GradNode, dims: Sequence[Spatial], opset: int) -> dict[str, Any]:

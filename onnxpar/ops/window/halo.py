@@ -1,4 +1,4 @@
-"""Windows: what a device reads of a split dim where results overlap in what they read.
+"""Halo exchange: what a device reads of a split dim where results overlap in what they read.
 
 A convolution's result o reads the elements i of a dim with
 
@@ -48,11 +48,11 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import Component, Sharding, block, local_size
 from onnxpar.core.symbols import Dim, as_dim
 from onnxpar.graph.builder import INT64
-from onnxpar.graph.padding import block_start, fill_value, select
-from onnxpar.ops.forms import iota, position
-from onnxpar.ops.local import LocalNode
+from onnxpar.graph.padding_masks import block_start, fill_value, select
+from onnxpar.ops.local_helpers import iota, position
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.resharding.lowering import emit_reshard
-from onnxpar.resharding.steps import cheapest_route, moved_bytes
+from onnxpar.resharding.routes import cheapest_route, moved_bytes
 
 BOOL = ir.DataType.BOOL
 _END = np.iinfo(np.int64).max
@@ -251,7 +251,7 @@ def window(
         x: Local operand.
         shape: Its local shape.
         split: How the dim is split.
-        fill: What elements outside of the dim hold; see `onnxpar.graph.padding.fill_value`.
+        fill: What elements outside of the dim hold; see `onnxpar.graph.padding_masks.fill_value`.
         slack: How many elements more than needed the window may have, where that saves a copy.
         zero: Whether the padding of `x` is known to be zero.
         strict: Whether elements that only padding reads hold `fill` too.

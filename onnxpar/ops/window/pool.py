@@ -13,9 +13,10 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.fallback import require_readable
-from onnxpar.ops.forms import global_index, iota
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_helpers import global_index, iota
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.window.geometry import Spatial, pool_dims, split_dims, windowed, words
 from onnxpar.ops.window.halo import DimSplit, begin
 from onnxpar.ops.window.pool_counts import corrected
 from onnxpar.ops.window.pool_gradient import (
@@ -24,7 +25,6 @@ from onnxpar.ops.window.pool_gradient import (
     max_pool_gradient,
     max_unpool_gradient,
 )
-from onnxpar.ops.window.sliding import Spatial, pool_dims, split_dims, windowed, words
 
 
 def _has_indices(view: NodeView) -> bool:

@@ -16,13 +16,13 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.local import LocalNode
+from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.window.geometry import Spatial, kernel_of, spatial_dims, split_dims, words
 from onnxpar.ops.window.halo import Covering, DimSplit, skipped, window
 from onnxpar.ops.window.pool_counts import divided_by_counts
 from onnxpar.ops.window.pool_gradient import MAX_POOL_GRAD, SUM_POOL_GRAD
-from onnxpar.ops.window.sliding import Spatial, kernel_of, spatial_dims, split_dims, words
-from onnxpar.ops.window.spreading import kept, spread
+from onnxpar.ops.window.transposed import kept, spread
 
 _ITSELF = Missing("it is a gradient itself")
 

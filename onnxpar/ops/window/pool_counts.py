@@ -18,11 +18,11 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.padding import block_start
-from onnxpar.ops.forms import cast, iota
-from onnxpar.ops.local import LocalNode
+from onnxpar.graph.padding_masks import block_start
+from onnxpar.ops.local_helpers import cast, iota
+from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.window.geometry import Spatial, constant, split_dims
 from onnxpar.ops.window.halo import Table, by_place, places
-from onnxpar.ops.window.sliding import Spatial, constant, split_dims
 
 
 def counts_all(view: NodeView, dim: Spatial) -> bool:

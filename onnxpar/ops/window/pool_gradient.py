@@ -13,10 +13,10 @@ import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.gradient import GradNode
+from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.reduce.reduce_gradient import spread_extremum, spread_mean
+from onnxpar.ops.window.geometry import pool_dims
 from onnxpar.ops.window.gradient_windows import window_attributes
-from onnxpar.ops.window.sliding import pool_dims
 
 MAX_POOL_GRAD, SUM_POOL_GRAD = "MaxPoolGrad", "SumPoolGrad"
 # ScatterElements adds since then.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.entries import FileEntry, ShardBox
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.json_reader import JsonReader
+from onnxpar_runtime.manifest_entries import FileEntry, ShardBox
 
 FILE_NAME = "checkpoint.json"
 SCHEMA = 2
@@ -72,7 +72,7 @@ class StoredTensor:
 
     Attributes:
         name: Name of the state.
-        kind: Kind of the state (`onnxpar_runtime.entries.STATE_KINDS`).
+        kind: Kind of the state (`onnxpar_runtime.manifest_entries.STATE_KINDS`).
         parameter: The parameter that it is, or belongs to.
         dtype: Name of its element type.
         shape: Global shape.

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.entries import ShardBox
 from onnxpar_runtime.errors import CheckpointError, InputError
+from onnxpar_runtime.manifest_entries import ShardBox
 from onnxpar_runtime.tensor_file import read_tensors
 
 Array = NDArray[Any]

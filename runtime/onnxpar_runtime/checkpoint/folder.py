@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint
-from onnxpar_runtime.entries import FileEntry
 from onnxpar_runtime.errors import CheckpointError
+from onnxpar_runtime.manifest_entries import FileEntry
 
 _STEP = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")

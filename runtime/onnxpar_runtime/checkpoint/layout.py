@@ -11,8 +11,8 @@ from math import prod
 
 from onnxpar_runtime.boxes import Block, Cut, coordinates
 from onnxpar_runtime.checkpoint.contents import StoredShard, StoredTensor
-from onnxpar_runtime.entries import ShardBox, State
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.manifest_entries import ShardBox, State
 
 TRANSIENT = ("gradient", "micro_gradient")
 """Kinds of states that mean nothing between steps."""

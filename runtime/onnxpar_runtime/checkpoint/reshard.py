@@ -27,9 +27,9 @@ from onnxpar_runtime.checkpoint.layout import rank_file, stored_tensors
 from onnxpar_runtime.checkpoint.restore import check_fits
 from onnxpar_runtime.checkpoint.sums import modulus, sum_of
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.entries import FROM_FILES, FileEntry, ShardBox
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.manifest_entries import FROM_FILES, FileEntry, ShardBox
 from onnxpar_runtime.tensor_file import Entry, header
 
 Bytes = NDArray[np.uint8]

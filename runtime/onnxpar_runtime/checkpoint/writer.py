@@ -37,9 +37,9 @@ from onnxpar_runtime.checkpoint.layout import Written, rank_file, stored_tensors
 from onnxpar_runtime.checkpoint.sums import modulus, sum_of
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.entries import FileEntry
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.manifest_entries import FileEntry
 from onnxpar_runtime.tensor_file import Entry, header, raw_bytes
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from onnxpar_runtime.pipeline.schedule import (
     Step,
     Transfer,
 )
-from onnxpar_runtime.pipeline.schedules import SCHEDULES, make
+from onnxpar_runtime.pipeline.schedule_kinds import SCHEDULES, make
 from onnxpar_runtime.pipeline.simulate import Simulation, Times, simulate
 from onnxpar_runtime.pipeline.transfers import chain, with_transfers
 

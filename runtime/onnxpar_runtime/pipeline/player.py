@@ -9,7 +9,7 @@ from onnxpar_runtime.pipeline.carriers import Carrier, Expected, Leaving
 from onnxpar_runtime.pipeline.check import check
 from onnxpar_runtime.pipeline.inbox import Inbox, Ticket
 from onnxpar_runtime.pipeline.schedule import Action, Edge, Message, PlayedSchedule, Point, Transfer
-from onnxpar_runtime.pipeline.schedules import make
+from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.pipeline.trace import Trace
 from onnxpar_runtime.pipeline.transfers import with_transfers
 

@@ -13,7 +13,7 @@ from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.batches import TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
-from onnxpar_runtime.training.schedule import Schedule
+from onnxpar_runtime.training.learning_rate import Schedule
 from onnxpar_runtime.training.trainer import Trainer
 
 Told = Callable[[Progress], None]

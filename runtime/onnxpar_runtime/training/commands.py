@@ -17,12 +17,12 @@ from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin
-from onnxpar_runtime.data import check_writable
-from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.interrupts import told_when_terminated
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.manifest_entries import FROM_FILES
+from onnxpar_runtime.npz import check_writable
 from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
 from onnxpar_runtime.training.batches import (
     BatchDim,
@@ -33,6 +33,7 @@ from onnxpar_runtime.training.batches import (
 )
 from onnxpar_runtime.training.checkpoints import Saving, Told, described, resume, saving
 from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
+from onnxpar_runtime.training.learning_rate import Schedule
 from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import (
@@ -44,7 +45,6 @@ from onnxpar_runtime.training.programs import (
 )
 from onnxpar_runtime.training.replicas import ReplicaCheck
 from onnxpar_runtime.training.runner import Traced
-from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import Samples, check_samples, open_source, places
 from onnxpar_runtime.training.trainer import Trainer
 

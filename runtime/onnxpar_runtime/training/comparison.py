@@ -1,4 +1,4 @@
-"""One case of `onnxpar_runtime.training.verify`: the ranks beside the undivided program."""
+"""One case of `training.verify_training`: the ranks beside the undivided program."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import block, coordinates
-from onnxpar_runtime.data import convert
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, SymbolValueError
 from onnxpar_runtime.expressions import ExpressionError, evaluate
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.manifest import Loss, TensorSpec
-from onnxpar_runtime.shapes import bind_symbols, check_equal_sizes, check_symbols
+from onnxpar_runtime.npz import convert
+from onnxpar_runtime.symbol_checks import bind_symbols, check_equal_sizes, check_symbols
 from onnxpar_runtime.training.sources import Arrays, Batch
 
 Array = NDArray[Any]

@@ -18,8 +18,8 @@ from onnxpar_runtime.errors import (
 )
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
+from onnxpar_runtime.training.learning_rate import Schedule
 from onnxpar_runtime.training.log import Reporter, StepRecord
-from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import Batch, Stream
 
 Numbered = tuple[int, int, Step]

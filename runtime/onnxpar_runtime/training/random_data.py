@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.expressions import ExpressionError, Size, evaluate
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.shapes import bind_symbols
+from onnxpar_runtime.symbol_checks import bind_symbols
 from onnxpar_runtime.training.programs import EVALUATION
 from onnxpar_runtime.training.trainer import Trainer
 from onnxpar_runtime.verify import Span, index_spans, random_feeds

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.boxes import block, coordinates
-from onnxpar_runtime.data import convert, read_npz
 from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
-from onnxpar_runtime.shapes import (
+from onnxpar_runtime.npz import convert, read_npz
+from onnxpar_runtime.symbol_checks import (
     bind_symbols,
     check_equal_sizes,
     check_index_ranges,

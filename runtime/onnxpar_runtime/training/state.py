@@ -16,10 +16,10 @@ from onnxpar_runtime.boxes import Cut, coordinates
 from onnxpar_runtime.cuda import copy_in
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import ArtifactError, InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.manifest import Manifest, State
+from onnxpar_runtime.manifest_entries import FROM_FILES
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.tensors import to_host, to_ort
 

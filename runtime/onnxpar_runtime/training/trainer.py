@@ -23,12 +23,12 @@ from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.dtypes import DTYPES, lossless
-from onnxpar_runtime.entries import FROM_FILES
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.executor import LOSS_WEIGHT
 from onnxpar_runtime.gather import gather_to_root, join_outputs
 from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
+from onnxpar_runtime.manifest_entries import FROM_FILES
 from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.pipeline.trace import write_trace
 from onnxpar_runtime.pipeline.work import Micro

@@ -9,7 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxpar.autodiff.differentiate import Differentiated, differentiate
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import normalise, symbol_table
-from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY

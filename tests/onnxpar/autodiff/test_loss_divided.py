@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.autodiff.append_loss import (
     CORRECT,
     LOSS,

@@ -30,7 +30,7 @@ from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, States
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 from tests.lockstep import run_model
 
 Array = NDArray[Any]

@@ -4,7 +4,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.symbols import Symbol, dim_symbol
 from onnxpar.facts.equalities import Equality, assumed_equalities
 

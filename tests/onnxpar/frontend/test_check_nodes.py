@@ -7,7 +7,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.errors import ModelError, NodeError
 
 INPUTS = "float[b, 6] x, int64[b] labels, float[b, 4] w"

@@ -11,18 +11,18 @@ import onnxruntime as ort
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.frontend.load import normalise, symbol_table
-from onnxpar.graph.keys import EXPANDED_FROM, EXPANDED_OPERANDS
+from onnxpar.graph.metadata_keys import EXPANDED_FROM, EXPANDED_OPERANDS
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.body_node import BodyNode
+from onnxpar.ops.onnxpar_functions import attach_functions
 from onnxpar.ops.operator import BY_BODY, OpDef, expanded
-from onnxpar.ops.own_functions import attach_functions
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from tests.lockstep import run_model

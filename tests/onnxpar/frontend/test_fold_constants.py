@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.frontend.load import normalise
 from onnxpar.ops.sizes.constant_folding import FOLD_BYTES, FOLDABLE
 from onnxpar.parameters.recognise import read_parameters

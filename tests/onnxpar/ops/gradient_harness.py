@@ -27,8 +27,8 @@ from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.facts.program import Program
 from onnxpar.frontend.expand import expand_by_body
 from onnxpar.frontend.load import normalise, symbol_table
+from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.builder import DOMAIN, GraphBuilder, ir_shape
-from onnxpar.graph.closure import bodies_of
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, shardings
@@ -41,7 +41,7 @@ from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.body_writer import body_partitioner
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.writer import ProgramWriter
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 from tests.lockstep import Array, Evaluate, evaluator, run_model
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

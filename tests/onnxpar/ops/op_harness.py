@@ -28,7 +28,7 @@ from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, shardings
 from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
 from onnxpar.ops.fallback import settle
-from onnxpar.ops.local import copy_node
+from onnxpar.ops.local_node import copy_node
 from onnxpar.ops.node_rules import Rules, with_bodies
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.registry import Registry

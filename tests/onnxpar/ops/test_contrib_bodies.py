@@ -11,10 +11,10 @@ from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.function_body import BodyNode
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partition import partition
-from onnxpar.propagation.walk import propagate
+from onnxpar.propagation.propagate import propagate
 from tests.lockstep import evaluator, run_model
 from tests.onnxpar.ops.contrib_cases import BODIES, FUSED, MULTI_HEAD, ROTARY
 from tests.onnxpar.ops.op_harness import Case

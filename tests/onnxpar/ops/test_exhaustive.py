@@ -20,7 +20,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 from onnxpar.core.rule import PARALLEL, Operand
 from onnxpar.core.sharding import REDUCTIONS
 from onnxpar.graph.plan import factor_sizes
-from onnxpar.ops.local import copy_node
+from onnxpar.ops.local_node import copy_node
 from onnxpar.ops.table import REGISTRY
 from tests.lockstep import COMBINE, Array, evaluator
 from tests.onnxpar.ops.op_cases import ALL
@@ -221,7 +221,11 @@ NO_CASE = {
     ),
 }
 # Modules of what is never divided, and of what is expanded before anything is.
-UNDIVIDED = ("onnxpar.ops.replicated", "onnxpar.ops.sequence.sequence", "onnxpar.ops.operator")
+UNDIVIDED = (
+    "onnxpar.ops.replicated_operators",
+    "onnxpar.ops.sequence.sequence",
+    "onnxpar.ops.operator",
+)
 
 
 def test_every_operator_has_a_case() -> None:

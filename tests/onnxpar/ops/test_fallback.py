@@ -6,7 +6,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.graph.seeds import Seeds

@@ -6,7 +6,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.symbols import Dim, Symbol, symbols_of
 from onnxpar.graph.shapes import ShapeEnv
 

@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.core.errors import OnnxparError
 from onnxpar.ops.fallback import draws
 from onnxpar.strategy import Strategy
@@ -46,7 +46,7 @@ def test_a_result_lies_as_asked(case: Case, tmp_path: Path) -> None:
         nodes = {"node": {"out": [asked, *[None] * len(others)]}}
         data = {"devices": DEVICES, "dataset": "full_batch", "nodes": nodes}
         target = tmp_path / f"out{axis}"
-        plan = shard(model, Strategy.from_dict(data), target).partitioned.plan
+        plan = shard_model(model, Strategy.from_dict(data), target).partitioned.plan
         left = plan.resharded.get(first, plan.nodes["node"].outputs[0])
         assert not left.partial and left.strategy(plan.mesh) == tuple(asked)
         for result in runtime.verify(target, model, inputs=feeds, rtol=case.rtol):
@@ -116,7 +116,7 @@ def test_whatever_is_asked_is_right_or_refused_clearly(
     onnx.save(case.model, model)
     np.savez(feeds, **case.arrays)
     try:
-        plan = shard(model, Strategy.from_dict(data), target).partitioned.plan
+        plan = shard_model(model, Strategy.from_dict(data), target).partitioned.plan
     except OnnxparError as error:
         assert "node 'node'" in str(error) and any(word in str(error) for word in CLEAR)
         return

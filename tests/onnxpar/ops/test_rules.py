@@ -4,7 +4,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.errors import ModelError, RuleError, ShardingError, SymbolError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import format_rule

@@ -11,7 +11,7 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import Symbol

@@ -22,7 +22,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding, join, split
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.resharding.lowering import permutation
-from onnxpar.resharding.steps import ReshardStep, plan_reshard
+from onnxpar.resharding.routes import ReshardStep, plan_reshard
 
 Ints = NDArray[Any]
 NONE = SymbolTable({})

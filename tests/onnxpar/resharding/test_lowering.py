@@ -19,7 +19,7 @@ from onnxpar.core.sharding import Component, Sharding, split
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
 from onnxpar.graph.builder import COORD_PREFIX, SYMBOL_PREFIX, GraphBuilder, ir_shape
 from onnxpar.resharding.lowering import emit_reshard, permutation
-from onnxpar.resharding.steps import ReshardStep, plan_reshard
+from onnxpar.resharding.routes import ReshardStep, plan_reshard
 from tests.lockstep import COMBINE, Array, Lockstep
 
 FULL = os.environ.get("ONNXPAR_FULL") == "1"

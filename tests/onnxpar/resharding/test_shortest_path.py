@@ -14,8 +14,8 @@ from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar.resharding.routes import LinkCost, Route, cheapest_route, moved_bytes, plan_reshard
 from onnxpar.resharding.shortest_path import Move, PathState, RouteFinder, cheapest
-from onnxpar.resharding.steps import LinkCost, Route, cheapest_route, moved_bytes, plan_reshard
 
 NONE = SymbolTable({})
 LATENCY = LinkCost().latency

@@ -17,11 +17,11 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import REDUCTIONS, Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
-from onnxpar.graph.keys import GRADIENT_OF
+from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.find import Candidate, SearchSpec, find
-from onnxpar.search.flow import Flow, Item, Value, flow
+from onnxpar.search.find_plan import Candidate, SearchSpec, find
 from onnxpar.search.node_options import Option, options
+from onnxpar.search.value_flow import Flow, Item, Value, flow
 from onnxpar.search.workload import Workload
 
 SIZES = {"batch": 96, "seq": 32}

@@ -12,11 +12,11 @@ from math import ceil
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.search import eliminate
-from onnxpar.search import flow as flow_module
+from onnxpar.search import value_flow as flow_module
 from onnxpar.search.workload import Workload
 from tests.onnxpar.search.every_strategy import Case, Setting, random_machine, random_mesh
 from tests.onnxpar.search.small_networks import network

@@ -3,13 +3,13 @@
 import onnx.parser
 import onnx_ir as ir
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.machine import PRESETS
 from onnxpar.core.mesh import Mesh
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.frontend.load import normalise
-from onnxpar.search.flow import flow
 from onnxpar.search.node_options import options
+from onnxpar.search.value_flow import flow
 
 TEXT = """<ir_version: 10, opset_import: ["": 21]>
 g (float[64,64] x, float[64,64] w, float[64,64] v, float[64,64] bias) => (float[64,64] y) {

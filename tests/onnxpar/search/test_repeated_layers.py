@@ -8,7 +8,7 @@ import pytest
 import transformer
 from _exporter import save
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.core.machine import PRESETS
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
@@ -17,12 +17,12 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import load
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search import find as find_module
-from onnxpar.search.find import SearchSpec, find
-from onnxpar.search.flow import Flow, flow
+from onnxpar.search import find_plan as find_module
+from onnxpar.search.find_plan import SearchSpec, find
 from onnxpar.search.node_options import options
 from onnxpar.search.problem import Problem, build
 from onnxpar.search.repeated_layers import Folded, fold
+from onnxpar.search.value_flow import Flow, flow
 
 SIZES = {"batch": 8, "seq": 64}
 

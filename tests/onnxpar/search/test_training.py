@@ -18,7 +18,7 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.graph.seeds import Seeds
 from onnxpar.parameters.recognise import read_parameters
-from onnxpar.search.find import SearchSpec, find
+from onnxpar.search.find_plan import SearchSpec, find
 from onnxpar.search.workload import Workload
 
 TEXT = """\

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx.parser
 
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 
 MODEL = """<ir_version: 11, opset_import: ["": 20]>
 g (float[batch, 4] x, float[4, 6] w) => (float[batch, 6] y) {
@@ -61,7 +61,7 @@ def saved(tmp_path: Path, model: str | onnx.ModelProto) -> Path:
 
 
 def report(model: Path, strategy: object, out: Path, **given: Any) -> dict[str, Any]:
-    return shard(model, strategy, out, force=True, **given).report  # type: ignore[arg-type]
+    return shard_model(model, strategy, out, force=True, **given).report  # type: ignore[arg-type]
 
 
 def sharded(

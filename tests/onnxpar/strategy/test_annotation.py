@@ -15,10 +15,10 @@ import two_layer
 from _exporter import save
 
 from onnxpar.api.annotate import Annotated, annotate
-from onnxpar.api.compiler import plan
+from onnxpar.api.shard_model import plan
 from onnxpar.cli import main
 from onnxpar.core.errors import ModelError, StrategyError
-from onnxpar.graph.keys import ANNOTATION
+from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.annotation_reader import read_annotation
 from tests.onnxpar.strategy.annotated import (

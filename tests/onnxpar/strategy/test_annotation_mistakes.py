@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar.api.annotate import annotate
-from onnxpar.api.compiler import plan, shard
+from onnxpar.api.shard_model import plan, shard_model
 from onnxpar.cli import main
 from onnxpar.core.errors import OnnxparError, StrategyError
-from onnxpar.graph.keys import ANNOTATION
+from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.strategy.annotation_reader import read_annotation
 from tests.onnxpar.strategy.annotated import (
     FUNCTION,
@@ -188,7 +188,7 @@ def test_mistakes(edit: Edit, said: str, tmp_path: Path) -> None:
     edit(model)
     path = saved(tmp_path, model)
     with pytest.raises(StrategyError, match=said) as raised:
-        shard(path, None, tmp_path / "out")
+        shard_model(path, None, tmp_path / "out")
     assert "model.onnx" in str(raised.value)
     assert not (tmp_path / "out").exists()
     # Another strategy may still be given.

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.errors import OnnxparError, StrategyError
 from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve

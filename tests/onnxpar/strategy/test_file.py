@@ -8,8 +8,8 @@ from onnxpar.core.errors import MachineError, StrategyError
 from onnxpar.core.layout import Layout
 from onnxpar.core.symbols import Symbol
 from onnxpar.strategy import Strategy, load_strategy
-from onnxpar.strategy.document import parse_document
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.yaml_document import parse_document
 
 FULL = """\
 mesh: {dp: 2, tp: 4}

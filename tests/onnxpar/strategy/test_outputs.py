@@ -7,7 +7,7 @@ import onnx.parser
 import pytest
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
+from onnxpar.api.shard_model import shard_model
 from onnxpar.core.errors import StrategyError
 from tests.onnxpar.strategy.annotated import saved, sharded
 
@@ -42,7 +42,7 @@ def test_the_result_lies_as_asked(tmp_path: Path, name: str) -> None:
     strategy.write_text(
         f"devices: 4\ndataset: full_batch\nnodes: {{node: {{in: {given}, out: [{made}]}}}}\n"
     )
-    found = shard(model, strategy, tmp_path / "out").partitioned
+    found = shard_model(model, strategy, tmp_path / "out").partitioned
     wanted = found.plan.nodes["after"].inputs[0]
     assert wanted is not None and wanted.strategy(found.plan.mesh)[0] == 4
     assert [c.op for c in found.builder.collectives] == ops
@@ -67,10 +67,10 @@ def test_a_size_that_depends_on_data_is_not_split(tmp_path: Path, annotated: boo
     path, strategy = saved(tmp_path, model), tmp_path / "s.yaml"
     strategy.write_text("mesh: {a: 2}\nnodes: {node: {out: [[a, ~]]}}\n")
     with pytest.raises(StrategyError, match=r"'y'.*dim 0: expected it whole.*data, got 2 pieces"):
-        shard(path, None if annotated else strategy, target)
+        shard_model(path, None if annotated else strategy, target)
     assert not target.exists()
     # The other dim can be.
     strategy.write_text("mesh: {a: 2}\nnodes: {node: {out: [[~, a]]}}\n")
-    shard(path, strategy, target)
+    shard_model(path, strategy, target)
     for case in runtime.verify(target, path):
         assert case.ok, case

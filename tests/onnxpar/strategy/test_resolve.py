@@ -11,11 +11,11 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.layout import Layout, TensorLayout
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.names import match
+from onnxpar.core.nearest_names import match
 from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import Seeds
 from onnxpar.partition.partitioned_model import PartitionedModel

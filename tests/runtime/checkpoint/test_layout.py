@@ -16,8 +16,8 @@ from onnxpar_runtime.checkpoint.layout import (
     unpadded_shape,
     written,
 )
-from onnxpar_runtime.entries import ShardBox
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.manifest_entries import ShardBox
 from tests.runtime.hand_trained import regression
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar_runtime.entries import SymbolEntry, TensorSpec
 from onnxpar_runtime.errors import InputError, LaunchError
+from onnxpar_runtime.manifest_entries import SymbolEntry, TensorSpec
 from onnxpar_runtime.training.batches import (
     Ahead,
     BatchDim,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar_runtime.entries import Loss, Training, TrainingTensor
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.manifest_entries import Loss, Training, TrainingTensor
 from onnxpar_runtime.training.log import Reporter, StepRecord, on_terminal, what_is_trained
 
 RECORD = StepRecord(

@@ -21,9 +21,9 @@ from onnxpar_runtime.training.batches import (
     training_data,
 )
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.learning_rate import Schedule
 from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
-from onnxpar_runtime.training.schedule import Schedule
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, samples
 from tests.runtime.hand_trained import Reference, batch_of, regression
 

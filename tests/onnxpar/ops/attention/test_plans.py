@@ -8,8 +8,8 @@ import onnx
 import pytest
 
 from onnxpar.api import runtime
-from onnxpar.api.compiler import shard
 from onnxpar.api.divide_training import TrainingSpec
+from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 
@@ -36,7 +36,7 @@ def divided(
     strategy = tmp_path / "s.yaml"
     entry = f"{{q: {query}, k: {key}, v: {key}}}"
     strategy.write_text(f"mesh: {{sp: 2}}\ndataset: {entry}\n")
-    made = shard(model, strategy, tmp_path / "out")
+    made = shard_model(model, strategy, tmp_path / "out")
     rng = np.random.default_rng(0)
     arrays = {n: rng.standard_normal(s).astype(np.float32) for n, s in feeds.items()}
     np.savez(tmp_path / "in.npz", **arrays)
@@ -99,7 +99,7 @@ def test_training_keeps_heads_where_they_are(tmp_path: Path) -> None:
     )
     onnx.save(model, tmp_path / "m.onnx")
     spec = TrainingSpec(parse_loss("mse"), parse_optimizer("sgd"))
-    made = shard(tmp_path / "m.onnx", "tp=2", tmp_path / "out", training=spec)
+    made = shard_model(tmp_path / "m.onnx", "tp=2", tmp_path / "out", training=spec)
     assert made.training is not None
     programs = {p.program: p for p in made.training.programs}
     sent = Counter(c.op for c in programs["training_model"].builder.collectives)

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.core.errors import ModelError
 from onnxpar.ops.table import REGISTRY

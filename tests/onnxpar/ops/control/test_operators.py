@@ -10,15 +10,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.compiler import analyse, divide, shard
 from onnxpar.api.divide_training import TrainingSpec
+from onnxpar.api.shard_model import analyse, divide, shard_model
 from onnxpar.autodiff.append_loss import LossKind, LossSpec
 from onnxpar.autodiff.optimizer import OptimizerKind
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.frontend.load import normalise, symbol_table
-from onnxpar.graph.closure import every_node
+from onnxpar.graph.body_captures import every_node
 from onnxpar.graph.dump import Dumper
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
@@ -163,7 +163,7 @@ def test_training_a_recurrent_network_sends_the_loss_alone(tmp_path: Path) -> No
     onnx.save(proto, path)
     (tmp_path / "s.yaml").write_text("mesh: {dp: 2}\ndataset: {x: [~, dp, ~]}\n")
     spec = TrainingSpec(LossSpec(LossKind.SOFTMAX_CROSS_ENTROPY), OptimizerKind.ADAMW)
-    done = shard(path, tmp_path / "s.yaml", tmp_path / "out", training=spec)
+    done = shard_model(path, tmp_path / "s.yaml", tmp_path / "out", training=spec)
     sent = [(c.op, c.value) for c in done.partitioned.builder.collectives]
     assert sent == [("AllReduce", "onnxpar.loss")]
     assert not done.partitioned.replicated
@@ -182,7 +182,7 @@ def test_domains_that_only_a_body_has_are_imported(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(proto, path)
     spec = TrainingSpec(LossSpec(LossKind.SOFTMAX_CROSS_ENTROPY), OptimizerKind.SGD)
-    shard(path, "dp", tmp_path / "out", devices=1, training=spec)
+    shard_model(path, "dp", tmp_path / "out", devices=1, training=spec)
     made = onnx.load(tmp_path / "out" / "rank0000.training_model.onnx", load_external_data=False)
     inner = {n.domain for n in every_node(ir.serde.deserialize_model(made).graph)}
     assert "com.microsoft" in inner

@@ -9,12 +9,12 @@ import pytest
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_layout import layout
-from onnxpar.graph.closure import every_node
+from onnxpar.graph.body_captures import every_node
 from onnxpar.ops.device.cuda_form import cuda_form
-from onnxpar.ops.device.standard_functions import STANDARD
+from onnxpar.ops.device.cuda_functions import STANDARD
 from onnxpar.report.device_placement import device_data
 from onnxpar.strategy import strategy_for
 from onnxpar.strategy.resolve import resolve

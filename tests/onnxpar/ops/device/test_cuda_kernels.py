@@ -6,7 +6,7 @@ import pytest
 
 from onnxpar.ops.device.cuda_kernels import has_kernel_in, type_name, why_no_kernel, why_on_host
 from onnxpar.ops.precision import half_operands
-from onnxpar.ops.window.spreading import _even
+from onnxpar.ops.window.transposed import _even
 
 FLOAT16, BFLOAT16 = ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 

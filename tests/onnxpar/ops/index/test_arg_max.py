@@ -5,7 +5,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
 from tests.lockstep import evaluator, run_model

@@ -5,7 +5,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.rule import format_rule
 from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve

@@ -7,7 +7,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.compiler import analyse, divide, shard
+from onnxpar.api.shard_model import analyse, divide, shard_model
 from onnxpar.core.errors import ShardingError
 from onnxpar.strategy import Strategy, resolve
 from onnxpar_runtime import Session
@@ -135,7 +135,7 @@ def test_numbers_that_ranks_would_draw_differently_are_refused(
         run(graph, feeds, devices=2)
     feeds = {name: array for name, array in feeds.items() if f" {name}" in graph.split("=>")[0]}
     onnx.save(onnx.parser.parse_model(HEAD + graph), tmp_path / "m.onnx")
-    shard(tmp_path / "m.onnx", "replicate", tmp_path / "one", devices=1)
+    shard_model(tmp_path / "m.onnx", "replicate", tmp_path / "one", devices=1)
     made = Session(tmp_path / "one").run_global(feeds)
     assert made is not None and made["y"].size
 

@@ -9,13 +9,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.compiler import analyse, divide
+from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.frontend.load import normalise
-from onnxpar.graph.keys import EXPANDED_FROM
+from onnxpar.graph.metadata_keys import EXPANDED_FROM
 from onnxpar.graph.seeds import Seeds
 from tests.lockstep import run_model
 

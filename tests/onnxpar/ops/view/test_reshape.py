@@ -3,7 +3,7 @@
 import onnx.parser
 import onnx_ir as ir
 
-from onnxpar.api.compiler import analyse
+from onnxpar.api.shard_model import analyse
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>

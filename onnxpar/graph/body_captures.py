@@ -1,0 +1,253 @@
+"""Bodies of control flow: what they capture becomes operands of their node, and back again.
+
+A body reads values of the graphs around it without saying so. In the undivided graph each such
+value is an operand of the node as well, after the operator's own operands, so that planning,
+differentiation and partitioning see it as they see every other; `open_node` drops these operands
+where a node is written for a runtime. Constants of bodies are initializers of the model, and the
+names of a body's values and nodes are found nowhere else in the model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+CAPTURED = "onnxpar.captured"
+"""Metadata key of a node: the number of its last operands that are there for its bodies alone."""
+_GRAPH = ir.AttributeType.GRAPH
+
+
+def bodies_of(node: ir.Node) -> dict[str, ir.Graph]:
+    """Returns the bodies of a node, by the name of the attribute."""
+    return {a.name: a.as_graph() for a in node.attributes.values() if a.type == _GRAPH}
+
+
+def every_node(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """Yields nodes and those of their bodies, at any depth."""
+    for node in nodes:
+        yield node
+        for body in bodies_of(node).values():
+            yield from every_node(body)
+
+
+def captured_count(node: ir.Node) -> int:
+    """Returns how many of a node's last operands are captured by its bodies."""
+    return int(node.metadata_props.get(CAPTURED, "0"))
+
+
+def own_inputs(node: ir.Node) -> tuple[ir.Value | None, ...]:
+    """Returns the operands of a node that its operator has, without those that bodies capture."""
+    return tuple(node.inputs)[: len(node.inputs) - captured_count(node)]
+
+
+def captured(node: ir.Node) -> tuple[ir.Value, ...]:
+    """Returns the values that the bodies of a node read from outside, each once, in order."""
+    found: dict[ir.Value, None] = {}
+    for graph in bodies_of(node).values():
+        inside = set(graph.inputs) | set(graph.initializers.values())
+        for inner in ir.traversal.RecursiveGraphIterator(graph):
+            inside.update(inner.outputs)
+            for body in bodies_of(inner).values():
+                inside |= {*body.inputs, *body.initializers.values()}
+        for value in _read(graph):
+            if value not in inside:
+                found[value] = None
+    return tuple(found)
+
+
+def _read(graph: ir.Graph) -> Iterator[ir.Value]:
+    for inner in ir.traversal.RecursiveGraphIterator(graph):
+        yield from (v for v in inner.inputs if v is not None)
+        for body in bodies_of(inner).values():
+            yield from body.outputs
+    yield from graph.outputs
+
+
+def lift_constants(model: ir.Model) -> None:
+    """Moves the initializers of all bodies to the model and makes all names different."""
+    graphs = [g for g in model.graphs() if g is not model.graph]
+    if not graphs:
+        return
+    taken = {v.name for v in (*model.graph.inputs, *model.graph.initializers.values())}
+    taken |= {v.name for node in model.graph for v in node.outputs}
+    names = {node.name for node in model.graph}
+    for graph in graphs:
+        for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
+            if value.name:
+                value.name = _fresh(value.name, taken)
+        for name, value in list(graph.initializers.items()):
+            graph.initializers.pop(name)
+            value.name = _fresh(name, taken)
+            model.graph.register_initializer(value)
+        for node in graph:
+            node.name = _fresh(node.name or f"{graph.name or 'body'}/{node.op_type}", names)
+
+
+def hand_on_results(model: ir.Model) -> None:
+    """Hands on by an Identity what a body has as a result twice, or does not compute itself."""
+    for graph in model.graphs():
+        if graph is not model.graph:
+            _hand_on(graph)
+
+
+def _hand_on(graph: ir.Graph) -> None:
+    made = {v for node in graph if node.inputs for v in node.outputs}
+    for index, value in enumerate(list(graph.outputs)):
+        if value in made and value not in list(graph.outputs)[:index]:
+            continue
+        node = ir.Node("", "Identity", [value], num_outputs=1)
+        node.outputs[0].name = f"{value.name}.result"
+        node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+        graph.append(node)
+        graph.outputs[index] = node.outputs[0]
+
+
+def _fresh(hint: str, taken: set[str | None]) -> str:
+    name, count = hint, 0
+    while name in taken:
+        count += 1
+        name = f"{hint}.{count}"
+    taken.add(name)
+    return name
+
+
+def close(graph: ir.Graph) -> None:
+    """Appends to the operands of each node with bodies, at any depth, what they capture."""
+    for node in graph:
+        bodies = bodies_of(node)
+        if not bodies:
+            continue
+        for body in bodies.values():
+            close(body)
+        close_node(node)
+
+
+def uncapture(graph: ir.Graph) -> None:
+    """Undoes `close`."""
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        if captured_count(node):
+            node.resize_inputs(len(node.inputs) - captured_count(node))
+            node.metadata_props.pop(CAPTURED)
+
+
+def close_node(node: ir.Node) -> None:
+    """Appends to the operands of one node what its bodies capture, the latter being closed.
+
+    Operands that are there keep their places, what is no longer read among them.
+    """
+    count = captured_count(node)
+    known = list(node.inputs)[len(node.inputs) - count :]
+    new = [value for value in captured(node) if value not in known]
+    first = len(node.inputs)
+    node.resize_inputs(first + len(new))
+    for index, value in enumerate(new):
+        node.replace_input_with(first + index, value)
+    if count + len(new):
+        node.metadata_props[CAPTURED] = str(count + len(new))
+
+
+def open_node(
+    node: ir.Node, inputs: Sequence[ir.Value | None]
+) -> tuple[list[ir.Value | None], dict[str, ir.Attr]]:
+    """Returns a closed node's operands and attributes as the operator has them.
+
+    Args:
+        node: The node; it is not changed.
+        inputs: What stands for each of its operands, captured ones included. Bodies, which are
+            copied, read these.
+    """
+    count = captured_count(node)
+    own = len(node.inputs) - count
+    change = {
+        old: new
+        for old, new in zip(list(node.inputs)[own:], list(inputs)[own:], strict=True)
+        if old is not None and new is not None
+    }
+    attributes = {
+        a.name: ir.Attr(a.name, a.type, opened(a.as_graph(), change.get)) if a.type == _GRAPH else a
+        for a in node.attributes.values()
+    }
+    return list(inputs)[:own], attributes
+
+
+def opened(graph: ir.Graph, change: Callable[[ir.Value], ir.Value | None]) -> ir.Graph:
+    """Returns a copy of a body in which some outer values are replaced and no node is closed."""
+    copy = graph.clone(allow_outer_scope_values=True)
+    _open(copy, change)
+    return copy
+
+
+def _open(graph: ir.Graph, change: Callable[[ir.Value], ir.Value | None]) -> None:
+    for node in graph:
+        for body in bodies_of(node).values():
+            _open(body, change)
+        count = captured_count(node)
+        if count:
+            node.resize_inputs(len(node.inputs) - count)
+            node.metadata_props.pop(CAPTURED)
+        for index, value in enumerate(node.inputs):
+            new = change(value) if value is not None else None
+            if new is not None:
+                node.replace_input_with(index, new)
+    for index, value in enumerate(list(graph.outputs)):
+        new = change(value)
+        if new is not None:
+            graph.outputs[index] = new
+
+
+def inline_constant_branches(
+    model: ir.Model, condition: Mapping[tuple[str, str], tuple[str, str]]
+) -> None:
+    """Replaces nodes that choose between two bodies by a constant by the body that is chosen.
+
+    Args:
+        model: The model; it is changed.
+        condition: Of each operator (domain, type) that chooses by its first operand: the attributes
+            that hold the body for true and for false.
+    """
+    for graph in list(model.graphs()):
+        while any(_inline(graph, node, condition) for node in list(graph)):
+            pass
+
+
+def _inline(
+    graph: ir.Graph, node: ir.Node, condition: Mapping[tuple[str, str], tuple[str, str]]
+) -> bool:
+    key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+    first = node.inputs[0] if node.inputs else None
+    if key not in condition or first is None or node.graph is not graph:
+        return False
+    tensor = first.const_value
+    if tensor is None or tensor.size != 1:
+        return False
+    body = node.attributes[condition[key][0 if bool(tensor.numpy().item()) else 1]].as_graph()
+    for value in list(body.initializers.values()):
+        body.initializers.pop(value.name or "")
+        graph.register_initializer(value)
+    nodes = list(body)
+    results = list(body.outputs)
+    body.outputs.clear()
+    body.remove(nodes)
+    graph.insert_before(node, nodes)
+    for old, new in zip(list(node.outputs), results, strict=True):
+        if new.producer() not in nodes:
+            same = ir.Node("", "Identity", [new], num_outputs=1, name=f"{node.name}/Identity")
+            graph.insert_before(node, [same])
+            new = same.outputs[0]
+        new.name, new.type, new.shape = old.name, old.type or new.type, None
+        old.name = f"{old.name}.replaced"
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    return True
+
+
+def read_by(node: ir.Node) -> list[ir.Value]:
+    """Returns the values that a node reads, those captured by its subgraphs included."""
+    values = [v for v in node.inputs if v is not None]
+    for attribute in node.attributes.values():
+        if attribute.type != ir.AttributeType.GRAPH:
+            continue
+        graph = attribute.as_graph()
+        for inner in ir.traversal.RecursiveGraphIterator(graph):
+            values += [v for v in inner.inputs if v is not None]
+        values += list(graph.outputs)
+    return values

@@ -1,0 +1,257 @@
+"""Attention in its parts, for bodies and for local forms that communicate inside of it.
+
+Softmax(scale · Q Kᵀ + bias) V (Vaswani et al., 2017), with grouped heads, a soft cap on the scores,
+masks, and keys that a split spreads over devices: then the maximum and the sum of each row are
+all-reduced, and what each device makes of its own values is a part of a sum (as in Milakov and
+Gimelshein's online softmax, 2018, of which flash attention is a schedule).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.mesh import Atoms
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.ops.body_node import BodyNode
+from onnxpar.ops.local_helpers import BOOL, work_dtype
+from onnxpar.ops.local_node import LocalNode
+
+Emitter = LocalNode | BodyNode
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of an attention, local ones in a local form.
+
+    Attributes:
+        batch: Sequences.
+        kv: Heads of keys and values.
+        groups: Query heads for each of them.
+        queries: Length of the queries.
+        keys: Length of keys and values.
+        size: Elements of a head of queries and keys.
+        value_size: Elements of a head of values.
+    """
+
+    batch: Dim
+    kv: Dim
+    groups: Dim
+    queries: Dim
+    keys: Dim
+    size: Dim
+    value_size: Dim
+
+    @property
+    def scores(self) -> list[Dim]:
+        """Shape of the scores."""
+        return [self.batch, self.kv, self.groups, self.queries, self.keys]
+
+
+def reshape(node: Emitter, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
+    """Emits a Reshape to local dims, or to global ones in a body."""
+    if isinstance(node, LocalNode):
+        return node.builder.reshape(x, dims)
+    if node.shape(x) == tuple(dims):
+        return x
+    return node.op("Reshape", x, node.builder.sizes(dims), shape=dims)
+
+
+def transpose(node: Emitter, x: ir.Value, dims: Sequence[Dim], order: Sequence[int]) -> ir.Value:
+    """Emits a Transpose of `x`, of shape `dims`."""
+    return node.op("Transpose", x, shape=[dims[i] for i in order], perm=list(order))
+
+
+def constant(node: Emitter, value: float, dtype: ir.DataType) -> ir.Value:
+    """A scalar."""
+    return node.builder.const(np.array(value), dtype)
+
+
+def query_heads(node: Emitter, q: ir.Value, sizes: Sizes, *, rank: int) -> ir.Value:
+    """Queries as [batch, kv, groups, queries, size], from 3 dims or from 4 (heads second)."""
+    b, h, g, s, d = sizes.batch, sizes.kv, sizes.groups, sizes.queries, sizes.size
+    if rank == 4:
+        return reshape(node, q, [b, h, g, s, d])
+    dims = [b, s, h, g, d]
+    return transpose(node, reshape(node, q, dims), dims, [0, 2, 3, 1, 4])
+
+
+def key_heads(node: Emitter, x: ir.Value, sizes: Sizes, size: Dim, *, rank: int) -> ir.Value:
+    """Keys or values as [batch, kv, keys, size], from 3 dims or from 4 (heads second)."""
+    if rank == 4:
+        return x
+    dims = [sizes.batch, sizes.keys, sizes.kv, size]
+    return transpose(node, reshape(node, x, dims), dims, [0, 2, 1, 3])
+
+
+def merged_heads(node: Emitter, y: ir.Value, sizes: Sizes, *, rank: int) -> ir.Value:
+    """The result [batch, kv, groups, queries, value_size] in 3 dims or in 4."""
+    b, h, g, s, e = sizes.batch, sizes.kv, sizes.groups, sizes.queries, sizes.value_size
+    if rank == 4:
+        return reshape(node, y, [b, h * g, s, e])
+    turned = transpose(node, y, [b, h, g, s, e], [0, 3, 1, 2, 4])
+    return reshape(node, turned, [b, s, h * g * e])
+
+
+def over_heads(node: Emitter, mask: ir.Value, dims: Sequence[Dim], sizes: Sizes) -> ir.Value:
+    """A mask of up to 4 dims, right-aligned at [batch, heads, queries, keys], in 5 dims."""
+    full = [1] * (4 - len(dims)) + list(dims)
+    heads = [1, 1] if full[1] == 1 else [sizes.kv, sizes.groups]
+    return reshape(node, mask, [full[0], *heads, *full[2:]])
+
+
+def places(node: BodyNode, size: Dim) -> ir.Value:
+    """0, 1, … size - 1 as int64 [size]."""
+    if isinstance(size, int):
+        return node.builder.const(np.arange(size))
+    stop = node.op("Reshape", node.builder.sizes([size]), node.builder.const([], INT64), shape=[])
+    zero, one = (node.builder.const(np.array(n)) for n in (0, 1))
+    return node.op("Range", zero, stop, one, shape=[size])
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which keys a query may see by their places: from `left` before it to `right` after it.
+
+    Attributes:
+        left: Places before a query, None without a bound.
+        right: Places after it; causal attention has 0.
+    """
+
+    left: int | None
+    right: int | None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound."""
+        return self.left is not None or self.right is not None
+
+
+def seen(
+    node: Emitter,
+    rows: ir.Value,
+    columns: ir.Value,
+    window: Window,
+    queries: Dim,
+    keys: Dim,
+    batch: Dim | None = None,
+) -> ir.Value:
+    """Which keys each query may see.
+
+    Args:
+        node: Where to emit.
+        rows: Place of each query among the keys, int64 [queries] or [batch, 1, queries].
+        columns: Place of each key, int64 [keys].
+        window: The bounds, at least one.
+        queries: Number of queries.
+        keys: Number of keys.
+        batch: Size of dim 0 of `rows`, where it has one.
+
+    Returns:
+        Booleans [queries, keys], or [batch, 1, queries, keys].
+    """
+    lead = [] if batch is None else [batch, 1]
+    dims = [*lead, queries, keys]
+    tall = reshape(node, rows, [*lead, queries, 1])
+    found: ir.Value | None = None
+    for bound, sign in ((window.right, 1), (window.left, -1)):
+        if bound is None:
+            continue
+        limit = node.builder.const([sign * bound])
+        edge = node.op("Add", tall, limit, dtype=INT64, shape=[*lead, queries, 1])
+        pair = (edge, columns) if sign > 0 else (columns, edge)
+        beyond = node.op("Less", *pair, dtype=BOOL, shape=dims)
+        inside = node.op("Not", beyond, shape=dims)
+        found = inside if found is None else node.op("And", found, inside, shape=dims)
+    assert found is not None
+    return found
+
+
+def attend(
+    node: Emitter,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    sizes: Sizes,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    bias: ir.Value | None = None,
+    allowed: ir.Value | None = None,
+    atoms: Atoms = (),
+) -> ir.Value:
+    """Emits an attention.
+
+    Args:
+        node: Where to emit.
+        q: Queries [batch, kv, groups, queries, size].
+        k: Keys [batch, kv, keys, size].
+        v: Values [batch, kv, keys, value_size].
+        sizes: The sizes.
+        scale: What scores are multiplied by.
+        softcap: Bound of the scores, by a hyperbolic tangent; 0 for none.
+        bias: Added to the scores; broadcasts against them in 5 dims.
+        allowed: Booleans that do so too; where false the key is not seen.
+        atoms: Atoms that split the keys. The result is then a part of a sum.
+
+    Returns:
+        [batch, kv, groups, queries, value_size]; zeros for a query that sees no key.
+    """
+    dims, dtype = sizes.scores, q.dtype or ir.DataType.FLOAT
+    wide = work_dtype(dtype)
+    b, h, t, d, e = sizes.batch, sizes.kv, sizes.keys, sizes.size, sizes.value_size
+    columns = reshape(node, transpose(node, k, [b, h, t, d], [0, 1, 3, 2]), [b, h, 1, d, t])
+    q = node.op("Mul", q, constant(node, scale, dtype), shape=[*dims[:4], d])
+    scores = _cast(node, node.op("MatMul", q, columns, shape=dims), wide, dims)
+    if softcap:
+        limit = constant(node, softcap, wide)
+        capped = node.op("Tanh", node.op("Div", scores, limit, shape=dims), shape=dims)
+        scores = node.op("Mul", capped, limit, shape=dims)
+    # Finite, so that a row without any key has no infinity to subtract from itself.
+    lowest = constant(node, float(np.finfo(wide.numpy()).min), wide)
+    if bias is not None:
+        bias = _cast(node, bias, wide, None)
+        scores = node.op("Add", scores, bias, shape=dims)
+        scores = node.op("Max", scores, lowest, shape=dims)
+    if allowed is not None:
+        scores = node.op("Where", allowed, scores, lowest, dtype=wide, shape=dims)
+    hidden = bias is not None or allowed is not None
+    rows = [*dims[:4], 1]
+    top: ir.Value | None = None
+    if hidden or isinstance(node, LocalNode):
+        top = _reduce(node, "ReduceMax", scores, dims)
+    if isinstance(node, LocalNode):
+        assert top is not None
+        top = node.all_reduce(top, atoms, rows, "max")
+        powers = node.op("Exp", node.op("Sub", scores, top, shape=dims), shape=dims)
+        total = node.all_reduce(_reduce(node, "ReduceSum", powers, dims), atoms, rows)
+        shares = node.op("Div", powers, total, shape=dims)
+    else:
+        shares = node.op("Softmax", scores, shape=dims, axis=-1)
+    values = reshape(node, v, [b, h, 1, t, e])
+    y = node.op("MatMul", _cast(node, shares, dtype, dims), values, shape=[*dims[:4], e])
+    if top is None or not hidden:
+        return y
+    some = node.op("Less", lowest, top, dtype=BOOL, shape=rows)
+    return node.op("Where", some, y, constant(node, 0, dtype), dtype=dtype, shape=[*dims[:4], e])
+
+
+def _cast(node: Emitter, x: ir.Value, dtype: ir.DataType, dims: Sequence[Dim] | None) -> ir.Value:
+    if x.dtype == dtype:
+        return x
+    if dims is None and isinstance(node, BodyNode):
+        dims = node.shape(x)
+    return node.op("Cast", x, dtype=dtype, shape=dims, to=int(dtype))
+
+
+def _reduce(node: Emitter, op_type: str, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
+    """Reduces the last of 5 dims, which stays as 1."""
+    kept = [*dims[:4], 1]
+    if isinstance(node, BodyNode):
+        return node.builder.reduce(op_type, x, [4], keepdims=True)
+    since = 13 if op_type == "ReduceSum" else 18
+    if node.builder.opset >= since:
+        return node.op(op_type, x, node.builder.const([4]), shape=kept, keepdims=1)
+    return node.op(op_type, x, shape=kept, keepdims=1, axes=[4])

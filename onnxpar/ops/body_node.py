@@ -1,0 +1,252 @@
+"""Operators as small programs of others: `BodyNode`, and the bodies that ONNX's schemas have.
+
+An operator without a rule of its own is replaced by its body, and so is one whose gradient is that
+of its body. Bodies come from two places: a function of ours, which emits operators that have rules
+on the undivided graph; and the function that ONNX's schema gives the operator (`FunctionProto`, see
+ONNX's IR specification, "Functions"), which may depend on the attributes of the node and on the
+types of its operands.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError, RuleError
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.metadata_keys import EXPANDED_FROM, EXPANDED_OPERANDS, VIRTUAL_STAGE
+from onnxpar.graph.node_view import NodeView
+
+_GRAPH_KINDS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+@dataclass(frozen=True)
+class GlobalNode:
+    """A node of the undivided graph, and where to emit what it means.
+
+    Attributes:
+        view: The node and what is known of it.
+        builder: Where nodes are emitted.
+    """
+
+    view: NodeView
+    builder: GlobalBuilder
+
+    def has(self, index: int) -> bool:
+        """Whether operand `index` is present."""
+        return self.view.has(index)
+
+    def input(self, index: int) -> ir.Value:
+        """Operand `index`, which must be present."""
+        value = self.view.node.inputs[index] if self.view.has(index) else None
+        if value is None:
+            raise RuleError(f"node {self.view.name!r}: the absent input {index} is read")
+        return value
+
+    def shape(self, value: ir.Value) -> tuple[Dim, ...]:
+        """Global shape of any value."""
+        return self.builder.shape_of(value)
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        shape: Sequence[Dim] | None = None,
+        dtype: ir.DataType | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        """Emits an operator with one output; shape and dtype default to the first input's."""
+        if shape is None:
+            first = next(v for v in inputs if v is not None)
+            shape = self.shape(first)
+        return self.builder.op(
+            op_type, *inputs, shape=shape, dtype=dtype, domain=domain, **attributes
+        )
+
+    def number(self, value: float, like: ir.Value) -> ir.Value:
+        """A scalar constant of the dtype of `like`."""
+        return self.builder.const(np.array(value), like.dtype)
+
+
+@dataclass(frozen=True)
+class BodyNode(GlobalNode):
+    """A node that is about to be replaced by its body."""
+
+    def fail(self, expected: str) -> ModelError:
+        """Returns the error that says what the body needs to know."""
+        return ModelError(f"node {self.view.name!r} ({self.view.node.op_type}): {expected}")
+
+
+BodyFn = Callable[[BodyNode], Sequence[ir.Value | None]]
+"""Emits what a node does and returns its outputs, None for those that nobody reads."""
+
+
+def origin(node: ir.Node) -> dict[str, str]:
+    """Returns the metadata of the nodes that take the place of `node`."""
+    stage = {k: v for k, v in node.metadata_props.items() if k == VIRTUAL_STAGE}
+    if EXPANDED_FROM in node.metadata_props:
+        known = {k: node.metadata_props[k] for k in (EXPANDED_FROM, EXPANDED_OPERANDS)}
+        return known | stage
+    operands = {
+        "in": [None if v is None else v.name for v in node.inputs],
+        "out": [v.name for v in node.outputs],
+    }
+    return {EXPANDED_FROM: node.name or "", EXPANDED_OPERANDS: json.dumps(operands)} | stage
+
+
+def has_schema_body(node: ir.Node, opset: int) -> bool:
+    """Whether ONNX's schema of an operator of the default domain has a function body."""
+    schema = _schema(node, opset)
+    if schema is None:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def schema_body(node: ir.Node, opset: int) -> ir.Function:
+    """Returns the function that ONNX's schema gives a node.
+
+    The newest version of the body that the opset has is taken. Where there is none so old, the
+    oldest is, if all that stands in it means the same to the model's opset.
+
+    Args:
+        node: The node, the types and shapes of its operands as far as they are known.
+        opset: Version of the default domain.
+
+    Raises:
+        ModelError: There is no body for this node, or it is written for a newer opset.
+    """
+    what = f"node {node.name!r} ({node.op_type})"
+    schema = _schema(node, opset)
+    assert schema is not None
+    if any(a.type in _GRAPH_KINDS for a in node.attributes.values()):
+        raise ModelError(f"{what}: ONNX's body of it cannot take the graph that it applies")
+    given = schema.has_function
+    versions = (
+        schema.function_opset_versions
+        if given
+        else schema.context_dependent_function_opset_versions
+    )
+    fitting = [v for v in versions if v <= opset]
+    version = max(fitting) if fitting else min(versions)
+    if given:
+        data = schema.get_function_with_opset_version(version)
+    else:
+        types = []
+        for value in node.inputs:
+            if value is not None and value.type is None:
+                raise ModelError(f"{what}: the type of {value.name!r} is not known")
+            kind = onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type
+            types.append(kind.SerializeToString())
+        proto = ir.serde.serialize_node(node)
+        _fill_defaults(proto, schema)
+        try:
+            data = schema.get_context_dependent_function_with_opset_version(
+                version, proto.SerializeToString(), types
+            )
+        except RuntimeError as error:
+            raise ModelError(f"{what}: ONNX has no body of it: {error}") from error
+    function = onnx.FunctionProto()
+    function.ParseFromString(data)
+    if not function.node or len(function.output) < len(node.outputs):
+        raise ModelError(f"{what}: ONNX has no body of it for these operands and attributes")
+    if any(a.HasField("g") for n in function.node for a in n.attribute):
+        raise ModelError(f"{what}: what ONNX's body of it does depends on what its operands hold")
+    if version > opset:
+        _check_older(function.node, what, version, opset)
+    made = ir.serde.deserialize_function(function)
+    made.opset_imports[""] = opset
+    return made
+
+
+def fill_defaults(node: ir.Node, opset: int) -> None:
+    """Gives a node the attributes that it leaves out and that have a default."""
+    schema = _schema(node, opset)
+    if schema is None:
+        return
+    for name, attribute in schema.attributes.items():
+        default = attribute.default_value
+        if name not in node.attributes and default.name:
+            node.attributes[name] = ir.serde.deserialize_attribute(default)
+
+
+def _fill_defaults(proto: onnx.NodeProto, schema: Any) -> None:
+    given = {a.name for a in proto.attribute}
+    for name, attribute in schema.attributes.items():
+        if name not in given and attribute.default_value.name:
+            proto.attribute.append(attribute.default_value)
+
+
+def _schema(node: ir.Node, opset: int) -> Any:
+    """The schema, or None. Of what it says of functions onnx's stubs do not know."""
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        return None
+    return onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
+
+
+def adopt_opset(function: ir.Function, opset: int) -> None:
+    """Takes a function of another opset as one of `opset`. The function is changed.
+
+    Raises:
+        ModelError: An operator of it means something else, or does not exist, in that opset.
+    """
+    version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
+    for node in ir.traversal.RecursiveGraphIterator(function.graph):
+        if node.domain in ("", "ai.onnx") and version != opset:
+            why = difference(node.op_type, len(node.inputs), list(node.attributes), version, opset)
+            if why:
+                raise ModelError(
+                    f"the function {function.domain}::{function.name} is of opset {version}, in "
+                    f"which {node.op_type} {why} opset {opset} of the model; convert the model"
+                )
+    function.opset_imports.pop("ai.onnx", None)
+    function.opset_imports[""] = opset
+
+
+def _check_older(nodes: Sequence[onnx.NodeProto], what: str, version: int, opset: int) -> None:
+    """Refuses a body of which a node would be another, or none, in an older opset."""
+    for node in nodes:
+        names = [a.name for a in node.attribute]
+        if difference(node.op_type, len(node.input), names, version, opset):
+            raise ModelError(
+                f"{what}: its body needs opset {version} (for {node.op_type}), got {opset}"
+            )
+
+
+_OTHER_MEANING = {("GroupNormalization", 18, 21)}
+"""Operators whose meaning changed with a version, and nothing that their schemas tell."""
+
+
+def difference(name: str, arity: int, attributes: Sequence[str], given: int, wanted: int) -> str:
+    """Returns what a node of opset `given` would be in opset `wanted`; "" where it is the same.
+
+    A later version that adds operands and attributes leaves what does not give them as it was, and
+    so does the older one. A later one that takes some away, or changes a default, means something
+    else.
+    """
+    if not onnx.defs.has(name, max_inclusive_version=wanted):
+        return "is, unlike in"
+    schemas = [onnx.defs.get_schema(name, max_inclusive_version=v) for v in (given, wanted)]
+    ours, theirs = schemas
+    if ours.since_version == theirs.since_version:
+        return ""
+    low, high = sorted(s.since_version for s in schemas)
+    changed = "is another operator than in"
+    if (name, low, high) in _OTHER_MEANING or arity > theirs.max_input:
+        return changed
+    if any(attribute not in theirs.attributes for attribute in attributes):
+        return changed
+    for attribute, described in ours.attributes.items():
+        other = theirs.attributes.get(attribute)
+        if attribute in attributes or (other is None and given > wanted):
+            continue
+        if other is None or other.default_value != described.default_value:
+            return changed
+    return ""

@@ -1,0 +1,121 @@
+"""Gradients of reads and writes at given places: what was read is written back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.ops.fallback import readable
+from onnxpar.ops.grad_node import GradNode
+
+GATHER_ND_GRAD = "GatherNDGrad"
+"""Operator of the global graph: rows [a…, i…, b…], indices [a…, i…, k] -> [a…, V1…Vk, b…], rows of
+equal index added up (the gradient of GatherND with the same attribute batch_dims)."""
+
+_MIN_OPSET = 16
+
+
+def gather_elements_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Adds the cotangent's elements up where they were read."""
+    return [add_elements(node, node.cotangent(), node.input(1), int(node.view.attr("axis", 0)))]
+
+
+def add_elements(node: GradNode, dy: ir.Value, indices: ir.Value, axis: int) -> ir.Value:
+    """Emits zeros shaped as input 0 with `dy` added along `axis` at `indices`, both of one shape.
+
+    Raises:
+        ModelError: The model's opset has no ScatterElements that adds (16).
+    """
+    if node.builder.opset < _MIN_OPSET:
+        raise ModelError(
+            f"node {node.view.name!r} ({node.view.node.op_type}): a gradient needs ScatterElements "
+            f"of opset {_MIN_OPSET}, the model has {node.builder.opset}; convert it "
+            "(onnx.version_converter)"
+        )
+    shape = node.shape(node.input(0))
+    zeros = _zeros(node, shape, dy.dtype)
+    return node.op("ScatterElements", zeros, indices, dy, shape=shape, axis=axis, reduction="add")
+
+
+def gather_nd_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Adds the cotangent's rows up where they were read."""
+    found = node.op(
+        GATHER_ND_GRAD,
+        node.cotangent(),
+        node.input(1),
+        shape=node.shape(node.input(0)),
+        domain=DOMAIN,
+        batch_dims=int(node.view.attr("batch_dims", 0)),
+    )
+    return [found]
+
+
+def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None]:
+    """Of ScatterElements and ScatterND: the data's cotangent is what was not written over.
+
+    Where two writes meet and do not add up, which of them stays is not said by the specification;
+    both get the cotangent then.
+
+    Raises:
+        ModelError: Writes that multiply, or of which the greatest or least stays.
+    """
+    op_type = node.view.node.op_type
+    if reduction not in ("none", "add"):
+        raise ModelError(
+            f"node {node.view.name!r} ({op_type}): no gradient of the reduction {reduction!r}"
+        )
+    dy, indices, updates = node.cotangent(), node.input(1), node.input(2)
+    flags: dict[str, Any] = {}
+    read = "GatherND"
+    if op_type == "ScatterElements":
+        flags, read = {"axis": int(node.view.attr("axis", 0))}, "GatherElements"
+    found: list[ir.Value | None] = [None, None, None]
+    if node.wants(0):
+        found[0] = dy
+        if reduction == "none":
+            zeros = _zeros_like(node, updates, dy.dtype)
+            found[0] = node.op(op_type, dy, indices, zeros, **flags)
+    if node.wants(2):
+        found[2] = node.op(read, dy, indices, shape=node.shape(updates), **flags)
+    return found
+
+
+def one_hot_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Of the two values: the cotangent summed where there is none, and where there is one."""
+    dy, view = node.cotangent(), node.view
+    ends = node.builder.const(np.array([0, 1]), dy.dtype)
+    axis = int(view.attr("axis", -1))
+    hot = node.op(
+        "OneHot",
+        node.input(0),
+        node.input(1),
+        ends,
+        dtype=dy.dtype,
+        shape=node.shape(dy),
+        axis=axis,
+    )
+    on = node.op("Mul", dy, hot)
+    every = range(len(node.shape(dy)))
+    totals = [
+        node.builder.unsqueeze(node.builder.reduce("ReduceSum", part, every), [0])
+        for part in (node.op("Sub", dy, on), on)
+    ]
+    return [None, None, node.op("Concat", *totals, shape=[2], axis=0)]
+
+
+def _zeros(node: GradNode, shape: Sequence[Dim], dtype: ir.DataType | None) -> ir.Value:
+    zero = node.builder.const(np.array(0), dtype)
+    return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
+
+
+def _zeros_like(node: GradNode, like: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    shape = node.shape(like)
+    if readable(node.view, shape):
+        return _zeros(node, shape, dtype)
+    # A size that depends on data, as that of what a mask chooses, is read off the value.
+    zero = node.builder.const(np.array(0), dtype)
+    return node.op("Expand", zero, node.builder.shape_value(like), shape=shape)

@@ -1,0 +1,235 @@
+"""Pieces that several local forms share: axes, reductions in any opset, indices of a shard."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.mesh import Atoms
+from onnxpar.core.sharding import local_size
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.padding_masks import block_start, fill_value, select, valid_count
+from onnxpar.ops.local_node import LocalNode
+
+BOOL = ir.DataType.BOOL
+FLOAT = ir.DataType.FLOAT
+DOUBLE = ir.DataType.DOUBLE
+
+# Opset from which a reduction takes its axes as an input; before, they are an attribute.
+_AXES_INPUT_SINCE = {"ReduceSum": 13}
+_AXES_INPUT_DEFAULT = 18
+
+
+def normal_axes(
+    view: NodeView, axes: Sequence[int], rank: int, name: str = "axes"
+) -> tuple[int, ...]:
+    """Returns axes counted from the front, ascending.
+
+    Args:
+        view: The node.
+        axes: The axes, of which negative ones count from the end.
+        rank: Rank of the tensor that they are of.
+        name: Name of the attribute or input that gives them.
+
+    Raises:
+        NodeError: An axis is not of a tensor of that rank.
+        ModelError: An axis stands twice, which some operators take.
+    """
+    what = f"node {view.name!r} ({view.node.op_type}): {name!r}"
+    if any(not -rank <= a < rank for a in axes):
+        raise NodeError(
+            f"{what}: expected {-rank} to {rank - 1} for a tensor of rank {rank}, got {list(axes)}"
+        )
+    found = tuple(sorted(a + rank if a < 0 else a for a in axes))
+    if len(set(found)) != len(found):
+        raise ModelError(f"{what}: expected different axes, got {list(axes)}")
+    return found
+
+
+def normal_axis(view: NodeView, axis: int, rank: int) -> int:
+    """Returns one axis counted from the front; NodeError where there is none such."""
+    return normal_axes(view, (axis,), rank, "axis")[0]
+
+
+def reduced_axes(view: NodeView) -> tuple[int, ...] | None:
+    """Returns the axes that a Reduce node reduces; None where it reduces nothing.
+
+    Raises:
+        ModelError: The axes are an input that is not constant.
+    """
+    rank = len(view.shape(0))
+    axes = view.ints(1, "axes")
+    if not axes:
+        return None if view.attr("noop_with_empty_axes", 0) else tuple(range(rank))
+    return normal_axes(view, axes, rank)
+
+
+def work_dtype(dtype: ir.DataType | None) -> ir.DataType:
+    """Returns the type in which norms and exponentials are computed: float32 for 16-bit floats."""
+    return DOUBLE if dtype == DOUBLE else FLOAT
+
+
+def cast(node: LocalNode, x: ir.Value, dtype: ir.DataType | None, shape: Sequence[Dim]) -> ir.Value:
+    """Returns `x`, of local shape `shape`, in another element type; itself where it has it."""
+    if dtype is None or x.dtype == dtype:
+        return x
+    return node.op("Cast", x, dtype=dtype, shape=shape, to=int(dtype))
+
+
+def zero_unless(node: LocalNode, kept: ir.Value, x: ir.Value, shape: Sequence[Dim]) -> ir.Value:
+    """Returns `x`, of local shape `shape`, with zero (false) where `kept` is false."""
+    dtype = x.dtype or FLOAT
+    return select(node.builder, kept, x, fill_value(dtype, 0), shape)
+
+
+def reduce(
+    node: LocalNode, op_type: str, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim]
+) -> ir.Value:
+    """Reduces local `x` of local shape `shape` over `axes`, which stay as dims of size 1."""
+    kept = reduced(shape, axes)
+    since = _AXES_INPUT_SINCE.get(op_type, _AXES_INPUT_DEFAULT)
+    if node.builder.opset >= since:
+        axes_value = node.builder.const(np.array(axes, np.int64))
+        return node.op(op_type, x, axes_value, shape=kept, keepdims=1)
+    return node.op(op_type, x, shape=kept, keepdims=1, axes=list(axes))
+
+
+def reduced(shape: Sequence[Dim], axes: Sequence[int]) -> list[Dim]:
+    """Returns `shape` with ones at `axes`."""
+    return [1 if axis in axes else size for axis, size in enumerate(shape)]
+
+
+def count_of(node: LocalNode, sizes: Sequence[Dim], dtype: ir.DataType) -> ir.Value:
+    """Returns the product of global sizes as a tensor of shape [1] and type `dtype`."""
+    total: Dim = 1
+    for size in sizes:
+        total = total * size
+    if isinstance(total, int):
+        return node.builder.const(np.array([total]), dtype)
+    return node.op("Cast", node.builder.size(total), dtype=dtype, shape=[1], to=int(dtype))
+
+
+def iota(node: LocalNode, size: Dim) -> ir.Value:
+    """Returns 0, 1, … size-1 as int64 [size]."""
+    if isinstance(size, int):
+        return node.builder.const(np.arange(size, dtype=np.int64))
+    zero, one = (node.builder.const(np.array(n, np.int64)) for n in (0, 1))
+    stop = node.builder.reshape(node.builder.size(size), [])
+    return node.op("Range", zero, stop, one, dtype=INT64, shape=[size])
+
+
+def global_index(node: LocalNode, factor: str) -> ir.Value:
+    """Returns the global index along `factor` of each local element, int64 [local size].
+
+    A padding element has the index it would have if its block were longer.
+    """
+    total: ir.Value | None = None
+    length: Dim = 1
+    for component in node.components(factor):
+        size = local_size(component, node.mesh, node.view.table)
+        here = iota(node, size)
+        if component.atoms:
+            start = block_start(node.builder, component)
+            here = node.op("Add", here, start, shape=[size])
+        if total is None:
+            total, length = here, size
+            continue
+        major = node.op("Mul", total, node.builder.size(component.size), shape=[length])
+        major = node.builder.reshape(major, [length, 1])
+        total = node.op("Add", major, here, shape=[length, size])
+        length = length * size
+        total = node.builder.reshape(total, [length])
+    assert total is not None
+    return total
+
+
+def position(node: LocalNode, atoms: Atoms) -> ir.Value:
+    """Returns which of the parts that atoms cut is this rank's, first atom major, int64 [1]."""
+    total = node.builder.coord(atoms[0])
+    for atom in atoms[1:]:
+        size = node.builder.const([node.mesh.atoms[atom]])
+        total = node.op("Mul", total, size, dtype=INT64, shape=[1])
+        total = node.op("Add", total, node.builder.coord(atom), dtype=INT64, shape=[1])
+    return total
+
+
+def locate(
+    node: LocalNode, factor: str, index: ir.Value, shape: Sequence[Dim]
+) -> tuple[ir.Value, ir.Value]:
+    """Finds global indices along `factor` in this rank's shard.
+
+    Args:
+        node: The node.
+        factor: The factor that is indexed.
+        index: Global indices, int64, of local shape `shape`; any out of range are nowhere.
+        shape: Their local shape.
+
+    Returns:
+        For each index its place in the shard (0 where it is elsewhere), and whether it is there.
+    """
+    inside: ir.Value | None = None
+    place: ir.Value | None = None
+    zero = node.builder.const([0])
+    rest: Dim = node.size(factor)
+    left = index
+    components = node.components(factor)
+    for position, component in enumerate(components):
+        digit = left
+        if position + 1 < len(components):
+            # The size of what is more minor; the quotient is exact, a product of later components.
+            rest = 1
+            for later in components[position + 1 :]:
+                rest = rest * later.size
+            stride = node.builder.size(rest)
+            digit = node.op("Div", left, stride, shape=shape)
+            left = node.op("Sub", left, node.op("Mul", digit, stride, shape=shape), shape=shape)
+        if component.atoms:
+            start = block_start(node.builder, component)
+            digit = node.op("Sub", digit, start, shape=shape)
+        limit = valid_count(node.builder, component)
+        # GreaterOrEqual came with opset 12.
+        below = node.op("Less", digit, zero, dtype=BOOL, shape=shape)
+        low = node.op("Not", below, shape=shape)
+        high = node.op("Less", digit, limit, dtype=BOOL, shape=shape)
+        here = node.op("And", low, high, shape=shape)
+        inside = here if inside is None else node.op("And", inside, here, shape=shape)
+        if place is None:
+            place = digit
+        else:
+            local = node.builder.size(local_size(component, node.mesh, node.view.table))
+            place = node.op("Mul", place, local, shape=shape)
+            place = node.op("Add", place, digit, shape=shape)
+    assert inside is not None and place is not None
+    return node.op("Where", inside, place, zero, dtype=INT64, shape=shape), inside
+
+
+def copy_or(
+    special: Callable[[LocalNode], Sequence[ir.Value]],
+) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    """Returns the local form that copies the node unless one of its special factors is split."""
+
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        return special(node) if node.split_factors("special") else node.copy()
+
+    local.__doc__ = special.__doc__
+
+    return local
+
+
+def written_out(
+    form: Callable[[LocalNode], Sequence[ir.Value]], axes: Callable[[NodeView], Sequence[int]]
+) -> Callable[[LocalNode], Sequence[ir.Value]]:
+    """Returns the local form for an operator of axes for which CUDA has no kernel in any opset.
+
+    It is written out whatever is split, and copied only where there are no axes.
+    """
+
+    def local(node: LocalNode) -> Sequence[ir.Value]:
+        return form(node) if axes(node.view) else node.copy()
+
+    local.__doc__ = form.__doc__
+
+    return local

@@ -1,0 +1,261 @@
+"""How a node is written for one device: `LocalNode`, what a local form may ask and emit."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import INT64, GraphBuilder
+from onnxpar.graph.node_view import BodyFacts, NodeView
+from onnxpar.graph.padding_masks import mask_component
+from onnxpar.graph.plan import NodePlan, factor_sizes
+from onnxpar.ops.fallback import refuse_random
+from onnxpar.resharding.routes import moved_bytes
+
+Captured = tuple[ir.Value, Sharding, ir.Value, bool]
+"""What a body captures: the global value, its sharding, the local one, whether padding is 0."""
+
+PartitionBody = Callable[
+    [
+        BodyFacts,
+        Mapping[str, NodePlan],
+        Sequence[Captured],
+        Sequence[Sharding],
+        Sequence[Sharding],
+    ],
+    ir.Graph,
+]
+"""Returns a body written for one device, given the plan of each of its nodes, what it captures,
+and the shardings of its inputs and of its results."""
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """A node about to be emitted for one device.
+
+    Attributes:
+        view: The node of the global graph.
+        plan: How it is divided.
+        builder: Where nodes are emitted.
+        inputs: Local operands, already in the shardings that the plan wants. Padding of a factor
+            that a reduction runs over already holds the reduction's identity. An operand that is
+            taken as it lies (`*`) may be None.
+        zero: For each operand, whether its padding is known to be zero.
+        partition_body: Writes a body of the node for one device.
+    """
+
+    view: NodeView
+    plan: NodePlan
+    builder: GraphBuilder
+    inputs: tuple[ir.Value | None, ...]
+    zero: tuple[bool, ...]
+    partition_body: PartitionBody
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+        return self.builder.mesh
+
+    def input(self, index: int) -> ir.Value:
+        """Local operand `index`, which must be present."""
+        value = self.inputs[index]
+        if value is None:
+            raise ValueError(f"node {self.view.name!r}: operand {index} is absent")
+        return value
+
+    def size(self, factor: str) -> Dim:
+        """Global size of a factor."""
+        return factor_sizes(self.plan.rule, self.view)[factor]
+
+    def components(self, factor: str) -> DimSharding:
+        """Components of a factor, one whole component where it is not split."""
+        return self.plan.factors.get(factor) or (Component(self.size(factor)),)
+
+    def atoms(self, factor: str) -> Atoms:
+        """Atoms that split a factor."""
+        return tuple(a for c in self.components(factor) for a in c.atoms)
+
+    def local_size(self, factor: str) -> Dim:
+        """Local size of a factor, padding included."""
+        total: Dim = 1
+        for c in self.components(factor):
+            total = total * local_size(c, self.mesh, self.view.table)
+        return total
+
+    def is_even(self, factor: str) -> bool:
+        """Whether the split of a factor is proved to leave no padding."""
+        return all(
+            not c.atoms or self.view.table.divisible(c.size, self.mesh.count(c.atoms))
+            for c in self.components(factor)
+        )
+
+    def coord_sum(self, atoms: Atoms) -> ir.Value:
+        """Sum of this rank's coordinates along `atoms`, int64 [1]; zero on one of a group."""
+        total = self.builder.coord(atoms[0])
+        for atom in atoms[1:]:
+            total = self.builder.op("Add", total, self.builder.coord(atom), dtype=INT64, shape=[1])
+        return total
+
+    def split_factors(self, kind: str | None = None) -> tuple[str, ...]:
+        """Factors that the plan splits, in the order of the rule; of one kind where it is given."""
+        kinds = self.plan.rule.kinds
+        return tuple(f for f in kinds if self.atoms(f) and kind in (None, kinds[f]))
+
+    def in_shape(self, index: int) -> tuple[Dim, ...]:
+        """Local shape of operand `index`."""
+        sharding = self.plan.inputs[index]
+        if sharding is None:
+            raise ValueError(f"node {self.view.name!r}: operand {index} has no fixed sharding")
+        return sharding.local_shape(self.mesh, self.view.table)
+
+    def out_shape(self, index: int = 0) -> tuple[Dim, ...]:
+        """Local shape of output `index`."""
+        return self.plan.outputs[index].local_shape(self.mesh, self.view.table)
+
+    def out_dtype(self, index: int = 0) -> ir.DataType | None:
+        """Element type of output `index`."""
+        return self.view.node.outputs[index].dtype
+
+    def copy(
+        self,
+        inputs: Sequence[ir.Value | None] | None = None,
+        attributes: Mapping[str, object] | None = None,
+    ) -> tuple[ir.Value, ...]:
+        """Emits the same operator in local shapes; `attributes` replace or (None) drop its own."""
+        node = self.view.node
+        merged: dict[str, object] = dict(node.attributes)
+        for key, value in (attributes or {}).items():
+            merged[key] = value
+        kept = {k: v for k, v in merged.items() if v is not None}
+        known = self.view.env.shapes
+        outputs = [
+            # Of an unknown rank nothing is said, rather than that it is 0.
+            (out.dtype, self.out_shape(i) if out.name in known or not out.name else None)
+            for i, out in enumerate(node.outputs)
+        ]
+        made = self.builder.ops(
+            node.op_type,
+            list(self.inputs if inputs is None else inputs),
+            outputs,
+            kept,
+            domain=node.domain,
+            name=self.builder.fresh_node(self.view.name),
+            metadata=dict(node.metadata_props),
+        )
+        for value, source in zip(made, node.outputs, strict=True):
+            if source.type is not None and not isinstance(source.type, ir.TensorType):
+                value.type = source.type  # a sequence, or an optional value
+        return made
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        dtype: ir.DataType | None = None,
+        shape: Sequence[Dim] | None = None,
+        **attributes: object,
+    ) -> ir.Value:
+        """Emits a standard operator with one output; dtype defaults to the first input's."""
+        return self.builder.op(op_type, *inputs, dtype=dtype, shape=shape, **attributes)
+
+    def all_reduce(
+        self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], reduction: str = "sum"
+    ) -> ir.Value:
+        """Emits an AllReduce of `x` (local shape `shape`) inside the node's local algorithm."""
+        if not atoms:
+            return x
+        return self.builder.collective(
+            "AllReduce",
+            x,
+            tuple(sorted(atoms)),
+            shape=shape,
+            moved=moved_bytes("all_reduce", self._bytes(x, shape), self.mesh.count(atoms)),
+            value=x.name or "",
+            reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
+            reduction=reduction,
+        )
+
+    def all_gather(self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], axis: int) -> ir.Value:
+        """Emits an AllGather of `x` (local shape `shape`) along `axis`, first atom outermost."""
+        count = self.mesh.count(atoms)
+        return self.builder.collective(
+            "AllGather",
+            x,
+            atoms,
+            shape=[*shape[:axis], shape[axis] * count, *shape[axis + 1 :]],
+            moved=moved_bytes("all_gather", self._bytes(x, shape), count),
+            value=x.name or "",
+            reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
+            axis=axis,
+        )
+
+    def _bytes(self, x: ir.Value, shape: Sequence[Dim]) -> Dim:
+        total: Dim = int(x.dtype.itemsize) if x.dtype is not None else 1
+        for size in shape:
+            total = total * size
+        return total
+
+    def masked(
+        self, x: ir.Value, operand: int, factor: str, fill: float | str, *, known_zero: bool = False
+    ) -> ir.Value:
+        """Returns local operand `x` with the padding of `factor` set to `fill`.
+
+        Args:
+            x: A local value laid out as operand `operand`.
+            operand: Index of the input whose dims `x` has.
+            factor: Factor whose padding is set.
+            fill: A number, or "lowest"/"highest" for the ends of the dtype's range.
+            known_zero: Whether the padding is known to hold zero.
+        """
+        scaled = factor in self.plan.rule.scaled
+        if (self.is_even(factor) and not scaled) or (known_zero and fill == 0):
+            return x
+        dims = self.plan.rule.inputs[operand].dims
+        for axis, names in enumerate(dims):
+            if factor in names:
+                sharding = self.plan.inputs[operand]
+                assert sharding is not None
+                return self._masked(x, sharding, axis, names, factor, fill)
+        return x
+
+    def _masked(
+        self,
+        x: ir.Value,
+        sharding: Sharding,
+        axis: int,
+        names: tuple[str, ...],
+        factor: str,
+        fill: float | str,
+    ) -> ir.Value:
+        before = [c for n in names[: names.index(factor)] for c in self.components(n)]
+        # A scaled factor has another size in each operand.
+        scaled = factor in self.plan.rule.scaled
+        inside = list(sharding.dims[axis] if scaled else self.components(factor))
+        after = [c for n in names[names.index(factor) + 1 :] for c in self.components(n)]
+        local = list(sharding.local_shape(self.mesh, self.view.table))
+        for position, component in enumerate(inside):
+            if component.atoms:
+                x = mask_component(
+                    self.builder,
+                    x,
+                    local,
+                    axis,
+                    [*before, *inside[:position]],
+                    component,
+                    [*inside[position + 1 :], *after],
+                    fill,
+                )
+        return x
+
+
+def copy_node(node: LocalNode) -> Sequence[ir.Value]:
+    """The default local form: the same operator on the local operands.
+
+    Raises:
+        ShardingError: It draws random numbers, and there is more than one device.
+    """
+    refuse_random(node.view.node, node.mesh.size)
+    return node.copy()

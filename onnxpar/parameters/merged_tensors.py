@@ -1,0 +1,101 @@
+"""The untying of scales, biases and statistics that exporters merged, where they say nothing of it.
+
+The exporter of PyTorch that traces makes one tensor of all initializers that are equal, such as the
+ones of every LayerNormalization, or the zeros that are biases and running means. Trained so, the
+layers would share what they do not share in the model that was exported; `untie` gives each its own
+again. Files that say which parameter each node reads are restored by
+`onnxpar.parameters.restore_exported`.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import onnx_ir as ir
+
+from onnxpar.core.nearest_names import SHOWN
+from onnxpar.ops.operand_roles import is_identity, is_scale_or_bias, is_statistic
+from onnxpar.parameters.origin import copy_of, free_name, is_floating, is_uniform, names_of, sizes
+
+
+def untie(model: ir.Model) -> tuple[str, ...]:
+    """Gives scales, biases and running statistics their own where exporters merged equal ones.
+
+    Only tensors whose elements are all the same number, as those of fresh layers are, are taken to
+    have been merged by the exporter. Where it left an Identity in the place of a tensor, its name
+    comes back; otherwise the first use keeps the name `x` and the others read the copies `x.1`,
+    `x.2`…. The model given is changed.
+
+    Returns:
+        A notice for each tensor that was untied.
+    """
+    graph = model.graph
+    order = {id(node): i for i, node in enumerate(ir.traversal.RecursiveGraphIterator(graph))}
+    taken = names_of(graph)
+    notices = []
+    for name, value in list(graph.initializers.items()):
+        uses = sorted(value.uses(), key=lambda use: (order[id(use[0])], use[1]))
+        if len(uses) < 2 or not is_floating(value) or not _is_constant(value, uses):
+            continue
+        copies = [copy for node, _ in uses for copy in _in_place_of(node, value, graph)]
+        uses = [use for use in uses if use[0].graph is not None]
+        places = [(node, index) for node, index in uses if _is_place(node, index)]
+        # A use that is no scale or bias, such as an initial state, must not be trained with one.
+        if places and len(places) == len(uses):
+            places.pop(0)
+        for node, index in places:
+            copy = copy_of(value, free_name(name, taken))
+            graph.register_initializer(copy)
+            node.replace_input_with(index, copy)
+            copies.append(copy)
+        if copies:
+            notices.append(_notice(value, copies))
+    return tuple(notices)
+
+
+def _in_place_of(node: ir.Node, value: ir.Value, graph: ir.Graph) -> Iterator[ir.Value]:
+    """Puts a copy of an initializer in the place of an Identity of it that is a scale or bias."""
+    made = node.outputs[0]
+    if not is_identity(node) or made.is_graph_output() or node.graph is not graph:
+        return
+    # A file need not say it.
+    made.shape = value.shape
+    if not any(_is_place(user, index) for user, index in made.uses()):
+        return
+    copy = copy_of(value, made.name or "")
+    made.replace_all_uses_with(copy)
+    graph.remove(node, safe=True)
+    graph.register_initializer(copy)
+    yield copy
+
+
+def _is_place(node: ir.Node, index: int) -> bool:
+    """Whether an operand is a layer's own: its scale, bias or running statistic."""
+    return is_scale_or_bias(node, index) or is_statistic(node, index)
+
+
+def _is_constant(value: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> bool:
+    """Whether a tensor has more than one element, all of them the same number.
+
+    One of one element may be a constant of a formula, unless it is somewhere a running statistic.
+    """
+    assert value.const_value is not None
+    count = prod(sizes(value))
+    if count < 2 and not (count and any(is_statistic(node, index) for node, index in uses)):
+        return False
+    return is_uniform(value)
+
+
+def _notice(value: ir.Value, copies: Sequence[ir.Value]) -> str:
+    assert value.const_value is not None
+    number = float(value.const_value.numpy().flat[0])
+    places = [
+        f"{v.name!r} at {', '.join(repr(node.name) for node in v.consumers())}"
+        for v in (value, *copies)
+        if v.uses()
+    ]
+    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    return (
+        f"initializer {value.name!r} (all elements {number:g}) stood for several scales, biases or "
+        "statistics, since exporters merge equal tensors; each place has its own now: "
+        f"{', '.join(places[:SHOWN])}{more}"
+    )

@@ -1,0 +1,276 @@
+"""Decides what each initializer of a PyTorch export was, and puts back what the exporter did to it.
+
+With `optimize=True`, its default, the exporter computes what depends on initializers alone, makes
+one initializer of small ones that are equal, and drops biases that are zero. The file computes the
+same, but trains otherwise: tied weights are two tensors, layers that began alike are one, constants
+are merged with parameters. The metadata that it leaves (`onnxpar.parameters.torch_metadata`) tells
+most of it, and this module goes by that, one use of an initializer after another:
+
+- a use whose operator reads other placeholders than the initializer came from was merged, and gets
+  a tensor of its own;
+- a tensor that was folded from a parameter by a rearrangement is trained where it stands, and where
+  the parameter is there too, or was folded twice, one is computed from the other again;
+- exponentials and negatives of parameters are computed again from what they were of;
+- zeros come back as the biases that operators of the exporter's list read and nodes do not.
+
+What is folded from parameters in another way, or multiplied by a batch norm, is in doubt.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.nearest_names import SHOWN
+from onnxpar.ops.operand_roles import applied, inverted, is_statistic, missing_bias
+from onnxpar.parameters.folded_tensors import dims, doubt, functions_of, order, overlap
+from onnxpar.parameters.origin import Origin, Role, copy_of, free_name, names_of, note_origin
+from onnxpar.parameters.torch_metadata import PARAMETER, Signature, arguments_of
+from onnxpar.parameters.tying import put, tie
+from onnxpar.parameters.use_attribution import CONSTANT, UNKNOWN, Attribution, Initializer, Key
+
+_ASK = "when it was exported; optimize=False avoids that"
+_MARKED = "PyTorch's exporter marks it {}"
+_NO_PARAMETER = "no parameter of the PyTorch module is in it"
+
+
+def restore(model: ir.Model, signature: Signature) -> tuple[str, ...]:
+    """Restores a model, which is changed, and notes the origin of each floating initializer.
+
+    Args:
+        model: As it was read from a file.
+        signature: What PyTorch's exporter wrote of it; not empty.
+
+    Returns:
+        Notices of what was changed, and of parameters of the module that the file lacks.
+    """
+    work = _Restorer(model, signature)
+    work.split()
+    work.add_biases()
+    work.invert()
+    work.tie()
+    return (*work.missing(), *work.notices)
+
+
+class _Restorer(Attribution):
+    def __init__(self, model: ir.Model, signature: Signature) -> None:
+        super().__init__(model.graph, signature)
+        self.graph = model.graph
+        self.notices: list[str] = []
+        self.taken = names_of(self.graph)
+
+    # -- biases ------------------------------------------------------------------------------------
+
+    def add_biases(self) -> None:
+        """Gives layers the biases of zeros that the optimizer has dropped."""
+        for operator in self.operators.values():
+            biases = [p for p in operator.left if p.is_parameter]
+            places = [n for n in operator.nodes if missing_bias(n) is not None]
+            if len(biases) != 1 or len(places) != 1 or biases[0].target in self.taken:
+                continue
+            (node,), (bias,) = places, biases
+            weight = self.by_value.get(id(node.inputs[1]))
+            place = missing_bias(node)
+            read = {p.name for p in self.signature.read_by(node)}
+            if weight is None or place is None:
+                continue
+            if not weight.own_key & read and weight.value.name not in arguments_of(node):
+                continue
+            dtype = weight.value.dtype or ir.DataType.FLOAT
+            zeros = ir.Tensor(np.zeros(place[1], dtype.numpy()), dtype=dtype, name=bias.target)
+            value = ir.Value(
+                name=bias.target,
+                type=weight.value.type,
+                shape=ir.Shape([place[1]]),
+                const_value=zeros,
+            )
+            self.graph.register_initializer(value)
+            self.taken.add(bias.target)
+            if len(node.inputs) <= place[0]:
+                node.resize_inputs(place[0] + 1)
+            node.replace_input_with(place[0], value)
+            tensor = Initializer(value, (bias,), False, False, frozenset({bias.name}))
+            self.tensors.append(tensor)
+            self.by_value[id(value)] = tensor
+            operator.left.remove(bias)
+            self.notices.append(
+                f"bias {bias.target!r} of node {node.name!r} is back: the exporter had dropped it, "
+                "since it was zero"
+            )
+
+    # -- uses --------------------------------------------------------------------------------------
+
+    def split(self) -> None:
+        """Gives each use of an initializer a tensor of what it stands for there."""
+        outputs = (out for node in self.graph.all_nodes() for out in node.outputs)
+        live = {v.name for v in (*self.graph.inputs, *outputs) if v.name is not None}
+        for tensor in list(self.tensors):
+            uses = sorted(tensor.value.uses(), key=lambda u: (self.order[id(u[0])], u[1]))
+            found: dict[Key, list[tuple[ir.Node, int]]] = {}
+            for node, index in uses:
+                found.setdefault(self.key(tensor, node, index), []).append((node, index))
+            tensor.key = (
+                tensor.own_key if tensor.own_key in found or not found else next(iter(found))
+            )
+            if tensor.folded:
+                tensor.functions = functions_of(tensor.value, self.signature, uses, live)
+            names = []
+            for key, places in found.items():
+                if key == tensor.key:
+                    continue
+                copy = self._copy(tensor, key)
+                names.append(copy.name)
+                for node, index in places:
+                    node.replace_input_with(index, copy)
+            if names:
+                shown = ", ".join(repr(name) for name in names)
+                self.notices.append(
+                    f"initializer {tensor.value.name!r} stood for several tensors of the module, "
+                    f"which the exporter had merged since they were equal; they are back: {shown}"
+                )
+
+    def _copy(self, tensor: Initializer, key: Key) -> ir.Value:
+        """Returns a new initializer for uses that stand for other placeholders."""
+        name, folded = tensor.value.name or "", tensor.folded
+        first = self.signature.placeholders.get(min(key)) if len(key) == 1 else None
+        if first is not None and not folded and first.target not in self.taken:
+            name = first.target
+            self.taken.add(name)
+        else:
+            name = free_name(name, self.taken)
+        value = copy_of(tensor.value, name)
+        self.graph.register_initializer(value)
+        known = self.signature.placeholders
+        own = tuple(known[n] for n in sorted(key) if n in known)
+        copy = Initializer(value, own, folded, False, key, tensor.functions)
+        self.tensors.append(copy)
+        self.by_value[id(value)] = copy
+        return value
+
+    # -- functions and ties ------------------------------------------------------------------------
+
+    def invert(self) -> None:
+        """Computes exponentials and negatives of a parameter again, from the parameter."""
+        for tensor in list(self.tensors):
+            chain = order(tensor.functions, tensor.value)
+            if chain and len(tensor.own) == 1 == len(tensor.key) and tensor.own[0].is_parameter:
+                self._compute_again(tensor, chain)
+
+    def _compute_again(self, tensor: Initializer, chain: Sequence[str]) -> None:
+        value, target = tensor.value, tensor.own[0].target
+        assert value.const_value is not None and value.dtype is not None
+        array = value.const_value.numpy()
+        for function in reversed(chain):
+            array = inverted(function, array)
+        if not np.isfinite(array.astype(np.float32)).all():
+            return
+        name = target if target not in self.taken else free_name(target, self.taken)
+        self.taken.add(name)
+        source = ir.Value(
+            name=name,
+            type=value.type,
+            shape=value.shape,
+            const_value=ir.Tensor(array, dtype=value.dtype, name=name),
+        )
+        made = source
+        uses = list(value.uses())
+        for function in chain:
+            node = applied(function, made)
+            made = put(self.graph, node, made, self.taken)
+        for node, index in uses:
+            node.replace_input_with(index, made)
+        del self.graph.initializers[value.name or ""]
+        self.graph.register_initializer(source)
+        tensor.value, tensor.functions = source, frozenset()
+        self.notices.append(
+            f"initializer {value.name!r} is computed from the parameter {name!r} again, of which "
+            f"the exporter had folded {' and '.join(chain)}"
+        )
+
+    def tie(self) -> None:
+        """Makes one of the tensors that are the same parameter, and notes what each was."""
+        same: dict[Key, list[Initializer]] = defaultdict(list)
+        for tensor in self.tensors:
+            same[tensor.key].append(tensor)
+        for key, tensors in same.items():
+            origins = {id(t.value): self._origin(t) for t in tensors}
+            trained = [t for t in tensors if origins[id(t.value)].role is Role.PARAMETER]
+            if key != CONSTANT and len(trained) > 1:
+                trained.sort(key=lambda t: t.folded)
+                base, *others = trained
+                origins.update(self._tied(base, others))
+            for tensor in tensors:
+                note_origin(tensor.value, origins[id(tensor.value)])
+
+    def _tied(self, base: Initializer, others: Sequence[Initializer]) -> dict[int, Origin]:
+        """Computes tensors from the one that they are rearranged of; returns what is in doubt."""
+        doubtful: dict[int, Origin] = {}
+        for tensor in others:
+            if tie(self.graph, base.value, tensor.value, self.taken):
+                self.notices.append(
+                    f"initializer {tensor.value.name!r} is computed from {base.value.name!r} "
+                    "again: the exporter had folded it, and they are one parameter"
+                )
+            elif not base.folded or overlap(base.functions) or overlap(tensor.functions):
+                names = tuple(p.target for p in tensor.own)
+                why = f"{base.value.name!r} stands for {', '.join(names)} as well"
+                doubtful[id(tensor.value)] = Origin(
+                    Role.DOUBTFUL, f"{why}: they came apart {_ASK}", names=names
+                )
+        return doubtful
+
+    # -- what they were ----------------------------------------------------------------------------
+
+    def _origin(self, tensor: Initializer) -> Origin:
+        """Returns what a tensor was."""
+        unknown = sorted(name[1:] for name in tensor.key if name.startswith(UNKNOWN))
+        if unknown:
+            return Origin(
+                Role.DOUBTFUL,
+                f"it stands for {unknown[0]!r} of the module, whose source was lost {_ASK}",
+            )
+        placeholders = [self.signature.placeholders[name] for name in sorted(tensor.key)]
+        names = ", ".join(p.target for p in placeholders)
+        kinds = {p.kind for p in placeholders}
+        uses = list(tensor.value.uses())
+        if uses and all(is_statistic(node, index) for node, index in uses):
+            return Origin(Role.CONSTANT, "it is a running statistic")
+        if PARAMETER not in kinds:
+            marked = len(kinds) == 1 and not tensor.folded
+            return Origin(Role.CONSTANT, _MARKED.format(min(kinds)) if marked else _NO_PARAMETER)
+        if tensor.rewritten:
+            return Origin(
+                Role.DOUBTFUL,
+                f"a batch norm was multiplied into it, or the like, {_ASK}",
+            )
+        if not tensor.folded:
+            return Origin(Role.PARAMETER, _MARKED.format(PARAMETER))
+        parameters = tuple(p.target for p in placeholders if p.is_parameter)
+        others = tuple(p.target for p in placeholders if not p.is_parameter)
+        why = doubt(tensor.value, tensor.functions, parameters, others)
+        if why:
+            return Origin(Role.DOUBTFUL, f"{why} {_ASK}", names=parameters)
+        count = dims(tensor.value, tensor.functions)
+        return Origin(Role.PARAMETER, f"folded from {names}", count, parameters)
+
+    def missing(self) -> tuple[str, ...]:
+        """Returns a notice of the parameters of the module that no tensor stands for."""
+        there = {name for tensor in self.tensors for name in tensor.key}
+        known = {t.value.name for t in self.tensors}
+        names = [
+            p.target
+            for p in self.signature.placeholders.values()
+            if p.is_parameter
+            and p.name not in there
+            and p.target not in known
+            and not self.is_alias(p.target)
+        ]
+        if not names:
+            return ()
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return (
+            f"the file lacks {', '.join(names[:SHOWN])}{more} of the PyTorch module's parameters: "
+            "unused, another name of a tied one, or dropped by the exporter's optimizer (a factor "
+            "of 1, say), which optimize=False prevents",
+        )

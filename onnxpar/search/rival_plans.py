@@ -1,0 +1,194 @@
+"""The plans that are compared: those that follow from a search, and those of presets."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from onnxpar.core.errors import OnnxparError
+from onnxpar.core.machine import Machine
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.price import Price
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search.find_plan import LEVELS, Told
+from onnxpar.search.workload import Workload
+from onnxpar.stages.assign_stages import between_stages
+from onnxpar.stages.cut_chain import chain_of, floating
+from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
+from onnxpar.strategy.presets import load_strategy
+from onnxpar.strategy.resolve import resolve
+from onnxpar.strategy.schema import PIPELINE_AXIS, Strategy
+
+FOUND = "found"
+"""Name of what a search finds."""
+SLOWDOWN = 2.0
+"""How many times longer than the fastest plan one may take to save memory, at level 1."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to divide the model, priced.
+
+    Attributes:
+        name: A preset, or "found", with the number of pipeline stages where there are several.
+        price: What it costs without stages, on the devices of one; None where it cannot be.
+        reason: Why it cannot be.
+        staged: What it costs in stages, where there are several.
+        micro_batches: Micro-batches of a step.
+    """
+
+    name: str
+    price: Price | None
+    reason: str = ""
+    staged: StagedPrice | None = None
+    micro_batches: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; infinity where there is none."""
+        if self.staged is not None:
+            return self.staged.seconds
+        return inf if self.price is None else self.price.step(self.micro_batches)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of a device, of the fullest stage."""
+        if self.staged is not None:
+            return self.staged.peak
+        return 0 if self.price is None else self.price.peak
+
+    @property
+    def held(self) -> int:
+        """Bytes held all the time by a device, of the stage that holds most."""
+        if self.staged is not None:
+            return self.staged.held
+        return 0 if self.price is None else self.price.held
+
+    def fits(self, limit: int) -> bool:
+        """Whether it can be, in so many bytes of a device."""
+        return self.price is not None and self.peak <= limit
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What makes one way better than another.
+
+    Attributes:
+        level: The objective, as of a search.
+        limit: Bytes that a device may hold.
+        slowest: Seconds beyond which saving memory is not worth it.
+    """
+
+    level: int
+    limit: int
+    slowest: float = inf
+
+    @staticmethod
+    def among(ways: Iterable[Way], level: int, limit: int) -> "Objective":
+        """Returns the objective by which these ways are compared."""
+        fastest = min((way.seconds for way in ways if way.fits(limit)), default=inf)
+        return Objective(level, limit, SLOWDOWN * fastest)
+
+    def rank(self, way: Way) -> tuple[float, ...]:
+        """Returns what ways are ordered by, the best first: those that fit, by the level."""
+        if way.price is None:
+            return (1.0, inf)
+        weights, over = LEVELS[self.level], float(not way.fits(self.limit))
+        if weights.memory_first:
+            return (over, float(way.seconds > self.slowest), way.peak, way.seconds)
+        share = way.price.communicating / way.price.seconds if way.price.seconds else 0.0
+        return (over, way.seconds * (1 + (weights.communication - 1) * share))
+
+
+@dataclass
+class Pricing:
+    """Plans of a program that follow from seeds, each made and priced once.
+
+    Attributes:
+        workload: What is planned.
+        machine: What it runs on.
+        sizes: Sizes of its symbols.
+        split: How it is cut into stages; a plan is on the mesh of one.
+    """
+
+    workload: Workload
+    machine: Machine
+    sizes: Mapping[str, int]
+    split: PipelineSplit
+    _known: list[tuple[Seeds, Plan, Way]] = field(default_factory=list)
+
+    def peak(self, seeds: Seeds) -> int:
+        """Returns the bytes of a device at the peak of the plan that follows."""
+        return self(seeds)[1].peak
+
+    def __call__(self, seeds: Seeds) -> tuple[Plan, Way]:
+        """Returns the plan that follows, as found by a search, and what it costs.
+
+        Raises:
+            ShardingError: The seeds do not fit the program.
+            StrategyError: There are more virtual stages than nodes.
+        """
+        for known, plan, way in self._known:
+            if known is seeds:
+                return plan, way
+        plan = self.workload.plan(seeds)
+        way = self.way(FOUND, plan)
+        self._known.append((seeds, plan, way))
+        return plan, way
+
+    def way(self, name: str, plan: Plan) -> Way:
+        """Returns a plan of one stage's mesh as a way, priced in stages where there are several.
+
+        Raises:
+            StrategyError: There are more virtual stages than nodes.
+        """
+        found, steps = self.workload.priced(plan, self.machine, self.sizes)
+        title, split = self._title(name), self.split
+        if split.stages == 1:
+            return Way(title, found, micro_batches=split.micro_batches)
+        graph = self.workload.forward.graph
+        chain = chain_of(graph, floating(graph))
+        names = frozenset(node.name or "" for node in graph)
+        priced = Priced(self.workload.program.model, plan, found, steps, names)
+        cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, self.sizes)
+        link = between_stages(self.machine, split.stages, plan.mesh.size)
+        staged = price_stages(priced, chain, cost, link, split)
+        return Way(title, found, "", staged, split.micro_batches)
+
+    def refused(self, reason: str, name: str = FOUND) -> Way:
+        """Returns a way that cannot be."""
+        return Way(self._title(name), None, reason)
+
+    def _title(self, name: str) -> str:
+        """A preset as it is written, with the stages first; `found, pp=2`."""
+        stages = self.split.stages
+        if stages == 1:
+            return name
+        said = f"{PIPELINE_AXIS}={stages}"
+        return f"{name}, {said}" if name == FOUND else f"{said},{name}"
+
+    def presets(self, strategy: Strategy, told: Told) -> Iterator[tuple[str, Way, Plan | None]]:
+        """Yields each preset on the mesh of one stage, priced, and its plan where it has one.
+
+        Args:
+            strategy: Whose symbols hold, and whose devices they are, of all stages.
+            told: Is told of each as it begins.
+        """
+        devices = strategy.world // self.split.stages
+        names = rival_presets(devices)
+        for number, name in enumerate(names, 1):
+            told(f"pricing {self._title(name)}", number, len(names))
+            try:
+                preset = replace(load_strategy(name, devices), symbols=strategy.symbols)
+                plan = self.workload.plan(resolve(preset, self.workload.program))
+                way = self.way(name, plan)
+            except OnnxparError as error:
+                yield name, self.refused(str(error), name), None
+            else:
+                yield name, way, plan
+
+
+def rival_presets(devices: int) -> list[str]:
+    """Returns the presets that a found strategy is compared with, on so many devices."""
+    mixed = [f"dp={n},tp={devices // n}" for n in range(2, devices) if devices % n == 0]
+    return [f"dp={devices}", *mixed, f"tp={devices}"] if devices > 1 else ["replicate"]

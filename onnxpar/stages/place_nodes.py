@@ -1,0 +1,131 @@
+"""Writes the virtual stage of each node into its metadata, and copies what several stages read.
+
+What is not cut (masks and positions, which depend on no weight; what is made of weights alone) is
+computed in each virtual stage that reads it, by a copy of its nodes, instead of being sent there. A
+weight that several stages read becomes one initializer for each, a *copy*, whose gradients the
+optimizer adds up over the stages once a step (Megatron-LM does so with the embedding that is the
+head, too; Narayanan et al., 2021).
+"""
+
+from collections.abc import Collection, Mapping
+
+import onnx_ir as ir
+
+from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
+from onnxpar.graph.pipeline_places import Copy, Places, virtual_stage_of
+
+
+def put_stages(
+    graph: ir.Graph,
+    computed_in: Mapping[ir.Node, tuple[int, ...]],
+    weights: Collection[str],
+    stages: int,
+) -> dict[str, Copy]:
+    """Gives every node its virtual stage, in metadata; the graph is changed.
+
+    Args:
+        graph: The graph.
+        computed_in: The virtual stages that compute each node, which get a copy each; the nodes
+            in topological order.
+        weights: Names of the initializers of which each stage has its own.
+        stages: Number of stages; virtual stage v runs on stage `v % stages`.
+
+    Returns:
+        The copies made, by name.
+    """
+    _spread(graph, computed_in)
+    return _copies(graph, weights, stages)
+
+
+def order_by_place(graph: ir.Graph, places: Places) -> None:
+    """Puts the nodes of a graph in the order of their places, and within each as they stand."""
+    nodes = sorted(graph, key=lambda node: places.nodes[node.name or ""])
+    graph.remove(nodes)
+    graph.extend(nodes)
+
+
+def virtual_stages_by_name(graph: ir.Graph) -> dict[str, int]:
+    """Returns the virtual stage of each node by name."""
+    return {node.name or "": virtual_stage_of(node) for node in graph}
+
+
+def _spread(graph: ir.Graph, computed_in: Mapping[ir.Node, tuple[int, ...]]) -> None:
+    """Puts a copy of every node into each further virtual stage that computes it."""
+    taken = {node.name for node in graph}
+    versions: dict[int, dict[ir.Value, ir.Value]] = {}
+    for node, (first, *others) in computed_in.items():
+        node.metadata_props[VIRTUAL_STAGE] = str(first)
+        for virtual in others:
+            twin = _twin(node, f"{node.name}@{virtual}", taken)
+            twin.metadata_props[VIRTUAL_STAGE] = str(virtual)
+            graph.insert_after(node, twin)
+            replace_reads(twin, versions.get(virtual, {}))
+            made = versions.setdefault(virtual, {})
+            made.update(zip(node.outputs, twin.outputs, strict=True))
+        replace_reads(node, versions.get(first, {}))
+
+
+def _twin(node: ir.Node, name: str, taken: set[str | None]) -> ir.Node:
+    """A copy of a node without bodies, with outputs of its own."""
+    while name in taken:
+        name += "'"
+    taken.add(name)
+    twin = ir.Node(
+        node.domain,
+        node.op_type,
+        list(node.inputs),
+        list(node.attributes.values()),
+        overload=node.overload,
+        num_outputs=len(node.outputs),
+        name=name,
+    )
+    twin.metadata_props.update(node.metadata_props)
+    suffix = name.removeprefix(node.name or "")
+    for old, new in zip(node.outputs, twin.outputs, strict=True):
+        new.name = f"{old.name}{suffix}" if old.name else ""
+        new.type, new.shape = old.type, old.shape
+        new.metadata_props.update(old.metadata_props)
+    return twin
+
+
+def replace_reads(node: ir.Node, values: Mapping[ir.Value, ir.Value]) -> None:
+    """Makes a node read other values in place of some, its bodies included."""
+    for index, value in enumerate(node.inputs):
+        if value is not None and value in values:
+            node.replace_input_with(index, values[value])
+    for attribute in node.attributes.values():
+        if attribute.type != ir.AttributeType.GRAPH:
+            continue
+        body = attribute.as_graph()
+        for inner in body:
+            replace_reads(inner, values)
+        for index, value in enumerate(body.outputs):
+            if value in values:
+                body.outputs[index] = values[value]
+
+
+def _copies(graph: ir.Graph, weights: Collection[str], stages: int) -> dict[str, Copy]:
+    readers: dict[str, dict[int, list[ir.Node]]] = {}
+    for node in graph:
+        for value in read_by(node):
+            name = value.name or ""
+            if name in weights and graph.initializers.get(name) is value:
+                users = readers.setdefault(name, {}).setdefault(virtual_stage_of(node) % stages, [])
+                users.append(node)
+    found = {}
+    for name, by_stage in readers.items():
+        value = graph.initializers[name]
+        for stage in sorted(by_stage)[1:]:
+            title = f"{name}@{stage}"
+            while title in graph.initializers:
+                title += "'"
+            copy = ir.Value(
+                name=title, type=value.type, shape=value.shape, const_value=value.const_value
+            )
+            copy.metadata_props.update(value.metadata_props)
+            graph.register_initializer(copy)
+            for node in by_stage[stage]:
+                replace_reads(node, {value: copy})
+            found[title] = Copy(name, stage)
+    return found

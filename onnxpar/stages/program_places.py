@@ -1,0 +1,80 @@
+"""The places of nodes in a pipeline's programs: forwards, then backwards from the last stage."""
+
+from collections.abc import Collection, Mapping
+
+import onnx_ir as ir
+
+from onnxpar.graph.metadata_keys import GRADIENT_OF
+from onnxpar.graph.pipeline_places import Places, virtual_stage_of
+
+
+def forward_places(graph: ir.Graph, virtual_stages: int) -> Places:
+    """Returns the places of a program without a backward half: one for each virtual stage."""
+    nodes = {node.name or "": virtual_stage_of(node) for node in graph}
+    return Places(tuple(range(virtual_stages)), nodes, _made(graph, nodes))
+
+
+def training_places(
+    graph: ir.Graph,
+    virtual_stages: int,
+    links: Mapping[str, tuple[str, ...]],
+    gradients: Collection[str],
+    variables: Collection[str],
+    *,
+    split: bool,
+) -> Places:
+    """Returns the places of forward and backward: all forwards, then backwards from the last.
+
+    Args:
+        graph: Forward, loss and backward.
+        virtual_stages: Number of virtual stages.
+        links: Of each cotangent its primals.
+        gradients: The outputs that are gradients of parameters.
+        variables: Names of the parameters that are trained.
+        split: Whether a backward is two places: what earlier ones wait for, and, after it, the
+            rest, which are the gradients of weights (Qi et al., 2023, "Zero bubble pipeline
+            parallelism").
+    """
+    per = 2 if split else 1
+    forwards = range(virtual_stages)
+    virtual = [*forwards, *(v for v in reversed(forwards) for _ in range(per))]
+    urgent = _urgent(graph, links, frozenset(variables)) if split else set()
+    nodes = {}
+    for node in graph:
+        stage = virtual_stage_of(node)
+        if GRADIENT_OF not in node.metadata_props:
+            nodes[node.name or ""] = stage
+            continue
+        place = virtual_stages + per * (virtual_stages - 1 - stage)
+        nodes[node.name or ""] = place + (1 if split and node not in urgent else 0)
+    outputs = _made(graph, nodes)
+    for name in gradients:
+        outputs[name] = virtual_stages + per * (virtual_stages - virtual[outputs[name]]) - 1
+    return Places(tuple(virtual), nodes, outputs)
+
+
+def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:
+    """The place of each output: where it is made, or the first where an input is passed on."""
+    found = {}
+    for value in graph.outputs:
+        maker = value.producer()
+        found[value.name or ""] = 0 if maker is None else nodes[maker.name or ""]
+    return found
+
+
+def _urgent(
+    graph: ir.Graph, links: Mapping[str, tuple[str, ...]], variables: frozenset[str]
+) -> set[ir.Node]:
+    """The backward nodes that cotangents of activations come from."""
+    found: set[ir.Node] = set()
+    wanted: set[ir.Value] = set()
+    for node in reversed(graph):
+        if GRADIENT_OF not in node.metadata_props:
+            continue
+        activation = any(
+            not variables.issuperset(links.get(v.name or "", ())) for v in node.outputs
+        )
+        if activation or any(v in wanted for v in node.outputs):
+            found.add(node)
+            wanted.update(v for v in node.inputs if v is not None)
+    return found

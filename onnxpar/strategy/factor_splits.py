@@ -1,0 +1,430 @@
+"""From the entries of a node's operands, MindSpore's tuples among them, to splits of its factors.
+
+A *unit* is a factor of a device matrix: a mesh axis, a dim of a `Layout`, or the number of pieces
+of a factor in a numeric strategy. A factor is split by a row of units, outermost first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+
+from onnxpar.core.errors import StrategyError, SymbolError
+from onnxpar.core.layout import TensorLayout
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.rule import WHOLE, OpRule
+from onnxpar.core.sharding import Component, DimSharding
+from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
+from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.plan import factor_sizes
+from onnxpar.strategy.tensor_entry import DimPart, TensorEntry, run_of
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A factor of a device matrix: `size` devices-blocks, after `before` of them."""
+
+    before: int
+    size: int
+    name: str = field(compare=False)
+
+
+Units = tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
+class FactorSplit:
+    """How a dim or factor is split.
+
+    Attributes:
+        units: The units that split it, outermost first.
+        parts: The parts that they split, major first, each with its size; none where they split
+            the whole.
+    """
+
+    units: Units = ()
+    parts: tuple[tuple[str, Units], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of pieces."""
+        return count_of(self.units)
+
+    def components(self, size: Dim, mesh: Mesh, table: SymbolTable, what: str) -> DimSharding:
+        """Returns the components of a dim of `size` that is split so; `what` is it, for messages.
+
+        Raises:
+            StrategyError: The parts do not make up the dim.
+        """
+        if not self.parts:
+            return (Component(size, atoms_of(self.units, mesh)),)
+        try:
+            parts = tuple(Component(as_dim(n), atoms_of(u, mesh)) for n, u in self.parts)
+        except SymbolError as error:
+            raise StrategyError(f"{what}: {error}") from None
+        whole: Dim = 1
+        for part in parts:
+            whole = whole * part.size
+        if not table.equal(as_dim(whole), size):
+            raise StrategyError(
+                f"{what}: expected parts that multiply to {dim_str(size)}, got {_split_text(self)}"
+            )
+        return parts
+
+
+def atoms_of(units: Units, mesh: Mesh) -> Atoms:
+    """Returns the atoms of a row of units, outermost first."""
+    return tuple(atom for unit in units for atom in mesh.run(unit.before, unit.size))
+
+
+def count_of(units: Units) -> int:
+    """Returns the number of pieces that a row of units makes."""
+    return prod(unit.size for unit in units)
+
+
+class _Units(dict[str, Unit]):
+    """The unit of each named mesh axis, and of `4@2`: 4 pieces on devices that are 2 apart."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def __missing__(self, name: str) -> Unit:
+        size, apart = run_of(name) or (0, 0)
+        if not size:
+            raise KeyError(name)
+        return Unit(self.devices // (size * apart), size, name)
+
+
+def axis_units(axes: Mapping[str, int], devices: int) -> dict[str, Unit]:
+    """Returns the unit of each named mesh axis; of a run without name (`4@2`), too."""
+    units, before = _Units(devices), 1
+    for name, size in axes.items():
+        units[name] = Unit(before, size, name)
+        before *= size
+    return units
+
+
+def is_numeric(entry: TensorEntry) -> bool:
+    """Whether an entry counts pieces."""
+    return not isinstance(entry, TensorLayout) and any(isinstance(d, int) for d in entry)
+
+
+def is_named(entry: TensorEntry) -> bool:
+    """Whether an entry names mesh axes or is a layout."""
+    return isinstance(entry, TensorLayout) or any(isinstance(d, tuple) for d in entry)
+
+
+def rank_of(entry: TensorEntry) -> int:
+    """Returns the number of dims that an entry is for."""
+    return len(entry.dims) if isinstance(entry, TensorLayout) else len(entry)
+
+
+def counts_of(entry: TensorEntry) -> tuple[int, ...]:
+    """Returns the number of pieces of each dim of a numeric entry."""
+    assert not isinstance(entry, TensorLayout)
+    return tuple(d if isinstance(d, int) else 1 for d in entry)
+
+
+def splits_of(entry: TensorEntry, axes: Mapping[str, Unit]) -> tuple[FactorSplit, ...]:
+    """Returns the split of each dim of an entry of mesh axes or of a layout."""
+    if isinstance(entry, TensorLayout):
+        return tuple(
+            FactorSplit(tuple(Unit(*entry.axis(name), name) for name in names))
+            for names in entry.dims
+        )
+    return tuple(_split(d if isinstance(d, tuple) else (), axes) for d in entry)
+
+
+def _split(dim: tuple[str | DimPart, ...], axes: Mapping[str, Unit]) -> FactorSplit:
+    parts = tuple((p.size, tuple(axes[n] for n in p.axes)) for p in dim if isinstance(p, DimPart))
+    if parts:
+        return FactorSplit(tuple(unit for _, units in parts for unit in units), parts)
+    return FactorSplit(tuple(axes[n] for n in dim if isinstance(n, str)))
+
+
+@dataclass(frozen=True)
+class Site:
+    """A node that the user wrote a strategy for, as its rule sees it.
+
+    Attributes:
+        view: The node.
+        rule: Its rule.
+        where: `file:line` of the entry.
+    """
+
+    view: NodeView
+    rule: OpRule
+    where: str
+
+    @property
+    def title(self) -> str:
+        """Beginning of a message about the node."""
+        return f"{self.where}: node {self.view.name!r} ({self.view.node.op_type})"
+
+    def operand(self, index: int) -> str:
+        """Names an operand in messages."""
+        value = self.view.node.inputs[index]
+        return f"operand {index} ({value.name if value is not None else ''!r})"
+
+    def fail(self, message: str) -> StrategyError:
+        """Returns an error about the node."""
+        return StrategyError(f"{self.title}: {message}")
+
+
+def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int, TensorEntry]]:
+    """Returns the operand that each entry is for.
+
+    Operands that are not divided (the target of a Reshape, scalars) may be left out.
+
+    Raises:
+        StrategyError: Another number of entries, or another rank than the operand's.
+    """
+    rule, view = site.rule, site.view
+    data = [i for i, o in enumerate(rule.inputs) if not o.mode and view.has(i)]
+    needed = [i for i in data if rule.inputs[i].dims]
+    everything = list(range(view.arity))
+    for indices in (needed, data, everything):
+        if len(entries) == len(indices):
+            break
+    else:
+        names = ", ".join(site.operand(i) for i in needed)
+        raise site.fail(
+            f"expected an entry for each of its {len(needed)} operands that can be divided"
+            f"{': ' if names else ''}{names}; got {len(entries)}"
+        )
+    found = []
+    for index, entry in zip(indices, entries, strict=True):
+        if entry is None:
+            continue
+        if index not in data:
+            if is_named(entry) or prod(counts_of(entry)) > 1:
+                raise site.fail(f"{site.operand(index)}: expected ~, it cannot be divided")
+            continue
+        check_rank(site, site.operand(index), view.shape(index), entry)
+        found.append((index, entry))
+    return found
+
+
+def check_rank(site: Site, tensor: str, shape: Sequence[Dim], entry: TensorEntry) -> None:
+    """Raises StrategyError unless an entry has the rank of its tensor."""
+    if rank_of(entry) != len(shape):
+        raise site.fail(
+            f"{tensor}: expected {len(shape)} entries for the shape "
+            f"({', '.join(map(dim_str, shape))}), got {rank_of(entry)}: {show(entry)}"
+        )
+
+
+def show(entry: TensorEntry) -> str:
+    """Returns an entry as text for messages."""
+    dims = entry.dims if isinstance(entry, TensorLayout) else entry
+    texts = []
+    for dim in dims:
+        if isinstance(dim, tuple):
+            texts.append(_dim_text(dim))
+        else:
+            texts.append("~" if dim is None else str(dim))
+    return f"[{', '.join(texts)}]"
+
+
+def _dim_text(dim: tuple[str | DimPart, ...]) -> str:
+    names = [n for n in dim if isinstance(n, str)]
+    if len(names) < len(dim):
+        parts = [p for p in dim if isinstance(p, DimPart)]
+        return f"({' '.join(p.size + (':' + '.'.join(p.axes) if p.axes else '') for p in parts)})"
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]" if names else "~"
+
+
+def numeric_factors(site: Site, operands: Sequence[tuple[int, TensorEntry]]) -> dict[str, int]:
+    """Returns the number of pieces of each factor, in the order of the rule's factors.
+
+    Raises:
+        StrategyError: A factor with two counts, a dim that must not be split, or a merged dim
+            whose pieces cannot be given to its factors.
+    """
+    counts: dict[str, int] = {}
+    sources: dict[str, str] = {}
+    merged = []
+    for index, entry in operands:
+        dims = site.rule.inputs[index].dims
+        for position, (names, count) in enumerate(zip(dims, counts_of(entry), strict=True)):
+            tensor = f"{site.operand(index)}, dim {position}{_factor(names)}"
+            if len(names) > 1:
+                merged.append((tensor, names, count))
+            elif not names:
+                if count > 1:
+                    raise site.fail(f"{tensor}: expected 1 piece, it is not divided; got {count}")
+            elif names[0] in counts:
+                if counts[names[0]] != count:
+                    raise site.fail(
+                        f"{tensor}: expected {counts[names[0]]} pieces as {sources[names[0]]} "
+                        f"has, got {count}"
+                    )
+            else:
+                _check_whole(site, tensor, names[0], count)
+                counts[names[0]], sources[names[0]] = count, tensor
+    for tensor, names, count in merged:
+        _merged_counts(site, tensor, names, count, counts)
+    return {name: counts[name] for name in site.rule.factors if name in counts}
+
+
+def _merged_counts(
+    site: Site, tensor: str, names: Sequence[str], count: int, counts: dict[str, int]
+) -> None:
+    """Gives the pieces of a merged dim to its factors, major first."""
+    sizes = factor_sizes(site.rule, site.view)
+    left = count
+    for position, name in enumerate(names):
+        size = sizes[name]
+        if name in counts:
+            if left % counts[name]:
+                raise site.fail(
+                    f"{tensor}: expected a multiple of {counts[name]} pieces as another operand "
+                    f"has, got {count}"
+                )
+            left //= counts[name]
+            continue
+        if position == len(names) - 1 or not isinstance(size, int) or size % left == 0:
+            taken = left
+        elif left % size == 0:
+            taken = size
+        else:
+            raise _not_contiguous(site, tensor, count, [sizes[n] for n in names])
+        _check_whole(site, tensor, name, taken)
+        counts[name] = taken
+        left //= taken
+    if left > 1:
+        raise site.fail(
+            f"{tensor}: expected {count // left} pieces as other operands have, got {count}"
+        )
+
+
+def _not_contiguous(site: Site, tensor: str, count: int, sizes: Sequence[Dim]) -> StrategyError:
+    shape = " x ".join(map(dim_str, sizes))
+    return site.fail(
+        f"{tensor}: expected a number of pieces that cuts the merged dims {shape} one after "
+        f"another, got {count}"
+    )
+
+
+def _check_whole(site: Site, tensor: str, factor: str, count: int) -> None:
+    if count > 1 and site.rule.kinds[factor] == WHOLE:
+        raise site.fail(f"{tensor}: expected 1 piece, this operator needs it whole; got {count}")
+
+
+def named_factors(
+    site: Site, operands: Sequence[tuple[int, TensorEntry]], axes: Mapping[str, Unit]
+) -> dict[str, FactorSplit]:
+    """Returns how each factor is split.
+
+    Raises:
+        StrategyError: A factor split in two ways, a dim that must not be split, or a merged dim
+            whose axes cannot be given to its factors.
+    """
+    found: dict[str, FactorSplit] = {}
+    sources: dict[str, str] = {}
+    merged = []
+    for index, entry in operands:
+        dims = site.rule.inputs[index].dims
+        for position, (names, split) in enumerate(zip(dims, splits_of(entry, axes), strict=True)):
+            tensor = f"{site.operand(index)}, dim {position}{_factor(names)}"
+            if len(names) > 1:
+                merged.append((tensor, names, split))
+            elif not names:
+                if split.count > 1:
+                    raise site.fail(
+                        f"{tensor}: expected ~, it is not divided; got {_split_text(split)}"
+                    )
+            elif names[0] in found:
+                if found[names[0]] != split:
+                    raise site.fail(
+                        f"{tensor}: expected {_split_text(found[names[0]])} as "
+                        f"{sources[names[0]]} has, got {_split_text(split)}"
+                    )
+            else:
+                _check_whole(site, tensor, names[0], split.count)
+                found[names[0]], sources[names[0]] = split, tensor
+    for tensor, names, split in merged:
+        _merged_units(site, tensor, names, split, found)
+    return {name: found[name] for name in site.rule.factors if name in found}
+
+
+def _merged_units(
+    site: Site, tensor: str, names: Sequence[str], split: FactorSplit, found: dict[str, FactorSplit]
+) -> None:
+    """Gives the axes of a merged dim to its factors, major first; parts one after another."""
+    if split.parts:
+        _merged_parts(site, tensor, names, split, found)
+        return
+    sizes = factor_sizes(site.rule, site.view)
+    left = list(split.units)
+    for position, name in enumerate(names):
+        size = sizes[name]
+        known = found.get(name)
+        if known is not None:
+            if tuple(left[: len(known.units)]) != known.units:
+                raise site.fail(
+                    f"{tensor}: expected it to begin with {_split_text(known)} as another operand "
+                    f"has, got {_split_text(split)}"
+                )
+            found_here = known
+        elif position == len(names) - 1 or not isinstance(size, int):
+            found_here = FactorSplit(tuple(left))
+        else:
+            taken, room = [], size
+            for unit in left:
+                if room == 1:
+                    break
+                if gcd(room, unit.size) != unit.size:
+                    raise _not_contiguous(site, tensor, split.count, [sizes[n] for n in names])
+                taken.append(unit)
+                room //= unit.size
+            found_here = FactorSplit(tuple(taken))
+        _check_whole(site, tensor, name, found_here.count)
+        found[name] = found_here
+        left = left[len(found_here.units) :]
+    if left:
+        raise site.fail(
+            f"{tensor}: expected no more axes than other operands have, got {_split_text(split)}"
+        )
+
+
+def _merged_parts(
+    site: Site, tensor: str, names: Sequence[str], split: FactorSplit, found: dict[str, FactorSplit]
+) -> None:
+    sizes, table = factor_sizes(site.rule, site.view), site.view.table
+    left = list(split.parts)
+    for name in names:
+        mine: list[tuple[str, Units]] = []
+        rest: Dim = sizes[name]
+        while left and not table.equal(rest, 1):
+            inside = exact_div(rest, as_dim(left[0][0]), table)
+            if inside is None:
+                break
+            mine.append(left.pop(0))
+            rest = inside
+        if not table.equal(rest, 1):
+            merged = " x ".join(dim_str(sizes[n]) for n in names)
+            raise site.fail(
+                f"{tensor}: expected parts that make up the merged dims {merged} one after "
+                f"another, got {_split_text(split)}"
+            )
+        units = tuple(unit for _, part in mine for unit in part)
+        given = FactorSplit(units, tuple(mine) if len(mine) > 1 else ())
+        if name in found and found[name] != given:
+            raise site.fail(
+                f"{tensor}: expected {_split_text(found[name])} for {name} as another operand has, "
+                f"got {_split_text(split)}"
+            )
+        _check_whole(site, tensor, name, given.count)
+        found[name] = given
+
+
+def _split_text(split: FactorSplit) -> str:
+    if split.parts:
+        parts = (n + (":" + ".".join(x.name for x in u) if u else "") for n, u in split.parts)
+        return f"({' '.join(parts)})"
+    return "[" + ", ".join(unit.name for unit in split.units) + "]" if split.units else "~"
+
+
+def _factor(names: Sequence[str]) -> str:
+    return f" ({' '.join(names)})" if names else ""
