@@ -388,7 +388,7 @@ class Bench:
 
         return train(self.made, self.batches, self.settings.rate, torch.float64)
 
-    def shard_model(self, row: Row, out: Path) -> Any:
+    def shard(self, row: Row, out: Path) -> Any:
         """Divides training by AdamW; returns the summary."""
         from onnxpar.api.shard_model import shard_model
         from onnxpar.autodiff.append_loss import parse_loss

@@ -10,9 +10,9 @@ Numbers that are the same for all elements are float64 inputs and float64 arithm
 parameter's type when they meet a tensor. Parameters of 16 bits are updated in float32 and rounded
 at the end, and their moments are float32: a second moment in 16 bits loses its small terms.
 
-A new optimizer has its name in `OptimizerKind`, its program in `_UPDATES`, its numbers in the
-runtime's `training.hyper`, and its help in `onnxpar.cli.shard`. Its states have the shape of the
-parameter; one with other states (Adafactor's rows and columns) needs a `StateKind` with a shape.
+A new optimizer has its name in `OptimizerKind`, its program in `_UPDATES`, its numbers in
+`onnxpar_runtime.training.hyper`, and its help in `onnxpar.cli.shard`. Its states have the shape of
+the parameter; one with others (Adafactor's rows and columns) needs a `StateKind` with a shape.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -74,7 +74,7 @@ class GraphBuilder:
         opset: Version of the default domain of the graph being built.
         varying: Of each symbol whose value differs between ranks, the atoms along which it does.
         place: Which program of a pipeline the nodes built from here on belong to, see
-            `onnxpar.stages.cut_chain.Places`.
+            `onnxpar.graph.pipeline_places.Places`.
     """
 
     mesh: Mesh

@@ -1,7 +1,7 @@
 """Runs rank graphs: sessions, training and pipelines over onnxruntime, one rank each.
 
 Takes an artifact directory (`manifest`), data and options; gives outputs, logs and checkpoints.
-Begin with `session` (forward) and `training.trainer` (a step); `library` loads the collectives.
+Begin with `session` (a forward program) and `training` (a step); `library` loads the collectives.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""One case of `training.verify_training`: the ranks beside the undivided program."""
+"""One case of `verify_training`: the ranks beside the undivided program."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
