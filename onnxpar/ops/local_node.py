@@ -20,6 +20,7 @@ Captured = tuple[ir.Value, Sharding, ir.Value, bool]
 
 PartitionBody = Callable[
     [
+        GraphBuilder,
         BodyFacts,
         Mapping[str, NodePlan],
         Sequence[Captured],
@@ -28,8 +29,8 @@ PartitionBody = Callable[
     ],
     ir.Graph,
 ]
-"""Returns a body written for one device, given the plan of each of its nodes, what it captures,
-and the shardings of its inputs and of its results."""
+"""Returns a body written for one device, given the builder of the graph around it, the plan of each
+of its nodes, what it captures, and the shardings of its inputs and of its results."""
 
 
 @dataclass(frozen=True)

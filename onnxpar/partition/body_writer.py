@@ -1,6 +1,7 @@
 """Partitioning of a body: the program of all ranks for the inside of a node of control flow."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import onnx_ir as ir
 
@@ -38,31 +39,18 @@ class BodyWriter(ProgramWriter):
         return super().get(value, want, reason, there)
 
 
-def body_partitioner(registry: Registry) -> Callable[[GraphBuilder], PartitionBody]:
-    """Returns what writes bodies, given the builder of the graph around them.
+def body_partitioner(registry: Registry) -> PartitionBody:
+    """Returns what writes the bodies of a program's nodes for one device.
 
     Args:
         registry: The operators.
     """
-
-    def within(builder: GraphBuilder) -> PartitionBody:
-        def partition_body(
-            body: BodyFacts,
-            plans: Mapping[str, NodePlan],
-            captured: Sequence[Captured],
-            inputs: Sequence[Sharding],
-            outputs: Sequence[Sharding],
-        ) -> ir.Graph:
-            return _partition_body(builder, registry, body, plans, captured, inputs, outputs)
-
-        return partition_body
-
-    return within
+    return partial(_partition_body, registry)
 
 
 def _partition_body(
-    builder: GraphBuilder,
     registry: Registry,
+    builder: GraphBuilder,
     body: BodyFacts,
     plans: Mapping[str, NodePlan],
     captured: Sequence[Captured],
@@ -72,8 +60,8 @@ def _partition_body(
     """Returns a body written for one device.
 
     Args:
-        builder: Builder of the graph around it; small constants and system inputs go there.
         registry: The operators.
+        builder: Builder of the graph around it; small constants and system inputs go there.
         body: The undivided body; it is not changed.
         plans: The plan of each of its nodes.
         captured: What it reads from outside.

@@ -8,7 +8,7 @@ Every collective gets the reason why it is there, which `inspect` shows: the nod
 want another sharding, and why the two disagree (`onnxpar.propagation.conflicts`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -46,7 +46,7 @@ class ProgramWriter:
         program: The program of one device.
         plan: What to carry out.
         builder: Where nodes are written.
-        partition_body: Writes a body of a node for one device, in the graph around it.
+        partition_body: Writes a body of a node for one device.
         name: Name of the program that is written.
         states: Which of its operands are buffers of the runtime.
         gathered: Values that are brought into another sharding anew for each node that reads them.
@@ -57,7 +57,7 @@ class ProgramWriter:
     program: Program
     plan: Plan
     builder: GraphBuilder
-    partition_body: Callable[[GraphBuilder], PartitionBody]
+    partition_body: PartitionBody
     name: str = "model"
     states: States = STATELESS
     gathered: frozenset[str] = frozenset()
@@ -297,7 +297,7 @@ class ProgramWriter:
             self.builder,
             tuple(operands),
             tuple(zero),
-            self.partition_body(self.builder),
+            self.partition_body,
         )
         local = self._masked(local)
         if definition is not None:

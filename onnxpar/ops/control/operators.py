@@ -107,6 +107,7 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
         attributes: dict[str, object] = dict(view.node.attributes)
         for name, body in plans.analysis.bodies.items():
             attributes[name] = node.partition_body(
+                node.builder,
                 body,
                 plans.nodes(body),
                 captured,
