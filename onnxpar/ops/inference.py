@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
+from threading import RLock
 
 import onnx_ir as ir
 import sympy
@@ -346,4 +346,4 @@ def _corrected() -> OpShapeInferenceRegistry:
 CORRECTED = _corrected()
 """The registry of shape inference functions that models are read with."""
 
-_LOCK = Lock()
+_LOCK = RLock()

@@ -2,13 +2,17 @@
 
 from itertools import product
 
+import numpy as np
+import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
+from onnx_shape_inference import _registry, registry
 
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.symbols import Dim, Symbol, symbols_of
 from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.inference import CORRECTED, corrected_inference
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 INT64_MAX, INT32_MAX = 2**63 - 1, 2**31 - 1
@@ -151,3 +155,25 @@ def test_a_range_of_numbers_that_were_sizes(
         assert not isinstance(size, int) and "seq" not in symbols_of(size)
     else:
         assert [env.table.evaluate(size, {"seq": seq}) for seq in (3, 8)] == count
+
+
+def test_the_librarys_own_registry_is_as_it_was() -> None:
+    """Others in the process infer with it: their results, and a failure of ours, change nothing."""
+    registry.collect()
+    known = {
+        (domain, op_type, version): registry.get(domain, op_type, version)
+        for domain, op_type, versions in registry.iter_supported()
+        for version in versions
+    }
+    text = "g (float[n] x, int64[1] end) => (float[m] y) { y = Slice(x, zero, end) }"
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "zero"))
+    analyse(ir.from_proto(proto), {})
+    with pytest.raises(ValueError, match="inside"), corrected_inference():
+        assert _registry.registry is CORRECTED
+        raise ValueError("inside")
+    assert _registry.registry is registry
+    supported = {(d, o, v) for d, o, versions in registry.iter_supported() for v in versions}
+    assert supported == set(known)
+    assert all(registry.get(*key) is found for key, found in known.items())
+    assert CORRECTED.get("", "Slice", 10) is not registry.get("", "Slice", 10)
