@@ -15,7 +15,7 @@ from tools import house
 
 ROOT = Path(__file__).parents[1]
 EXECUTION = {"mpi4py", "onnxruntime", "onnxpar_runtime"}
-SEAMS = ("onnxpar.api.runtime", "torch", "scipy", "typer")
+SEAMS = ("onnxpar.api.runtime", "scipy", "typer")
 """What is imported when it is needed: it takes long to load, and most commands do without it."""
 PUBLIC = ("shard_model", "plan")
 """Functions that a room names beside its modules."""
@@ -111,6 +111,17 @@ def test_functions_import_the_seams_alone() -> None:
     assert names == []
 
 
+def test_modules_are_loaded_by_name_for_public_names_and_commands_alone() -> None:
+    """What `import_module` loads is not seen in the source."""
+    loaders = {
+        str(path.relative_to(ROOT))
+        for path in sources("onnxpar")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        if house.loads(node)
+    }
+    assert loaders == {f"onnxpar/{name}__init__.py" for name in ("", "api/runtime/", "cli/")}
+
+
 def test_the_transformer_imports_nothing_that_executes() -> None:
     seam = ROOT / "onnxpar" / "api" / "runtime"
     assert seam.exists()
@@ -136,9 +147,9 @@ def test_the_table_of_operators_is_an_argument() -> None:
         wrong += [
             f"{path.relative_to(ROOT)}:{node.lineno}"
             for node in ast.walk(tree)
-            if isinstance(node, ast.Name)
+            if isinstance(node, ast.Name | ast.Attribute)
             and isinstance(node.ctx, ast.Load)
-            and node.id == "REGISTRY"
+            and (node.id if isinstance(node, ast.Name) else node.attr) == "REGISTRY"
             and id(node) not in defaults
         ]
     assert wrong == []

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "onnxpar"
@@ -76,34 +77,55 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 
 def imports(root: Path = ROOT) -> Iterator[Import]:
-    """Yields every import of the package inside the package, wherever in a file it stands."""
+    """Yields every import of the package inside the package, wherever in a file it stands.
+
+    Relative imports and `import_module` of a text are among them.
+    """
     known = modules(root)
     for source, path in known.items():
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        package = source if path.name == "__init__.py" else source.rpartition(".")[0]
         for node, inside in _statements(tree, False):
-            for target, name in _targets(node, known):
-                yield Import(str(path.relative_to(root)), node.lineno, source, target, name, inside)
+            for target, name in _targets(node, package, known):
+                if target.split(".")[0] == PACKAGE:
+                    where = str(path.relative_to(root))
+                    yield Import(where, node.lineno, source, target, name, inside)
 
 
-def _statements(node: ast.AST, inside: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+Statement = ast.Import | ast.ImportFrom | ast.Call
+
+
+def _statements(node: ast.AST, inside: bool) -> Iterator[tuple[Statement, bool]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
+        if isinstance(child, ast.Import | ast.ImportFrom) or loads(child):
             yield child, inside
-        function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         yield from _statements(child, inside or function)
 
 
-def _targets(
-    node: ast.Import | ast.ImportFrom, known: Mapping[str, Path]
-) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.Import):
+def loads(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Returns whether a node of a syntax tree is a call of `import_module` or `__import__`."""
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def _targets(node: Statement, package: str, known: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Call):
+        text = node.args[0] if node.args else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield text.value, ""
+    elif isinstance(node, ast.Import):
         for alias in node.names:
-            if alias.name.split(".")[0] == PACKAGE:
-                yield alias.name, ""
-    elif node.level == 0 and node.module and node.module.split(".")[0] == PACKAGE:
+            yield alias.name, ""
+    else:
+        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        module = ".".join([*above, *([node.module] if node.module else [])])
         for alias in node.names:
-            full = f"{node.module}.{alias.name}"
-            yield (full, "") if full in known else (node.module, alias.name)
+            full = f"{module}.{alias.name}"
+            yield (full, "") if full in known else (module, alias.name)
 
 
 def room(module: str) -> str:
@@ -114,16 +136,23 @@ def room(module: str) -> str:
 def upward(root: Path = ROOT) -> list[Import]:
     """Returns the imports that go against the order of `ROOMS`.
 
+    An import from the package itself does, since the package takes its names from `api`.
+
     Raises:
         ValueError: A folder of the package is not in `ROOMS`.
     """
-    return [
-        found
-        for found in imports(root)
-        if room(found.source)
-        and room(found.target)
-        and ROOMS.index(room(found.target)) > ROOMS.index(room(found.source))
-    ]
+    place = {name: number for number, name in enumerate(ROOMS)}
+    wrong = []
+    for found in imports(root):
+        source, target = room(found.source), room(found.target)
+        for name in (source, target):
+            if name and name not in place:
+                raise ValueError(
+                    f"{found.path}: expected a room of {', '.join(ROOMS)}, got {name!r}"
+                )
+        if source and (not target or place[target] > place[source]):
+            wrong.append(found)
+    return wrong
 
 
 def circles(root: Path = ROOT) -> list[list[str]]:

@@ -10,7 +10,6 @@ types, or sizes that coincide in another way cuts again.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import gcd, lcm, prod
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,8 @@ def shard(
     ]
     matrices = [(title, matrix_of(entry)) for title, entry in titles if entry is not None]
     # Loads onnxruntime, which `import onnxpar` and all other functions do without.
-    runtime = import_module("onnxpar.api.runtime")
+    from onnxpar.api import runtime
+
     count = _devices(devices, matrices, runtime.started())
     given = Given(inputs, outputs, plan, level, count, sliced, machine)
     return Sharded(source, given, runtime)

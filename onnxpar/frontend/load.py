@@ -21,7 +21,6 @@ from onnx_shape_inference import (
     SYM_DATA_KEY,
     OpUsageError,
     ShapeInferenceError,
-    infer_symbolic_shapes,
 )
 
 from onnxpar.core.errors import ModelError
@@ -39,7 +38,7 @@ from onnxpar.graph.body_captures import (
 from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
-from onnxpar.ops.inference import corrected_inference
+from onnxpar.ops.inference import infer_shapes
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
@@ -239,8 +238,7 @@ def _infer(model: ir.Model, opset: int) -> None:
     level = library.level
     library.setLevel(logging.ERROR)
     try:
-        with corrected_inference():
-            infer_symbolic_shapes(model, warn_on_missing=False, adopt_declared_symbols=False)
+        infer_shapes(model)
     except (ShapeInferenceError, OpUsageError, ValueError) as error:
         if "inference failed for" in str(error):
             # That says no reason; ONNX's own inference does.

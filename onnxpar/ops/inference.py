@@ -7,23 +7,19 @@ since the split of everything behind it follows from it.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from threading import RLock
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType, SimpleNamespace
 
 import onnx_ir as ir
 import sympy
-from onnx_shape_inference import (
-    OpShapeInferenceRegistry,
-    ShapeInferenceContext,
-    _registry,
-    registry,
-)
+from onnx_shape_inference import OpShapeInferenceRegistry, ShapeInferenceContext, registry
+from onnx_shape_inference import _engine as _library_engine
 
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 from onnxpar.ops.contrib_inference import INFERENCE, MICROSOFT
-from onnxpar.ops.control.inference import CONTROL
+from onnxpar.ops.control.inference import bodies_inference
 from onnxpar.ops.image import inference as image_inference
 from onnxpar.ops.quantized import inference as quantized_inference
 from onnxpar.ops.sizes.computed_sizes import EVALUATED, put_values
@@ -35,20 +31,39 @@ _FAR = 2**31 - 1
 _FEW = 64
 
 
-@contextmanager
-def corrected_inference() -> Iterator[None]:
-    """Lets the library infer with `CORRECTED` for the time of a call.
+class _Corrected:
+    """The functions of operators that are corrected; of all others what the library has by now.
 
-    Its engine takes no registry but looks up its own, which is one for the process and which others
-    may use: that one is not changed.
+    So shape inference that a user registers with the library is found, whenever that is done.
     """
-    with _LOCK:
-        own = _registry.registry
-        _registry.registry = CORRECTED
-        try:
-            yield
-        finally:
-            _registry.registry = own
+
+    def __init__(self) -> None:
+        self.own = OpShapeInferenceRegistry()
+
+    def collect(self) -> None:
+        """Loads the library's functions, as its engine asks for."""
+        registry.collect()
+
+    def get(self, domain: str, op_type: str, version: int) -> InferFn | None:
+        """Returns the function of an operator at a version of its domain, or None."""
+        source = self.own if self.own.has(domain, op_type) else registry
+        found: InferFn | None = source.get(domain, op_type, version)
+        return found
+
+
+def _engine(functions: _Corrected) -> ModuleType:
+    """A copy of the library's engine that looks functions up in the registry given.
+
+    The engine takes no registry: it looks up a global one, which other code of the process may use.
+    """
+    spec = spec_from_file_location(
+        f"{_library_engine.__name__}_of_onnxpar", _library_engine.__file__
+    )
+    assert spec is not None and spec.loader is not None
+    engine = module_from_spec(spec)
+    spec.loader.exec_module(engine)
+    setattr(engine, "_registry", SimpleNamespace(registry=functions))  # noqa: B010
+    return engine
 
 
 def infer_constant_of_shape(context: ShapeInferenceContext, node: ir.Node) -> None:
@@ -306,7 +321,6 @@ _SHAPES: tuple[tuple[str, int, InferFn], ...] = (
     *_wrapped(infer_broadcast, *_ARITHMETIC, *_COMPARISONS, *_BITS),
     *_wrapped(infer_expand, "Expand"),
     *_wrapped(infer_reshape, "Reshape"),
-    *CONTROL,
     *image_inference.CORRECTIONS,
     *_wrapped(infer_split, "Split"),
     *_wrapped(infer_pad, "Pad"),
@@ -329,21 +343,32 @@ def _with_values(infer: InferFn, context: ShapeInferenceContext, node: ir.Node) 
     put_values(context, node)
 
 
-def _corrected() -> OpShapeInferenceRegistry:
-    """The library's functions, with this module's in the place of those that they correct."""
-    found = OpShapeInferenceRegistry()
-    for domain, op_type, versions in registry.iter_supported():
-        for version in versions:
-            found.register(domain, op_type, version)(registry.get(domain, op_type, version))
-    for op_type, version, infer in _and_values():
-        found.register("", op_type, version)(infer)
+def _corrected() -> tuple[_Corrected, ModuleType]:
+    """The registry with this module's functions, and the engine that uses it."""
+    found = _Corrected()
+    engine = _engine(found)
+    corrections = (*_and_values(), *bodies_inference(engine._process_graph))
+    for op_type in {op_type for op_type, _, _ in corrections}:
+        for version in registry.version_boundaries("", op_type):
+            found.own.register("", op_type, version)(_library(op_type, version))
+    for op_type, version, infer in corrections:
+        found.own.register("", op_type, version)(infer)
     further = (*quantized_inference.INFERENCE, *image_inference.MICROSOFT)
     for op_type, infer in (*INFERENCE, *further):
-        found.register(MICROSOFT, op_type, 1)(infer)
-    return found
+        found.own.register(MICROSOFT, op_type, 1)(infer)
+    return found, engine
 
 
-CORRECTED = _corrected()
-"""The registry of shape inference functions that models are read with."""
+CORRECTED, _ENGINE = _corrected()
+"""The registry of the functions by which the shapes of models are inferred."""
 
-_LOCK = RLock()
+
+def infer_shapes(model: ir.Model) -> None:
+    """Infers the shapes of all values of a model, which is changed, with `CORRECTED`.
+
+    Raises:
+        ShapeInferenceError: A node's operands do not fit one another.
+        OpUsageError: A node is not what its operator allows.
+        ValueError: As these.
+    """
+    _ENGINE.infer_symbolic_shapes(model, warn_on_missing=False, adopt_declared_symbols=False)

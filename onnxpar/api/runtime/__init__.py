@@ -1,10 +1,10 @@
 """The seam from the transformer to the runtime: running, training and verifying what was divided.
 
 Takes artifact directories and the options of commands; gives exit codes and reports. Begin with
-`commands`. Importing a name loads onnxruntime and the collective library, so the command line
-imports this package when a command is called, and nothing else of `onnxpar` does. Each module is
-loaded when one of its names is first used: the transformer, which `verify` needs, takes a second
-that every rank of `mpirun onnxpar run` would spend in vain.
+`commands`. Importing a name loads onnxruntime and the collective library, so the commands and
+`onnxpar.shard` import this package when they are called. Each module is loaded when one of its
+names is first used: the transformer, which `verify` needs, takes a second that every rank of
+`mpirun onnxpar run` would spend in vain.
 """
 
 from importlib import import_module

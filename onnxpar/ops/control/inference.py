@@ -7,24 +7,26 @@ loop that may end early. Values that are operands only because a body captures t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext, _engine
+from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.symbols import as_dim, symbols_of
 from onnxpar.graph.body_captures import own_inputs
 
 InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
+BodyInferFn = Callable[..., object]
 Size = int | ir.SymbolicDim
 
 
-def infer_loop(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_loop(infer_body: BodyInferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Loop: the states' dims that a step leaves alone, and the trip count where it is certain."""
     body = node.attributes["body"].as_graph()
     initial = own_inputs(node)[2:]
     for value in body.inputs[:2]:
         value.shape = ir.Shape([])
-    _settle(context, body, initial, body.inputs[2:], body.outputs[1:])
+    _settle(infer_body, context, body, initial, body.inputs[2:], body.outputs[1:])
     _put_states(context, node, initial, body.outputs[1:])
     count = trip_count(context, node)
     for out, made in zip(
@@ -33,7 +35,7 @@ def infer_loop(context: ShapeInferenceContext, node: ir.Node) -> None:
         _put_stacked(context, out, made, 0, count)
 
 
-def infer_scan(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_scan(infer_body: BodyInferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Scan (since opset 9): the states' dims that a step leaves alone."""
     body = node.attributes["body"].as_graph()
     operands = own_inputs(node)
@@ -50,7 +52,9 @@ def infer_scan(context: ShapeInferenceContext, node: ir.Node) -> None:
             inner.type = inner.type or value.type
         else:
             inner.shape = None
-    _settle(context, body, operands[:states], body.inputs[:states], body.outputs[:states])
+    _settle(
+        infer_body, context, body, operands[:states], body.inputs[:states], body.outputs[:states]
+    )
     _put_states(context, node, operands[:states], body.outputs[:states])
     axes = _axes(node, "scan_output_axes", len(node.outputs) - states)
     for out, made, axis in zip(node.outputs[states:], body.outputs[states:], axes, strict=True):
@@ -91,6 +95,7 @@ def _axes(node: ir.Node, name: str, count: int) -> list[int]:
 
 
 def _settle(
+    infer_body: BodyInferFn,
     context: ShapeInferenceContext,
     body: ir.Graph,
     initial: Sequence[ir.Value | None],
@@ -104,7 +109,7 @@ def _settle(
             inner.type = value.type
     while True:
         _clear(body)
-        _engine._process_graph(context, body, warn_on_missing=False)
+        infer_body(context, body, warn_on_missing=False)
         changed = False
         for inner, after in zip(entering, leaving, strict=False):
             if inner.shape is None:
@@ -174,10 +179,17 @@ def _put_stacked(
     out.shape = ir.Shape(dims)
 
 
-CONTROL: tuple[tuple[str, int, InferFn], ...] = (
-    ("Loop", 1, infer_loop),
-    ("Scan", 9, infer_scan),
-)
+def bodies_inference(infer_body: BodyInferFn) -> tuple[tuple[str, int, InferFn], ...]:
+    """Returns the corrections of Loop and Scan.
+
+    Args:
+        infer_body: Infers the shapes of a body, as the library's engine does.
+    """
+    return (
+        ("Loop", 1, partial(infer_loop, infer_body)),
+        ("Scan", 9, partial(infer_scan, infer_body)),
+    )
+
 
 BRANCHES = {("", "If"): ("then_branch", "else_branch")}
 """Operators that choose by their first operand: the bodies for true and for false."""

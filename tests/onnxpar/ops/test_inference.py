@@ -7,12 +7,12 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
-from onnx_shape_inference import _registry, registry
+from onnx_shape_inference import ShapeInferenceContext, _registry, registry
 
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.symbols import Dim, Symbol, symbols_of
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.inference import CORRECTED, corrected_inference
+from onnxpar.ops.inference import CORRECTED
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 INT64_MAX, INT32_MAX = 2**63 - 1, 2**31 - 1
@@ -157,23 +157,49 @@ def test_a_range_of_numbers_that_were_sizes(
         assert [env.table.evaluate(size, {"seq": seq}) for seq in (3, 8)] == count
 
 
-def test_the_librarys_own_registry_is_as_it_was() -> None:
-    """Others in the process infer with it: their results, and a failure of ours, change nothing."""
+def analysed_slice() -> None:
+    text = "g (float[n] x, int64[1] end) => (float[m] y) { y = Slice(x, zero, end) }"
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "zero"))
+    analyse(ir.from_proto(proto), {})
+
+
+def test_the_librarys_own_registry_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others in the process infer with it, while we do and afterwards."""
     registry.collect()
     known = {
         (domain, op_type, version): registry.get(domain, op_type, version)
         for domain, op_type, versions in registry.iter_supported()
         for version in versions
     }
-    text = "g (float[n] x, int64[1] end) => (float[m] y) { y = Slice(x, zero, end) }"
-    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "zero"))
-    analyse(ir.from_proto(proto), {})
-    with pytest.raises(ValueError, match="inside"), corrected_inference():
-        assert _registry.registry is CORRECTED
-        raise ValueError("inside")
-    assert _registry.registry is registry
+    seen = []
+    during = CORRECTED.get
+
+    def watched(domain: str, op_type: str, version: int) -> object:
+        seen.append(_registry.registry)
+        return during(domain, op_type, version)
+
+    monkeypatch.setattr(CORRECTED, "get", watched)
+    analysed_slice()
+    assert seen and all(found is registry for found in seen)
     supported = {(d, o, v) for d, o, versions in registry.iter_supported() for v in versions}
     assert supported == set(known)
     assert all(registry.get(*key) is found for key, found in known.items())
     assert CORRECTED.get("", "Slice", 10) is not registry.get("", "Slice", 10)
+
+
+def test_what_a_user_registers_with_the_library_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever that is: also after a model has been read."""
+    analysed_slice()
+    for table in ("_registrations", "_cache", "_max_version"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+
+    @registry.register("user.domain", "Twice")
+    def infer_twice(context: ShapeInferenceContext, node: ir.Node) -> None:
+        value = node.inputs[0]
+        context.set_shape_and_dtype(node.outputs[0], value.shape, value.dtype)
+
+    text = "g (float[n] x) => (float[m] y) { h = user.domain.Twice(x) y = Relu(h) }"
+    head = '<ir_version: 10, opset_import: ["": 20, "user.domain": 1]>'
+    found = analyse(ir.from_proto(onnx.parser.parse_model(f"{head} {text}")), {})
+    assert str(found.env.shapes["y"]) == "(n,)"
