@@ -67,7 +67,7 @@ def pinned(analysed: Program, seeds: Seeds, seed: int) -> Seeds:
     draw = random.Random(f"pinned {seed}")
     mesh, share = seeds.mesh, draw.choice([0.1, 0.3, 0.6])
     nodes = {}
-    for name, rule in analysed.rules.rules.items():
+    for name, rule in analysed.rules.by_node.items():
         view = analysed.rules.views[name]
         if draw.random() > share or name in analysed.rules.reasons:
             continue

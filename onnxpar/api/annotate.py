@@ -20,7 +20,7 @@ from onnxpar.graph.validity import blamed_on_model
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, strategy_for
-from onnxpar.strategy.annotation_reader import bodies_of
+from onnxpar.strategy.annotation_reader import inner_graphs
 from onnxpar.strategy.annotation_writer import annotate_proto
 
 
@@ -122,7 +122,7 @@ def _differing(first: Plan, second: Plan) -> tuple[str, ...]:
 def _locations(proto: onnx.ModelProto) -> Iterator[str]:
     """The external files of a model, as it names them."""
     nodes = [*proto.graph.node, *(n for f in proto.functions for n in f.node)]
-    graphs = [proto.graph, *bodies_of(nodes)]
+    graphs = [proto.graph, *inner_graphs(nodes)]
     nodes += [node for graph in graphs[1:] for node in graph.node]
     tensors = [t for graph in graphs for t in graph.initializer]
     for sparse in (s for graph in graphs for s in graph.sparse_initializer):

@@ -20,7 +20,7 @@ from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.autodiff.recomputation.selection import Measure, recomputed
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
 from onnxpar.core.errors import RuleError
-from onnxpar.core.nearest_names import check_sizes
+from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol, dim_str
 from onnxpar.cost.cost_model import CostModel
@@ -37,7 +37,7 @@ from onnxpar.ops.random.draws import stop_dropping
 from onnxpar.parameters.recognise import Recognised
 from onnxpar.parameters.trainable import ParameterInfo, Selection
 from onnxpar.partition.partition import partition
-from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline, States
+from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms, States
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.propagate import propagate
 from onnxpar.search.decide import settled
@@ -77,7 +77,7 @@ class DividedTraining:
     source: ir.Model
     kept: Mapping[StateKind, int]
     strategy: Strategy
-    pipeline: Pipeline | None = None
+    pipeline: PipelinePrograms | None = None
 
 
 def divide_training(
@@ -136,7 +136,7 @@ def divide_training(
 
     program = _micro_batch(prepared, shards, places, strategy, device_bytes)
     evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
-    pipeline: Pipeline | None = None
+    pipeline: PipelinePrograms | None = None
     if staging is None:
         programs = (program, evaluation, *rest)
     else:
@@ -223,7 +223,7 @@ def _micro_batch(
         )
 
     again = strategy.recompute
-    check_sizes(dict(again.sizes), p.program.env.table, f"{again.where}: 'sizes'")
+    check_symbol_sizes(dict(again.sizes), p.program.env.table, f"{again.where}: 'sizes'")
     sizes = _sizes(strategy)
     machine = load_machine(strategy.search.machine)
     cost = CostModel(machine, shards.plan.mesh, p.program.env.table, sizes)
@@ -310,7 +310,7 @@ def _as_in_training(
     nodes = {}
     for node in program.graph:
         name = node.name or ""
-        found, rule = plan.nodes.get(name), program.rules.rules[name]
+        found, rule = plan.nodes.get(name), program.rules.by_node[name]
         # Of a loss the outputs may differ.
         if found is not None and found.pinned and found.rule.inputs == rule.inputs:
             out = tuple(plan.resharded.get(v.name or "") for v in node.outputs)

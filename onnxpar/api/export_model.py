@@ -17,7 +17,7 @@ import onnx_ir as ir
 from google.protobuf.message import EncodeError
 
 from onnxpar.core.errors import ArtifactError, ModelError
-from onnxpar.core.nearest_names import SHOWN, nearest
+from onnxpar.core.name_patterns import SHOWN, nearest
 from onnxpar.emit.manifest import dtype_name
 from onnxpar.frontend.load import in_memory, read
 from onnxpar.parameters.recognise import recognise

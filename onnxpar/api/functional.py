@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.errors import CallError, ModelError, OnnxparError, StrategyError
-from onnxpar.core.nearest_names import match
+from onnxpar.core.name_patterns import match
 from onnxpar.core.symbols import Symbol, as_dim, dim_symbol
 from onnxpar.emit import write
 from onnxpar.facts.program import Program

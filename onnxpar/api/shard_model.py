@@ -26,7 +26,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.partition.partition import partition
-from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
+from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import settled
@@ -122,7 +122,7 @@ class Divided:
     whole: PartitionedModel
     programs: tuple[PartitionedModel, ...]
     strategy: Strategy
-    pipeline: Pipeline | None = None
+    pipeline: PipelinePrograms | None = None
 
 
 def divide_model(

@@ -15,15 +15,15 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim
-from onnxpar.graph.builder import INT64
+from onnxpar.graph.builder import INT64, LOSS_WEIGHT
 from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.local_helpers import work_dtype
 
 LOSS = "onnxpar.loss"
-LOSS_WEIGHT = "onnxpar.loss_weight"
 CORRECT = "onnxpar.correct"
 LABELS = "labels"
 MIN_OPSET = 13
@@ -223,7 +223,7 @@ def _builder(model: ir.Model, scope: str) -> GlobalBuilder:
 
 
 def _opset(model: ir.Model) -> int:
-    return model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    return default_opset(model.opset_imports)
 
 
 def _new_input(

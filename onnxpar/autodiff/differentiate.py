@@ -19,7 +19,7 @@ from onnxpar.frontend.expand import expand_by_body
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import GRADIENT_OF, VIRTUAL_STAGE
-from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.node_view import NodeView, default_opset
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.grad_node import GradNode
@@ -87,8 +87,7 @@ class _Autodiff:
 
     def __post_init__(self) -> None:
         graph = self.model.graph
-        imports = self.model.opset_imports
-        self.opset = imports.get("", imports.get("ai.onnx", 1))
+        self.opset = default_opset(self.model.opset_imports)
         if self.opset < MIN_OPSET:
             raise ModelError(
                 f"gradients need opset {MIN_OPSET} at least, the model has {self.opset}"

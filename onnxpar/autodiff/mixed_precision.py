@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.graph.body_captures import bodies_of
+from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.local_helpers import FLOAT
 from onnxpar.ops.precision import half_operands
 
@@ -82,7 +83,7 @@ def compute_in(model: ir.Model, dtype: ir.DataType) -> int:
     Raises:
         ModelError: There is nothing that would be.
     """
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    opset = default_opset(model.opset_imports)
     return _Precision(model.graph, dtype, opset).run()
 
 

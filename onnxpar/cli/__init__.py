@@ -38,8 +38,8 @@ _SIGNALS = tuple(
 _INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 
 # Name on the command line -> module whose function `command` it is, or whose `app` has commands of
-# its own. Modules are imported here and
-# not found by scanning, so that nothing is registered by accident.
+# its own. Modules are named here and not found by scanning, so that nothing is registered by
+# accident.
 COMMANDS: tuple[tuple[str, str], ...] = (
     ("shard", "onnxpar.cli.shard"),
     ("annotate", "onnxpar.cli.annotate"),

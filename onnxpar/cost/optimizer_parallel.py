@@ -181,7 +181,7 @@ def _of_shards(
         return None
     if plan.nodes[name].pinned or any(v.name in plan.resharded for v in node.outputs):
         return None
-    (index,), rule, view = mine, rules.rules[name], rules.views[name]
+    (index,), rule, view = mine, rules.by_node[name], rules.views[name]
     shard, sizes = held[names[index] or ""], factor_sizes(rule, view)
     factors = project(rule.inputs[index], shard, sizes, plan.mesh, view.table, rule.scaled)
     if not set(factors) <= set(rule.splittable):

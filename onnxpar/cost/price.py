@@ -163,7 +163,7 @@ class _Pricing:
     def _node(self, node: ir.Node) -> NodePrice:
         name = node.name or ""
         rule, view, chosen = (
-            self.program.rules.rules[name],
+            self.program.rules.by_node[name],
             self.program.rules.views[name],
             self.plan.nodes[name],
         )

@@ -30,7 +30,12 @@ from onnxpar.graph.builder import (
     SYMBOL_PREFIX,
     Collective,
 )
-from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, Pipeline
+from onnxpar.partition.partitioned_model import (
+    GraphInput,
+    Parameter,
+    PartitionedModel,
+    PipelinePrograms,
+)
 
 SCHEMA = 1
 
@@ -48,7 +53,7 @@ def manifest(
     strategy: Mapping[str, Any],
     report: Mapping[str, Any],
     training: Mapping[str, Any] | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelinePrograms | None = None,
 ) -> Json:
     """Returns the manifest as plain data.
 

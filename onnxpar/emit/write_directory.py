@@ -16,7 +16,7 @@ from onnxpar.emit.manifest import manifest
 from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_files import Written, write_weights
 from onnxpar.emit.weight_layout import layout
-from onnxpar.partition.partitioned_model import Parameter, PartitionedModel, Pipeline
+from onnxpar.partition.partitioned_model import Parameter, PartitionedModel, PipelinePrograms
 
 MAX_PROTOBUF = 2**31 - 1
 """Bytes; the largest message that protobuf writes."""
@@ -38,7 +38,7 @@ def write(
     strategy_file: str | None = None,
     model_name: str,
     training: Mapping[str, Any] | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelinePrograms | None = None,
 ) -> None:
     """Writes programs of one mesh as an artifact directory, whole or not at all.
 

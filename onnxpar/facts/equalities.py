@@ -47,7 +47,7 @@ def assumed_equalities(program: Program) -> tuple[Equality, ...]:
     found: dict[frozenset[Dim], Equality] = {}
     for node in program.graph:
         name = node.name or ""
-        rule, view = rules.rules[name], rules.views[name]
+        rule, view = rules.by_node[name], rules.views[name]
         first: dict[str, Side] = {}
         for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=False)):
             if value is None or operand.mode:

@@ -25,8 +25,7 @@ def host_nodes(nodes: Sequence[ir.Node], given: Collection[ir.Value]) -> frozens
 
     A node is one where all that it reads is on the host, all that it gives is small, and some
     kernel reads that, or what an equal node gives, in host memory, directly or through other such
-    nodes. Bodies of control flow
-    are read, and decide nothing of their own nodes.
+    nodes. Bodies of control flow are read, and decide nothing of their own nodes.
 
     Args:
         nodes: The nodes of a graph in topological order.

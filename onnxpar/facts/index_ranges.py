@@ -65,7 +65,7 @@ def _known(sizes: Iterable[Dim], view: NodeView) -> bool:
 def _origin(value: ir.Value | None, rules: Rules) -> str | None:
     """Name of the value that has the same integers, before reshapes, transposes and casts."""
     while value is not None and (node := value.producer()) is not None:
-        rule, view = rules.rules[node.name or ""], rules.views[node.name or ""]
+        rule, view = rules.by_node[node.name or ""], rules.views[node.name or ""]
         if not (_is_integer(value) and _is_integer(node.inputs[0]) and _rearranges(rule, view)):
             return None
         value = node.inputs[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.registry import Registry
@@ -51,5 +52,4 @@ class Program:
     @property
     def opset(self) -> int:
         """Version of the default domain."""
-        opsets = self.model.opset_imports
-        return opsets.get("", opsets.get("ai.onnx", 1))
+        return default_opset(self.model.opset_imports)

@@ -16,7 +16,7 @@ from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import NOT_EXPANDED
-from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.node_view import NodeView, default_opset
 from onnxpar.graph.shapes import read_shapes, shapes
 from onnxpar.ops.body_node import (
     BodyNode,
@@ -165,7 +165,7 @@ def expand_by_body(
 
 
 def _opset(model: ir.Model) -> int:
-    return model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    return default_opset(model.opset_imports)
 
 
 def _between(graph: ir.Graph, variables: Iterable[ir.Value], end: ir.Value) -> list[ir.Node]:

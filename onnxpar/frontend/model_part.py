@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.frontend.load import load, normalise
 from onnxpar.graph.body_captures import every_node, uncapture
 

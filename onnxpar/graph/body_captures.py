@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-CAPTURED = "onnxpar.captured"
-"""Metadata key of a node: the number of its last operands that are there for its bodies alone."""
+from onnxpar.graph.metadata_keys import CAPTURED
+
 _GRAPH = ir.AttributeType.GRAPH
 
 

@@ -18,3 +18,6 @@ NOT_EXPANDED = "onnxpar.not_expanded"
 
 ANNOTATION = "onnxpar.annotation"
 """Metadata key of a model: what its strategy says beyond ONNX's multi-device fields, as JSON."""
+
+CAPTURED = "onnxpar.captured"
+"""Metadata key of a node: the number of its last operands that are there for its bodies alone."""

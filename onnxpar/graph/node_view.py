@@ -18,6 +18,11 @@ CONST_LIMIT = 65536
 """Elements; larger constants are weights, which no rule looks into."""
 
 
+def default_opset(opsets: Mapping[str, int]) -> int:
+    """Returns the version of the default domain, which has two names; 1 where it is not said."""
+    return opsets.get("", opsets.get("ai.onnx", 1))
+
+
 @dataclass(frozen=True)
 class BodyFacts:
     """A body of a node of control flow, and what is known of the nodes in it.
@@ -53,7 +58,7 @@ class NodeView:
     node: ir.Node
     env: ShapeEnv
     opset: int
-    bodies: Mapping[str, "BodyFacts"] = field(default_factory=dict, compare=False, repr=False)
+    bodies: Mapping[str, BodyFacts] = field(default_factory=dict, compare=False, repr=False)
     sizes: dict[Hashable, Mapping[str, Dim]] = field(
         default_factory=dict, compare=False, repr=False
     )

@@ -1,7 +1,7 @@
 """Shapes and dtypes of every value as expressions in the input symbols, and known integer contents.
 
 The inference itself is the `onnx-shape-inference` library's; this module reads its results into
-`Dim`s, and wraps a node and its facts in the `NodeView` that rules see.
+`Dim`s, for `onnxpar.graph.node_view` and all later rooms.
 """
 
 import json
@@ -15,8 +15,6 @@ from onnx_shape_inference import SYM_DATA_KEY
 
 from onnxpar.core.symbols import Dim, SymbolTable, as_dim
 from onnxpar.core.symbols.expressions import fraction
-
-CONST_LIMIT = 65536
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from onnxpar.core.errors import ModelError, NodeError, RuleError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.metadata_keys import NOT_EXPANDED
-from onnxpar.graph.node_view import BodyFacts, NodeView
+from onnxpar.graph.node_view import BodyFacts, NodeView, default_opset
 from onnxpar.graph.shapes import ShapeEnv, body_env
 from onnxpar.ops.fallback import replicated_rule, settle
 from onnxpar.ops.node_cost import CostFn
@@ -23,13 +23,13 @@ class Rules:
     """The rule of every node of a model, by node name.
 
     Attributes:
-        rules: The sharding rules.
+        by_node: The sharding rules.
         views: What the rules saw.
         reasons: For nodes that are computed replicated: why.
         ops: The operator definition of each node that has one and is not computed replicated.
     """
 
-    rules: Mapping[str, OpRule]
+    by_node: Mapping[str, OpRule]
     views: Mapping[str, NodeView]
     reasons: Mapping[str, str]
     ops: Mapping[str, OpDef]
@@ -71,7 +71,7 @@ def graph_rules(
     reasons: dict[str, str] = {}
     ops: dict[str, OpDef] = {}
     same: dict[OpRule, OpRule] = {}
-    default = opsets.get("", opsets.get("ai.onnx", 1))
+    default = default_opset(opsets)
     for node in nodes:
         name = node.name or ""
         view = views[name] = NodeView(node, env, default)
@@ -120,5 +120,5 @@ def with_bodies(view: NodeView, definition: OpDef | None, registry: Registry) ->
     for name, graph in bodies_of(view.node).items():
         env = body_env(graph, view.env)
         rules = graph_rules(graph, env, {"": view.opset}, registry)
-        found[name] = BodyFacts(graph, env, rules.rules, rules.views, rules.reasons)
+        found[name] = BodyFacts(graph, env, rules.by_node, rules.views, rules.reasons)
     return replace(view, bodies=found)

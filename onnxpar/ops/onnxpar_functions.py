@@ -17,6 +17,7 @@ import onnx.parser
 import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.node_view import default_opset
 
 VERSION = 1
 MIN_OPSET = 18
@@ -375,7 +376,7 @@ FUNCTIONS: Mapping[str, Function] = {
 
 def attach_functions(model: ir.Model) -> None:
     """Gives a model the functions that its nodes call. The model is changed."""
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    opset = default_opset(model.opset_imports)
     for node in model.graph:
         if node.domain != DOMAIN or node.op_identifier() in model.functions:
             continue

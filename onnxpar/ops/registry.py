@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnxpar.core.errors import RuleError
+from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.operator import OpDef
 
 
@@ -44,7 +45,7 @@ class Registry:
             opsets: Version of each domain; 1 where it is not said.
         """
         if node.domain in ("", "ai.onnx"):
-            version = opsets.get("", opsets.get("ai.onnx", 1))
+            version = default_opset(opsets)
         else:
             version = opsets.get(node.domain, 1)
         return self.find(node.domain, node.op_type, version)

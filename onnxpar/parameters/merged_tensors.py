@@ -12,7 +12,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxpar.core.nearest_names import SHOWN
+from onnxpar.core.name_patterns import SHOWN
 from onnxpar.ops.operand_roles import is_identity, is_scale_or_bias, is_statistic
 from onnxpar.parameters.origin import copy_of, free_name, is_floating, is_uniform, names_of, sizes
 

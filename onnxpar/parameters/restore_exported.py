@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.nearest_names import SHOWN
+from onnxpar.core.name_patterns import SHOWN
 from onnxpar.ops.operand_roles import applied, inverted, is_statistic, missing_bias
 from onnxpar.parameters.folded_tensors import dims, doubt, functions_of, order, overlap
 from onnxpar.parameters.origin import Origin, Role, copy_of, free_name, names_of, note_origin

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.core.nearest_names import SHOWN, nearest
+from onnxpar.core.name_patterns import SHOWN, nearest
 from onnxpar.ops.operand_roles import is_statistic, reads_elements
 from onnxpar.parameters.origin import Origin, Role, is_floating, origin_of, sizes
 

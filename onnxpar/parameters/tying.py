@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.ops.operand_roles import reshaped, transposed
 from onnxpar.parameters.origin import free_name, is_floating, is_uniform, names_of, sizes
 

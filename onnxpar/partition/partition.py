@@ -28,10 +28,9 @@ def partition(
         states: Which of its operands are buffers of the runtime.
         gathered: Values that are brought into another sharding anew for each node that reads them,
             so that what was brought there for one need not be kept for the next.
-        places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes of the
-        model
-            stand in the order of their places. A version of a value that one stage has made is
-            not used in another, which gets the value as it was made.
+        places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes stand
+            in the order of their places. A version of a value that one stage has made is not used
+            in another, which gets the value as it was made.
 
     Raises:
         ShardingError: A node cannot be written for the sharding the plan gives it.

@@ -137,7 +137,7 @@ class PartitionedModel:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelinePrograms:
     """How the programs of a directory make up a pipeline.
 
     Attributes:

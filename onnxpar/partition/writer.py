@@ -20,9 +20,10 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.facts.equalities import assumed_equalities
 from onnxpar.facts.index_ranges import demanded_ranges
 from onnxpar.facts.program import Program
-from onnxpar.graph.body_captures import CAPTURED, open_node, read_by
+from onnxpar.graph.body_captures import open_node, read_by
 from onnxpar.graph.builder import GENERATED, PLACE, GraphBuilder, ir_shape
 from onnxpar.graph.cleanup import remove_unused
+from onnxpar.graph.metadata_keys import CAPTURED
 from onnxpar.graph.padding_masks import mask_padding
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import NodePlan, Plan

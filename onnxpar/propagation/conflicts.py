@@ -120,7 +120,7 @@ class _Replay:
                 self.made[name] = plan.resharded.get(name, made)
         self.versions.update({n: (s,) for n, s in (*plan.inputs.items(), *plan.parameters.items())})
         self.joined = pending_hints(
-            nodes, self.rules.rules, plan.nodes, self.made, plan.mesh, self.env.table
+            nodes, self.rules.by_node, plan.nodes, self.made, plan.mesh, self.env.table
         ).joined
         # Nobody has read them yet: they lie as their first reader wants them.
         self.unread = set(plan.parameters)

@@ -1,10 +1,10 @@
 """What one round of propagation teaches the next about pending reductions.
 
-A node is divided by looking at its own operands, which is too short a sight for two things. A value
-that is pending and read twice may be passed on by both readers and end in two reductions where one
-at its origin would do (a norm written out in single operators reads the cotangent twice). And a
-product that could be left pending for nothing, since it is added to another that is pending anyway
-(the cotangents of queries, keys and values), looks as if it cost a reduction.
+A node is divided by looking at its own operands, which misses two things. A value that is pending
+and read twice may be passed on by both readers and end in two reductions where one at its origin
+would do (a norm written out in single operators reads the cotangent twice). And a product that
+could be left pending for nothing, since it is added to another that is pending anyway (the
+cotangents of queries, keys and values), looks as if it cost a reduction.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,10 +2,10 @@
 
 Forward over the nodes in topological order, each choosing by how its operands lie (`choose`); then
 once more with what later nodes turned out to want as further proposals, so that information flows
-in both directions, and again while something new is seen of pending reductions (`pending`).
+in both directions, and again while something new is seen of pending reductions (`partial_hints`).
 Parameters and values made only of parameters stay *free* until a node wants them, and take the
 sharding that it wants: laying out a weight costs nothing. The backward of a node that has a
-strategy is divided as the node is (`dual`).
+strategy is divided as the node is (`backward_dual`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class Alike:
 def alike(program: Program) -> Alike:
     """Returns what is the same in every plan of a program."""
     nodes, env, rules = list(program.graph), program.env, program.rules
-    parts = structure(nodes, rules.rules, rules.views, env.table)
+    parts = structure(nodes, rules.by_node, rules.views, env.table)
     numbers: dict[object, int] = {}
     kinds: dict[str, int] = {}
     for node in nodes:
@@ -68,7 +68,7 @@ def alike(program: Program) -> Alike:
             for v in (*node.inputs, *node.outputs)
         )
         name = node.name or ""
-        kinds[name] = numbers.setdefault((rules.rules[name], operands), len(numbers))
+        kinds[name] = numbers.setdefault((rules.by_node[name], operands), len(numbers))
     return Alike(parts, kinds)
 
 
@@ -101,7 +101,9 @@ def propagate(
         walk = _Walk(program, seeds, known, wishes, links or {}, decided, hints)
         plan = walk.run(nodes)
         wishes = _wishes(program, plan.nodes, seeds)
-        seen = hints | pending_hints(nodes, rules.rules, plan.nodes, walk.values, seeds.mesh, table)
+        seen = hints | pending_hints(
+            nodes, rules.by_node, plan.nodes, walk.values, seeds.mesh, table
+        )
         if number + 1 >= ROUNDS and seen == hints:
             break
         hints = seen
@@ -114,7 +116,7 @@ def _pinned(program: Program, seeds: Seeds) -> dict[str, NodePlan]:
         name = node.name or ""
         if name in seeds.nodes:
             plans[name] = shardings(
-                rules.rules[name],
+                rules.by_node[name],
                 rules.views[name],
                 seeds.nodes[name].factors,
                 seeds.mesh,
@@ -130,7 +132,7 @@ def _wishes(program: Program, plans: Mapping[str, NodePlan], seeds: Seeds) -> di
     rules = program.rules
     for node in reversed(program.graph):
         name = node.name or ""
-        rule, view = rules.rules[name], rules.views[name]
+        rule, view = rules.by_node[name], rules.views[name]
         plan = plans.get(name)
         if plan is not None:
             wanted: Sequence[Sharding | None] = plan.inputs
@@ -221,7 +223,7 @@ class _Walk:
 
     def _visit(self, node: ir.Node) -> None:
         name = node.name or ""
-        rule, view = self.rules.rules[name], self.rules.views[name]
+        rule, view = self.rules.by_node[name], self.rules.views[name]
         seed = self.seeds.nodes.get(name)
         if seed is not None:
             plan = shardings(
@@ -367,7 +369,7 @@ class _Walk:
             whole = Sharding.replicated(self.env.shapes[name])
             self.values[name] = (want or whole).with_partial(()).canonical(mesh, table)
             return
-        rule, view = self.rules.rules[node.name or ""], self.rules.views[node.name or ""]
+        rule, view = self.rules.by_node[node.name or ""], self.rules.views[node.name or ""]
         factors = {}
         if want is not None:
             sizes = factor_sizes(rule, view)

@@ -6,6 +6,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
+from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.device.cuda_kernels import table_version, type_name, why_on_host
 
 Json = dict[str, Any]
@@ -34,7 +35,7 @@ def device_data(programs: Mapping[str, ir.Model]) -> Json:
 
 def _of_model(model: ir.Model) -> Json:
     opsets = {**model.opset_imports}
-    opsets[""] = opsets.get("", opsets.get("ai.onnx", 1))
+    opsets[""] = default_opset(opsets)
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     marked = {node for node in nodes if node.metadata_props.get(LAYER) == HOST}
     if not marked:

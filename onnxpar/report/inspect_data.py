@@ -295,7 +295,7 @@ def _value(value: ir.Value, env: ShapeEnv) -> Json:
 
 def _rule(node: ir.Node, rules: Rules) -> Json:
     name = node.name or ""
-    rule, view = rules.rules[name], rules.views[name]
+    rule, view = rules.by_node[name], rules.views[name]
     reason = rules.reasons.get(name, "")
     sizes: Mapping[str, Dim] = {} if reason else factor_sizes(rule, view)
     operands = [

@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
-from onnxpar.core.nearest_names import check_sizes
+from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
@@ -22,7 +22,7 @@ from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import assigned
 from onnxpar.stages.stage_price import PipelineSplit, StagedPrice
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.resolve import resolve
+from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.save import strategy_data
 from onnxpar.strategy.schema import SEARCH, Strategy
 
@@ -83,7 +83,7 @@ def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol
 
 
 def _check_sizes(strategy: Strategy, workload: Workload) -> None:
-    check_sizes(
+    check_symbol_sizes(
         strategy.search.sizes, workload.program.env.table, f"{strategy.source}: sizes to plan for"
     )
 

@@ -5,7 +5,7 @@ neighbours, the least (dynamic programming; Bertelè & Brioschi 1972, Dechter 19
 exponential in the width of the graph only, which for a chain of layers is small however long the
 chain, and linear in the number of variables. What is eliminated again in the next layer, with equal
 tables, is looked up. Where variables are left whose tables would be large, their options are first
-thinned out by bounds (`bound`).
+thinned out by bounds (`lower_bound`).
 """
 
 import heapq

@@ -16,7 +16,7 @@ from onnxpar.stages.assign_stages import between_stages
 from onnxpar.stages.cut_chain import chain_of, floating
 from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
 from onnxpar.strategy.presets import load_strategy
-from onnxpar.strategy.resolve import resolve
+from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import PIPELINE_AXIS, Strategy
 
 FOUND = "found"

@@ -134,8 +134,8 @@ def flow(
     """
     model, env, rules = program.model, program.env, program.rules
     nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
-    parts = structure(nodes, rules.rules, rules.views, env.table)
-    parts = merged(nodes, rules.rules, rules.views, env.table, parts)
+    parts = structure(nodes, rules.by_node, rules.views, env.table)
+    parts = merged(nodes, rules.by_node, rules.views, env.table, parts)
     saved = _saved(program)
     varying: set[str] = set(trained)
     weighty = set(trained)
@@ -150,7 +150,7 @@ def flow(
     made: dict[str, tuple[int, int]] = {}
     for index, node in enumerate(nodes):
         name = node.name or ""
-        rule, view = rules.rules[name], rules.views[name]
+        rule, view = rules.by_node[name], rules.views[name]
         names = [v.name or "" if v is not None else "" for v in node.inputs]
         moves = any(n in varying for n in names)
         for position, out in enumerate(node.outputs):

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.machine import Link, Machine
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.nearest_names import match
+from onnxpar.core.name_patterns import match
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import shardings
@@ -91,7 +91,7 @@ def _costs(strategy: Strategy, program: Program, nodes: Sequence[ir.Node]) -> Co
     crossing: dict[str, float] = {}
     for node in nodes:
         name = node.name or ""
-        rule, view = rules.rules[name], rules.views[name]
+        rule, view = rules.by_node[name], rules.views[name]
         plan = shardings(rule, view, {}, mesh)
         seconds[name] = cost.node(rule, view, plan, rules.costs.get(name)).seconds
         for value in node.outputs:

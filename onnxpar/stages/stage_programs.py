@@ -12,7 +12,7 @@ from onnxpar.facts.program import Program
 from onnxpar.graph.pipeline_places import Copy, Places, virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.partition.partitioned_model import PartitionedModel, Pipeline
+from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
 from onnxpar.stages.assign_stages import decide_virtual_stages
 from onnxpar.stages.cut_chain import chain_of, floating, known_virtual_stages, where_needed
@@ -151,7 +151,7 @@ class Staging:
 
     def pipeline(
         self, split: Sequence["SplitProgram"], updates: Sequence[PartitionedModel] = ()
-    ) -> Pipeline:
+    ) -> PipelinePrograms:
         """Returns what the manifest says of the pipeline.
 
         Args:
@@ -168,7 +168,7 @@ class Staging:
             "micro_batches": self.entry.micro_batches or self.entry.stages,
             "programs": programs,
         }
-        return Pipeline(tuple(s.whole for s in split), entry, self.assign)
+        return PipelinePrograms(tuple(s.whole for s in split), entry, self.assign)
 
 
 @dataclass(frozen=True)

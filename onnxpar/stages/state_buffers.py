@@ -171,7 +171,7 @@ class Buffers:
             source = first.name or "" if first is not None else ""
             if source in update.reduced and node.outputs[0].name == update.reduced[source]:
                 title = node.name or ""
-                rule, view = program.rules.rules[title], program.rules.views[title]
+                rule, view = program.rules.by_node[title], program.rules.views[title]
                 shard = self.shards.moment(parameters[source])
                 sizes = factor_sizes(rule, view)
                 factors = project(rule.inputs[0], shard, sizes, mesh, env.table)

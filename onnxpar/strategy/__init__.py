@@ -7,7 +7,7 @@ annotations.
 """
 
 from onnxpar.strategy.presets import load_strategy, strategy_for
-from onnxpar.strategy.resolve import resolve, resolved
+from onnxpar.strategy.resolve_strategy import resolve, resolved
 from onnxpar.strategy.schema import NodeEntry, Strategy
 
 __all__ = ["NodeEntry", "Strategy", "load_strategy", "resolve", "resolved", "strategy_for"]

@@ -10,8 +10,8 @@ of (see `onnxpar.stages.cut_chain`); the devices of a stage are neighbours, thos
 What the fields have no place for stands in the model's metadata under `ANNOTATION`, written by
 `onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and
 parameters lie before a node reads them, the schedule of a pipeline, and which nodes the user spoke
-of. Values that wait for a
-reduction cannot be said; they follow from the operands (see `onnxpar.strategy.annotation_seeds`).
+of. Values that wait for a reduction cannot be said; they follow from the operands (see
+`onnxpar.strategy.annotation_seeds`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +83,7 @@ DeviceRuns = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
 `(pieces, devices between neighbours)`, outermost first."""
 
 
-class Schedule(BaseModel):
+class AnnotatedSchedule(BaseModel):
     """How a pipeline runs, as in a strategy file.
 
     Attributes:
@@ -123,7 +123,7 @@ class Extras(BaseModel):
     parameters: dict[str, DeviceRuns] = {}
     pinned: list[str] | None = None
     carried: list[str] | None = None
-    pipeline: Schedule | None = None
+    pipeline: AnnotatedSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -232,11 +232,11 @@ def _of_memory(node: ir.Node) -> _Node:
 def _nodes_of_bodies(model: onnx.ModelProto) -> Iterable[onnx.NodeProto]:
     inner = [node for function in model.functions for node in function.node]
     yield from inner
-    for graph in bodies_of((*inner, *model.graph.node)):
+    for graph in inner_graphs((*inner, *model.graph.node)):
         yield from graph.node
 
 
-def bodies_of(nodes: Iterable[onnx.NodeProto]) -> Iterable[onnx.GraphProto]:
+def inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterable[onnx.GraphProto]:
     """Returns the graphs that are attributes of nodes, and those within them."""
     waiting = list(nodes)
     while waiting:

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import MeshError, ShardingError, StrategyError, SymbolError
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Component, DimSharding, Sharding, canonical_dim
 from onnxpar.core.symbols import Dim, as_dim, dim_str
@@ -317,7 +317,7 @@ class _Reader:
     def node(
         self, mesh: Mesh, item: _Annotated, view: NodeView, pending: dict[str, PartialSum]
     ) -> NodeSeed:
-        rule = self.rules.rules[view.name]
+        rule = self.rules.by_node[view.name]
         if view.name in self.rules.reasons and any(s.split_atoms for s in item.tensors.values()):
             raise StrategyError(
                 f"{item.title}: it cannot be divided, every device computes it whole: "

@@ -24,10 +24,10 @@ from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.strategy.annotation_reader import (
     MIN_IR_VERSION,
+    AnnotatedSchedule,
     DeviceRuns,
     Extras,
-    Schedule,
-    bodies_of,
+    inner_graphs,
 )
 from onnxpar.strategy.annotation_seeds import runs_of
 from onnxpar.strategy.expanded_nodes import bodies_by_results
@@ -88,7 +88,7 @@ def annotate_proto(
         pinned=None if len(pinned) == len(plan.nodes) else pinned,
         pipeline=None
         if pipeline is None
-        else Schedule(
+        else AnnotatedSchedule(
             schedule=pipeline.schedule,
             micro_batches=pipeline.micro_batches,
             chunks=pipeline.chunks,
@@ -101,7 +101,7 @@ def annotate_proto(
 def _forget(proto: onnx.ModelProto) -> None:
     proto.ClearField("configuration")
     inner = [node for function in proto.functions for node in function.node]
-    for graph in bodies_of((*inner, *proto.graph.node)):
+    for graph in inner_graphs((*inner, *proto.graph.node)):
         inner += graph.node
     for node in (*inner, *proto.graph.node):
         node.ClearField("device_configurations")

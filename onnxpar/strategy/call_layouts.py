@@ -86,7 +86,7 @@ def read_together(
     nodes: dict[str, NodeEntry] = {}
     taken: set[str] = set()
     for name, view in rules.views.items():
-        rule = rules.rules[name]
+        rule = rules.by_node[name]
         given: dict[int, TensorEntry] = {}
         for index, (value, operand) in enumerate(zip(view.node.inputs, rule.inputs, strict=False)):
             entry = entries.get((value.name or "") if value is not None else "")
@@ -127,7 +127,7 @@ def followed(
     for name, view in rules.views.items():
         if name in seeds.nodes or name in rules.reasons:
             continue
-        rule = rules.rules[name]
+        rule = rules.by_node[name]
         sizes = factor_sizes(rule, view)
         factors: dict[str, DimSharding] = {}
         for value, operand in zip(view.node.inputs, rule.inputs, strict=False):
@@ -152,7 +152,7 @@ def followed(
 
 def made_by(seeds: Seeds, rules: Rules, gate: str) -> Sharding:
     """Returns how the output lies of a node that has a strategy and hands one value on."""
-    view, rule = rules.views[gate], rules.rules[gate]
+    view, rule = rules.views[gate], rules.by_node[gate]
     sizes = factor_sizes(rule, view)
     return operand_sharding(rule.outputs[0], view.out_shape(0), seeds.nodes[gate].factors, sizes)
 
@@ -168,7 +168,7 @@ def left_as_given(seeds: Seeds, rules: Rules, gates: Sequence[str], *, sliced: b
     """
     nodes: dict[str, NodeSeed] = {}
     for name in gates:
-        view, rule = rules.views[name], rules.rules[name]
+        view, rule = rules.views[name], rules.by_node[name]
         factors: dict[str, DimSharding] = {}
         shape = rule.inputs[0].dims and view.shape(0)
         if sliced and shape and shape[0] != 1 and name not in rules.reasons:

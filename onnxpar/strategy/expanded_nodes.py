@@ -92,7 +92,7 @@ class Replaced:
         inputs = {name: laid(mesh) for name, laid in self.inputs.items()}
         outputs = {name: laid(mesh) for name, laid in self.outputs.items()}
         for view in self.views:
-            factors = _factors(rules.rules[view.name], view, inputs, outputs, mesh)
+            factors = _factors(rules.by_node[view.name], view, inputs, outputs, mesh)
             made = tuple(outputs.get(v.name or "") for v in view.node.outputs)
             if factors or any(made):
                 yield NodeSeed(view.name, factors, made, self.where)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from onnxpar.core.errors import MachineError
 from onnxpar.core.machine import PRESETS, Link, Machine, parse_bytes
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar.strategy.yaml_document import read_document
 

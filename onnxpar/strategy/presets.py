@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import StrategyError
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.annotation_reader import read_annotation
 from onnxpar.strategy.schema import DATA_AXIS, PARAMETER_AXIS, PIPELINE_AXIS, Strategy
 

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.machine import parse_bytes
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 
 KEEP, AGAIN = "keep", "recompute"
 COMMUNICATION = (KEEP, AGAIN)

@@ -170,7 +170,7 @@ def symbol_data(symbol: Symbol) -> dict[str, Any]:
 
 
 def _seed(seed: NodeSeed, rules: Rules, mesh: Mesh) -> dict[str, Any]:
-    rule, view = rules.rules[seed.node], rules.views[seed.node]
+    rule, view = rules.by_node[seed.node], rules.views[seed.node]
     sizes = factor_sizes(rule, view)
     inputs = [
         operand_sharding(operand, view.shape(i), seed.factors, sizes, rule.scaled)

@@ -22,7 +22,7 @@ from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import WHOLE
 from onnxpar.core.machine import parse_bytes
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, OptimizerParallel
 from onnxpar.graph.metadata_keys import ANNOTATION

@@ -239,7 +239,7 @@ def seeds(known: Program, mesh: Mesh) -> Iterator[Seeds]:
     propagation.
     """
     everything = tuple(range(len(mesh.atoms)))
-    for name, rule in known.rules.rules.items():
+    for name, rule in known.rules.by_node.items():
         sizes = factor_sizes(rule, known.rules.views[name])
         factors = [f for f in rule.splittable if f in sizes and sizes[f] != 1]
         for one in factors:
@@ -256,7 +256,7 @@ def seeds(known: Program, mesh: Mesh) -> Iterator[Seeds]:
 
 def _seed(known: Program, mesh: Mesh, name: str, split: Mapping[str, DimSharding]) -> Seeds:
     view = known.rules.views[name]
-    plan = shardings(known.rules.rules[name], view, split, mesh)
+    plan = shardings(known.rules.by_node[name], view, split, mesh)
     graph = set(known.model.graph.inputs)
     inputs = {
         value.name or "": sharding
@@ -339,7 +339,7 @@ def _best(case: Case) -> tuple[Case, Program]:
 def _splittable(known: Program) -> int:
     return sum(
         factor_sizes(rule, known.rules.views[name]).get(f) not in (1, None)
-        for name, rule in known.rules.rules.items()
+        for name, rule in known.rules.by_node.items()
         for f in rule.splittable
     )
 
@@ -395,7 +395,7 @@ def _examine(
 
 
 def _why(known: Program, name: str) -> str:
-    rule, view = known.rules.rules[name], known.rules.views[name]
+    rule, view = known.rules.by_node[name], known.rules.views[name]
     sizes = factor_sizes(rule, view)
     if not rule.factors:
         return "its rule has no factor"

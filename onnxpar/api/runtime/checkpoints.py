@@ -5,8 +5,6 @@ from pathlib import Path
 from onnxpar_runtime.checkpoint import reshard
 from onnxpar_runtime.checkpoint.reshard import Made
 
-ONNX = ".onnx"
-
 
 def reshard_checkpoint(source: Path, target: Path, to: Path, *, verify: bool) -> str:
     """Writes a checkpoint as the ranks of an artifact directory hold it; returns what to tell.

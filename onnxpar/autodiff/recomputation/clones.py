@@ -83,7 +83,7 @@ class _Recompute:
         env, rules = old.env, old.rules
         self.shapes, self.contents = dict(env.shapes), dict(env.contents)
         self.env = ShapeEnv(self.shapes, self.contents, env.table)
-        self.rules, self.reasons = dict(rules.rules), dict(rules.reasons)
+        self.rules, self.reasons = dict(rules.by_node), dict(rules.reasons)
         self.ops = dict(rules.ops)
         self.plans = dict(self.old.plan.nodes)
         self.resharded = dict(self.old.plan.resharded)

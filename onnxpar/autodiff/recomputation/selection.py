@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from onnxpar.autodiff.recomputation.candidates import ForwardPass, Loads, by_cost
 from onnxpar.autodiff.recomputation.clones import Planned, Recomputation, recompute
 from onnxpar.core.errors import StrategyError
-from onnxpar.core.nearest_names import nearest
+from onnxpar.core.name_patterns import nearest
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.price import price
 from onnxpar.facts.layers import find_layers

@@ -1,6 +1,6 @@
 """The rule of a node with bodies, from the rules of the nodes in them.
 
-The factors of all nodes of a body are put together dim by dim (see `dim_parts`), through the
+The factors of all nodes of a body are put together dim by dim (see `unified_dims`), through the
 bodies' inputs and results and through what they capture: a part of a dim that every node lets be
 split alike is a factor of the whole node. A sum over such a part (or a maximum, and so on) may stay
 pending to the end of the body where all that reads it is linear; it is then pending in the results

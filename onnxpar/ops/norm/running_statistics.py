@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxpar.graph.builder import GENERATED
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
+from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.local_helpers import work_dtype
 from onnxpar.ops.operand_roles import is_statistic
@@ -83,7 +84,7 @@ def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefi
     """
     graph = model.graph
     frozen = frozenset(frozen)
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    opset = default_opset(model.opset_imports)
     builder = GlobalBuilder.over(graph, opset, env)
     latest: dict[str, ir.Value] = {}
     for node in list(graph):

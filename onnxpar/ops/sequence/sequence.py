@@ -20,7 +20,7 @@ from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.metadata_keys import EXPANDED_FROM
-from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.node_view import NodeView, default_opset
 from onnxpar.ops.body_node import origin
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
 
@@ -46,7 +46,7 @@ def fold_sequences(model: ir.Model) -> bool:
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     if not any(n.domain in ("", "ai.onnx") and n.op_type in _MAKERS for n in nodes):
         return False
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    opset = default_opset(model.opset_imports)
     names = {v.name or "" for v in model.graph.initializers.values()}
     names |= {n.name or "" for n in nodes} | {v.name or "" for n in nodes for v in n.outputs}
     fold = _Fold(opset, names)

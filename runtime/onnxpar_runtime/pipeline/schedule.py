@@ -132,7 +132,7 @@ class Schedule:
     """The computations of every rank of a pipeline, in order.
 
     Attributes:
-        name: The schedule's name, as in `schedules.SCHEDULES`.
+        name: The schedule's name, as in `schedule_kinds.SCHEDULES`.
         stages: Number of ranks of the pipeline, p.
         micro_batches: Number of micro-batches, m.
         chunks: Number of virtual stages on each rank, v.

@@ -13,7 +13,7 @@ from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.batches import TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
-from onnxpar_runtime.training.learning_rate import Schedule
+from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.trainer import Trainer
 
 Told = Callable[[Progress], None]
@@ -44,7 +44,7 @@ class Saving:
 
 
 def described(
-    name: str, data: TrainingData, hyper: Hyperparameters, schedule: Schedule
+    name: str, data: TrainingData, hyper: Hyperparameters, schedule: LearningRateSchedule
 ) -> dict[str, Any]:
     """Returns what a run is to do, as a checkpoint tells it.
 

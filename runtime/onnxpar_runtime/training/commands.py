@@ -33,7 +33,7 @@ from onnxpar_runtime.training.batches import (
 )
 from onnxpar_runtime.training.checkpoints import Saving, Told, described, resume, saving
 from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
-from onnxpar_runtime.training.learning_rate import Schedule
+from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import (
@@ -141,7 +141,7 @@ class _Prepared:
     data: TrainingData
     evaluation: EvaluationData | None
     hyper: Hyperparameters
-    schedule: Schedule
+    schedule: LearningRateSchedule
     run: dict[str, Any]
 
 
@@ -307,7 +307,7 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     held_out = None
     if wanted.evaluates:
         held_out = _held_out(manifest, rank, wanted)
-    schedule = Schedule(wanted.lr, wanted.schedule, wanted.warmup, total)
+    schedule = LearningRateSchedule(wanted.lr, wanted.schedule, wanted.warmup, total)
     if wanted.trace is not None:
         if manifest.pipeline is None:
             raise LaunchError(f"--trace: {manifest.directory} has no stages of which it could tell")

@@ -22,7 +22,7 @@ KINDS = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """A learning-rate schedule.
 
     Attributes:

@@ -18,7 +18,7 @@ from onnxpar_runtime.errors import (
 )
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
-from onnxpar_runtime.training.learning_rate import Schedule
+from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, StepRecord
 from onnxpar_runtime.training.sources import Batch, Stream
 
@@ -137,7 +137,7 @@ def fit(
     trainer: Trains,
     data: TrainingData,
     hyper: Hyperparameters,
-    schedule: Schedule,
+    schedule: LearningRateSchedule,
     reporter: Reporter,
     *,
     epochs: int | None = None,

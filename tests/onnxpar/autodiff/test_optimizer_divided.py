@@ -88,7 +88,7 @@ def divided(update: StateProgram) -> PartitionedModel:
         for gradient, reduced in update.reduced.items():
             if made == reduced:
                 name = node.name or ""
-                rule, view = rules.rules[name], rules.views[name]
+                rule, view = rules.by_node[name], rules.views[name]
                 whole = held[gradient].with_partial(())
                 factors = project(rule.inputs[0], whole, factor_sizes(rule, view), MESH, env.table)
                 nodes[name] = NodeSeed(name, factors)

@@ -372,7 +372,7 @@ class GradProgram:
         program = Program.of(model, done.env, case.registry)
         reasons = program.rules.reasons
         assert not reasons, f"{case}: replicated {dict(reasons)}"
-        split = SplitNode(own.rules[name], own.views[name])
+        split = SplitNode(own.by_node[name], own.views[name])
         return GradProgram(program, done, split, forward, backward, parameters, weights)
 
     def assignments(self, mesh: Mesh) -> Iterator[Factors]:
@@ -403,7 +403,7 @@ class GradProgram:
             for v in self.model.graph.inputs
             if v.name in given
         }
-        nodes = {name: NodeSeed(name, factors)} if name in self.rules.rules else {}
+        nodes = {name: NodeSeed(name, factors)} if name in self.rules.by_node else {}
         seeds = Seeds(mesh, nodes, inputs)
         planned = propagate(self.program, seeds, self.done.links)
         builder = GraphBuilder(mesh, self.env.table, self.model.opset_imports[""])

@@ -139,7 +139,7 @@ def test_squeeze_without_axes_is_refused_where_a_dim_may_be_1_at_run_time() -> N
     with pytest.raises(SymbolError, match=r"'r' \(Squeeze\).*dim 0 \(batch\).*min: 2.*axes"):
         analyse(ir.from_proto(model), {})
     analysed = analyse(ir.from_proto(model), {"batch": Symbol(min=2)})
-    assert format_rule(analysed.rules.rules["r"]).startswith("a 1 c -> a c;")
+    assert format_rule(analysed.rules.by_node["r"]).startswith("a 1 c -> a c;")
 
 
 def test_squeeze_without_axes_of_a_size_that_depends_on_data_is_refused() -> None:
@@ -159,8 +159,8 @@ def test_a_size_that_depends_on_data_is_whole() -> None:
         [cast] y = Cast <to=1> (t)
       }"""
     analysed = analyse(ir.from_proto(onnx.parser.parse_model(text)), {})
-    assert analysed.rules.rules["cast"].kinds["a"] == "whole"
-    assert analysed.rules.rules["cast"].kinds["b"] == "parallel"
+    assert analysed.rules.by_node["cast"].kinds["a"] == "whole"
+    assert analysed.rules.by_node["cast"].kinds["b"] == "parallel"
     assert set(analysed.rules.reasons) == {"found"}
 
 

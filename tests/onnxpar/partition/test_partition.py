@@ -120,7 +120,7 @@ def test_every_model_on_four_data_ranks_without_constraints(batch: int) -> None:
 
 
 def numeric(analysed: Program, mesh: Mesh, name: str, **atoms: tuple[int, ...]) -> NodeSeed:
-    rule = analysed.rules.rules[name]
+    rule = analysed.rules.by_node[name]
     view = analysed.rules.views[name]
     sizes = {
         factor: size

@@ -70,7 +70,7 @@ def test_rows_stay_split_through_two_products(tmp_path: Path, algorithm: str) ->
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_around_a_first_product_that_is_pinned_to_columns(tmp_path: Path, algorithm: str) -> None:
     program = products(tmp_path, [32768, 1024], [1024, 1024], [1024, 1024])
-    factor = program.rules.rules["m0"].inputs[1].dims[1][0]
+    factor = program.rules.by_node["m0"].inputs[1].dims[1][0]
     pin = NodeSeed("m0", {factor: (Component(1024, (0, 1, 2)),)})
     spec = SearchSpec(PRESETS["a100"], algorithm)
     _, plan = search(program, spec, Seeds(Mesh.of({"x": 8}), {"m0": pin}))
@@ -175,7 +175,7 @@ def test_what_is_pinned_keeps_its_devices(
     program = products(tmp_path, [36, 36], [36, 36])
     mesh = Mesh.refine(6, [matrix])
     (rows, columns) = mesh.matrix(matrix)
-    ((m,), (n,)) = program.rules.rules["m0"].outputs[0].dims
+    ((m,), (n,)) = program.rules.by_node["m0"].outputs[0].dims
     factors = {m: (Component(36, rows),), n: (Component(36, columns),)}
     start = Seeds(mesh, {"m0": NodeSeed("m0", factors)})
     _, plan = search(program, SearchSpec(PRESETS["cpu"], algorithm), start)

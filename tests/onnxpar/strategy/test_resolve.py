@@ -15,7 +15,7 @@ from onnxpar.api.shard_model import analyse, divide
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.layout import Layout, TensorLayout
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.nearest_names import match
+from onnxpar.core.name_patterns import match
 from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import Seeds
 from onnxpar.partition.partitioned_model import PartitionedModel

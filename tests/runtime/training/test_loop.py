@@ -21,7 +21,7 @@ from onnxpar_runtime.training.batches import (
     training_data,
 )
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
-from onnxpar_runtime.training.learning_rate import Schedule
+from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, samples
@@ -52,7 +52,7 @@ def evaluation_of(group: TrainerGroup, source: Any, **options: Any) -> Evaluatio
 def fitted(
     group: TrainerGroup,
     data: TrainingData,
-    schedule: Schedule,
+    schedule: LearningRateSchedule,
     log: Path | None = None,
     out: io.StringIO | None = None,
     **options: Any,
@@ -72,7 +72,7 @@ def fitted(
 def test_equals_one_device(tmp_path: Path, ranks: int, accumulate: int) -> None:
     reference, losses = Reference(), []
     everything = batch_of(17, 3)
-    schedule = Schedule(0.2, "cosine", warmup=2, total=15)
+    schedule = LearningRateSchedule(0.2, "cosine", warmup=2, total=15)
     for epoch in (1, 2, 3):
         indices = order(17, 5, epoch)
         for start in range(0, 17, 4):
@@ -109,7 +109,7 @@ def test_how_many_steps(
     with TrainerGroup(regression(tmp_path / "a")) as group:
         data = data_of(group, made(group, 12), batch=4)
         assert total_steps(data, epochs, steps) == expected[1]
-        result = fitted(group, data, Schedule(0.1), epochs=epochs, steps=steps)
+        result = fitted(group, data, LearningRateSchedule(0.1), epochs=epochs, steps=steps)
     assert (result.epochs, result.steps) == expected
 
 
@@ -148,7 +148,7 @@ def test_evaluation_after_each_epoch(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
         data = data_of(group, made(group, 8), batch=4)
         held_out = evaluation_of(group, made(group, 6), batch=4)
-        fitted(group, data, Schedule(0.1), out=out, epochs=2, evaluation=held_out)
+        fitted(group, data, LearningRateSchedule(0.1), out=out, epochs=2, evaluation=held_out)
         last = group.each(lambda rank: evaluate(group.members[rank], held_out))[0]
     lines = [line for line in out.getvalue().splitlines() if "evaluated" in line]
     assert [line.split(":")[1].split()[0] for line in lines] == ["1", "2"]
@@ -172,7 +172,7 @@ def test_a_stream(tmp_path: Path) -> None:
     batches = [batch_of(4, 1), batch_of(5, 2)]
     with TrainerGroup(regression(tmp_path / "a")) as group:
         data = data_of(group, stream(*batches), batch=None)
-        result = fitted(group, data, Schedule(0.1), epochs=2)
+        result = fitted(group, data, LearningRateSchedule(0.1), epochs=2)
         weight = group.gather("w")
     for step, batch in enumerate(batches * 2, 1):
         reference.step(batch, HYPER.at(step, 0.1))
@@ -186,7 +186,7 @@ def test_a_stream_of_a_part_for_each_data_rank(tmp_path: Path, accumulate: int) 
     parts = batch_of(4, 1), batch_of(4, 2)
     with TrainerGroup(regression(tmp_path / "a")) as group:
         data = data_of(group, stream(parts), batch=None, accumulate=accumulate)
-        result = fitted(group, data, Schedule(0.1))
+        result = fitted(group, data, LearningRateSchedule(0.1))
         weight = group.gather("w")
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     loss, _ = reference.step(joined, HYPER.at(1, 0.1))
@@ -199,7 +199,7 @@ def test_a_stream_of_nothing(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
         data = data_of(group, stream(), batch=None)
         with pytest.raises(InputError, match="--data made: epoch 1 has no batches"):
-            fitted(group, data, Schedule(0.1))
+            fitted(group, data, LearningRateSchedule(0.1))
     with TrainerGroup(regression(tmp_path / "b")) as group:
         held_out = evaluation_of(group, stream())
         with pytest.raises(InputError, match="there is nothing to evaluate on"):
@@ -212,7 +212,9 @@ def test_a_stream_that_ends_on_one_rank(tmp_path: Path) -> None:
 
         def body(rank: int) -> Fitted:
             with Reporter(False) as reporter:
-                return fit(group.members[rank], parts[rank], HYPER, Schedule(0.1), reporter)
+                return fit(
+                    group.members[rank], parts[rank], HYPER, LearningRateSchedule(0.1), reporter
+                )
 
         with pytest.raises(InputError, match="some ranks have ended before those of others"):
             group.each(body)
@@ -224,7 +226,7 @@ def test_a_mistake_in_a_batch_is_raised_where_it_is_used(tmp_path: Path) -> None
         data = data_of(group, stream(batch_of(4), wrong), batch=None)
         out = io.StringIO()
         with pytest.raises(InputError, match="input 'x', dim 1: expected 3, got 9"):
-            fitted(group, data, Schedule(0.1), out=out)
+            fitted(group, data, LearningRateSchedule(0.1), out=out)
     assert len(out.getvalue().splitlines()) == 1
 
 
@@ -234,6 +236,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(tmp_path: Path) ->
     with TrainerGroup(regression(tmp_path / "a")) as group:
         data = data_of(group, stream(batch_of(4), bad), batch=None)
         with pytest.raises(TrainingError, match=r"^epoch 1, step 2: the loss is nan"):
-            fitted(group, data, Schedule(0.1), log)
+            fitted(group, data, LearningRateSchedule(0.1), log)
         assert np.isfinite(group.gather("w")).all()
     assert len(log.read_text().splitlines()) == 1

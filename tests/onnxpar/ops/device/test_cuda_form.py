@@ -17,7 +17,7 @@ from onnxpar.ops.device.cuda_form import cuda_form
 from onnxpar.ops.device.cuda_functions import STANDARD
 from onnxpar.report.device_placement import device_data
 from onnxpar.strategy import strategy_for
-from onnxpar.strategy.resolve import resolve
+from onnxpar.strategy.resolve_strategy import resolve
 
 POOL = "MaxPool<kernel_shape = [2, 2]>"
 

@@ -29,7 +29,7 @@ def test_compress_is_divided_along_other_dims(node: str, count: int, batch: int)
         f"y = {node}\n z = Relu(y)\n}}"
     )
     assert not model.rules.reasons
-    rule = next(r for name, r in model.rules.rules.items() if "Compress" in name)
+    rule = next(r for name, r in model.rules.by_node.items() if "Compress" in name)
     assert bool(rule.splittable) == ("axis" in node)
     data = {"mesh": {"dp": 2}, "dataset": {"x": ["dp", None], "c": [None]}}
     seeds = resolve(Strategy.from_dict(data), model)

@@ -23,7 +23,7 @@ g (float[batch, 8] x, float[32, 2] w) => (float[n, m] y)
 
 def test_reshape_of_sizes_that_meet_only_if_the_model_is_right() -> None:
     """For batch > 32 there is no such Reshape, so only the first dims are known to meet."""
-    rule = analyse(ir.from_proto(onnx.parser.parse_model(MODEL)), {}).rules.rules["last"]
+    rule = analyse(ir.from_proto(onnx.parser.parse_model(MODEL)), {}).rules.by_node["last"]
     assert rule.inputs[0].dims[0] == rule.outputs[0].dims[0]
     assert rule.splittable == (*rule.inputs[0].dims[0], *rule.inputs[0].dims[1])
 
@@ -45,7 +45,7 @@ g (float[batch, seq, 6] x) => (float[n, h, p, m] y)
 def test_dims_behind_a_size_that_is_halved_meet() -> None:
     """It runs where seq is even alone, so that 6 elements are 6 elements in both shapes."""
     analysed = analyse(ir.from_proto(onnx.parser.parse_model(HALVES)), {})
-    rule = analysed.rules.rules["last"]
+    rule = analysed.rules.by_node["last"]
     assert [str(d) for d in analysed.env.shapes["y"]] == ["batch", "floor(seq/2)", "2", "6"]
     (batch,), _, (features,) = rule.inputs[0].dims
     assert rule.outputs[0].dims[0] == (batch,) and rule.outputs[0].dims[3] == (features,)

@@ -71,7 +71,7 @@ def match(
     }
 
 
-def check_sizes(sizes: Mapping[str, int], table: SymbolTable, where: str) -> None:
+def check_symbol_sizes(sizes: Mapping[str, int], table: SymbolTable, where: str) -> None:
     """Checks sizes to plan for: a plan for others would be one that no run can be.
 
     Args:

@@ -56,7 +56,7 @@ g (float[batch, 7, 4] cache, int64[batch] position, float[batch, 4] value)
 
 def rule_of(model: Program, op: str) -> str:
     (name,) = (n.name for n in model.model.graph if n.op_type == op)
-    return format_rule(model.rules.rules[name or ""]).partition("; linear")[0]
+    return format_rule(model.rules.by_node[name or ""]).partition("; linear")[0]
 
 
 def test_a_mask_is_picked_row_by_row() -> None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import TensorLayout
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.nearest_names import match, nearest
+from onnxpar.core.name_patterns import match, nearest
 from onnxpar.core.rule import SPECIAL, WHOLE
 from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim, dim_str
@@ -142,7 +142,7 @@ class _Resolver:
         return [(name, where[key], entry) for name, (key, entry) in found.items()]
 
     def choose(self, name: str, where: str, entry: NodeEntry) -> _Choice:
-        site = Site(self.rules.views[name], self.rules.rules[name], where)
+        site = Site(self.rules.views[name], self.rules.by_node[name], where)
         tensors = [t for t in (*(entry.inputs or ()), *(entry.out or ())) if t is not None]
         if name in self.rules.reasons and any(
             is_named(t) or prod(counts_of(t)) > 1 for t in tensors
@@ -349,7 +349,7 @@ class _Resolver:
         seeds = {}
         for node in self.model.graph:
             name = node.name or ""
-            rule = self.rules.rules[name]
+            rule = self.rules.by_node[name]
             batch = None
             for value, operand in zip(node.inputs, rule.inputs, strict=False):
                 if value is not None and value.name in carries and operand.dims:
