@@ -83,7 +83,7 @@ class Slow:
             def wait(*given, **options):
                 print("here", flush=True)
                 time.sleep(60)
-            onnxpar.api.shard_model.shard = wait
+            onnxpar.api.shard_model.shard_model = wait
 sys.meta_path.insert(0, Slow())
 """
     result = interrupted(tmp_path, "sitecustomize", text, name)

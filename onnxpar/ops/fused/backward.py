@@ -107,7 +107,7 @@ def layer_norm_grad_rule(view: NodeView) -> OpRule:
 
 
 def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """As `softmax_layer_norm_gradient` says; both means are all-reduced, two numbers a row."""
+    """Of a split row both means are all-reduced: two numbers for each row."""
     view, shape, wide = node.view, node.in_shape(0), work_dtype(node.out_dtype())
     axis = _axis(view)
     axes = tuple(range(axis, len(shape)))
