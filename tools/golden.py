@@ -379,7 +379,7 @@ def _spec(spec: onnx.ShardingSpecProto) -> str:
             pieces.append(f"{size} in {part.num_shards}")
         dims.append(f"dim {dim.axis}: {' × '.join(pieces)}")
     devices = [str(groups.get(d, d)) for d in spec.device]
-    return f"{spec.tensor_name}: {', '.join(dims) or 'whole'}; on {' '.join(devices)}"
+    return f"{spec.tensor_name}: {', '.join(dims) or 'replicated'}; on {' '.join(devices)}"
 
 
 def difference(path: Path) -> str:
