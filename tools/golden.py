@@ -16,8 +16,9 @@ small model:
     <what the command wrote, as text>
 
 What stands before the first `===` is the author's, and is kept. Each `===` names a file that the
-command writes, or `printed`, what it prints; what follows is the result. A new case has these lines
-with nothing below them. PATTERN is a part of the path of the files; all by default.
+command writes, or `printed`, what it prints; what follows is the result. Of `manifest.json` it is
+what the runtime goes by, of weight files their tensors. A new case has these lines with nothing
+below them. PATTERN is a part of the path of the files; all by default.
 """
 
 import argparse
@@ -32,10 +33,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx.parser
+import safetensors.numpy
 
 from onnxpar.cli import main as onnxpar
 
@@ -168,7 +171,13 @@ def _shown(path: Path, printed: str) -> str:
         raise RuntimeError(f"no file {path} was written, but {', '.join(there)}")
     if path.suffix == ".onnx":
         return Form(onnx.load(path, load_external_data=False)).text()
-    return path.read_text(encoding="utf-8").rstrip("\n") + "\n"
+    if path.suffix == ".safetensors":
+        held = sorted(safetensors.numpy.load_file(path).items())
+        return "".join(f"{n} = {_tensor(onnx.numpy_helper.from_array(x))}\n" for n, x in held)
+    text = path.read_text(encoding="utf-8")
+    if path.name == "manifest.json":
+        return "".join(f"{line}\n" for line in manifest_form(json.loads(text)))
+    return text.rstrip("\n") + "\n"
 
 
 class Form:
@@ -380,6 +389,92 @@ def _spec(spec: onnx.ShardingSpecProto) -> str:
         dims.append(f"dim {dim.axis}: {' × '.join(pieces)}")
     devices = [str(groups.get(d, d)) for d in spec.device]
     return f"{spec.tensor_name}: {', '.join(dims) or 'replicated'}; on {' '.join(devices)}"
+
+
+def manifest_form(manifest: dict[str, Any]) -> list[str]:
+    """Returns the lines of the golden form of a manifest: all that the runtime needs to know.
+
+    `8@0,1` is a dim of 8 that is divided over the atoms 0 and 1 of the mesh; of several components
+    the major stands first, as in `(2@0 × 4)`. `[4:5, 0:2] at [0:1, 0:2] of [2, 2]` is the part of a
+    weight that a file has, where in the tensor of that file, and that tensor's shape. Collectives
+    are left out, since the graphs show them, and so are the strategy and the report, which are for
+    people, and versions, hashes and bytes of files.
+    """
+    mesh = manifest["mesh"]
+    axes = ", ".join(f"{name}={size}" for name, size in mesh["axes"])
+    lines = [f"{manifest['devices']} devices, mesh {axes} of atoms {mesh['atoms']}"]
+    for name, symbol in manifest["symbols"].items():
+        lines.append(f"symbol {name}: {_pairs({k: v for k, v in symbol.items() if v})}")
+    for name, program in manifest["programs"].items():
+        lines += [f"program {name}", *_program(program)]
+    for name, parameter in manifest["parameters"].items():
+        lines.append(f"parameter {_data(parameter | {'name': name})}")
+        for shard in parameter["shards"]:
+            boxes = [f"{_box(b['global'])} at {_box(b['local'])}" for b in shard["boxes"]]
+            held = f"{', '.join(boxes) or 'only padding'} of {shard['local_shape']}"
+            lines.append(f"  ranks {shard['ranks']}: {held} in {shard['file']}")
+    if training := manifest.get("training"):
+        for part in ("loss", "optimizer"):
+            lines.append(f"{part} {_pairs(training[part])}")
+        lines += [f"trained {t['name']}" for t in training["tensors"] if t["trained"]]
+        for state in training["states"]:
+            keys = ("kind", "parameter", "partial", "stages", "partial_stages")
+            more = {key: state[key] for key in keys if key in state}
+            lines.append(f"state {_data(state)}: {_pairs(more)}")
+    if pipeline := manifest.get("pipeline"):
+        programs = pipeline.pop("programs")
+        lines.append(f"pipeline {_pairs(pipeline)}")
+        for name, stages in programs.items():
+            lines.append(f"  {name}")
+            lines += [f"    {number}: {_pairs(parts)}" for number, parts in enumerate(stages)]
+    return lines
+
+
+def _program(program: dict[str, Any]) -> list[str]:
+    """Returns the lines of a program, empty lists left out."""
+    names = program.get("files", ())
+    lines = ["  files " + ", ".join(n or "none" for n in names)] if any(names) else []
+    for key, word in (("inputs", "in "), ("outputs", "out")):
+        lines += [f"  {word} {_data(value)}" for value in program.get(key, ())]
+    for value in program.get("system_inputs", ()):
+        kind = value["kind"]
+        more = value.get(kind, value.get("atom"))
+        said = kind if more is None else f"{kind} {more}"
+        lines.append(f"  computed {value['name']}: {said}")
+    lines += [f"  reads {name}" for name in program.get("state_inputs", ())]
+    lines += [f"  writes {s['state']} := {s['name']}" for s in program.get("state_outputs", ())]
+    for key in ("handed_in", "handed_out"):
+        for value in program.get(key, ()):
+            source = f" from {value['from']}" if "from" in value else ""
+            shape = "..." if value["shape"] is None else ", ".join(map(str, value["shape"]))
+            lines.append(f"  {key} {value['name']}: {value['dtype']}[{shape}]{source}")
+    for key in ("equal_sizes", "index_ranges"):
+        lines += [f"  {key} {_pairs(entry)}" for entry in program.get(key, ())]
+    return lines
+
+
+def _data(tensor: dict[str, Any]) -> str:
+    """Returns a tensor's name, type, global dims and the atoms that each is divided over."""
+    dims = []
+    for parts in tensor["dims"]:
+        texts = []
+        for part in parts:
+            atoms = ",".join(map(str, part["atoms"]))
+            texts.append(f"{part['size']}@{atoms}" if atoms else str(part["size"]))
+        dims.append(f"({' × '.join(texts)})" if len(texts) > 1 else "".join(texts))
+    return f"{tensor['name']}: {tensor['dtype']}" + (f"[{', '.join(dims)}]" if dims else "")
+
+
+def _box(intervals: Iterable[Sequence[int]]) -> str:
+    return f"[{', '.join(f'{low}:{high}' for low, high in intervals)}]"
+
+
+def _pairs(found: dict[str, Any]) -> str:
+    """Returns keys with their values; what is null, false or empty is left out."""
+    said = {
+        k: v for k, v in found.items() if v is not None and v is not False and v not in ([], "")
+    }
+    return ", ".join(f"{key} {value}" for key, value in said.items())
 
 
 def difference(path: Path) -> str:
