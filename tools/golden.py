@@ -214,6 +214,7 @@ class Form:
             i.name: _tensor(i)
             for i in graph.initializer
             if re.fullmatch(r"onnxpar\.const(\.\d+)?", i.name) and i.name in read
+            if i.data_location != onnx.TensorProto.EXTERNAL
         }
         self._constants |= {name: text for name, text in small.items() if "…" not in text}
         lines = [
