@@ -80,6 +80,7 @@ def _partition_body(
         if node.name not in body.reasons
         and (definition := registry.definition(node, opsets)) is not None
     }
+    # A body says no versions; those of its nodes are in their views.
     model = ir.Model(graph, ir_version=10)
     rules = Rules(body.rules, body.views, body.reasons, ops)
     plan = Plan(builder.mesh, plans, {}, {}, {})
