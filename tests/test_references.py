@@ -120,12 +120,13 @@ def test_files_in_backticks_exist() -> None:
     assert wrong == []
 
 
+def quoted(*names: str) -> str:
+    return " ".join(f"`{name}`" for name in names)
+
+
 def test_what_is_not_there_is_found() -> None:
-    text = "`onnxpar.attic.old` `search.attic` `onnxpar.search.decide.attic` `search.decide.decide`"
-    assert list(wrong_names(text)) == [
-        "onnxpar.attic.old",
-        "search.attic",
-        "onnxpar.search.decide.attic",
-    ]
-    text = "`attic/old.py` `attic_of_old.py` `search/decide.py` `decide.py`"
-    assert list(wrong_paths(ROOT / "README.md", text)) == ["attic/old.py", "attic_of_old.py"]
+    wrong = ["onnxpar.attic.old", "search.attic", "onnxpar.search.decide.attic"]
+    assert list(wrong_names(quoted(*wrong, "search.decide.decide", "onnxpar.loss"))) == wrong
+    wrong = ["attic/old.py", "attic_of_old.py"]
+    right = quoted("search/decide.py", "decide.py", "manifest.json")
+    assert list(wrong_paths(ROOT / "README.md", f"{quoted(*wrong)} {right}")) == wrong
