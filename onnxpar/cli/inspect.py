@@ -16,7 +16,8 @@ from onnxpar.api.shard_model import analyse
 from onnxpar.cli.options import AsJson
 from onnxpar.cli.shard import count, describe_device, describe_mesh, describe_nodes, describe_sent
 from onnxpar.core.errors import ArtifactError
-from onnxpar.emit.atomic_directory import MANIFEST, read_manifest
+from onnxpar.emit.atomic_directory import MANIFEST
+from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.load import load
 from onnxpar.report.device_placement import device_data
 from onnxpar.report.inspect_data import OF_A_PROGRAM, model_data

@@ -9,7 +9,8 @@ import typer
 
 from onnxpar.cli.options import Artifacts
 from onnxpar.core.errors import ArtifactError
-from onnxpar.emit.atomic_directory import MANIFEST, read_manifest
+from onnxpar.emit.atomic_directory import MANIFEST
+from onnxpar.emit.read_manifest import read_manifest
 
 
 def command(

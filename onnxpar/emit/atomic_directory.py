@@ -105,26 +105,6 @@ def _may_become(out: Path, force: bool) -> bool:
     return True
 
 
-def read_manifest(directory: Path) -> Any:
-    """Returns the content of a directory's manifest, which need not be valid.
-
-    Raises:
-        ArtifactError: There is no such directory, it has no manifest, or one that is no JSON.
-    """
-    path = directory / MANIFEST
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory}: no such directory")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtifactError(
-            f"{directory}: not an artifact directory, it has no {MANIFEST} (is it the output of "
-            "`onnxpar shard`?)"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: not readable: {error}") from None
-
-
 def _own_files(out: Path) -> set[str]:
     """Returns the names in `out` that its manifest, if it is ours, accounts for."""
     try:

@@ -48,7 +48,7 @@ FROM_RULE = Missing("counted from the rule's factors")
 
 @dataclass(frozen=True)
 class OpDef:
-    """Everything that onnxpar knows about an operator.
+    """What an operator must say: how it is split, written for one device, differentiated, priced.
 
     Attributes:
         domain: "" for ONNX's default domain.

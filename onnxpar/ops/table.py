@@ -19,7 +19,7 @@ from onnxpar.ops.image.resize import DEFS as RESIZE
 from onnxpar.ops.image.sample import DEFS as SAMPLE
 from onnxpar.ops.index.arg_max import DEFS as ARG_MAX
 from onnxpar.ops.index.gather import DEFS as GATHER
-from onnxpar.ops.index.scatter import DEFS as ELEMENTS
+from onnxpar.ops.index.scatter import DEFS as SCATTER
 from onnxpar.ops.loss.cross_entropy import DEFS as LOSS
 from onnxpar.ops.norm.batch_norm import DEFS as BATCH_NORM
 from onnxpar.ops.norm.group_norm import DEFS as GROUP_NORM
@@ -56,7 +56,7 @@ REGISTRY = Registry.join(
         SHAPE,
         SLICE,
         GATHER,
-        ELEMENTS,
+        SCATTER,
         CAST,
         REARRANGE,
         REDUCE,

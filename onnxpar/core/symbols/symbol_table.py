@@ -84,7 +84,7 @@ class SymbolTable(Mapping[str, Symbol]):
         return self.entries.get(name, _ANY)
 
     def check(self, values: Mapping[str, int]) -> None:
-        """Checks the sizes of a run.
+        """Checks sizes of symbols given here; the runtime checks those of its runs itself.
 
         Raises:
             SymbolError: A size violates its symbol's constraint, or two names of one unique symbol

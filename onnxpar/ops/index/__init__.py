@@ -1,1 +1,1 @@
-"""Reading and writing at indices: Gather, Scatter, TopK, ArgMax; vocabulary splits."""
+"""Indices: Gather (vocabulary splits), GatherND, OneHot, Scatter, TopK, ArgMax."""

@@ -17,7 +17,7 @@ from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import mask_component
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.index.top_k_gradient import top_k_gradient
+from onnxpar.ops.index.arg_max_gradient import top_k_gradient
 from onnxpar.ops.local_helpers import (
     BOOL,
     FLOAT,

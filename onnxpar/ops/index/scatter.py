@@ -1,4 +1,4 @@
-"""GatherElements, GatherND, ScatterElements, ScatterND and others that use given places.
+"""GatherElements, GatherND, OneHot, the Scatters and others that use given places.
 
 A device that holds a part of an indexed dim looks after the places that lie in its part: a lookup
 gives zeros for the others and leaves a sum pending, a write leaves the others out. What is written
