@@ -1,7 +1,7 @@
 """Shapes and dtypes of every value as expressions in the input symbols, and known integer contents.
 
-The inference itself is `onnx-shape-inference`'s with the corrections of `onnxpar.ops.inference`; this
-module reads its results into `Dim`s, for `onnxpar.graph.node_view` and all later rooms.
+The inference itself is `onnx-shape-inference`'s with the corrections of `onnxpar.ops.inference`;
+this module reads its results into `Dim`s, for `onnxpar.graph.node_view` and all later rooms.
 """
 
 import json
