@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,15 @@ def sources(folder: str, *suffixes: str) -> list[Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """Line and absolute module name of every import, wherever in the file it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -96,7 +103,7 @@ def test_functions_import_the_seams_alone() -> None:
     inside = [
         (path, child)
         for path in sources("onnxpar")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.walk(node)
         if isinstance(child, ast.Import | ast.ImportFrom)
@@ -116,7 +123,7 @@ def test_modules_are_loaded_by_name_for_public_names_and_commands_alone() -> Non
     loaders = {
         str(path.relative_to(ROOT))
         for path in sources("onnxpar")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        for node in ast.walk(parsed(path))
         if house.loads(node)
     }
     assert loaders == {f"onnxpar/{name}__init__.py" for name in ("", "api/runtime/", "cli/")}
@@ -137,7 +144,7 @@ def test_the_table_of_operators_is_an_argument() -> None:
     """Its name is read where it is the default of a parameter, so that nobody need patch it."""
     wrong = []
     for path in sources("onnxpar"):
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parsed(path)
         defaults = {
             id(default)
             for node in ast.walk(tree)
@@ -175,7 +182,7 @@ def test_no_two_modules_have_names_that_differ_by_an_ending() -> None:
 def test_no_two_classes_have_one_name() -> None:
     known: dict[str, list[str]] = {}
     for path in sources("onnxpar"):
-        for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 known.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in known.items() if len(found) > 1} == {}
@@ -187,7 +194,7 @@ def test_operators_are_told_apart_in_ops_alone() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources("onnxpar")
         if ops not in path.parents
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Compare | ast.Match) and names_an_operator(node)
     ]
     assert found == []

@@ -62,7 +62,7 @@ def _engine(functions: _Corrected) -> ModuleType:
     assert spec is not None and spec.loader is not None
     engine = module_from_spec(spec)
     spec.loader.exec_module(engine)
-    setattr(engine, "_registry", SimpleNamespace(registry=functions))  # noqa: B010
+    vars(engine)["_registry"] = SimpleNamespace(registry=functions)
     return engine
 
 
