@@ -190,7 +190,7 @@ def append_metrics(info: LossInfo) -> tuple[str, ...]:
 def _argmax(builder: GlobalBuilder, logits: ir.Value) -> ir.Value:
     """The least class whose logit is the greatest, int64.
 
-    Written as a maximum and a minimum, both of which a split of the classes leaves pending, so that
+    Written as a maximum and a minimum, both of which a split of the classes leaves partial, so that
     logits are not gathered; an ArgMax would need all classes in one place.
     """
     # onnxruntime compares no bfloat16.

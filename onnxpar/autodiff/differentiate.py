@@ -303,7 +303,7 @@ class _Backward:
         total: ir.Value | None = None
         for stage in sorted(groups, reverse=True):
             # In pairs, the first reader's part first: those of queries, keys and values, which may
-            # be pending over the same devices, are one sum before it meets the residual's.
+            # be partial over the same devices, are one sum before it meets the residual's.
             own = groups[stage][-1]
             for part in reversed(groups[stage][:-1]):
                 own = self._added(part, own, value)

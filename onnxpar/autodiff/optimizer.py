@@ -124,7 +124,7 @@ class StateProgram:
         states: The states that it reads, by the order of its inputs.
         updated: Graph output with a state's new value -> name of the state.
         hyperparameters: Names of the hyperparameters that it reads, without the input's prefix.
-        reduced: Gradient -> the value from which on it is used. A gradient that is a pending sum is
+        reduced: Gradient -> the value from which on it is used. A gradient that is a partial sum is
             to be reduced there, once for all that read it.
     """
 

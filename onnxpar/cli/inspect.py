@@ -294,7 +294,7 @@ def show_model(data: Json, console: Console) -> None:
     console.print(nodes)
     console.print(
         "A strategy has one list for each operand, one entry a dim: a number of pieces or a mesh "
-        "axis. Dims of one factor are cut alike; a reduced factor (sum) leaves a pending sum."
+        "axis. Dims of one factor are cut alike; a reduced factor (sum) leaves a partial sum."
     )
 
 
@@ -331,7 +331,7 @@ def _row(table: Table, *cells: str) -> None:
 def _layout(item: Json) -> tuple[str, str, str, str]:
     layout = item["sharding"] or "as it lies"
     if item["partial"]:
-        layout += f", pending {item['partial']['reduction']} over {item['partial']['over']}"
+        layout += f", partial {item['partial']['reduction']} over {item['partial']['over']}"
     pieces = "" if item["strategy"] is None else ",".join(map(str, item["strategy"]))
     return _shape(item["shape"]), _shape(item["local_shape"]), pieces, layout
 

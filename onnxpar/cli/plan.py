@@ -62,7 +62,7 @@ AIMS = ("little communication for the computing done", "memory", "speed")
 """What each level seeks."""
 EXACT = 1e-4
 """A gap that is shown as none."""
-WHOLE = "computed whole"
+REPLICATED = "computed whole"
 """The row of nodes that no device shares with another."""
 _DIGITS = re.compile(r"(\d+)")
 
@@ -392,7 +392,7 @@ def _print(planned: FoundStrategy, console: Console) -> None:
             _bytes(row.made),
         )
     console.print(layers)
-    if all(row.name == WHOLE or not row.nodes for row in rows):
+    if all(row.name == REPLICATED or not row.nodes for row in rows):
         console.print("Every device computes all of it: nothing is divided.")
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
@@ -501,7 +501,7 @@ def _layers(best: Price, plan: Plan) -> list[LayerRow]:
         for (_, strategy, _), nodes in groups.items()
     ]
     if whole:
-        found.append(replace(_layer(WHOLE, "", whole), local=()))
+        found.append(replace(_layer(REPLICATED, "", whole), local=()))
     rest = (
         LayerRow("outputs", communication=best.outputs),
         LayerRow("gradients", communication=best.gradients),

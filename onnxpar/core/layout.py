@@ -18,7 +18,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim
 
-WHOLE = "None"
+REPLICATED = "None"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorLayout:
                 if name not in self.alias_name:
                     raise StrategyError(
                         f"layout, dim {position}: expected one of {list(self.alias_name)} or "
-                        f"{WHOLE!r}, got {name!r}"
+                        f"{REPLICATED!r}, got {name!r}"
                     )
                 if name in used:
                     raise StrategyError(
@@ -153,16 +153,19 @@ class Layout:
 
 
 def _names(position: int, entry: object) -> tuple[str, ...]:
-    if entry is None or entry == WHOLE:
+    if entry is None or entry == REPLICATED:
         return ()
     if isinstance(entry, str):
         return (entry,)
     if isinstance(entry, tuple | list) and entry and all(isinstance(n, str) for n in entry):
-        if WHOLE in entry:
-            raise StrategyError(f"layout, dim {position}: expected {WHOLE!r} alone, got {entry!r}")
+        if REPLICATED in entry:
+            raise StrategyError(
+                f"layout, dim {position}: expected {REPLICATED!r} alone, got {entry!r}"
+            )
         return tuple(entry)
     raise StrategyError(
-        f"layout, dim {position}: expected a name, a tuple of names or {WHOLE!r}, got {entry!r}"
+        f"layout, dim {position}: expected a name, a tuple of names or {REPLICATED!r}, "
+        f"got {entry!r}"
     )
 
 
@@ -175,9 +178,9 @@ def _check_matrix(matrix: tuple[int, ...], names: tuple[str, ...]) -> None:
                 f"layout: expected integers of at least 1 in the device matrix, got {size!r}"
             )
     for name in names:
-        if not isinstance(name, str) or name in ("", WHOLE):
+        if not isinstance(name, str) or name in ("", REPLICATED):
             raise StrategyError(
-                f"layout: expected texts other than '' and {WHOLE!r} as names, got {name!r}"
+                f"layout: expected texts other than '' and {REPLICATED!r} as names, got {name!r}"
             )
     if len(names) != len(matrix):
         raise StrategyError(

@@ -14,7 +14,7 @@ Clauses after `;`:
 
     sum: k  (max:, min:, prod:)   the factor is reduced away; a split makes those outputs partial
                                   that do not have it, and splits those that do
-    whole: c                      the factor must not be split
+    replicated: c                      the factor must not be split
     special: v                    a split needs the operator's own local algorithm
     scaled: h                     special, and of another size in each operand, as the height of an
                                   image and of what a convolution makes of it: the same atoms
@@ -35,8 +35,8 @@ from onnxpar.core.errors import RuleError
 from onnxpar.core.sharding import REDUCTIONS
 from onnxpar.core.symbols import Dim
 
-PARALLEL, WHOLE, SPECIAL, SCALED = "parallel", "whole", "special", "scaled"
-ABSENT, REPLICATED, ANY = "-", ".", "*"
+PARALLEL, REPLICATED, SPECIAL, SCALED = "parallel", "replicated", "special", "scaled"
+ABSENT, REPLICATED_OPERAND, ANY = "-", ".", "*"
 IDENTITY: Mapping[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
 """Of each kind of factor that is reduced over, what padding must hold to change nothing."""
 _DIM = re.compile(r"\(([^()]*)\)|([A-Za-z_][\w]*|1)")
@@ -62,8 +62,9 @@ class OpRule:
     Attributes:
         inputs: One operand for each input of the node.
         outputs: One operand for each output.
-        kinds: Kind of each factor, in order of first appearance: parallel, whole, special, or the
-            reduction (sum, max, min, prod) that a split leaves pending in the outputs without it.
+        kinds: Kind of each factor, in order of first appearance: parallel, replicated, special, or
+            the reduction (sum, max, min, prod) over which a split leaves those outputs partial
+            that do not have the factor.
         linear: `(reduction, operands)`: those operands may be partial together, all others being
             whole over the partial atoms; the outputs are then partial in the same way.
         sizes: Sizes of the factors that stand only in merged dims.
@@ -97,7 +98,7 @@ class OpRule:
     @property
     def splittable(self) -> tuple[str, ...]:
         """Names of the factors that may be split."""
-        return tuple(f for f, kind in self.kinds.items() if kind != WHOLE)
+        return tuple(f for f, kind in self.kinds.items() if kind != REPLICATED)
 
 
 def parse_rule(text: str, sizes: Mapping[str, Dim] | None = None) -> OpRule:
@@ -141,7 +142,7 @@ def _parse(text: str) -> OpRule:
             for item in rest.split(","):
                 linear.extend(_linear(item.split(), len(inputs), text))
             continue
-        if head not in (WHOLE, SPECIAL, SCALED, *REDUCTIONS):
+        if head not in (REPLICATED, SPECIAL, SCALED, *REDUCTIONS):
             raise RuleError(f"rule {text!r}: unknown clause {head!r}")
         for factor in rest.split():
             if factor not in kinds:
@@ -170,7 +171,7 @@ def _parse(text: str) -> OpRule:
 
 def _operand(text: str, rule: str) -> Operand:
     text = text.strip()
-    if text in (ABSENT, REPLICATED, ANY):
+    if text in (ABSENT, REPLICATED_OPERAND, ANY):
         return Operand(mode=text)
     dims: list[tuple[str, ...]] = []
     end = 0
@@ -213,7 +214,7 @@ def format_rule(rule: OpRule) -> str:
         )
 
     text = f"{', '.join(map(show, rule.inputs))} -> {', '.join(map(show, rule.outputs))}"
-    for kind in (*REDUCTIONS, WHOLE, SPECIAL):
+    for kind in (*REDUCTIONS, REPLICATED, SPECIAL):
         names = [f for f, k in rule.kinds.items() if k == kind]
         if kind == SPECIAL:
             names = [f for f in names if f not in rule.scaled]

@@ -148,7 +148,7 @@ class CostModel:
     ) -> float:
         """Returns the seconds to bring a value from one sharding into another.
 
-        Infinity where that is impossible: the target waits for a reduction that is not pending.
+        Infinity where that is impossible: the target waits for a reduction that is not partial.
 
         Args:
             source: How the value lies.
@@ -300,7 +300,7 @@ class CostModel:
             if not summed:
                 continue
             seconds += self.copying(made)
-            # A product lets each of its operands stay pending alone.
+            # A product lets each of its operands stay partial alone.
             adds = any(len(group) > 1 and operand in group for _, group in rule.linear)
             others = [
                 self._size(s, v)

@@ -101,7 +101,7 @@ class Shards:
         return self._at(MOMENTS, parameter)
 
     def gradient(self, parameter: str) -> Sharding:
-        """Returns how a gradient lies between runs, possibly pending."""
+        """Returns how a gradient lies between runs, possibly partial."""
         leaves = self.plan.outputs[self.gradients[parameter]]
         shard = self._at(GRADIENTS, parameter)
         if shard == self.plan.parameters[parameter]:

@@ -315,7 +315,7 @@ class _Pricing:
         return sum(self._bytes(s, self.itemsizes[n]) for n, s in bound if n in self.itemsizes)
 
     def _reduced(self) -> int:
-        """Bytes of reduced gradients, which the optimizer has beside those that were pending.
+        """Bytes of reduced gradients, which the optimizer has beside those that were partial.
 
         All of them are there when the norm is known.
         """

@@ -197,7 +197,7 @@ def _cut(parameter: Parameter, mesh: Mesh, stages: Sequence[int]) -> list[_Cut]:
         isinstance(c.size, int) or c.size.is_Integer for dim in sharding.dims for c in dim
     ):
         raise ArtifactError(
-            f"parameter {parameter.name!r}: expected a sharding of known sizes without a pending "
+            f"parameter {parameter.name!r}: expected a sharding of known sizes without a partial "
             f"reduction, got {sharding.describe(mesh)} of {sharding.shape}"
         )
     dtype = _kind(parameter)

@@ -32,7 +32,7 @@ class BodyFacts:
         env: Shapes of its values and of those around it.
         rules: The sharding rule of each of its nodes, by name.
         views: What the rules saw.
-        reasons: For nodes that are computed replicated: why.
+        reasons: For nodes that are replicated: why.
     """
 
     graph: ir.Graph

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.rule import ANY, WHOLE, Operand, OpRule
+from onnxpar.core.rule import ANY, REPLICATED, Operand, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding, canonical_dim
 from onnxpar.core.symbols import Dim, SymbolTable, exact_div, symbols_of
 from onnxpar.graph.node_view import NodeView
@@ -27,7 +27,7 @@ class NodePlan:
         factors: Components of each factor that is split; others are whole.
         inputs: Sharding that each input must have (None: absent, or taken as it lies).
         outputs: Sharding in which each output is made.
-        reason: Empty, or why the node is computed replicated.
+        reason: Empty, or why the node is replicated.
         pinned: Whether the user set it.
         carried: For operands that stay partial: their atoms and reduction.
     """
@@ -179,7 +179,7 @@ def shardings(
     used: list[int] = []
     for name, parts in factors.items():
         atoms = [a for c in parts for a in c.atoms]
-        if atoms and rule.kinds[name] == WHOLE:
+        if atoms and rule.kinds[name] == REPLICATED:
             raise ShardingError(
                 f"node {view.name!r}: its dim {name!r} must not be split, got "
                 f"{mesh.count(atoms)} pieces"

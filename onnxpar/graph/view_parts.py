@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.core.rule import WHOLE, Operand, OpRule
+from onnxpar.core.rule import REPLICATED, Operand, OpRule
 from onnxpar.core.symbols import Dim, SymbolTable, exact_div
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
@@ -109,7 +109,7 @@ def _of_factors(
             for name, mine in _cut(names, parts, sizes, table).items():
                 factors[name] = _finer(factors.get(name, ()), mine)
     for name in rule.factors:
-        if rule.kinds[name] == WHOLE:
+        if rule.kinds[name] == REPLICATED:
             factors[name] = (Part(sizes[name], False),)
         else:
             factors.setdefault(name, (Part(sizes[name]),))

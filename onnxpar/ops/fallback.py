@@ -8,7 +8,7 @@ from typing import NoReturn
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, ShardingError
-from onnxpar.core.rule import ABSENT, REPLICATED, WHOLE, Operand, OpRule
+from onnxpar.core.rule import ABSENT, REPLICATED, REPLICATED_OPERAND, Operand, OpRule
 from onnxpar.core.symbols import Dim, symbols_of
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
@@ -16,8 +16,10 @@ from onnxpar.graph.plan import factor_sizes
 
 def replicated_rule(view: NodeView) -> OpRule:
     """Returns the rule of a node that needs whole operands and makes whole results."""
-    inputs = tuple(Operand(mode=REPLICATED if view.has(i) else ABSENT) for i in range(view.arity))
-    outputs = tuple(Operand(mode=REPLICATED) for _ in view.node.outputs)
+    inputs = tuple(
+        Operand(mode=REPLICATED_OPERAND if view.has(i) else ABSENT) for i in range(view.arity)
+    )
+    outputs = tuple(Operand(mode=REPLICATED_OPERAND) for _ in view.node.outputs)
     return OpRule(inputs, outputs, MappingProxyType({}))
 
 
@@ -96,5 +98,5 @@ def settle(rule: OpRule, view: NodeView) -> OpRule:
     fixed = {f for f in rule.factors if sizes[f] == 0 or not readable(view, (sizes[f],))}
     if not fixed:
         return rule
-    kinds = {f: WHOLE if f in fixed else kind for f, kind in rule.kinds.items()}
+    kinds = {f: REPLICATED if f in fixed else kind for f, kind in rule.kinds.items()}
     return replace(rule, kinds=MappingProxyType(kinds))

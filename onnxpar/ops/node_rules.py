@@ -25,8 +25,8 @@ class Rules:
     Attributes:
         by_node: The sharding rules.
         views: What the rules saw.
-        reasons: For nodes that are computed replicated: why.
-        ops: The operator definition of each node that has one and is not computed replicated.
+        reasons: For nodes that are replicated: why.
+        ops: The operator definition of each node that has one and is not replicated.
     """
 
     by_node: Mapping[str, OpRule]
@@ -42,7 +42,7 @@ class Rules:
 
 
 def find_rules(model: ir.Model, env: ShapeEnv, registry: Registry) -> Rules:
-    """Returns the rule of every node; one that has none is computed replicated, with the reason.
+    """Returns the rule of every node; one that has none is replicated, with the reason.
 
     Args:
         model: The normalised model; it is not changed.

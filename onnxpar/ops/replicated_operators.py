@@ -18,7 +18,7 @@ def _whole(reason: str) -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
         raise ModelError(f"node {view.name!r} ({view.node.op_type}): {reason}")
 
-    rule.__doc__ = f"Computed whole: {reason}."
+    rule.__doc__ = f"Replicated: {reason}."
     return rule
 
 
@@ -28,7 +28,7 @@ def tf_idf_rule(view: NodeView) -> OpRule:
     if value is None or value.dtype == ir.DataType.STRING:
         raise ModelError(f"node {view.name!r} (TfIdfVectorizer): {_TEXT}")
     rows = "b " if len(view.shape(0)) == 2 else ""
-    return parse_rule(f"{rows}C -> {rows}V; whole: C V")
+    return parse_rule(f"{rows}C -> {rows}V; replicated: C V")
 
 
 DEFS = (

@@ -32,7 +32,7 @@ from onnxpar.ops.recurrent.recurrent import DEFS as RECURRENT
 from onnxpar.ops.reduce.cumulative import DEFS as CUMULATIVE
 from onnxpar.ops.reduce.reduce import DEFS as REDUCE
 from onnxpar.ops.registry import Registry
-from onnxpar.ops.replicated_operators import DEFS as REPLICATED
+from onnxpar.ops.replicated_operators import DEFS as REPLICATED_OPERATORS
 from onnxpar.ops.sequence.sequence import DEFS as SEQUENCE
 from onnxpar.ops.signal.fourier import DEFS as SIGNAL
 from onnxpar.ops.sizes.size_operators import DEFS as SHAPE
@@ -89,7 +89,7 @@ REGISTRY = Registry.join(
         SAMPLE,
         SIGNAL,
         OWN_BODIES,
-        REPLICATED,
+        REPLICATED_OPERATORS,
         FUSED_BACKWARD,
         BARRIER,
         STAGE_SUM,

@@ -1,7 +1,7 @@
 """How the backward of a node is divided where that node has a strategy: as the node itself.
 
 What a forward node reads whole it has a whole cotangent of, what it reads split a split one, and a
-factor that an operand lacks is summed away in the operand's cotangent, which is then pending. This
+factor that an operand lacks is summed away in the operand's cotangent, which is then partial. This
 duality (Megatron-LM's f and g, Shoeybi et al., 2019) is what a search counts a strategy's backward
 by, so a plan that follows from its strategies has to keep it: node by node the least traffic may be
 elsewhere, and lead the rest of the backward pass away from its parameters.
@@ -23,7 +23,7 @@ class Dual:
     Attributes:
         inputs: How each operand lies; None where the forward node says nothing of it.
         outputs: The same of the outputs.
-        adds: Whether it adds up several readers' shares of a cotangent. Shares that are pending
+        adds: Whether it adds up several readers' shares of a cotangent. Shares that are partial
             over the same devices may be one sum before they are reduced.
     """
 

@@ -13,7 +13,7 @@ from math import prod
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.rule import ANY, PARALLEL, SPECIAL, WHOLE, OpRule
+from onnxpar.core.rule import ANY, PARALLEL, REPLICATED, SPECIAL, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.graph.node_view import NodeView
@@ -37,9 +37,9 @@ class Situation:
         parts: For each operand, the parts of its dims (see `graph.view_parts`).
         wishes: For each output, the split that its later users want; None if unknown.
         gradients: For each output that is a parameter's gradient, how the parameter lies; it leaves
-            so, still pending over other atoms: it is reduced once a step, at no cost here.
-        joined: For each output, the atoms over which it may be pending at no cost, since its user
-            adds it to what is pending over them anyway.
+            so, still partial over other atoms: it is reduced once a step, at no cost here.
+        joined: For each output, the atoms over which it may be partial at no cost, since its user
+            adds it to what is partial over them anyway.
         itemsizes: Bytes per element of each operand, then of each output.
     """
 
@@ -54,7 +54,7 @@ class Situation:
 
 
 def leaving(made: Sharding, parameter: Sharding) -> Sharding:
-    """Returns how a gradient leaves: split as its parameter, pending over what that leaves over."""
+    """Returns how a gradient leaves: split as its parameter, partial over what that leaves over."""
     taken = parameter.split_atoms
     return parameter.with_partial(atom for atom in made.partial if atom not in taken)
 
@@ -183,7 +183,7 @@ class Chooser:
         for proposal in proposals:
             for name, parts in proposal.items():
                 atoms = {a for c in parts for a in c.atoms}
-                if name in merged or rule.kinds[name] == WHOLE or atoms & used:
+                if name in merged or rule.kinds[name] == REPLICATED or atoms & used:
                     continue
                 merged[name] = parts
                 used |= atoms
@@ -259,7 +259,7 @@ class Chooser:
                     if len(names) != 1 or names[0] in shared or names[0] in factors:
                         continue
                     kind = rule.kinds[names[0]]
-                    if kind == WHOLE or (kind in REDUCTIONS) != reduced:
+                    if kind == REPLICATED or (kind in REDUCTIONS) != reduced:
                         continue
                     if not any(
                         rule.kinds[n] in REDUCTIONS for other in operand.dims for n in other

@@ -1,9 +1,9 @@
 """What one round of propagation teaches the next about pending reductions.
 
-A node is divided by looking at its own operands, which misses two things. A value that is pending
+A node is divided by looking at its own operands, which misses two things. A value that is partial
 and read twice may be passed on by both readers and end in two reductions where one at its origin
 would do (a norm written out in single operators reads the cotangent twice). And a product that
-could be left pending for nothing, since it is added to another that is pending anyway (the
+could be left partial for nothing, since it is added to another that is partial anyway (the
 cotangents of queries, keys and values), looks as if it cost a reduction.
 """
 
@@ -25,8 +25,8 @@ class Hints:
 
     Attributes:
         early: Values whose reduction is best done at once, for all readers.
-        joined: For a value the atoms over which it may be pending at no cost: its reader adds it to
-            what is pending over them.
+        joined: For a value the atoms over which it may be partial at no cost: its reader adds it to
+            what is partial over them.
     """
 
     early: frozenset[str] = frozenset()
@@ -89,7 +89,7 @@ def pending_hints(
 def _joined(
     node: ir.Node, rules: Mapping[str, OpRule], values: Mapping[str, Sharding]
 ) -> dict[str, frozenset[int]]:
-    """The complete operands of a sum that could be pending, as the others of it are."""
+    """The complete operands of a sum that could be partial, as the others of it are."""
     found: dict[str, frozenset[int]] = {}
     for reduction, group in rules[node.name or ""].linear:
         operands = [node.inputs[i] for i in sorted(group)]
@@ -107,7 +107,7 @@ def _joined(
 
 
 def _contracts(value: ir.Value, rules: Mapping[str, OpRule], reduction: str) -> bool:
-    """Whether a split of its node could leave a value pending."""
+    """Whether a split of its node could leave a value partial."""
     node = value.producer()
     return node is not None and reduction in rules[node.name or ""].kinds.values()
 

@@ -62,7 +62,7 @@ class ReshardStep:
 
 
 def reachable(source: Sharding, target: Sharding) -> bool:
-    """Whether a value can be brought from one sharding to another: no reduction becomes pending."""
+    """Whether a value can be brought from one sharding to another: no reduction becomes partial."""
     if not target.partial:
         return True
     return set(target.partial) <= set(source.partial) and target.reduction == source.reduction

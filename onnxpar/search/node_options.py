@@ -6,7 +6,7 @@ from itertools import product
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms
-from onnxpar.core.rule import WHOLE
+from onnxpar.core.rule import REPLICATED
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.graph.plan import NodePlan, factor_sizes, shardings
@@ -36,7 +36,7 @@ def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
     rule, sizes = item.rule, factor_sizes(item.rule, item.view)
     # A rule may say a size that is no factor of its operands, for its local form.
     found: dict[str, tuple[Part, ...]] = {
-        f: (Part(sizes[f], kind != WHOLE),) for f, kind in rule.kinds.items() if f in sizes
+        f: (Part(sizes[f], kind != REPLICATED),) for f, kind in rule.kinds.items() if f in sizes
     }
     for operand, dims in zip(rule.inputs, item.parts, strict=False):
         if dims is None or operand.mode:
@@ -44,7 +44,7 @@ def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
         for names, parts in zip(operand.dims, dims, strict=True):
             if len(names) == 1 and len(parts) > len(found[names[0]]):
                 found[names[0]] = parts
-    return {f: parts for f, parts in found.items() if rule.kinds[f] != WHOLE}
+    return {f: parts for f, parts in found.items() if rule.kinds[f] != REPLICATED}
 
 
 def options(

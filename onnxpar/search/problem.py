@@ -27,7 +27,7 @@ _UPDATE_PASSES = 7
 _WORKING = 0.25
 """The share of every result that counts as held besides what is saved for the backward. One node's
 results are there at a time, but a sum knows no largest: without this the least memory is sought by
-products whose results are pending, whole, on every device."""
+products whose results are partial, whole, on every device."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Usage:
-    """How a reader wants a value, and over which atoms its share of the cotangent is pending."""
+    """How a reader wants a value, and over which atoms its share of the cotangent is partial."""
 
     target: Sharding
     pending: tuple[int, ...]
@@ -328,9 +328,9 @@ class _Builder:
             self._term((here, use.item), self._tables[key], use.count * value.count)
 
     def _ways_to_lie(self, value: Value, layouts: Collection[Sharding]) -> list[_Usage]:
-        """How a source may lie, and over what its gradient may be pending until the step ends.
+        """How a source may lie, and over what its gradient may be partial until the step ends.
 
-        That is no more than each reader's share of the gradient is pending over.
+        That is no more than each reader's share of the gradient is partial over.
         """
         pending = {frozenset[int]()}
         if value.parameter and value.trained:

@@ -42,7 +42,7 @@ class Item:
         name: Its name.
         rule: Its sharding rule.
         view: What its rule saw.
-        fixed: Whether there is nothing to choose: it is computed replicated.
+        fixed: Whether there is nothing to choose: it is replicated.
         trained: Whether its results vary with a trained parameter, so that it has a backward.
         parts: For each operand, the parts of its dims.
         saved: What its backward reads of its operands and results.

@@ -79,7 +79,7 @@ class NodeSpec:
 
 _Count = Annotated[int, Field(ge=1)]
 DeviceRuns = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
-"""Of each dim its parts, major first, none where it is whole: a size, and the splits of it as
+"""Of each dim its parts, major first, none where it is replicated: a size, and the splits of it as
 `(pieces, devices between neighbours)`, outermost first."""
 
 

@@ -11,7 +11,7 @@ from math import gcd, prod
 from onnxpar.core.errors import StrategyError, SymbolError
 from onnxpar.core.layout import TensorLayout
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.rule import WHOLE, OpRule
+from onnxpar.core.rule import REPLICATED, OpRule
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
 from onnxpar.graph.node_view import NodeView
@@ -307,7 +307,7 @@ def _not_contiguous(site: Site, tensor: str, count: int, sizes: Sequence[Dim]) -
 
 
 def _check_whole(site: Site, tensor: str, factor: str, count: int) -> None:
-    if count > 1 and site.rule.kinds[factor] == WHOLE:
+    if count > 1 and site.rule.kinds[factor] == REPLICATED:
         raise site.fail(f"{tensor}: expected 1 piece, this operator needs it whole; got {count}")
 
 

@@ -11,7 +11,7 @@ from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import TensorLayout
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.name_patterns import match, nearest
-from onnxpar.core.rule import SPECIAL, WHOLE
+from onnxpar.core.rule import REPLICATED, SPECIAL
 from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim, dim_str
 from onnxpar.facts.program import Program
@@ -147,9 +147,7 @@ class _Resolver:
         if name in self.rules.reasons and any(
             is_named(t) or prod(counts_of(t)) > 1 for t in tensors
         ):
-            raise site.fail(
-                f"it cannot be divided, every device computes it whole: {self.rules.reasons[name]}"
-            )
+            raise site.fail(f"it cannot be sharded and is replicated: {self.rules.reasons[name]}")
         operands = aligned(site, entry.inputs) if entry.inputs is not None else []
         numeric = [t for _, t in operands if is_numeric(t)]
         named = [t for _, t in operands if is_named(t)]
@@ -359,7 +357,7 @@ class _Resolver:
             for value, operand in zip(node.outputs, rule.outputs, strict=True):
                 if operand.dims and operand.dims[0][:1] == (batch,):
                     carries.add(value.name)
-            if atoms and name not in fixed and rule.kinds[batch] not in (WHOLE, SPECIAL):
+            if atoms and name not in fixed and rule.kinds[batch] not in (REPLICATED, SPECIAL):
                 size = factor_sizes(rule, self.rules.views[name])[batch]
                 seeds[name] = NodeSeed(name, {batch: (Component(size, atoms),)}, (), where)
         return seeds

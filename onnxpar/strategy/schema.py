@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from onnxpar.core.errors import MeshError, StrategyError
-from onnxpar.core.layout import WHOLE
+from onnxpar.core.layout import REPLICATED
 from onnxpar.core.machine import parse_bytes
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import nearest
@@ -110,7 +110,7 @@ class NodeEntry(_Section):
     Attributes:
         inputs: An entry for each operand (key `in`), None where the others say it.
         out: An entry for each output: its layout afterwards.
-        partial: Operands that stay a pending sum through the node.
+        partial: Operands that stay a partial sum through the node.
         split: An entry for each factor of its rule that is split and that no operand has.
     """
 
@@ -449,8 +449,10 @@ def _check_axes(document: Document, parsed: _File) -> None:
         Mesh.of(axes)
     except MeshError as error:
         raise StrategyError(f"{document.where(('mesh',))}: {error}") from None
-    if WHOLE in axes:
-        raise StrategyError(f"{document.where(('mesh', WHOLE))}: {WHOLE!r} means a whole dim")
+    if REPLICATED in axes:
+        raise StrategyError(
+            f"{document.where(('mesh', REPLICATED))}: {REPLICATED!r} means a whole dim"
+        )
 
 
 def _check_names(document: Document, parsed: _File, devices: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic_core import PydanticCustomError
 
-from onnxpar.core.layout import WHOLE, TensorLayout
+from onnxpar.core.layout import REPLICATED, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def short(value: object) -> str:
 
 
 def _dim(entry: object) -> DimEntry | None:
-    if entry is None or entry == WHOLE:
+    if entry is None or entry == REPLICATED:
         return None
     if isinstance(entry, bool):
         raise expected("a number of pieces, a mesh axis or ~ (quote a name such as on)", entry)

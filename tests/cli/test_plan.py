@@ -113,7 +113,7 @@ def test_that_nothing_is_divided_is_said(
 def test_the_rows_of_layers_sum_to_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], train: bool
 ) -> None:
-    """Pinned so that a sum is pending at the end, and that replicas reduce gradients."""
+    """Pinned so that a sum is partial at the end, and that replicas reduce gradients."""
     path, fixed = tmp_path / "two_layer.onnx", tmp_path / "fixed.yaml"
     save(two_layer.build(inputs=256, hidden=256, outputs=256), path)
     fixed.write_text(

@@ -22,7 +22,7 @@ from onnxpar_runtime.session import Session
 from tests.runtime import hand_made
 
 ROWS, COLUMNS = 512, 64
-WHOLE = (ROWS, COLUMNS)
+REPLICATED = (ROWS, COLUMNS)
 ITEM = 4
 # Constants that sessions keep, and the tokens of collectives.
 SMALL = 2048
@@ -50,7 +50,7 @@ class Case:
     outputs: tuple[str, ...] = ("y",)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes.get(name, WHOLE)
+        return self.shapes.get(name, REPLICATED)
 
     def text(self) -> str:
         results = ", ".join(
@@ -100,10 +100,10 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
         Case(
             "u = Unsqueeze(x, at)  a = Exp(u)  r = Squeeze(a, at)  y = Sin(r)",
             "int64[1] at = {0}",
-            {"u": (1, *WHOLE), "a": (1, *WHOLE)},
+            {"u": (1, *REPLICATED), "a": (1, *REPLICATED)},
         ),
     ),
-    ("", "Unsqueeze"): (view("Unsqueeze", (1, *WHOLE), "a, at", "int64[1] at = {0}"),),
+    ("", "Unsqueeze"): (view("Unsqueeze", (1, *REPLICATED), "a, at", "int64[1] at = {0}"),),
     ("", "Identity"): (between("Identity"),),
     **{("", name): (between(name),) for name in IN_PLACE},
     ("", "Cast"): (Case("a = Exp(x)  r = Cast<to = 6>(a)  y = Cast<to = 1>(r)"),),
@@ -200,7 +200,7 @@ def measured(case: Case, folder: Path) -> int:
     directory = hand_made.write(
         folder / "a", [case.text()], atoms=[], inputs=[spec("x")], outputs=map(spec, case.outputs)
     )
-    x = np.linspace(0.1, 1.0, prod(WHOLE), dtype=np.float32).reshape(WHOLE)
+    x = np.linspace(0.1, 1.0, prod(REPLICATED), dtype=np.float32).reshape(REPLICATED)
     with Session(directory, device="cpu", measured=True) as session:
         for _ in range(2):  # the second has the outputs of the first beside it
             session.run({"x": x})
@@ -216,7 +216,7 @@ def test_an_entry_is_true_and_says_something(tmp_path: Path, key: Key) -> None:
     for number, case in enumerate(CASES[key]):
         held = measured(case, tmp_path / str(number))
         assert predicted(case, kernel) == pytest.approx(held, abs=SMALL), case.body
-        says |= abs(predicted(case, without) - held) > prod(WHOLE)
+        says |= abs(predicted(case, without) - held) > prod(REPLICATED)
     assert says
 
 

@@ -19,7 +19,7 @@ g (float[batch, 6] x) => (float[batch, 5] y)
   [norm] n = RMSNormalization<axis = -1, epsilon = 0.01>(h, scale)
   [down] y = MatMul(n, b)
 }}"""
-WHOLE, SPLIT = "devices: 1\n", 'mesh: {tp: 2}\nnodes:\n  "norm": {in: [[~, tp], [tp]]}\n'
+REPLICATED, SPLIT = "devices: 1\n", 'mesh: {tp: 2}\nnodes:\n  "norm": {in: [[~, tp], [tp]]}\n'
 
 
 def network(seed: int = 0) -> ir.Model:
@@ -57,7 +57,7 @@ def test_layer_norms_of_a_gpt_are_reduced_once(strategy: str, devices: int, tmp_
         assert not [n.op_type for n in made if n.op_type.startswith("Reduce")], norm
 
 
-@pytest.mark.parametrize("strategy", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("strategy", [REPLICATED, SPLIT], ids=["whole", "split"])
 def test_rms_norm_is_trained_by_the_saved_deviation(strategy: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "s.yaml").write_text(strategy)

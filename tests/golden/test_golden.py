@@ -168,7 +168,7 @@ def test_every_local_form_that_communicates_is_shown_to_do_so(made: str) -> None
     Which operators these are is read off the code of their local forms: those that refer, through
     functions and classes of `onnxpar.ops`, to what emits collectives. This is proved from below
     alone: no result has a collective of another operator. That a form is shown on each of its
-    ways, with all the factors that its rule has, is not proved. Sums that a rule leaves pending
+    ways, with all the factors that its rule has, is not proved. Sums that a rule leaves partial
     are no part of the local form: `reshard` shows them.
     """
     expected = {d.op_type for d in table.REGISTRY.defs if sends(d.local, set())}

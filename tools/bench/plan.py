@@ -151,7 +151,7 @@ def at_random(case: Case, workload: Workload, count: int, seed: int) -> Iterator
         problem = build(seen, [known[item.kind] for item in seen.items], cost)
         choice = solve(problem).choice
         number += 1
-        # Some draws contradict one another: a sum that one leaves pending is made by nobody.
+        # Some draws contradict one another: a sum that one leaves partial is made by nobody.
         if problem.seconds(choice) == inf:
             continue
         made += 1

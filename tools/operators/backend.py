@@ -26,7 +26,7 @@ from onnx.backend.test import loader
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.errors import OnnxparError, ShardingError
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.rule import WHOLE, format_rule
+from onnxpar.core.rule import REPLICATED, format_rule
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.emit import write
 from onnxpar.facts.program import Program
@@ -401,9 +401,9 @@ def _why(known: Program, name: str) -> str:
         return "its rule has no factor"
     if all(sizes.get(f) == 1 for f in rule.splittable) and rule.splittable:
         return "every dim that may be split has size 1"
-    whole = [f for f, kind in rule.kinds.items() if kind == WHOLE]
+    whole = [f for f, kind in rule.kinds.items() if kind == REPLICATED]
     if not rule.splittable:
-        return f"all its factors are whole: {format_rule(rule)}"
+        return f"all its factors are replicated: {format_rule(rule)}"
     return f"not split in the plans that were tried: {format_rule(rule)} {whole}"
 
 

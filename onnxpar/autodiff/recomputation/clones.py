@@ -286,7 +286,7 @@ class _Recompute:
     def _barred(self, node: ir.Node, index: int, value: ir.Value) -> Sharding:
         """In which sharding a value is kept: as it was made, or as it was read at a cost.
 
-        A sum that is pending is kept reduced, since that is what the forward pass has kept; other
+        A sum that is partial is kept reduced, since that is what the forward pass has kept; other
         collectives are repeated unless their results are to be kept.
         """
         name = value.name or ""

@@ -79,7 +79,7 @@ def group_query_rule(view: NodeView) -> OpRule:
         many = view.has(index) and len(view.shape(index)) > 0 and view.shape(index)[-1] != 1
         operands.add("(h d)" if many and len(view.shape(index)) == 1 else None)
     made = _outputs(view, (queries, cache, cache, f"b ({heads.names}) 1 1"))
-    return parse_rule(f"{operands.rest()} -> {made}; whole: d", heads.sizes)
+    return parse_rule(f"{operands.rest()} -> {made}; replicated: d", heads.sizes)
 
 
 def group_query_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -146,7 +146,7 @@ def multi_head_rule(view: NodeView) -> OpRule:
     for text in ("b h 1 d", "b h 1 e"):
         operands.add(text)
     made = _outputs(view, (f"b {s} (h e)", "b h 1 d", "b h 1 e", "b h 1 1"))
-    text = f"{operands.rest()} -> {made}; whole: d"
+    text = f"{operands.rest()} -> {made}; replicated: d"
     used = text.split(";")[0].replace("(", " ").replace(")", " ").replace(",", " ").split()
     text += fixed + (" c" if "c" in used else "")
     if "e" in used and (view.has(3) or view.has(_PAST) or len(view.shape(2)) == 4):

@@ -67,7 +67,7 @@ def linear_attention_rule(view: NodeView) -> OpRule:
         operands.add(kinds.get(width) if isinstance(width, int) else None)
     made = ", ".join(("b 1 (h e)", "b h 1 1")[: len(view.node.outputs)])
     sizes = {"h": values, "d": size, "e": value_size}
-    return parse_rule(f"{operands.rest()} -> {made}; whole: d e", sizes)
+    return parse_rule(f"{operands.rest()} -> {made}; replicated: d e", sizes)
 
 
 def linear_attention_local(node: LocalNode) -> Sequence[ir.Value]:

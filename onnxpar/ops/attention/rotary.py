@@ -34,7 +34,7 @@ def _operand(view: NodeView, heads: int) -> tuple[str, dict[str, Dim]]:
 
 
 def _rule(text: str, caches: str, sizes: dict[str, Dim], *, linear: str, special: str) -> OpRule:
-    clauses = ("; whole: d" if sizes else "") + special
+    clauses = ("; replicated: d" if sizes else "") + special
     return parse_rule(f"{text}, {caches} -> {text}{clauses}; linear: {linear}", sizes)
 
 

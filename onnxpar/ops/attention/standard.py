@@ -113,7 +113,7 @@ def attention_rule(view: NodeView) -> OpRule:
     if _window(view).bounded and "s" not in fixed:
         special = "; special: s"
     fixed -= {"t"} if grown else set()
-    text += f"; whole: {' '.join(sorted(fixed))}{special}"
+    text += f"; replicated: {' '.join(sorted(fixed))}{special}"
     rule = parse_rule(text + ("; linear: sum 2" if len(outputs) == 1 else ""), heads.sizes)
     if rule.kinds.get("t") != "sum":
         return rule

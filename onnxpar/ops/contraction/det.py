@@ -20,7 +20,7 @@ def det_rule(view: NodeView) -> OpRule:
     """Det: every dim before the matrix."""
     names = axis_names(len(view.shape(0)))
     batch, matrix = " ".join(names[:-2]), " ".join(names[-2:])
-    return parse_rule(f"{batch} {matrix} -> {batch}; whole: {matrix}")
+    return parse_rule(f"{batch} {matrix} -> {batch}; replicated: {matrix}")
 
 
 def det_gradient(node: GradNode) -> Sequence[ir.Value | None]:

@@ -124,7 +124,7 @@ def einsum_rule(view: NodeView) -> OpRule:
         if size != 1 and label not in equation.output
     }
     text = f"{', '.join(texts)} -> {' '.join(result)}"
-    for kind, names in (("sum", summed - whole), ("whole", whole)):
+    for kind, names in (("sum", summed - whole), ("replicated", whole)):
         text += f"; {kind}: {' '.join(sorted(names))}" if names else ""
     moves = view.arity == 1 and set(equation.inputs[0]) == set(equation.output)
     linear = ["any 0"] if moves else [f"sum {i}" for i in range(view.arity)]

@@ -2,7 +2,7 @@
 
 Each expert is a feed-forward network; its inner width is split as Megatron-LM splits one (Shoeybi
 et al., 2019), so that each device has a part of all experts, the router's choice is the same
-everywhere, and one sum is pending. No device waits for one whose experts are asked for more often.
+everywhere, and one sum is partial. No device waits for one whose experts are asked for more often.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def experts_rule(view: NodeView) -> OpRule:
     texts = (tokens, router, f"1 {rows} 1", f"1 {rows}", "1 1 k", "1 1", "1 k 1", "1 k")
     for text in texts:
         operands.add(text)
-    text = f"{operands.rest()} -> {tokens}; sum: k" + ("; whole: u" if "u" in rows else "")
+    text = f"{operands.rest()} -> {tokens}; sum: k" + ("; replicated: u" if "u" in rows else "")
     sizes: dict[str, Dim] = {"k": inner, "u": 2, **_token_sizes(view)}
     return parse_rule(text, sizes)
 
@@ -113,7 +113,7 @@ def quantised_experts_rule(view: NodeView) -> OpRule:
     named = text.replace("(", " ").replace(")", " ").replace(",", " ").split()
     whole = [name for name in ("p", "w", "u") if name in named]
     if whole:
-        text += f"; whole: {' '.join(whole)}"
+        text += f"; replicated: {' '.join(whole)}"
     return parse_rule(text, {**sizes, **_token_sizes(view)})
 
 

@@ -1,4 +1,4 @@
-"""MatMul and Gemm: contraction split into pending sums, Megatron's column and row forms alike."""
+"""MatMul and Gemm: contraction split into partial sums, Megatron's column and row forms alike."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ def matmul_rule(view: NodeView) -> OpRule:
         f"{result} {'M' if m else ''} {'N' if n else ''}; sum: K; linear: sum 0, sum 1"
     )
     if whole_a | whole_b:
-        text += f"; whole: {' '.join(sorted(whole_a | whole_b))}"
+        text += f"; replicated: {' '.join(sorted(whole_a | whole_b))}"
     return parse_rule(text)
 
 
@@ -56,7 +56,7 @@ def gemm_rule(view: NodeView) -> OpRule:
         return parse_rule(f"{operands} -> M N; sum: K; linear: sum 0, sum 1")
     c, whole = aligned(view.shape(2), view.out_shape(), ["M", "N"])
     text = f"{a}, {b}, {c} -> M N; sum: K; linear: sum 0+2, sum 1+2"
-    return parse_rule(text + (f"; whole: {' '.join(sorted(whole))}" if whole else ""))
+    return parse_rule(text + (f"; replicated: {' '.join(sorted(whole))}" if whole else ""))
 
 
 def gemm_local(node: LocalNode) -> Sequence[ir.Value]:

@@ -3,9 +3,9 @@
 The factors of all nodes of a body are put together dim by dim (see `unified_dims`), through the
 bodies' inputs and results and through what they capture: a part of a dim that every node lets be
 split alike is a factor of the whole node. A sum over such a part (or a maximum, and so on) may stay
-pending to the end of the body where all that reads it is linear; it is then pending in the results
+partial to the end of the body where all that reads it is linear; it is then partial in the results
 of the node, and in a state from step to step if the state begins with zero. What would need
-communication within a body is left whole: a device that stands still in a loop would keep the
+communication within a body is left replicated: a device that stands still in a loop would keep the
 others waiting, and it is never emitted there.
 """
 
@@ -17,7 +17,16 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.rule import ABSENT, ANY, REPLICATED, SPECIAL, WHOLE, Operand, OpRule, parse_rule
+from onnxpar.core.rule import (
+    ABSENT,
+    ANY,
+    REPLICATED,
+    REPLICATED_OPERAND,
+    SPECIAL,
+    Operand,
+    OpRule,
+    parse_rule,
+)
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import CONST_LIMIT, BodyFacts, NodeView
@@ -169,8 +178,8 @@ class BodyAnalysis:
                 else:
                     self.parts.forbid((dim,), why)
         for factor, kind in rule.kinds.items():
-            if kind in (WHOLE, SPECIAL):
-                told = why if kind == WHOLE else f"{name!r} ({node.op_type}) would communicate"
+            if kind in (REPLICATED, SPECIAL):
+                told = why if kind == REPLICATED else f"{name!r} ({node.op_type}) would communicate"
                 self.parts.forbid((factors[factor],), told)
 
     def _port(self, port: Port) -> None:
@@ -303,7 +312,7 @@ class BodyAnalysis:
                 if theirs != mine and not is_zero(value):
                     self.parts.forbid([*theirs, *mine], "only one of the bodies sums over it")
             if len(set(mine.values())) > 1:
-                self.parts.forbid(list(mine), "two reductions would be pending")
+                self.parts.forbid(list(mine), "two reductions would be partial")
         for leaf, kind in {k: r for p in waiting for k, r in p.items()}.items():
             for port, mine in zip(self.wiring.results, waiting, strict=True):
                 if port.outer is None or not port.outer.name:
@@ -342,7 +351,7 @@ class BodyAnalysis:
         inputs = [self._operand(v) for v in node.inputs]
         for index, port in enumerate(self.wiring.operands):
             if not port.inner:
-                inputs[index] = REPLICATED if port.outer is not None else ABSENT
+                inputs[index] = REPLICATED_OPERAND if port.outer is not None else ABSENT
         outputs = [self._operand(v) for v in node.outputs]
         text = f"{', '.join(inputs)} -> {', '.join(outputs)}"
         leaves = {leaf: name for leaf, name in self._names.items()}
@@ -351,7 +360,7 @@ class BodyAnalysis:
             raise ModelError(self._why())
         whole = [name for leaf, name in leaves.items() if leaf in self.parts.fixed]
         if whole:
-            text += f"; whole: {' '.join(whole)}"
+            text += f"; replicated: {' '.join(whole)}"
         reduced: dict[str, list[str]] = {}
         for leaf, kind in {
             k: r for port in self.wiring.results for k, r in self.result_pending(port).items()
@@ -377,7 +386,7 @@ class BodyAnalysis:
             return ABSENT
         dims = self.dims(value) if value.name else None
         if dims is None:
-            return REPLICATED
+            return REPLICATED_OPERAND
         return " ".join(self._dim_text(dim) for dim in dims)
 
     def _dim_text(self, dim: int) -> str:

@@ -57,7 +57,7 @@ def broadcast_rule(view: NodeView, linear: str = "", operands: int | None = None
     result = " ".join("1" if size == 1 else n for n, size in zip(names, out, strict=True))
     rule = f"{', '.join(texts)} -> {result}"
     if whole:
-        rule += f"; whole: {' '.join(sorted(whole))}"
+        rule += f"; replicated: {' '.join(sorted(whole))}"
     if linear:
         rule += f"; linear: {linear}"
     return parse_rule(rule)

@@ -36,7 +36,7 @@ def _linear(view: NodeView) -> str:
 
 
 def cast_rule(view: NodeView) -> OpRule:
-    """Cast: every dim; pending sums only where the cast is exact."""
+    """Cast: every dim; partial sums only where the cast is exact."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names} -> {names}{_linear(view)}")
 

@@ -27,12 +27,12 @@ def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
 
 
 def _extrema(operands: Iterable[int]) -> str:
-    """A pending max or min of one operand passes where the result grows with it."""
+    """A partial max or min of one operand passes where the result grows with it."""
     return ", ".join(f"{reduction} {i}" for i in operands for reduction in ("max", "min"))
 
 
 def _sum_rule(view: NodeView) -> OpRule:
-    """Every dim, broadcast as numpy does; all operands may be pending sums together."""
+    """Every dim, broadcast as numpy does; all operands may be partial sums together."""
     everyone = "+".join(str(i) for i in range(view.arity))
     return broadcast_rule(view, f"sum {everyone}, {_extrema(range(view.arity))}")
 
@@ -90,18 +90,18 @@ def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _hard_sigmoid_rule(view: NodeView) -> OpRule:
-    """Every dim; a pending max or min passes where the slope alpha is not negative."""
+    """Every dim; a partial max or min passes where the slope alpha is not negative."""
     return broadcast_rule(view, _MONOTONE if view.attr("alpha", 0.2) >= 0 else "")
 
 
 def _shrink_rule(view: NodeView) -> OpRule:
-    """Every dim; a pending max or min passes where no jump goes down: bias at most lambd (or 0)."""
+    """Every dim; a partial max or min passes where no jump goes down: bias at most lambd (or 0)."""
     edge, bias = float(view.attr("lambd", 0.5)), float(view.attr("bias", 0.0))
     rises = bias <= edge if edge >= 0 else bias <= 0
     return broadcast_rule(view, _MONOTONE if rises else "")
 
 
-# Operators that keep the order of all their operands may come before a pending max or min. Sqrt
+# Operators that keep the order of all their operands may come before a partial max or min. Sqrt
 # and Log do too, but a part may be negative where the greatest is not, and become NaN.
 _MONOTONE = "max 0, min 0"
 _MONOTONE_UP = (
@@ -166,7 +166,7 @@ DEFS = (
     *(_op(n, v, _rule(), zero=z) for n, v, z in _PLAIN_UNARY),
     *(OpDef("", n, v, _rule(), gradient=_TRUTH) for n, v in _DISCRETE),
     _op("HardSigmoid", 1, _hard_sigmoid_rule),
-    # |xy| = |x||y|. The sign and the reciprocal of a product are not left pending so: the product
+    # |xy| = |x||y|. The sign and the reciprocal of a product are not left partial so: the product
     # may vanish or overflow in its type where the parts do not.
     _op("Abs", 1, _rule("prod 0"), zero=True),
     _op("Sign", 9, _rule(_MONOTONE), zero=True),

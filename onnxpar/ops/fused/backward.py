@@ -40,7 +40,7 @@ _ITSELF = Missing("it is a gradient itself")
 
 
 def elementwise_rule(view: NodeView) -> OpRule:
-    """Every dim; the cotangent may be a pending sum, the other operand not."""
+    """Every dim; the cotangent may be a partial sum, the other operand not."""
     dims = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{dims}, {dims} -> {dims}; linear: sum 0")
 
@@ -90,8 +90,8 @@ def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 def layer_norm_grad_rule(view: NodeView) -> OpRule:
     """`a b c, a b c, c, a b 1, a b 1 -> a b c, c, c; sum: a b; special: c`.
 
-    The cotangent is needed whole: its sum comes before the node, once, and not after it for each of
-    the results (Megatron-LM's two sums a layer of the backward pass, Shoeybi et al., 2019).
+    The cotangent is needed replicated: its sum comes before the node, once, and not after it for
+    each of the results (Megatron-LM's two sums a layer of the backward pass, Shoeybi et al., 2019).
     """
     names = axis_names(len(view.shape(0)))
     axis = _axis(view)

@@ -155,7 +155,7 @@ def resize_rule(view: NodeView) -> OpRule:
             whole += [names[axis], right[axis]]
     rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
     text = f"{' '.join(left)}{rest} -> {' '.join(right)}"
-    for kind, factors in (("scaled", scaled), ("whole", whole)):
+    for kind, factors in (("scaled", scaled), ("replicated", whole)):
         text += f"; {kind}: {' '.join(factors)}" if factors else ""
     return parse_rule(text + _linear(view, axes))
 

@@ -2,7 +2,7 @@
 
 What is read may lie anywhere, so images are whole where they are read; batch, channels, regions and
 the places themselves divide. Regions that lie in the images of another device count as zero, and
-the sum is pending.
+the sum is partial.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _IMAGE, _REGION = "N", "R"
 
 
 def grid_rule(view: NodeView) -> OpRule:
-    """GridSample: `n c h w, n y x 1 -> n c y x; whole: h w; linear: sum 0`."""
+    """GridSample: `n c h w, n y x 1 -> n c y x; replicated: h w; linear: sum 0`."""
     rank = len(view.shape(0)) - 2
     names = axis_names(rank)
     before = [f"{n}_in" for n in names]
@@ -32,13 +32,13 @@ def grid_rule(view: NodeView) -> OpRule:
     # Nothing but elements of the image where there is no border of zeros.
     moves = view.attr("mode") == "nearest" and view.attr("padding_mode", "zeros") != "zeros"
     linear = "any 0" if moves else "sum 0"
-    return parse_rule(f"{text}; whole: {' '.join(before)}; linear: {linear}")
+    return parse_rule(f"{text}; replicated: {' '.join(before)}; linear: {linear}")
 
 
 def align_rule(view: NodeView) -> OpRule:
-    """RoiAlign: `n c h w, r 1, r -> r c y x; sum: n; whole: h w y x; linear: sum 0` (or max)."""
+    """RoiAlign: `N C h w, R 1, R -> R C y x; sum: N; replicated: h w y x`, linear (sum or max)."""
     linear = "sum 0" if view.attr("mode", "avg") == "avg" else "max 0"
-    kinds = "sum: N; whole: h w y x" if can_mask(view) else "whole: N R h w y x"
+    kinds = "sum: N; replicated: h w y x" if can_mask(view) else "replicated: N R h w y x"
     return parse_rule(f"N C h w, R 1, R -> R C y x; {kinds}; linear: {linear}")
 
 
@@ -58,15 +58,15 @@ def align_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def crop_rule(view: NodeView) -> OpRule:
-    """CropAndResize (com.microsoft): `n c h w, r 1, r, . -> r c y x; sum: n; whole: h w y x`."""
+    """CropAndResize (com.microsoft): RoiAlign's, with the sizes of the crop as an operand."""
     linear = "" if view.attr("extrapolation_value", 0.0) else "; linear: sum 0"
-    return parse_rule(f"N C h w, R 1, R, . -> R C y x; sum: N; whole: h w y x{linear}")
+    return parse_rule(f"N C h w, R 1, R, . -> R C y x; sum: N; replicated: h w y x{linear}")
 
 
 def max_rule(view: NodeView) -> OpRule:
-    """MaxRoiPool: `n c h w, r 1 -> r c y x; whole: n h w y x`; a region begins with its image."""
+    """MaxRoiPool: `N C h w, R 1 -> R C y x; replicated: N h w y x`: a region names its image."""
     regions = "" if can_mask(view) else "R "
-    return parse_rule(f"N C h w, R 1 -> R C y x; whole: {regions}N h w y x; linear: max 0")
+    return parse_rule(f"N C h w, R 1 -> R C y x; replicated: {regions}N h w y x; linear: max 0")
 
 
 def max_local(node: LocalNode) -> Sequence[ir.Value]:

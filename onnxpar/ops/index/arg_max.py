@@ -65,7 +65,9 @@ def hardmax_rule(view: NodeView) -> OpRule:
         rank = len(names)
         first = int(view.attr("axis", 1))
         joint = names[first + rank if first < 0 else first :]
-        return parse_rule(f"{text} -> {text}" + (f"; whole: {' '.join(joint)}" if joint else ""))
+        return parse_rule(
+            f"{text} -> {text}" + (f"; replicated: {' '.join(joint)}" if joint else "")
+        )
     axis = normal_axis(view, view.attr("axis", -1), len(names))
     return parse_rule(f"{text} -> {text}; special: {names[axis]}")
 
@@ -158,7 +160,11 @@ def top_k_rule(view: NodeView) -> OpRule:
     result[axis] = "K"
     operand, found = " ".join(names), " ".join(result)
     # Until opset 11 nothing puts candidates of several devices in order.
-    kinds = f"special: {names[axis]}; whole: K" if view.opset >= 11 else f"whole: {names[axis]} K"
+    kinds = (
+        f"special: {names[axis]}; replicated: K"
+        if view.opset >= 11
+        else f"replicated: {names[axis]} K"
+    )
     return parse_rule(f"{operand}{further(view)} -> {found}, {found}; {kinds}")
 
 
@@ -217,12 +223,12 @@ def compress_rule(view: NodeView) -> OpRule:
     names = axis_names(len(view.shape(0)))
     axis = view.attr("axis")
     if axis is None:
-        text = f"{' '.join(names)}, C -> K; whole: {' '.join([*names, 'C', 'K'])}"
+        text = f"{' '.join(names)}, C -> K; replicated: {' '.join([*names, 'C', 'K'])}"
         return parse_rule(f"{text}; linear: any 0")
     chosen = normal_axis(view, axis, len(names))
     result = list(names)
     result[chosen] = "K"
-    text = f"{' '.join(names)}, C -> {' '.join(result)}; whole: {names[chosen]} C K"
+    text = f"{' '.join(names)}, C -> {' '.join(result)}; replicated: {names[chosen]} C K"
     return parse_rule(f"{text}; linear: any 0")
 
 

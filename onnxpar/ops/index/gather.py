@@ -1,7 +1,7 @@
 """Gather: by dims of the indices, dims of the rows, and by the indexed dim (vocabulary) itself.
 
 A device that holds a part of the vocabulary looks up the indices that are in its part and gives
-zeros for the others; the sum over the devices is pending (Megatron-LM's parallel embedding,
+zeros for the others; the sum over the devices is partial (Megatron-LM's parallel embedding,
 Shoeybi et al., 2019).
 """
 
@@ -37,7 +37,7 @@ def gather_rule(view: NodeView) -> OpRule:
     operand = [*rows[:axis], _INDEXED, *rows[axis:]]
     result = [*rows[:axis], *places, *rows[axis:]]
     value = view.node.inputs[0]
-    kind = "whole" if value is None or value.dtype in _NO_SUMS else "sum"
+    kind = "replicated" if value is None or value.dtype in _NO_SUMS else "sum"
     return parse_rule(
         f"{' '.join(operand)}, {' '.join(places)} -> {' '.join(result)}; {kind}: {_INDEXED}; "
         "linear: any 0"

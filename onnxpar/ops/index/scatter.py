@@ -1,7 +1,7 @@
 """GatherElements, GatherND, OneHot, the Scatters and others that use given places.
 
 A device that holds a part of an indexed dim looks after the places that lie in its part: a lookup
-gives zeros for the others and leaves a sum pending, a write leaves the others out. What is written
+gives zeros for the others and leaves a sum partial, a write leaves the others out. What is written
 may be split too where writes add up (or take the greatest or least).
 """
 
@@ -58,7 +58,7 @@ _LINEAR = {
 def _summable(view: NodeView) -> str:
     """The kind of a factor that is looked up: booleans and strings have no sums."""
     value = view.node.inputs[0]
-    return "whole" if value is None or value.dtype in _NO_SUMS else "sum"
+    return "replicated" if value is None or value.dtype in _NO_SUMS else "sum"
 
 
 def _reduction(view: NodeView) -> str:
@@ -116,11 +116,11 @@ def gather_elements_rule(view: NodeView) -> OpRule:
     operand, names, _, whole = _element_dims(view)
     places = " ".join(names)
     kind = _summable(view)
-    if kind == "whole":
+    if kind == "replicated":
         whole = [*whole, _INDEXED]
     text = f"{' '.join(operand)}, {places} -> {places}; linear: any 0"
     text += f"; sum: {_INDEXED}" if kind == "sum" else ""
-    return parse_rule(text + (f"; whole: {' '.join(whole)}" if whole else ""))
+    return parse_rule(text + (f"; replicated: {' '.join(whole)}" if whole else ""))
 
 
 def gather_elements_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -143,7 +143,7 @@ def scatter_elements_rule(view: NodeView) -> OpRule:
         text += f"; {_PENDING[reduction]}: {names[axis]}"
     else:
         whole = [*whole, names[axis]]
-    text += f"; whole: {' '.join(whole)}" if whole else ""
+    text += f"; replicated: {' '.join(whole)}" if whole else ""
     return parse_rule(f"{text}; linear: {_LINEAR[reduction]}")
 
 
@@ -340,7 +340,7 @@ def scatter_nd_rule(view: NodeView) -> OpRule:
     text = f"{data}, {' '.join([*places, '1'])}, {' '.join(names)} -> {data}"
     kinds = {
         "special": [name for name in indexed if name not in places],
-        _PENDING.get(reduction, "whole"): [name for name in places if name not in indexed],
+        _PENDING.get(reduction, "replicated"): [name for name in places if name not in indexed],
     }
     text += "".join(f"; {kind}: {' '.join(found)}" for kind, found in kinds.items() if found)
     return parse_rule(f"{text}; linear: {_LINEAR[reduction]}")

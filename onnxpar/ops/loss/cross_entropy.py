@@ -44,7 +44,7 @@ def loss_rule(view: NodeView) -> OpRule:
     """`a C b, a b, C -> ; sum: a b; special: C`: rows and positions b, classes C.
 
     The log-probabilities, where they are an output too, are split by rows and positions while the
-    loss is pending.
+    loss is partial.
 
     Raises:
         NodeError: There is no such reduction.

@@ -201,7 +201,7 @@ def lrn_rule(view: NodeView) -> OpRule:
     """Every dim but that of the channels, whose neighbours an element needs."""
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
-    return parse_rule(f"{text} -> {text}; whole: {names[1]}")
+    return parse_rule(f"{text} -> {text}; replicated: {names[1]}")
 
 
 def lrn_body(node: BodyNode) -> Sequence[ir.Value]:

@@ -61,7 +61,7 @@ def _rule(kind: _Kind) -> Callable[[NodeView], OpRule]:
         if last not in whole:
             text += f"; special: {last}"
         if whole:
-            text += f"; whole: {' '.join(sorted(whole))}"
+            text += f"; replicated: {' '.join(sorted(whole))}"
         return parse_rule(text)
 
     rule.__doc__ = "Leading dims parallel, the normalised one special; vectors go with it."

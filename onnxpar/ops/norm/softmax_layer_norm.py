@@ -112,7 +112,7 @@ def layer_norm_rule(view: NodeView) -> OpRule:
     if special:
         rule += f"; special: {' '.join(special)}"
     if whole:
-        rule += f"; whole: {' '.join(sorted(whole))}"
+        rule += f"; replicated: {' '.join(sorted(whole))}"
     return parse_rule(rule)
 
 

@@ -57,8 +57,8 @@ def _blocks(elements: int, block: int, per_byte: int) -> _Blocks:
         return _WHOLE
     sizes: dict[str, Dim] = {"z": count // per_byte, "q": block}
     if per_byte == 1:
-        return _Blocks("z", "z", "(z q)", "; whole: q", sizes)
-    return _Blocks("(z p)", "z", "(z p q)", "; whole: p q", {**sizes, "p": per_byte})
+        return _Blocks("z", "z", "(z q)", "; replicated: q", sizes)
+    return _Blocks("(z p)", "z", "(z p q)", "; replicated: p q", {**sizes, "p": per_byte})
 
 
 def _per_byte(view: NodeView, index: int, bits: int) -> int:
@@ -160,7 +160,7 @@ def gather_block_quantized_rule(view: NodeView) -> OpRule:
         sizes["w"] = block // stored
         whole.append("w")
     if whole:
-        text += f"; whole: {' '.join(whole)}"
+        text += f"; replicated: {' '.join(whole)}"
     return parse_rule(text + "; linear: sum 2", sizes)
 
 
@@ -196,7 +196,7 @@ def matmul_bnb4_rule(view: NodeView) -> OpRule:
         "w": block // 2,
     }
     text = f"{names} (z q), (n z w), (n z) -> {names} n"
-    return parse_rule(f"{text}; sum: z; whole: q w; linear: sum 0, sum 2", sizes)
+    return parse_rule(f"{text}; sum: z; replicated: q w; linear: sum 0, sum 2", sizes)
 
 
 DEFS = (

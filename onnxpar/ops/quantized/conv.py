@@ -69,10 +69,10 @@ class _Conv:
     def rule(self, operands: Sequence[str], kind: str) -> OpRule:
         """The rule, a split of the input channels being of a kind."""
         shown = ", ".join(operands[: self.view.arity])
-        text = f"{shown} -> {self.y}; whole: {' '.join(self.whole)}"
+        text = f"{shown} -> {self.y}; replicated: {' '.join(self.whole)}"
         if self.channels != 1:
-            kind = kind if can_mask(self.view) else "whole"
-            text += f"{f' {_IN}' if kind == 'whole' else f'; {kind}: {_IN}'}"
+            kind = kind if can_mask(self.view) else "replicated"
+            text += f"{f' {_IN}' if kind == 'replicated' else f'; {kind}: {_IN}'}"
         return parse_rule(text, self.sizes)
 
 
@@ -102,7 +102,7 @@ def _copied(node: LocalNode, inputs: Sequence[ir.Value | None] | None = None) ->
 
 
 def integer_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Padding of split input channels has weights that count as zero; the sum is pending."""
+    """Padding of split input channels has weights that count as zero; the sum is partial."""
     if _IN not in node.split_factors():
         return (_copied(node),)
     weight = _filled_weight(node, 1, 3)
@@ -128,7 +128,7 @@ def qlinear_rule(view: NodeView) -> OpRule:
     operands += [conv.by_channel(8) if view.arity > 8 else ""]
     # onnxruntime's ConvInteger takes one zero point, channels second.
     split = is_single(view, 5) and not conv.last
-    return conv.rule(operands, "special" if split else "whole")
+    return conv.rule(operands, "special" if split else "replicated")
 
 
 def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:

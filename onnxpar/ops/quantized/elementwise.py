@@ -41,7 +41,7 @@ def _broadcast(*tensors: int) -> RuleFn:
             else:
                 texts.append("." if view.has(index) else "-")
         result = " ".join("1" if s == 1 else n for n, s in zip(names, out, strict=True))
-        clause = f"; whole: {' '.join(sorted(whole))}" if whole else ""
+        clause = f"; replicated: {' '.join(sorted(whole))}" if whole else ""
         return parse_rule(f"{', '.join(texts)} -> {result}{clause}")
 
     rule.__doc__ = "Element by element; scales and zero points are needed whole."
@@ -54,7 +54,7 @@ def softmax_rule(view: NodeView) -> OpRule:
     axis = normal_axis(view, view.attr("axis", -1), len(names))
     # Before opset 13 everything from the axis on was one row.
     row = names[axis:] if int(view.attr("opset", 13)) < 13 else [names[axis]]
-    return _scaled(view, " ".join(names), " ".join(names), "whole", row)
+    return _scaled(view, " ".join(names), " ".join(names), "replicated", row)
 
 
 def _scaled(view: NodeView, left: str, right: str, kind: str, factors: Sequence[str]) -> OpRule:
@@ -75,7 +75,9 @@ def concat_rule(view: NodeView) -> OpRule:
             continue
         joined.append(f"join{index}")
         texts.append(" ".join([*names[:axis], joined[-1], *names[axis + 1 :]]))
-    text = f"{', '.join(texts)} -> {' '.join(names)}; whole: {' '.join([*joined, names[axis]])}"
+    text = (
+        f"{', '.join(texts)} -> {' '.join(names)}; replicated: {' '.join([*joined, names[axis]])}"
+    )
     return parse_rule(text)
 
 
@@ -133,7 +135,7 @@ def pool_rule(view: NodeView) -> OpRule:
     left = [f"{n}_in" if i in spatial else n for i, n in enumerate(names)]
     right = [f"{n}_out" if i in spatial else n for i, n in enumerate(names)]
     whole = [n for n in (*left, *right) if n not in names]
-    return _scaled(view, " ".join(left), " ".join(right), "whole", whole)
+    return _scaled(view, " ".join(left), " ".join(right), "replicated", whole)
 
 
 _RULES: dict[str, RuleFn] = {

@@ -59,7 +59,7 @@ def _rule(view: NodeView) -> OpRule:
         text += f", {point if view.has(2) else '-'}"
     text += f" -> {' '.join(rows)}"
     if whole:
-        text += f"; whole: {' '.join(whole)}"
+        text += f"; replicated: {' '.join(whole)}"
     if view.node.op_type == "DequantizeLinear":
         text += "; linear: sum 1"
     return parse_rule(text, sizes)

@@ -86,18 +86,20 @@ class _Product:
         shown = operands[: self.view.arity]
         text = f"{', '.join(shown)} -> {self.out}{kinds}"
         whole = self.whole - {_K}
-        return parse_rule(text + (f"; whole: {' '.join(sorted(whole))}" if whole else ""))
+        return parse_rule(text + (f"; replicated: {' '.join(sorted(whole))}" if whole else ""))
 
 
 def integer_rule(view: NodeView) -> OpRule:
     """MatMulInteger: `b m k, k n, m, n -> b m n; sum: k`."""
     p = _Product(view, 0, 1)
     points = [p.scale(2, rows=True) if view.arity > 2 else "", p.scale(3) if view.arity > 3 else ""]
-    return p.rule([p.left, p.right, *points], f"; {'sum' if can_mask(view) else 'whole'}: {_K}")
+    return p.rule(
+        [p.left, p.right, *points], f"; {'sum' if can_mask(view) else 'replicated'}: {_K}"
+    )
 
 
 def integer_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Padding of a split K holds the left zero point; the sum is pending."""
+    """Padding of a split K holds the left zero point; the sum is partial."""
     if not node.atoms(_K):
         return node.copy()
     left = _filled_left(node, 0, 2)
@@ -133,7 +135,7 @@ def qlinear_rule(view: NodeView) -> OpRule:
     one = [p.scale(1, rows=True), p.scale(2, rows=True)]
     other = [p.scale(4), p.scale(5)]
     split = can_mask(view) and is_single(view, 1) and is_single(view, 6)
-    kind = "special" if split else "whole"
+    kind = "special" if split else "replicated"
     operands = [p.left, *one, p.right, *other, p.scale(6, rows=True), p.scale(7, rows=True)]
     return p.rule(operands, f"; {kind}: {_K}")
 

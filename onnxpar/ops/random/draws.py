@@ -32,7 +32,7 @@ DOUBLE = ir.DataType.DOUBLE
 
 
 def dropout_rule(view: NodeView) -> OpRule:
-    """Dropout: every dim; parts of a pending sum drop the same elements on every device."""
+    """Dropout: every dim; parts of a partial sum drop the same elements on every device."""
     names = " ".join(axis_names(len(view.shape(0))))
     operands = names + "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
     outputs = [names] * len(view.node.outputs)
@@ -166,7 +166,7 @@ def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], S
 
 
 def bernoulli_rule(view: NodeView) -> OpRule:
-    """Bernoulli: every dim; a pending max or min, its parts being compared with equal numbers."""
+    """Bernoulli: every dim; a partial max or min, its parts being compared with equal numbers."""
     names = " ".join(axis_names(len(view.shape(0))))
     dtype = view.node.outputs[0].dtype
     pending = dtype is not None and dtype.is_floating_point()
@@ -185,7 +185,7 @@ def bernoulli_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def multinomial_rule(view: NodeView) -> OpRule:
     """Multinomial: rows and samples are drawn in shards; a row's chances are whole."""
-    return parse_rule("b C -> b S; whole: C")
+    return parse_rule("b C -> b S; replicated: C")
 
 
 def multinomial_local(node: LocalNode) -> Sequence[ir.Value]:

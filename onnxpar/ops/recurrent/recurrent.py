@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.rule import ABSENT, REPLICATED, OpRule, parse_rule
+from onnxpar.core.rule import ABSENT, REPLICATED_OPERAND, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
@@ -36,7 +36,7 @@ def recurrent_rule(view: NodeView) -> OpRule:
     inputs = [texts[i] if view.has(i) else ABSENT for i in range(view.arity)]
     results = ["b t d h" if batch_first else "t d b h", state, state]
     outputs = [
-        text if out.name else REPLICATED
+        text if out.name else REPLICATED_OPERAND
         for text, out in zip(results, view.node.outputs, strict=False)
     ]
     present = {name for text in (*inputs, *outputs) for name in text.split()}
@@ -46,7 +46,7 @@ def recurrent_rule(view: NodeView) -> OpRule:
         special = "; special: d"
     else:
         whole.append("d")
-    text = f"{', '.join(inputs)} -> {', '.join(outputs)}; whole: {' '.join(whole)}{special}"
+    text = f"{', '.join(inputs)} -> {', '.join(outputs)}; replicated: {' '.join(whole)}{special}"
     return parse_rule(text)
 
 

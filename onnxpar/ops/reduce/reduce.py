@@ -46,7 +46,7 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
         ]
         text = f"{operands} -> {' '.join(result)}"
         if axes:
-            text += f"; {kind if _splits(view, kind) else 'whole'}: "
+            text += f"; {kind if _splits(view, kind) else 'replicated'}: "
             text += " ".join(names[axis] for axis in axes)
         if linear and _splits(view, kind):
             text += f"; linear: {linear}"

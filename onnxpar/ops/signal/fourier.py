@@ -43,7 +43,7 @@ def transformed_axis(view: NodeView) -> int:
 
 
 def dft_rule(view: NodeView) -> OpRule:
-    """DFT: `a t_in 1, ., . -> a t 1; whole: t_in t; linear: sum 0` for axis 1 of rank 3."""
+    """DFT: `a t_in 1, ., . -> a t 1; replicated: t_in t; linear: sum 0` for axis 1 of rank 3."""
     rank = len(view.shape(0))
     names = axis_names(rank - 1)
     axis = transformed_axis(view)
@@ -51,7 +51,7 @@ def dft_rule(view: NodeView) -> OpRule:
     left[axis], right[axis] = f"{names[axis]}_in", f"{names[axis]}_out"
     rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
     return parse_rule(
-        f"{' '.join(left)} 1{rest} -> {' '.join(right)} 1; whole: {left[axis]} {right[axis]}; "
+        f"{' '.join(left)} 1{rest} -> {' '.join(right)} 1; replicated: {left[axis]} {right[axis]}; "
         "linear: sum 0"
     )
 
@@ -79,12 +79,12 @@ def _lengths(view: NodeView) -> tuple[int, int]:
 
 
 def stft_rule(view: NodeView) -> OpRule:
-    """STFT: `n t 1, ., ., . -> n F b 1; whole: t b; special: F; linear: sum 0`."""
+    """STFT: `n t 1, ., ., . -> n F b 1; replicated: t b; special: F; linear: sum 0`."""
     _lengths(view)
     signal = "N t" + " 1" * (len(view.shape(0)) - 2)
     rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
-    kind = "special" if isinstance(view.out_shape()[1], int) else "whole"
-    text = f"{signal}{rest} -> N {_FRAME} b 1; whole: t b"
+    kind = "special" if isinstance(view.out_shape()[1], int) else "replicated"
+    text = f"{signal}{rest} -> N {_FRAME} b 1; replicated: t b"
     text += f"; special: {_FRAME}" if kind == "special" else f" {_FRAME}"
     return parse_rule(f"{text}; linear: sum 0")
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from onnxpar.core.rule import REPLICATED, Operand, OpRule, parse_rule
+from onnxpar.core.rule import REPLICATED_OPERAND, Operand, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import SIZES
@@ -144,7 +144,7 @@ def trilu_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def sizes_rule(view: NodeView) -> OpRule:
     """Sizes (domain onnxpar): no operand; the elements are expressions in the symbols."""
     require_readable(view, "the sizes", view.env.contents[view.node.outputs[0].name or ""])
-    return OpRule((), (Operand(mode=REPLICATED),), MappingProxyType({}))
+    return OpRule((), (Operand(mode=REPLICATED_OPERAND),), MappingProxyType({}))
 
 
 def sizes_local(node: LocalNode) -> Sequence[ir.Value]:

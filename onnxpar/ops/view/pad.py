@@ -43,7 +43,7 @@ def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
 
 
 def _linear(view: NodeView, padded: bool) -> str:
-    """What may stay pending: the border must be what the reduction makes of borders."""
+    """What may stay partial: the border must be what the reduction makes of borders."""
     if not padded or _mode(view) != "constant":
         return "any 0"
     if view.opset < 11:
@@ -69,7 +69,7 @@ def pad_rule(view: NodeView) -> OpRule:
     result = [f"{n}_pad" if axis in padded else n for axis, n in enumerate(names)]
     text = f"{' '.join(names)}{further(view)} -> {' '.join(result)}"
     if padded:
-        text += f"; whole: {' '.join(f'{names[a]} {names[a]}_pad' for a in padded)}"
+        text += f"; replicated: {' '.join(f'{names[a]} {names[a]}_pad' for a in padded)}"
     return parse_rule(f"{text}; linear: {_linear(view, bool(padded))}")
 
 

@@ -43,13 +43,13 @@ def _depth(view: NodeView) -> str:
 def depth_to_space_rule(view: NodeView) -> OpRule:
     """DepthToSpace: `n (x y c) h w -> n c (h x) (w y)`, blocks x y whole; CRD has `(c x y)`."""
     sizes = _sizes(view, view.out_shape(), view.shape(0))
-    return parse_rule(f"n {_depth(view)} h w -> {_SPACE}; whole: x y; linear: any 0", sizes)
+    return parse_rule(f"n {_depth(view)} h w -> {_SPACE}; replicated: x y; linear: any 0", sizes)
 
 
 def space_to_depth_rule(view: NodeView) -> OpRule:
     """SpaceToDepth: `n c (h x) (w y) -> n (x y c) h w`, blocks x y whole; CRD has `(c x y)`."""
     sizes = _sizes(view, view.shape(0), view.out_shape())
-    return parse_rule(f"{_SPACE} -> n {_depth(view)} h w; whole: x y; linear: any 0", sizes)
+    return parse_rule(f"{_SPACE} -> n {_depth(view)} h w; replicated: x y; linear: any 0", sizes)
 
 
 def reverse_sequence_rule(view: NodeView) -> OpRule:
@@ -62,7 +62,7 @@ def reverse_sequence_rule(view: NodeView) -> OpRule:
             f"{batch} and {time}"
         )
     text = " ".join(names)
-    return parse_rule(f"{text}, {names[batch]} -> {text}; whole: {names[time]}; linear: any 0")
+    return parse_rule(f"{text}, {names[batch]} -> {text}; replicated: {names[time]}; linear: any 0")
 
 
 def reverse_sequence_local(node: LocalNode) -> Sequence[ir.Value]:

@@ -156,7 +156,7 @@ def view_rule(
     texts = [" ".join(f"({' '.join(n)})" if n else "1" for n in side) for side in names]
     text = f"{texts[0]}{extra} -> {texts[1]}; linear: {linear}"
     if matcher.whole:
-        text += f"; whole: {' '.join(matcher.whole)}"
+        text += f"; replicated: {' '.join(matcher.whole)}"
     return parse_rule(text, matcher.sizes)
 
 
@@ -248,7 +248,7 @@ def squeeze_rule(view: NodeView) -> OpRule:
     words = ["1" if axis in gone and shape[axis] == 1 else n for axis, n in enumerate(names)]
     result = " ".join(n for axis, n in enumerate(names) if axis not in gone)
     text = f"{' '.join(words)}{further(view)} -> {result}; linear: any 0"
-    return parse_rule(text + (f"; whole: {' '.join(fixed)}" if fixed else ""))
+    return parse_rule(text + (f"; replicated: {' '.join(fixed)}" if fixed else ""))
 
 
 def _refuse_unsure(view: NodeView, shape: Sequence[Dim]) -> None:

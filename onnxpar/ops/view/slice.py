@@ -64,7 +64,7 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
         if len(many) > 1:
             # A copy on every device is its own maximum, but not its own sum.
             text += "".join(f", max {i}, min {i}" for i in range(len(many)))
-    return parse_rule(f"{text}; whole: {' '.join(whole)}", sizes)
+    return parse_rule(f"{text}; replicated: {' '.join(whole)}", sizes)
 
 
 def split_rule(view: NodeView) -> OpRule:
@@ -146,7 +146,7 @@ def slice_rule(view: NodeView) -> OpRule:
     result = [f"{n}_cut" if axis in cut else n for axis, n in enumerate(names)]
     text = f"{' '.join(names)}{further(view)} -> {' '.join(result)}; linear: any 0"
     if cut:
-        text += f"; whole: {' '.join(f'{names[a]} {names[a]}_cut' for a in sorted(cut))}"
+        text += f"; replicated: {' '.join(f'{names[a]} {names[a]}_cut' for a in sorted(cut))}"
     return parse_rule(text)
 
 
@@ -214,7 +214,7 @@ def expand_rule(view: NodeView) -> OpRule:
     operand, whole = aligned(view.shape(0), out, names)
     result = " ".join("1" if size == 1 else n for n, size in zip(names, out, strict=True))
     text = f"{operand}, . -> {result}; linear: any 0"
-    return parse_rule(text + (f"; whole: {' '.join(sorted(whole))}" if whole else ""))
+    return parse_rule(text + (f"; replicated: {' '.join(sorted(whole))}" if whole else ""))
 
 
 def expand_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -225,13 +225,13 @@ def expand_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def where_rule(view: NodeView) -> OpRule:
-    """Where: both branches may be pending together, one alone where the other is zero."""
+    """Where: both branches may be partial together, one alone where the other is zero."""
     linear = "any 1+2, max 1, max 2, min 1, min 2"
-    for pending, other in ((1, 2), (2, 1)):
+    for held, other in ((1, 2), (2, 1)):
         value = view.node.inputs[other]
         constant = None if value is None else value.const_value
         if constant is not None and constant.size == 1 and not constant.numpy().any():
-            linear += f", sum {pending}, prod {pending}"
+            linear += f", sum {held}, prod {held}"
     return broadcast_rule(view, linear)
 
 

@@ -1,6 +1,6 @@
 """Conv and ConvTranspose, divided along any of their dims.
 
-Batch and groups are parallel, output channels too, a split of the input channels leaves a pending
+Batch and groups are parallel, output channels too, a split of the input channels leaves a partial
 sum, and spatial dims exchange halos (`onnxpar.ops.window.halo`).
 """
 

@@ -63,7 +63,7 @@ def deform_conv_rule(view: NodeView) -> OpRule:
     with_bias = "+3" if view.has(3) else ""
     if not view.has(4):
         sizes.pop("u", None)
-    text = f"{', '.join(operands)} -> {BATCH} {results} q p; whole: {' '.join(whole)}"
+    text = f"{', '.join(operands)} -> {BATCH} {results} q p; replicated: {' '.join(whole)}"
     text += f"; sum: {' '.join(summed)}" if summed else ""
     text += f"; linear: {', '.join(f'sum {i}{with_bias}' for i in linear)}"
     text += ", max 3, min 3" if view.has(3) else ""
@@ -100,7 +100,7 @@ def col2im_rule(view: NodeView) -> OpRule:
             f"node {view.name!r} (Col2Im): the channels must be known to be divided, got {count}"
         )
     space = " ".join(f"s{d}" for d in range(len(made) - 2))
-    text = f"{BATCH} ({MANY} k) l, ., . -> {BATCH} {MANY} {space}; whole: k l {space}"
+    text = f"{BATCH} ({MANY} k) l, ., . -> {BATCH} {MANY} {space}; replicated: k l {space}"
     return parse_rule(f"{text}; linear: sum 0", {MANY: count, "k": rows // count})
 
 

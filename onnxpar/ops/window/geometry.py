@@ -152,7 +152,7 @@ class Words:
         """The clauses on them, with those on the kernel's dims where the rule has these."""
         whole = " ".join([*self.whole, *(self.kernel.split() if kernel else ())])
         text = f"; scaled: {' '.join(self.scaled)}" if self.scaled else ""
-        return text + (f"; whole: {whole}" if whole else "")
+        return text + (f"; replicated: {whole}" if whole else "")
 
 
 def words(dims: Sequence[Spatial]) -> Words:

@@ -148,7 +148,7 @@ def max_unpool_rule(view: NodeView) -> OpRule:
     rank = len(view.shape(0)) - 2
     read, made = (" ".join(f"{end}{d}" for d in range(rank)) for end in ("i", "o"))
     shape = ", ." if view.has(2) else ", -" if view.arity > 2 else ""
-    text = f"N C {read}, N C {read}{shape} -> N C {made}; special: N C; whole: {read} {made}"
+    text = f"N C {read}, N C {read}{shape} -> N C {made}; special: N C; replicated: {read} {made}"
     return parse_rule(f"{text}; linear: any 0")
 
 

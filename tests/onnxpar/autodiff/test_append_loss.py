@@ -43,7 +43,7 @@ def identity(form: str, dtype: str = "float", opset: int = 18, more: str = "") -
     return read(f"g ({dtype}[{dims}] x{more}) => ({dtype}[{dims}] y) {{ y = Identity(x) }}", opset)
 
 
-WHOLE = {LOSS_WEIGHT: np.array(1, np.float32)}
+REPLICATED = {LOSS_WEIGHT: np.array(1, np.float32)}
 """One micro-batch is all of its step."""
 
 
@@ -55,14 +55,14 @@ def run(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
         proto.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     names = [output.name for output in session.get_outputs()]
-    feed = {**WHOLE, **feed} if LOSS in names else feed
+    feed = {**REPLICATED, **feed} if LOSS in names else feed
     return dict(zip(names, session.run(names, dict(feed)), strict=True))
 
 
 def reference(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
     """Runs a model in ONNX's own evaluator."""
     evaluator = onnx.reference.ReferenceEvaluator(ir.serde.serialize_model(model))
-    feed = {**WHOLE, **feed} if LOSS in evaluator.output_names else feed
+    feed = {**REPLICATED, **feed} if LOSS in evaluator.output_names else feed
     return dict(zip(evaluator.output_names, evaluator.run(None, dict(feed)), strict=True))
 
 

@@ -9,12 +9,12 @@ GOOD = (
     "b m k, b k n -> b m n; sum: k; linear: sum 0, sum 1",
     "a b -> a b; linear: any 0",
     "(b s) d -> b s d",
-    "a 1, a b -> a b; whole: b; linear: sum 0+1, max 0+1",
+    "a 1, a b -> a b; replicated: b; linear: sum 0+1, max 0+1",
     "v d, i j -> i j d; sum: v",
     "a c -> a c; special: c",
-    "n c h w, m c k l -> n m h w; sum: c; whole: k l; scaled: h w",
-    "n c h, n m h -> m c k; sum: n h; whole: k; scaled: h",
-    "m k, ., * -> m k, -; whole: m",
+    "n c h w, m c k l -> n m h w; sum: c; replicated: k l; scaled: h w",
+    "n c h, n m h -> m c k; sum: n h; replicated: k; scaled: h",
+    "m k, ., * -> m k, -; replicated: m",
     "-> ",
 )
 

@@ -33,7 +33,7 @@ BRANCHES = (
         {"s": np.array([0, 4, 3])},
         {"c": np.array(False)},
     ),
-    # A sum over the split dim is pending to the end of both branches.
+    # A sum over the split dim is partial to the end of both branches.
     Case(
         """y = If (c) <
             then_branch = a () => (float[3,2] p) { q = Transpose(x) p = MatMul(q, z) },

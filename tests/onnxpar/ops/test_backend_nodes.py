@@ -119,7 +119,7 @@ def test_backend_nodes_hold_when_they_are_cut(op_type: str) -> None:
         try:
             splits = list(case.assignments(MESH))
         except ModelError:
-            continue  # computed replicated
+            continue  # replicated
         if not case.stands_alone:
             continue  # folded or replaced; whole models are cut below
         for factors in chosen(splits, QUICK_SPLITS):

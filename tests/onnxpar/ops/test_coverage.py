@@ -95,7 +95,7 @@ def test_what_is_expanded_is_listed_once() -> None:
         ("SwiGLU", "Replaced by its body, in operators that have rules", "of its body"),
         ("CenterCropPad", "Replaced by its body, in operators that have rules", "of its body"),
         ("Mean", "Every dim, broadcast as numpy does", "of its body"),
-        ("StringSplit", "Computed whole: it computes with text", "not differentiable"),
+        ("StringSplit", "Replicated: it computes with text", "not differentiable"),
         ("SequenceAt", "Folded into Split, Concat and the like", "none of a sequence whose"),
     ],
 )

@@ -27,7 +27,7 @@ from tests.onnxpar.ops.op_cases import ALL
 from tests.onnxpar.ops.op_harness import Case
 from tests.onnxpar.ops.test_placements import EXCUSED, NO_PRODUCTS
 
-WHOLE = "whole"
+REPLICATED = "whole"
 REFUSED = (state.Fail, state.InvalidArgument, state.RuntimeException, state.InvalidGraph)
 Placement = tuple[str, ...]
 Sizes = Mapping[str, int]
@@ -52,7 +52,7 @@ def even(case_index: int) -> Case:
 
 def spread(operand: int, placement: str, array: Array) -> list[Array] | None:
     """What each of the two devices holds; None where there is no such placement."""
-    if placement == WHOLE:
+    if placement == REPLICATED:
         return [array, array]
     if placement.isdigit():
         return np.split(array, 2, int(placement))
@@ -70,7 +70,7 @@ def spread(operand: int, placement: str, array: Array) -> list[Array] | None:
 
 
 def choices(array: Array) -> Iterator[str]:
-    yield WHOLE
+    yield REPLICATED
     yield from (str(d) for d, size in enumerate(array.shape) if size > 1 and size % 2 == 0)
     if array.dtype.kind == "f":
         yield from REDUCTIONS
@@ -78,7 +78,7 @@ def choices(array: Array) -> Iterator[str]:
 
 def holding(parts: list[Array], want: Array, rtol: float) -> Iterator[str]:
     """The placements in which two results are the whole one."""
-    candidates = {WHOLE: parts[0]} if same(parts[0], parts[1], rtol) else {}
+    candidates = {REPLICATED: parts[0]} if same(parts[0], parts[1], rtol) else {}
     for dim in range(want.ndim):
         if parts[0].shape == parts[1].shape and parts[0].shape[dim] * 2 == want.shape[dim]:
             candidates[str(dim)] = np.concatenate(parts, dim)
@@ -107,7 +107,7 @@ def free(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def admitted(case: Case, names: list[str]) -> set[tuple[Placement, Placement]]:
-    """What the rule says: for each splittable factor, and for each group that may be pending."""
+    """What the rule says: for each splittable factor, and for each group that may be partial."""
     rule = case.rule
     sizes = factor_sizes(rule, case.view)
     operands = {v.name: o for v, o in zip(case.view.node.inputs, rule.inputs, strict=True) if v}
@@ -124,16 +124,16 @@ def admitted(case: Case, names: list[str]) -> set[tuple[Placement, Placement]]:
         size = case.env.table.evaluate(sizes[factor], case.sizes)
         if (kind != PARALLEL and kind not in REDUCTIONS) or size % 2:
             continue
-        pending = WHOLE if kind == PARALLEL else kind
-        enter = [split(operands[n], factor, WHOLE) for n in names]
+        pending = REPLICATED if kind == PARALLEL else kind
+        enter = [split(operands[n], factor, REPLICATED) for n in names]
         leave = [split(o, factor, pending) for o in rule.outputs]
         if None not in enter and None not in leave:
             found.add((tuple(filter(None, enter)), tuple(filter(None, leave))))
     positions = {v.name: i for i, v in enumerate(case.view.node.inputs) if v is not None}
     for reduction, group in rule.linear:
         if group - {positions[n] for n in names}:
-            continue  # a constant cannot be pending here
-        enter_all = tuple(reduction if positions[n] in group else WHOLE for n in names)
+            continue  # a constant cannot be partial here
+        enter_all = tuple(reduction if positions[n] in group else REPLICATED for n in names)
         found.add((enter_all, (reduction,) * len(rule.outputs)))
     return found
 
@@ -148,7 +148,7 @@ def pending(placements: Placement) -> set[str]:
 
 
 # Pending operands that pass although no rule says so, besides those of the test of placements.
-_SOME = "any of three operands may be pending together, and the rule names one or all"
+_SOME = "any of three operands may be partial together, and the rule names one or all"
 NEEDLESS = {
     **EXCUSED,
     **dict.fromkeys(NO_PRODUCTS, "products that vanish are not among the data"),
@@ -171,7 +171,7 @@ def test_what_holds_is_what_the_rule_admits(index: int) -> None:
     want = case.expected
     held: set[tuple[Placement, Placement]] = set()
     for enter in product(*(choices(case.arrays[n]) for n in names)):
-        if set(enter) == {WHOLE}:
+        if set(enter) == {REPLICATED}:
             continue
         shards = [
             spread(i, p, case.arrays[n]) for i, (n, p) in enumerate(zip(names, enter, strict=True))
@@ -202,7 +202,7 @@ def test_what_holds_is_what_the_rule_admits(index: int) -> None:
 
 
 # Operators without a case here, by what there is to see of them.
-_DATA = "it is computed whole: the size of its result depends on data"
+_DATA = "it is replicated: the size of its result depends on data"
 _DEFAULT = "the operator of the default domain has the same rule"
 NO_CASE = {
     **dict.fromkeys(

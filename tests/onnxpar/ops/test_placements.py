@@ -9,7 +9,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.rule import PARALLEL, SPECIAL, WHOLE
+from onnxpar.core.rule import PARALLEL, REPLICATED, SPECIAL
 from onnxpar.core.sharding import REDUCTIONS, Component
 from onnxpar.graph.plan import factor_sizes
 from tests.onnxpar.ops.op_cases import ALL
@@ -88,7 +88,7 @@ EXCUSED = {
     **dict.fromkeys(("Log", "Sqrt", "Acosh"), _DOMAIN),
     "Cast": "a cast to integers keeps the order only in their range",
     "Pow": "a product passes for integer exponents only, and they are an operand",
-    "Dropout": "a scale above zero; with the mask as output, that would be pending too",
+    "Dropout": "a scale above zero; with the mask as output, that would be partial too",
     "Gemm": "the bias may wait for a max where beta is above zero",
     "FusedGemm": "as Gemm, where its activation keeps the order",
     "GroupQueryAttention": "values of a single new token could wait for a max",
@@ -134,7 +134,7 @@ def test_factors_that_need_care_cannot_be_split_without(case: Case) -> None:
     sizes = factor_sizes(case.rule, case.view)
     for factor, kind in case.rule.kinds.items():
         size = case.env.table.evaluate(sizes[factor], case.sizes)
-        if kind not in (WHOLE, SPECIAL) or size == 1:
+        if kind not in (REPLICATED, SPECIAL) or size == 1:
             continue
         loose = replace(case.rule, kinds={**case.rule.kinds, factor: PARALLEL})
         split = {factor: (Component(sizes[factor], (0,)),)}

@@ -30,18 +30,18 @@ def reshape(shape: str, *target: int) -> Case:
     ("case", "text"),
     [
         (reshape("N,S,12", 0, 0, 4, 3), "f0 f1 (f2 f3), . -> f0 f1 f2 f3"),
-        (reshape("N,4,S,2", -1, 4, 2), "f0 f1 f3 f5, . -> (f0 f2) f4 f5; whole: f1 f3 f2 f4"),
+        (reshape("N,4,S,2", -1, 4, 2), "f0 f1 f3 f5, . -> (f0 f2) f4 f5; replicated: f1 f3 f2 f4"),
         (reshape("N,1,28,28", 0, 784), "f0 1 f1 f2, . -> f0 (f1 f2)"),
-        (reshape("6,4", 8, 3), "(f0 f1) f3, . -> (f0 f2) f4; whole: f1 f3 f2 f4"),
-        (reshape("5,7", 7, 5), "f0 f2, . -> f1 f3; whole: f0 f2 f1 f3"),
+        (reshape("6,4", 8, 3), "(f0 f1) f3, . -> (f0 f2) f4; replicated: f1 f3 f2 f4"),
+        (reshape("5,7", 7, 5), "f0 f2, . -> f1 f3; replicated: f0 f2 f1 f3"),
         (reshape("1,6", 6, 1), "1 f0, . -> f0 1"),
         (
             Case("a, b, c = Split<axis=-1>(x, s)", {"x": "float[N,12]"}, NS, {"s": ints(4, 4, 4)}),
-            "_a (t d), . -> _a d, _a d, _a d; whole: t",
+            "_a (t d), . -> _a d, _a d, _a d; replicated: t",
         ),
         (
             Case("a, b = Split<axis=-1>(x, s)", {"x": "float[N,6]"}, NS, {"s": ints(2, 4)}),
-            "_a p, . -> _a p0, _a p1; whole: p p0 p1",
+            "_a p, . -> _a p0, _a p1; replicated: p p0 p1",
         ),
         (
             Case(
@@ -50,7 +50,7 @@ def reshape(shape: str, *target: int) -> Case:
                 NS,
                 {"s": ints(0, 1), "e": ints(99, 5)},
             ),
-            "a b, ., . -> a_cut b_cut; whole: a b a_cut b_cut",
+            "a b, ., . -> a_cut b_cut; replicated: a b a_cut b_cut",
         ),
         (
             Case("y = Expand(x, s)", {"x": "float[N,1]"}, NS, {"s": ints(2, 1, 4)}),
@@ -159,7 +159,7 @@ def test_a_size_that_depends_on_data_is_whole() -> None:
         [cast] y = Cast <to=1> (t)
       }"""
     analysed = analyse(ir.from_proto(onnx.parser.parse_model(text)), {})
-    assert analysed.rules.by_node["cast"].kinds["a"] == "whole"
+    assert analysed.rules.by_node["cast"].kinds["a"] == "replicated"
     assert analysed.rules.by_node["cast"].kinds["b"] == "parallel"
     assert set(analysed.rules.reasons) == {"found"}
 

@@ -198,13 +198,13 @@ STATISTICS = {
 """Elements of the running statistics that a case has."""
 
 
-WHOLE = ("norms that begin alike", "copied layers", "an exponential")
+REPLICATED = ("norms that begin alike", "copied layers", "an exponential")
 """Cases that are exported without the optimizer too; of the others that is the full tier."""
 
 
 @pytest.mark.parametrize(
     ("case", "optimize"),
-    [(case, True) for case in CASES] + [(case, False) for case in (CASES if FULL else WHOLE)],
+    [(case, True) for case in CASES] + [(case, False) for case in (CASES if FULL else REPLICATED)],
 )
 def test_as_much_is_trained_as_in_pytorch(case: str, optimize: bool) -> None:
     module = CASES[case]()

@@ -36,13 +36,13 @@ g (float[batch, 64] x) => (float[batch, 64] y) {
     [residual] y = Add(a, f)
 }
 """
-WHOLE, ROWS, COLUMNS = [None, None], ["tp", None], [None, "tp"]
+REPLICATED, ROWS, COLUMNS = [None, None], ["tp", None], [None, "tp"]
 STRATEGY = {
-    "first": [ROWS, WHOLE],
-    "columns": [WHOLE, COLUMNS],
+    "first": [ROWS, REPLICATED],
+    "columns": [REPLICATED, COLUMNS],
     "relu": [COLUMNS],
     "rows": [COLUMNS, ROWS],
-    "more": [WHOLE, COLUMNS],
+    "more": [REPLICATED, COLUMNS],
     "sum": [ROWS, ROWS],
     "residual": [ROWS, ROWS],
 }
@@ -68,7 +68,7 @@ def block() -> Workload:
 
 
 def splits(sharding: Sharding | None) -> tuple[tuple[int, ...], ...]:
-    """The atoms of each dim, then those over which it is pending."""
+    """The atoms of each dim, then those over which it is partial."""
     assert sharding is not None
     dims = tuple(tuple(a for c in dim for a in c.atoms) for dim in sharding.dims)
     return (*dims, sharding.partial)
@@ -126,7 +126,7 @@ def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
     proto.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 64), np.float32), "w"))
     proto.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.int64), "one"))
     workload = trained(ir.from_proto(proto), "mse", {"batch": Symbol(divisor=4)})
-    wanted = {"product": [ROWS, WHOLE], "front": [ROWS], "back": [ROWS], "sum": [ROWS, ROWS]}
+    wanted = {"product": [ROWS, REPLICATED], "front": [ROWS], "back": [ROWS], "sum": [ROWS, ROWS]}
     nodes = {name: {"in": operands} for name, operands in wanted.items()}
     strategy = Strategy.from_dict({"mesh": {"tp": 4}, "nodes": nodes})
     plan = workload.plan(resolve(strategy, workload.program))

@@ -246,7 +246,7 @@ def test_a_value_is_brought_from_where_it_costs_least() -> None:
     assert (
         cheapest_route((*there, whole), Sharding.of((64, 64), [(1,), ()]), mesh, NONE, 4).bytes == 0
     )
-    # Only what is pending can stay pending.
+    # Only what is partial can stay partial.
     half = Sharding.of((64, 64), [(), ()], (0,))
     assert cheapest_route(there[::-1], half, mesh, NONE, 4).source == pending
     with pytest.raises(ShardingError, match="cannot make a value partial sum"):

@@ -34,7 +34,7 @@ both, the gradient once."""
 
 T = TypeVar("T")
 Reading = tuple[Sharding, frozenset[int]]
-"""How a reader wants a value, and the atoms over which its share of the cotangent is pending."""
+"""How a reader wants a value, and the atoms over which its share of the cotangent is partial."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Case:
         return [self._reading(use.item, use.operand, choice[use.item]) for use in value.uses]
 
     def _reading(self, item: int, operand: int, option: int) -> Reading:
-        """A cotangent is pending over what splits the results and the operand does not have."""
+        """A cotangent is partial over what splits the results and the operand does not have."""
         plan = self.found[item][option].plan
         wanted = plan.inputs[operand]
         assert wanted is not None
@@ -265,7 +265,7 @@ class Case:
         """Seconds and bytes of an input or a parameter, for each way in which it may lie.
 
         What one reader alone reads lies as that wants it. The gradient of what several read may
-        stay pending, until the step ends, over what the shares of all of them are pending over.
+        stay partial, until the step ends, over what the shares of all of them are partial over.
         """
 
         def ways(choice: Sequence[int]) -> list[tuple[float, float]]:
@@ -283,7 +283,7 @@ class Case:
         return ways
 
     def _common(self, layout: Sharding, readings: Sequence[Reading]) -> list[frozenset[int]]:
-        """Over what a gradient may stay pending: what is common, or some axes of it."""
+        """Over what a gradient may stay partial: what is common, or some axes of it."""
         most = frozenset.intersection(*(pending for _, pending in readings))
         most -= {*layout.split_atoms}
         if len(readings) == 1:

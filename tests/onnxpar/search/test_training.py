@@ -57,7 +57,7 @@ def test_a_step_costs_what_its_program_costs(second: str, level: int, micro_batc
     trained = list(p.gradients)
     found = find(p.program, Seeds(MESH), spec, named=True, free_inputs=True, trained=trained)
     price = p.price(p.plan(found.seeds), MACHINE, SIZES)
-    # The rows are split, and gradients are pending.
+    # The rows are split, and gradients are partial.
     assert price.communicating > 0
     # The search does not count the sum of one weight's two gradients: three times 256 KiB, which
     # take 0.23 us of some 2 ms.

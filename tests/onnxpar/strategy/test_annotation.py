@@ -104,7 +104,7 @@ def test_round_trip_of_numbers(models: dict[str, Path], tmp_path: Path) -> None:
     ]
     groups = {g.key: list(g.value) for g in spec.index_to_device_group_map}
     assert [groups[d] for d in spec.device] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    # The sum over four devices is pending, which the format cannot say.
+    # The sum over four devices is partial, which the format cannot say.
     named = {s.tensor_name for s in node.device_configurations[0].sharding_spec}
     assert not named & set(node.output)
 
@@ -317,7 +317,7 @@ def test_another_producer_says_the_result(tmp_path: Path) -> None:
     model.configuration.add(name="any", num_devices=4)
     sharded(model, "mm", "x", [], {1: [4]})
     sharded(model, "mm", "w", [0, 1, 2, 3], {0: [4]})
-    # A result with a spec is whole: of the pending sum a ReduceScatter.
+    # A result with a spec is replicated: of the partial sum a ReduceScatter.
     sharded(model, "mm", "h", [0, 1, 2, 3], {1: [4]})
     model.graph.node[0].device_configurations[0].pipeline_stage = 0
     found = report(saved(tmp_path, model), None, tmp_path / "out")

@@ -33,7 +33,7 @@ def view(equation: str, *shapes: Sequence[int | str]) -> NodeView:
             [(4, 1, 3), (1, 5, 3)],
             "e0 1 i, 1 e1 i -> e0 e1; sum: i; linear: sum 0, sum 1",
         ),
-        ("ii->i", [(3, 3)], "i i_1 -> i; whole: i i_1; linear: sum 0, max 0, min 0, prod 0"),
+        ("ii->i", [(3, 3)], "i i_1 -> i; replicated: i i_1; linear: sum 0, max 0, min 0, prod 0"),
         ("ij,j->i", [(2, 1), (1,)], "i 1, 1 -> i; linear: sum 0, sum 1, prod 0+1"),
         ("i,j->ij", [(2,), (3,)], "i, j -> i j; linear: sum 0, sum 1, prod 0+1"),
     ],
@@ -44,7 +44,7 @@ def test_an_equation_is_a_rule(equation: str, shapes: list[tuple[int, ...]], tex
 
 def test_dims_of_an_ellipsis_that_may_be_broadcast_are_whole() -> None:
     rule = einsum_rule(view("...i,...i->...", ("N", 3), ("M", 3)))
-    assert rule.kinds["e0"] == "whole"
+    assert rule.kinds["e0"] == "replicated"
     # Letters are equal by the specification.
     assert einsum_rule(view("ij,ik->i", ("N", 3), ("M", 2))).kinds["i"] == "parallel"
 

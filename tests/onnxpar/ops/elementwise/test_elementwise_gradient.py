@@ -272,7 +272,7 @@ def test_no_overflow_far_from_zero(text: str) -> None:
     ],
 )
 def test_pending_cotangent(first: str) -> None:
-    # Where w is split by columns, the cotangent of h is a pending sum, as in Megatron's MLP.
+    # Where w is split by columns, the cotangent of h is a partial sum, as in Megatron's MLP.
     constants = {
         "c": np.array([True, False, True, True]),
         "l": np.array(0.3),
