@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Prints the rooms of `onnxpar/` from the ground up: files, lines, and what each imports of others.
+"""Prints the rooms of `onnxpar/` from the ground up: their size, and what each imports of others.
 
-    tools/house.py             # one line for each room
+    tools/house.py             # one line for each room, then one for each other folder of Python code
     tools/house.py --upward    # each import that goes against the order; there should be none
     tools/house.py --circles   # files that import one another in a circle; there should be none
 
@@ -40,6 +40,8 @@ ROOMS = (
     "cli",
 )
 """The order of the rooms, from the ground up."""
+OTHERS = ("runtime/onnxpar_format", "runtime/onnxpar_runtime", "models", "tools", "tests")
+"""Folders of Python code beside the package."""
 
 
 @dataclass(frozen=True)
@@ -189,17 +191,36 @@ def circles(root: Path = ROOT) -> list[list[str]]:
     return groups
 
 
+def statements(text: str) -> int:
+    """Returns the number of statements of a Python file, docstrings not counted.
+
+    Packing lines does not change it, and neither do comments.
+    """
+    return sum(
+        isinstance(node, ast.stmt)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in ast.walk(ast.parse(text))
+    )
+
+
+def _size(folder: Path) -> str:
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
+    lines = sum(len(text.splitlines()) for text in texts)
+    return f"{len(texts):5} {lines:6} {sum(map(statements, texts)):10}"
+
+
 def table(root: Path = ROOT) -> list[str]:
-    """Returns a line for each room: name, files, lines, and the names it imports of each other."""
+    """Returns a line for each room: name, files, lines, statements, and its imports of others."""
     between: Counter[tuple[str, str]] = Counter(
         (room(found.source), room(found.target)) for found in imports(root)
     )
-    lines = [f"{'room':12} {'files':>5} {'lines':>6}  imports"]
+    lines = [f"{'room':16} {'files':>5} {'lines':>6} {'statements':>10}  imports"]
     for name in ROOMS:
-        files = sorted((root / PACKAGE / name).rglob("*.py"))
-        count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
         others = [f"{o} {between[name, o]}" for o in ROOMS if o != name and between[name, o]]
-        lines.append(f"{name:12} {len(files):5} {count:6}  {', '.join(others) or '-'}")
+        size = _size(root / PACKAGE / name)
+        lines.append(f"{name:16} {size}  {', '.join(others) or '-'}")
+    for folder in (PACKAGE, *OTHERS):
+        lines.append(f"{Path(folder).name:16} {_size(root / folder)}")
     return lines
 
 

@@ -69,13 +69,13 @@ def test_a_folder_that_is_no_room_is_refused(tmp_path: Path) -> None:
         house.upward(package(tmp_path, files))
 
 
-def test_the_table_counts_files_lines_and_imports(tmp_path: Path) -> None:
+def test_the_table_counts_files_lines_statements_and_imports(tmp_path: Path) -> None:
     files = {
-        "graph/plan.py": "a = 1\nb = 2\n",
+        "graph/plan.py": '"""Not a statement."""\n\na = 1; b = 2\n',
         "search/find.py": "from onnxpar.graph import plan\n",
     }
     lines = house.table(package(tmp_path, files))
     (graph,) = (line for line in lines if line.startswith("graph "))
     (search,) = (line for line in lines if line.startswith("search "))
-    assert graph.split() == ["graph", "2", "2", "-"]
-    assert search.split() == ["search", "2", "1", "graph", "1"]
+    assert graph.split() == ["graph", "2", "3", "2", "-"]
+    assert search.split() == ["search", "2", "1", "1", "graph", "1"]
