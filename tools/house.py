@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints the rooms of `onnxpar/` from the ground up: their size, and what each imports of others.
 
-    tools/house.py             # one line for each room, then one for each other folder of Python code
+    tools/house.py             # one line for each room, and for each other folder of Python code
     tools/house.py --upward    # each import that goes against the order; there should be none
     tools/house.py --circles   # files that import one another in a circle; there should be none
 
