@@ -490,7 +490,8 @@ def check_training(row: Verified, bench: Bench) -> None:
     row.training = _counts(bench.shard(row, out).report["totals"]["collectives_by_op"])
     settings = bench.settings
     chosen = _cases(out, settings)
-    cases = runtime.verify(out, path, cases=chosen, steps=VERIFIED_STEPS, lr=settings.rate)
+    options = runtime.VerifyOptions(steps=VERIFIED_STEPS, lr=settings.rate)
+    cases = runtime.verify(out, path, cases=chosen, options=options)
     row.bytes += f" / {cases[0].bytes_expected}"
     _demand(cases)
     ours, theirs = bench.ranks(out, STEPS), bench.theirs

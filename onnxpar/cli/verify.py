@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -69,15 +69,9 @@ def command(
     cases = runtime.verify(
         directory,
         model,
-        cases=symbol or (),
-        inputs=inputs,
-        seed=seed,
-        rtol=rtol,
-        atol=atol,
-        steps=steps,
-        lr=lr,
-        ort=ort or (),
-        custom_ops=custom_ops or (),
+        symbol or (),
+        inputs,
+        runtime.VerifyOptions(seed, rtol, atol, steps, lr, ort or (), custom_ops or ()),
     )
     if as_json:
         typer.echo(runtime.report_json(cases))
@@ -86,9 +80,7 @@ def command(
     raise typer.Exit(0 if all(case.ok for case in cases) else 1)
 
 
-def _print(
-    cases: "Sequence[Case] | Sequence[TrainingCase]", training: "type[TrainingCase]"
-) -> None:
+def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
     console = Console()
     trained = [case for case in cases if isinstance(case, training)]
     shown = "bytes sent by a rank"
@@ -97,7 +89,7 @@ def _print(
     else:
         table = Table("symbols", "max abs", "max rel", "worst", shown, "holds")
     for case in cases:
-        found = _steps(case) if isinstance(case, training) else _outputs(cast("Case", case))
+        found = _steps(case) if isinstance(case, training) else _outputs(case)
         table.add_row(escape(_symbols(case)), *found, _bytes(case), "yes" if case.ok else "no")
     console.print(table)
     if trained:
@@ -114,11 +106,11 @@ def _print(
             console.print(f"does not hold: {problem}", markup=False, soft_wrap=True)
 
 
-def _symbols(case: "Case | TrainingCase") -> str:
+def _symbols(case: "Case") -> str:
     return ", ".join(f"{k}={v}" for k, v in case.symbols.items()) or "none"
 
 
-def _bytes(case: "Case | TrainingCase") -> str:
+def _bytes(case: "Case") -> str:
     expected = "depends on data" if case.bytes_expected is None else str(case.bytes_expected)
     equal = str(case.bytes_counted) == expected
     return f"{expected}, as counted" if equal else f"{expected}, counted {case.bytes_counted}"

@@ -20,7 +20,8 @@ from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.training import comparison
 from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import batch_of, cut, hyper
 
 Array = NDArray[Any]
@@ -163,7 +164,7 @@ def test_verify_finds_statistics_that_are_mixed_wrongly(tmp_path: Path) -> None:
     """Losses, gradients and parameters are the same, since no step reads what it mixes."""
     out = cut(tmp_path / "out", model(), "dp=2")
     whole = cut(tmp_path / "whole", model(norm=f"momentum={MOMENTUM + 1e-3}"), "dp=1")
-    (case,) = verify_training(out, whole, [{"n": 7}])
+    (case,) = verify(out, whole, [{"n": 7}])
     assert len(case.problems) == len(STATISTICS)
     assert all(p.startswith("step 1: statistic 'bn") for p in case.problems)
 
@@ -177,10 +178,10 @@ def test_rounding_that_a_norm_carries_on_is_no_mistake(
     rng = np.random.default_rng(3)
     x = (1 + 1e-3 * rng.standard_normal((37, 8))).astype(np.float32)
     feeds = {"x": x, "labels": rng.integers(0, 10, 37)}
-    (case,) = verify_training(out, whole, feeds=feeds)
+    (case,) = verify(out, whole, feeds=feeds)
     assert case.ok, case.problems
     monkeypatch.setattr(comparison, "_SHAKE_ULPS", 0)
-    (case,) = verify_training(out, whole, feeds=feeds)
+    (case,) = verify(out, whole, feeds=feeds)
     assert any(p.startswith("step 1: statistic 'bn2_") for p in case.problems)
 
 
@@ -226,7 +227,7 @@ def test_a_convolution_sends_statistics_and_nothing_else(tmp_path: Path) -> None
     # Mean, variance and both sums of the backward pass, of 6 channels, and the loss. Of two ranks
     # each sends as many bytes as a sum has.
     assert sorted((c.op, c.bytes) for c in sent) == [("AllReduce", n) for n in (4, 24, 24, 48)]
-    (case,) = verify_training(out, whole, [{"n": 7}], settings=TrainingSettings(steps=2))
+    (case,) = verify(out, whole, [{"n": 7}], options=VerifyOptions(steps=2))
     assert case.ok, case.problems
 
 

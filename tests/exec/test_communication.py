@@ -14,8 +14,8 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.expressions import evaluate_exact
 from onnxpar_runtime.manifest import Collective, Manifest
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
-from onnxpar_runtime.verify import verify
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests import block_models
 from tests.block_models import CHANNELS, HIDDEN, VOCAB
 from tests.training_cases import cut
@@ -65,7 +65,7 @@ def test_two_reductions_a_layer_in_each_direction(tmp_path: Path, name: str, way
     if name != "llama" and not FULL:
         return  # the numbers of the other are compared elsewhere
     one = cut(tmp_path / "one", DECODERS[name](), "dp=1")
-    (case,) = verify_training(out, one, [SIZES], settings=TrainingSettings(steps=1))
+    (case,) = verify(out, one, [SIZES], options=VerifyOptions(steps=1))
     assert case.ok, case.problems
 
 
@@ -94,7 +94,7 @@ def test_a_residual_network_sends_statistics_and_gradients(tmp_path: Path, ways:
     # Kernels and the head; the norms' gradients are whole, being of the sums above.
     assert len(manifest.program("optimizer_model").collectives) == 5 + 2
     one = cut(tmp_path / "one", block_models.residual(blocks=2), "dp=1")
-    for case in verify_training(out, one, [{"batch": 5}], settings=TrainingSettings(steps=1)):
+    for case in verify(out, one, [{"batch": 5}], options=VerifyOptions(steps=1)):
         assert case.ok, case.problems
 
 
@@ -122,6 +122,6 @@ def test_split_experts_exchange_tokens(tmp_path: Path, ways: int) -> None:
     assert [c.op for c in exchanged] == ["AllToAll"] * 4
     assert loss.value == "onnxpar.loss"
     one = cut(tmp_path / "one", block_models.mixture(), "dp=1", loss="mse")
-    settings = TrainingSettings(steps=1)
-    for case in verify_training(trained, one, sizes[:2], settings=settings):
+    settings = VerifyOptions(steps=1)
+    for case in verify(trained, one, sizes[:2], options=settings):
         assert case.ok, case.problems

@@ -9,7 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -66,7 +67,7 @@ def test_images_split_in_space_train_as_whole_ones(
     strategy.write_text(f"mesh: {mesh}\ndataset: {{x: {rows}}}\n")
     ranks = cut(tmp_path / "ranks", _network(height), strategy)
     whole = cut(tmp_path / "one", _network(height), "replicate", devices=1)
-    found = verify_training(ranks, whole, [{"batch": 3}], settings=TrainingSettings(steps=2))
+    found = verify(ranks, whole, [{"batch": 3}], options=VerifyOptions(steps=2))
     assert [problem for case in found for problem in case.problems] == []
     program = Manifest.load(ranks).program("training_model")
     halos = [c for c in program.collectives if c.op == "Permute"]

@@ -12,7 +12,8 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.group import run_threads
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.verify import complete_case, default_cases, verify
+from onnxpar_runtime.verify.cases import complete_case, default_cases
+from onnxpar_runtime.verify.compare import verify
 
 LOSS = """<ir_version: 10, opset_import: ["": 21]>
 g (float[batch, k] x, int64[n] labels, float[4, 3] w) => (float loss) {

@@ -28,7 +28,7 @@ from onnxpar_runtime import Session, Trainer
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.hyper import Settings, hyperparameters
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
-from onnxpar_runtime.verify import random_feeds
+from onnxpar_runtime.verify.random_feeds import random_feeds
 
 WITHIN = 0.15
 # What a program is read off itself is exact but for small integers, of which there are many.

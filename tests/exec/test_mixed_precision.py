@@ -25,7 +25,8 @@ from onnxpar.parameters.recognise import read_parameters
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.lockstep import evaluator
 from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
@@ -142,7 +143,7 @@ def test_equals_the_undivided_run(
 ) -> None:
     ranks = cut(tmp_path / "a", build(), strategy, optimizer=optimizer, compute="float16")
     one = cut(tmp_path / "b", build(), "dp", devices=1, optimizer=optimizer, compute="float16")
-    (case,) = verify_training(ranks, one, [symbols], settings=TrainingSettings(steps=2))
+    (case,) = verify(ranks, one, [symbols], options=VerifyOptions(steps=2))
     assert case.ok, case.problems
     with TrainerGroup(ranks) as group:
         states = group.manifest.trained().states.values()

@@ -13,7 +13,8 @@ import two_layer
 
 from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.verify import Case, verify
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import Case
 
 LAYERS = 4
 MODELS: dict[str, Callable[[], ir.Model]] = {

@@ -30,7 +30,8 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -67,7 +68,12 @@ def strategy_of(mesh: str, level: int, **more: Any) -> Strategy:
 
 def check(tmp_path: Path, name: str, strategy: Strategy, optimizer: str) -> Manifest:
     ranks = cut(tmp_path / "ranks", model_of(name), strategy, optimizer=optimizer)
-    found = runtime.verify(ranks, tmp_path / "ranks.onnx", cases=[SYMBOLS[name]], steps=3)
+    found = runtime.verify(
+        ranks,
+        tmp_path / "ranks.onnx",
+        cases=[SYMBOLS[name]],
+        options=runtime.VerifyOptions(steps=3),
+    )
     assert [problem for case in found for problem in case.problems] == [], f"seed {SEED}"
     assert all(case.ok and case.bytes_counted == case.bytes_expected for case in found)
     return Manifest.load(ranks)
@@ -116,7 +122,7 @@ def test_sixteen_bits_are_gathered(tmp_path: Path) -> None:
         strategy = strategy_of("dp=4", 3)
         out = cut(tmp_path / str(compute), model_of("mlp"), strategy, compute=compute)
         one = cut(tmp_path / f"{compute}.1", model_of("mlp"), "dp", devices=1, compute=compute)
-        (case,) = verify_training(out, one, [{"batch": 7}], settings=TrainingSettings(steps=3))
+        (case,) = verify(out, one, [{"batch": 7}], options=VerifyOptions(steps=3))
         assert case.problems == () and case.bytes_counted == case.bytes_expected
         found = Manifest.load(out).program("training_model").collectives
         sent[compute] = [c.bytes for c in found if c.op == "AllGather"]

@@ -8,7 +8,7 @@ import onnx.parser
 import onnx_ir as ir
 
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.verify_training import verify_training
+from onnxpar_runtime.verify.compare import verify
 from tests.training_cases import cut
 
 # Attention after a norm, as in BERT: the norm's result is read by queries, keys, values and the
@@ -46,5 +46,5 @@ def test_cotangents_of_a_split_projection_are_reduced_once(tmp_path: Path) -> No
     whole = cut(
         tmp_path / "one", post_norm(), "replicate", loss="mse", optimizer="adamw", devices=1
     )
-    cases = verify_training(ranks, whole, [{"batch": 5}])
+    cases = verify(ranks, whole, [{"batch": 5}])
     assert [problem for case in cases for problem in case.problems] == []

@@ -14,7 +14,8 @@ import transformer
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -83,7 +84,7 @@ def test_equals_one_device(tmp_path: Path, one_device: dict[str, Path], cell: Ce
     head, schedule, mesh, level, recompute = cell
     strategy = strategy_of(schedule, mesh, level, recompute)
     out = cut(tmp_path / "a", model_of(head), strategy, optimizer="adamw")
-    (case,) = verify_training(out, one_device[head], [SYMBOLS], settings=TrainingSettings(steps=3))
+    (case,) = verify(out, one_device[head], [SYMBOLS], options=VerifyOptions(steps=3))
     assert case.problems == (), f"seed {SEED}"
     assert case.ok and case.bytes_counted == case.bytes_expected
     pipeline = Manifest.load(out).pipeline

@@ -30,7 +30,8 @@ from onnxpar.strategy import Strategy
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline import activation_peaks, make
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import CROSS_ENTROPY, cut, hyper
 
 Array = NDArray[Any]
@@ -77,8 +78,8 @@ def check(
     how = {"optimizer": "adamw", **how}
     out = cut(tmp_path / "a", model.clone(), strategy, **how)
     one = cut(tmp_path / "one", model.clone(), "dp", devices=1, **how)
-    settings = TrainingSettings(steps=3)
-    (case,) = verify_training(out, one, [symbols or {"batch": 5}], settings=settings)
+    settings = VerifyOptions(steps=3)
+    (case,) = verify(out, one, [symbols or {"batch": 5}], options=settings)
     assert case.problems == ()
     assert case.bytes_counted == case.bytes_expected
     return Manifest.load(out)

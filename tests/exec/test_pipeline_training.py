@@ -64,7 +64,7 @@ def test_statistics_are_those_of_the_micro_batches(
     path, out = normalised(tmp_path / "m.onnx"), tmp_path / "out"
     mesh = {"dp": 1 if pipeline.get("chunks") else 2}
     shard_model(path, Strategy.from_dict({"mesh": mesh, "pipeline": pipeline}), out, training=SPEC)
-    (found,) = runtime.verify(out, path, cases=["batch=7"], steps=2)
+    (found,) = runtime.verify(out, path, cases=["batch=7"], options=runtime.VerifyOptions(steps=2))
     assert found.problems == () and found.bytes_counted == found.bytes_expected
     if pipeline.get("chunks"):
         parts = Manifest.load(out).programs

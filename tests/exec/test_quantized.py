@@ -18,7 +18,7 @@ from onnxruntime.quantization import (
 from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.verify import verify
+from onnxpar_runtime.verify.compare import verify
 
 RNG = np.random.default_rng(0)
 CNN = """<ir_version: 9, opset_import: ["": 17]> g (float[N,3,8,8] x) => (float[N,10] y) {

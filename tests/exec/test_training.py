@@ -21,7 +21,8 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime import Session
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.verify_training import TrainingSettings, verify_training
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions
 from tests import training_cases as cases
 from tests.training_cases import batch_of, cut, hyper
 
@@ -85,7 +86,7 @@ def test_equals_one_device(tmp_path: Path, name: str) -> None:
         ranks,
         tmp_path / "ranks.onnx",
         cases=[",".join(f"{k}={v}" for k, v in case.items()) for case in example.symbols],
-        steps=3,
+        options=runtime.VerifyOptions(steps=3),
     )
     assert [problem for case in found for problem in case.problems] == []
     for case in found:
@@ -101,7 +102,7 @@ def test_equals_one_device(tmp_path: Path, name: str) -> None:
 def test_transformer_of_four_layers(tmp_path: Path, strategy: str) -> None:
     ranks = cut(tmp_path / "ranks", transformer.build(), strategy, optimizer="adamw")
     whole = cut(tmp_path / "one", transformer.build(), "replicate", optimizer="adamw", devices=1)
-    found = verify_training(ranks, whole, SHAPES, settings=TrainingSettings(steps=5))
+    found = verify(ranks, whole, SHAPES, options=VerifyOptions(steps=5))
     assert [problem for case in found for problem in case.problems] == []
 
 

@@ -13,7 +13,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.errors import SymbolValueError
 from onnxpar_runtime.group import run_threads
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.verify import complete_case
+from onnxpar_runtime.verify.cases import complete_case
 
 TEXT = """<ir_version: 10, opset_import: ["": 21]>
 g (float[2, b] z, float[2, a] x) => (float[2, c] y) { [c] y = Concat <axis = 1> (z, x) }"""

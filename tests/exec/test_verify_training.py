@@ -19,9 +19,9 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.random_data import Random
-from onnxpar_runtime.training.verify_training import TrainingCase
-from onnxpar_runtime.verify import default_cases
+from onnxpar_runtime.verify.cases import default_cases
+from onnxpar_runtime.verify.findings import TrainingCase
+from onnxpar_runtime.verify.training_batches import RandomBatches
 from tests import training_cases as cases
 from tests.training_cases import cut
 
@@ -100,7 +100,10 @@ def unreduced(graph: onnx.GraphProto) -> None:
 
 def problems(directory: Path, artifacts: Path, steps: int = 2) -> list[str]:
     (case,) = runtime.verify(
-        directory, artifacts.with_suffix(".onnx"), cases=["batch=5"], steps=steps
+        directory,
+        artifacts.with_suffix(".onnx"),
+        cases=["batch=5"],
+        options=runtime.VerifyOptions(steps=steps),
     )
     assert isinstance(case, TrainingCase) and case.ok == (not case.problems)
     return list(case.problems)
@@ -180,11 +183,13 @@ def test_integers_are_in_the_range_of_each_case(tmp_path: Path) -> None:
     out = cut(tmp_path / "a", model, "dp=2", loss="mse")
     cases = [{"batch": 30, "seq": 20}, {"batch": 9, "seq": 8}]
     texts = [",".join(f"{name}={value}" for name, value in case.items()) for case in cases]
-    found = runtime.verify(out, tmp_path / "a.onnx", cases=texts, steps=2)
+    found = runtime.verify(
+        out, tmp_path / "a.onnx", cases=texts, options=runtime.VerifyOptions(steps=2)
+    )
     assert all(case.ok for case in found) and [dict(case.symbols) for case in found] == cases
     shard_model(tmp_path / "a.onnx", "replicate", tmp_path / "one", devices=1,
           training=TrainingSpec.of(Manifest.load(out).trained().spec))  # fmt: skip
-    draw = Random(Manifest.load(tmp_path / "one"), 0, cases)
+    draw = RandomBatches(Manifest.load(tmp_path / "one"), cases, 0)
     for case in cases:
         picked = draw.batch(case)["at"]
         # Of 90 and 27 draws one is in the upper half but with a probability of (5/8)^27 = 3e-6.
@@ -248,7 +253,10 @@ def test_given_inputs(artifacts: Path, tmp_path: Path) -> None:
     feeds = {"x": rng.random((3, 32), np.float32), "labels": rng.random((3, 16), np.float32)}
     np.savez(tmp_path / "in.npz", **feeds)
     (case,) = runtime.verify(
-        artifacts, artifacts.with_suffix(".onnx"), inputs=tmp_path / "in.npz", steps=2
+        artifacts,
+        artifacts.with_suffix(".onnx"),
+        inputs=tmp_path / "in.npz",
+        options=runtime.VerifyOptions(steps=2),
     )
     assert case.ok and case.symbols == {"batch": 3}
 

@@ -63,7 +63,12 @@ def layers_of(directory: Path) -> Counter[str]:
 def verify(directory: Path) -> None:
     """Three steps at each setting, beside one device."""
     cases = [",".join(f"{k}={v}" for k, v in symbols.items()) for symbols in sizes(directory)]
-    for case in runtime.verify(directory, directory.with_suffix(".onnx"), cases=cases, steps=3):
+    for case in runtime.verify(
+        directory,
+        directory.with_suffix(".onnx"),
+        cases=cases,
+        options=runtime.VerifyOptions(steps=3),
+    ):
         assert case.ok, case.problems
 
 

@@ -8,16 +8,11 @@ import pytest
 
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.verify import (
-    ModelReference,
-    Settings,
-    Span,
-    default_cases,
-    difference_of,
-    drawn_feeds,
-    index_spans,
-    verify,
-)
+from onnxpar_runtime.verify.cases import default_cases
+from onnxpar_runtime.verify.compare import verify
+from onnxpar_runtime.verify.findings import VerifyOptions, difference_of
+from onnxpar_runtime.verify.random_feeds import Span, drawn_feeds, index_spans
+from onnxpar_runtime.verify.references import ModelReference
 from tests.runtime import hand_made
 
 DOUBLE = (
@@ -78,7 +73,7 @@ def test_a_wrong_program_is_found(tmp_path: Path) -> None:
     case = verify(hand_made.data_parallel(tmp_path / "a"), model, [{"batch": 3}])[0]
     assert not case.ok and case.worst == "y" and case.max_rel > 1e-3
     assert "output 'y': expected a difference of at most" in case.problems[0]
-    loose = Settings(rtol=0.0, atol=1e3)
+    loose = VerifyOptions(rtol=0.0, atol=1e3)
     assert verify(hand_made.data_parallel(tmp_path / "a"), model, [{"batch": 3}], None, loose)[0].ok
 
 
@@ -88,10 +83,10 @@ def test_tolerance_is_relative_to_the_largest_magnitude(tmp_path: Path) -> None:
     )
     model = hand_made.undivided(tmp_path / "m.onnx", off)
     directory = hand_made.data_parallel(tmp_path / "a")
-    case = verify(directory, model, [{"batch": 4}], None, Settings(rtol=2e-5))[0]
+    case = verify(directory, model, [{"batch": 4}], None, VerifyOptions(rtol=2e-5))[0]
     # One rounding of the factor (1.00001 is 1.0000100136) and one of the product, 6e-8 each.
     assert case.ok and case.max_rel == pytest.approx(1e-5, rel=0.02)
-    assert not verify(directory, model, [{"batch": 4}], None, Settings(rtol=5e-6))[0].ok
+    assert not verify(directory, model, [{"batch": 4}], None, VerifyOptions(rtol=5e-6))[0].ok
 
 
 @pytest.mark.parametrize(

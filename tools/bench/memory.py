@@ -39,7 +39,7 @@ from onnxpar_runtime.training.hyper import Settings, hyperparameters
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.training.sources import Batch
 from onnxpar_runtime.training.trainer import Trainer
-from onnxpar_runtime.verify import random_feeds
+from onnxpar_runtime.verify.random_feeds import random_feeds
 
 WITHIN = 0.15
 STEPS = 2

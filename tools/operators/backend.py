@@ -39,7 +39,7 @@ from onnxpar.propagation.propagate import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.tensors import to_host, to_ort
-from onnxpar_runtime.verify import TOLERANCE, difference_of
+from onnxpar_runtime.verify.findings import TOLERANCE, difference_of
 
 Array = NDArray[Any]
 MESHES = (Mesh.of(x=2), Mesh.of(x=2, y=2))

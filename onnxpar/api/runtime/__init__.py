@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
     from onnxpar.api.runtime.functions import Call, open_program, started
     from onnxpar.api.runtime.verification import parse_case, report_json, verify
-    from onnxpar_runtime.training.verify_training import TrainingCase
-    from onnxpar_runtime.verify import Case
+    from onnxpar_runtime.verify.findings import Case, TrainingCase, VerifyOptions
 
 __all__ = [
     "Call",
     "Case",
     "TrainingCase",
+    "VerifyOptions",
     "evaluate",
     "export_checkpoint",
     "launch",
@@ -39,8 +39,9 @@ __all__ = [
 
 _HOMES = {
     "Call": "onnxpar.api.runtime.functions",
-    "Case": "onnxpar_runtime.verify",
-    "TrainingCase": "onnxpar_runtime.training.verify_training",
+    "Case": "onnxpar_runtime.verify.findings",
+    "TrainingCase": "onnxpar_runtime.verify.findings",
+    "VerifyOptions": "onnxpar_runtime.verify.findings",
     "evaluate": "onnxpar.api.runtime.commands",
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
     "launch": "onnxpar.api.runtime.commands",

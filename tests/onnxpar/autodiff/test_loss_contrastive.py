@@ -92,7 +92,9 @@ def batches() -> list[dict[str, Array]]:
 def test_ranks_train_as_one_device(name: str, loss: str, tmp_path: Path) -> None:
     ranks = cut(tmp_path / "a", towers(), STRATEGIES[name], loss=loss, optimizer="adamw")
     sizes = [f"batch={b}" for b in (3, 4, 5)]
-    cases = runtime.verify(ranks, tmp_path / "a.onnx", cases=sizes, steps=2)
+    cases = runtime.verify(
+        ranks, tmp_path / "a.onnx", cases=sizes, options=runtime.VerifyOptions(steps=2)
+    )
     assert len(cases) == len(sizes)
     for case in cases:
         assert case.ok, case.problems

@@ -49,7 +49,9 @@ def test_a_result_lies_as_asked(case: Case, tmp_path: Path) -> None:
         plan = shard_model(model, Strategy.from_dict(data), target).partitioned.plan
         left = plan.resharded.get(first, plan.nodes["node"].outputs[0])
         assert not left.partial and left.strategy(plan.mesh) == tuple(asked)
-        for result in runtime.verify(target, model, inputs=feeds, rtol=case.rtol):
+        for result in runtime.verify(
+            target, model, inputs=feeds, options=runtime.VerifyOptions(rtol=case.rtol)
+        ):
             assert result.ok, (axis, result)
 
 
@@ -128,5 +130,7 @@ def test_whatever_is_asked_is_right_or_refused_clearly(
             left = plan.resharded.get(value.name or "", made)
             counts = [e if isinstance(e, int) else 2 ** len(e or ()) for e in entry]
             assert not left.partial and list(left.strategy(plan.mesh)) == counts
-    for result in runtime.verify(target, model, inputs=feeds, rtol=case.rtol):
+    for result in runtime.verify(
+        target, model, inputs=feeds, options=runtime.VerifyOptions(rtol=case.rtol)
+    ):
         assert result.ok, result

@@ -104,5 +104,7 @@ def test_training_keeps_heads_where_they_are(tmp_path: Path) -> None:
     programs = {p.program: p for p in made.training.programs}
     sent = Counter(c.op for c in programs["training_model"].builder.collectives)
     assert sent == {"AllReduce": 2 + 1}
-    (case,) = runtime.verify(made.out, tmp_path / "m.onnx", cases=["N=3,S=5"], steps=3)
+    (case,) = runtime.verify(
+        made.out, tmp_path / "m.onnx", cases=["N=3,S=5"], options=runtime.VerifyOptions(steps=3)
+    )
     assert case.ok, case

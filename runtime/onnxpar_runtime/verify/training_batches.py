@@ -1,9 +1,10 @@
-"""Random batches to train on, and what their integers may be."""
+"""Random batches to train on."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,71 +15,43 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.symbol_checks import bind_symbols
 from onnxpar_runtime.training.programs import EVALUATION
 from onnxpar_runtime.training.trainer import Trainer
-from onnxpar_runtime.verify import Span, index_spans, random_feeds
+from onnxpar_runtime.verify.random_feeds import RandomFeeds, random_feeds
 
 Array = NDArray[Any]
 CROSS_ENTROPY = "softmax_cross_entropy"
 _IGNORED_SHARE = 0.25
 
 
-class Draws(Protocol):
-    """What gives a batch."""
-
-    def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
-        """Returns global inputs and labels at these values of the symbols."""
-
-
-class Given:
-    """The same arrays in every batch.
-
-    Args:
-        feeds: The arrays.
-    """
-
-    def __init__(self, feeds: Mapping[str, Array]) -> None:
-        """Keeps the arrays."""
-        self._feeds = dict(feeds)
-
-    def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
-        """Returns the arrays."""
-        return dict(self._feeds)
-
-
-class Random:
+class RandomBatches(RandomFeeds):
     """Random batches: labels are classes that there are, or probabilities; some are ignored.
 
     Args:
         whole: The artifacts for one device, which are asked for the indices that they refuse.
-        seed: Seed.
         cases: All values of the symbols that batches are drawn at.
+        seed: Seed.
         custom_ops: Further custom-op libraries.
 
     Raises:
-        OnnxparRuntimeError: As `onnxpar_runtime.verify.index_spans`.
+        OnnxparRuntimeError: As `onnxpar_runtime.verify.random_feeds.index_spans`.
     """
 
     def __init__(
         self,
         whole: Manifest,
-        seed: int,
         cases: Sequence[Mapping[str, int]],
-        custom_ops: Sequence[str] = (),
+        seed: int,
+        custom_ops: Sequence[str | Path] = (),
     ) -> None:
         """Finds the bounds of the integers."""
         training, program = whole.trained(), whole.program(EVALUATION)
-        self._loss, self._program = training.loss, program
-        self._rng = np.random.default_rng(seed)
+        self._loss, self._inputs = training.loss, program
         # Sizes of outputs may be symbolic, as of the logits [batch, batch] of a contrastive loss.
         self._classes: dict[str, Size] = {}
         if training.loss.kind == CROSS_ENTROPY and training.loss.labels is not None:
             self._classes[training.loss.labels] = _classes(whole)
         asked = tuple(s for s in program.inputs if s.name not in self._classes)
         with closing(_Evaluated(whole, custom_ops, self._classes)) as reference:
-            self._spans: dict[frozenset[tuple[str, int]], dict[str, Span]] = {}
-            spans: dict[str, Span] = {}
-            for case in cases:
-                spans = index_spans(reference, replace(program, inputs=asked), case, spans)
-                self._spans[frozenset(case.items())] = spans
+            super().__init__(reference, replace(program, inputs=asked), cases, seed)
 
     def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
         """Returns new inputs and labels; not all labels are ignored.
@@ -87,9 +60,9 @@ class Random:
             InputError: The number of classes depends on data.
         """
         classes = {n: _evaluated(n, size, values) for n, size in self._classes.items()}
-        spans = self._spans[frozenset(values.items())]
+        spans = self.spans(values)
         bounds = {name: span.high for name, span in spans.items()} | classes
-        feeds = random_feeds(self._program, values, bounds, self._rng)
+        feeds = random_feeds(self._inputs, values, bounds, self._rng)
         for name, span in spans.items():
             feeds[name] = np.maximum(feeds[name], span.low)
         loss = self._loss
@@ -126,7 +99,7 @@ class _Evaluated:
     """The undivided evaluation without the labels, as what says which indices it refuses."""
 
     def __init__(
-        self, whole: Manifest, custom_ops: Sequence[str], classes: Collection[str]
+        self, whole: Manifest, custom_ops: Sequence[str | Path], classes: Collection[str]
     ) -> None:
         self._trainer = Trainer(
             whole.directory,

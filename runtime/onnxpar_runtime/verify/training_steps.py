@@ -1,24 +1,50 @@
-"""One case of `verify_training`: the ranks beside the undivided program."""
+"""Compares a training, step by step, with the undivided one.
+
+Both train on the same random batches for some steps, and their losses are compared. Optimizers such
+as Adam blow noise up: the element of a parameter whose gradient is rounding noise may move either
+way, and after that gradients differ by more than rounding. So the undivided program takes every
+step a second time, beginning with the states that the ranks have: of this step loss, gradients,
+moments and parameters must be equal but for rounding. A mistake of any step is seen in that step,
+and what adds up over steps in the losses.
+
+A gradient that jumps (ReLU's at 0) may jump on one side alone, where its operand is rounding noise.
+So where a gradient differs, the undivided program is asked how far its own gradients move when its
+parameters move by rounding; that far they may be apart. Running statistics likewise, since layers
+that normalise over few elements carry rounding on (`onnxpar_runtime.training.limits`).
+
+Before the first step both evaluate. Steps have as many micro-batches as a pipeline was cut for, or
+one; those of even number have one more, and clip the gradients to half of the last step's norm. The
+bytes that the ranks count are compared with the formulas of the manifest.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite, sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.errors import InputError, TrainingError
-from onnxpar_runtime.manifest import ProgramEntry, State
-from onnxpar_runtime.traffic import compare_bytes
+from onnxpar_runtime.errors import ArtifactError, TrainingError
+from onnxpar_runtime.manifest import Manifest, State
+from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training import limits
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.hyper import Hyperparameters
+from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
 from onnxpar_runtime.training.programs import ACCUMULATION, EVALUATION, OPTIMIZER, TRAINING
-from onnxpar_runtime.training.random_data import Draws
-from onnxpar_runtime.training.results import Evaluation, StepResult
-from onnxpar_runtime.verify import TOLERANCE, difference_of
+from onnxpar_runtime.training.results import StepResult
+from onnxpar_runtime.verify.findings import (
+    Findings,
+    StepCase,
+    TrainingCase,
+    VerifyOptions,
+    difference_of,
+)
+from onnxpar_runtime.verify.random_feeds import Draws
+from onnxpar_runtime.verify.references import undivided_fails
 
 Array = NDArray[Any]
 _SHAKES = 8
@@ -28,91 +54,74 @@ LATER = 10
 
 From then on the parameters differ, and with them all that is computed.
 """
+RATES: Mapping[str, float] = {"sgd": 1e-2, "momentum": 1e-2, "adam": 1e-3, "adamw": 1e-3,
+                              "lamb": 1e-3}  # fmt: skip
+"""Learning rate of each optimizer, unless one is given: steps as in practice."""
+_DECAY = 1e-2
 
 
-@dataclass(frozen=True)
-class TrainingSettings:
-    """What to compare and how strictly.
+def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
+    """Returns the manifest of the undivided training; raises ArtifactError if it is another one."""
+    whole = Manifest.load(directory)
+    if whole.devices != 1:
+        raise ArtifactError(
+            f"{whole.directory}: expected a model, or artifacts for 1 device, got {whole.devices} "
+            "devices"
+        )
+    mine, its = manifest.trained(), whole.trained()
+    for what, got, expected in (
+        ("optimizer", its.optimizer, mine.optimizer),
+        ("loss", its.loss.kind, mine.loss.kind),
+        ("trained parameters", _parameters(its.states), _parameters(mine.states)),
+    ):
+        if got != expected:
+            raise ArtifactError(f"{whole.directory}: {what}: expected {expected}, got {got}")
+    return whole
 
-    Attributes:
-        steps: Steps of each case.
-        lr: Learning rate; None takes `RATES`.
-        seed: Seed of the data, and of the random numbers that the model draws.
-        rtol: Tolerance of losses and of gradients, relative to a tensor's largest magnitude; None
-            takes that of the type.
-        atol: Absolute tolerance, added.
-        custom_ops: Further custom-op libraries, for both sides.
-        ort_options: Options of onnxruntime for the ranks.
+
+def _parameters(states: Mapping[str, State]) -> dict[str, str]:
+    """Returns the parameters among the states, with type and shape as a text."""
+    return {
+        s.parameter: f"{s.spec.dtype}{list(s.spec.shape)}"
+        for s in states.values()
+        if s.kind == "parameter"
+    }
+
+
+def compare_steps(
+    manifest: Manifest,
+    whole: Manifest,
+    draw: Draws,
+    cases: Sequence[Mapping[str, int]],
+    options: VerifyOptions,
+) -> list[TrainingCase]:
+    """Returns the comparison of an evaluation and of training steps at each case.
+
+    Args:
+        manifest: The training to compare.
+        whole: The same, for one device.
+        draw: Inputs and labels of each micro-batch.
+        cases: Values of the symbols.
+        options: What to compare and how strictly.
+
+    Raises:
+        OnnxparRuntimeError: Graphs cannot be loaded, or a rank fails.
     """
-
-    steps: int = 1
-    lr: float | None = None
-    seed: int = 0
-    rtol: float | None = None
-    atol: float = 0.0
-    custom_ops: tuple[str, ...] = ()
-    ort_options: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """What was found in one step.
-
-    Attributes:
-        step: Its number, from 1.
-        micro_batches: How many it had.
-        loss: Loss of the ranks, of the one that is furthest off.
-        loss_expected: Loss of the undivided run.
-        loss_rel: Their difference, relative.
-        gradient_rel: Largest difference of a gradient, relative to its tensor's largest magnitude
-            and what rounding leaves of the largest of all (`limits.NOISE_ULPS`).
-        gradient_worst: The parameter whose gradient that is.
-        parameter_abs: Largest difference of a parameter.
-        state_share: Largest difference of an element of a parameter, of a moment
-            (`onnxpar_runtime.training.limits`) or of a running statistic, as a part of its limit.
-        state_worst: The state that has it.
-        jumps: Parameters whose gradients jump there, so that they were compared less strictly.
-    """
-
-    step: int
-    micro_batches: int
-    loss: float
-    loss_expected: float
-    loss_rel: float
-    gradient_rel: float
-    gradient_worst: str
-    parameter_abs: float
-    state_share: float
-    state_worst: str
-    jumps: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TrainingCase:
-    """The outcome at one choice of the symbols.
-
-    Attributes:
-        symbols: Values of the symbols.
-        ok: Whether everything is within its limit and the bytes are as promised.
-        max_abs: Largest absolute difference of any output, gradient or parameter.
-        max_rel: Largest relative difference of any output, loss or gradient.
-        worst: What `max_rel` is of; empty where nothing differs.
-        bytes_expected: Bytes that one rank sends in the evaluation and all steps, by the manifest's
-            formulas; None where a formula has a size that depends on data.
-        bytes_counted: The most bytes that any rank counted.
-        problems: What does not hold, for people.
-        steps: The steps.
-    """
-
-    symbols: Mapping[str, int]
-    ok: bool
-    max_abs: float
-    max_rel: float
-    worst: str
-    bytes_expected: int | None
-    bytes_counted: int
-    problems: tuple[str, ...]
-    steps: tuple[StepCase, ...]
+    kind = manifest.trained().optimizer
+    # Nothing of the optimizer is without effect.
+    settings = Settings(weight_decay=_DECAY, dampening=0.1 if kind == "momentum" else None)
+    rate = RATES[kind] if options.lr is None else options.lr
+    hyper = Rates(hyperparameters(kind, settings), rate)
+    # Limits of what is compared are worked out for gradients as they are.
+    scale = None if manifest.trained().compute is None else "1"
+    start = partial(
+        TrainerGroup, custom_ops=options.custom_ops, seed=options.seed, loss_scale=scale
+    )
+    with (
+        start(manifest.directory, ort_options=parse_pairs(options.ort)) as ranks,
+        start(whole.directory) as one,
+    ):
+        return [Comparison(ranks, one, hyper, options, values).run(draw) for values in cases]
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ class Comparison:
         ranks: The divided program.
         one: The undivided one.
         hyper: The optimizer's scalars.
-        settings: What to compare and how strictly.
+        options: What to compare and how strictly.
         values: Values of the symbols.
     """
 
@@ -153,62 +162,29 @@ class Comparison:
         ranks: TrainerGroup,
         one: TrainerGroup,
         hyper: Rates,
-        settings: TrainingSettings,
+        options: VerifyOptions,
         values: Mapping[str, int],
     ) -> None:
         """Has found nothing yet."""
         self.ranks, self.one, self.hyper = ranks, one, hyper
-        self.settings, self.values = settings, values
+        self.values = values
         self.states = ranks.manifest.trained().states
-        self.problems: list[str] = []
-        self.worst, self.max_abs, self.max_rel = "", 0.0, 0.0
-        self.sent: int | None = 0
-        self.counted = 0
+        self.found = Findings(options, ranks.manifest.trained().compute)
 
     def run(self, draw: Draws) -> TrainingCase:
         """Evaluates and trains on both sides, from the beginning."""
         for group in (self.ranks, self.one):
             group.reset()
         self._evaluate(draw.batch(self.values))
-        plan = self._alone([self._batches(draw, n) for n in range(1, self.settings.steps + 1)])
+        count = self.found.options.steps or 1
+        plan = self._alone([self._batches(draw, n) for n in range(1, count + 1)])
         steps: list[StepCase] = []
         for work in plan:
             found = self._step(work)
             if found is None:
                 break
             steps.append(found)
-        return TrainingCase(
-            dict(self.values),
-            not self.problems,
-            self.max_abs,
-            self.max_rel,
-            self.worst,
-            self.sent,
-            self.counted,
-            tuple(self.problems),
-            tuple(steps),
-        )
-
-    def _rtol(self, dtype: str) -> float:
-        given = self.settings.rtol
-        compute = self.ranks.manifest.trained().compute or dtype
-        own = max(TOLERANCE.get(dtype, 0.0), TOLERANCE.get(compute, 0.0))
-        return own if given is None else given
-
-    def _note(self, name: str, difference: float, relative: float) -> None:
-        self.max_abs = max(self.max_abs, difference)
-        if relative > self.max_rel:
-            self.max_rel, self.worst = relative, name
-
-    def _bytes(self, times: Mapping[str, int]) -> None:
-        """Compares what the ranks have counted since the last reset with so many runs."""
-        compute = self.ranks.manifest.trained().compute
-        sent, counted, wrong = compare_bytes(
-            times, self.ranks, self.values, widened=compute is not None
-        )
-        self.problems += [f"{', '.join(times)}: {problem}" for problem in wrong]
-        self.sent = None if sent is None or self.sent is None else self.sent + sent
-        self.counted += counted
+        return TrainingCase(**vars(self.found.case(self.values)), steps=tuple(steps))
 
     # -- evaluation
 
@@ -218,31 +194,22 @@ class Comparison:
         self.ranks.reset_counters()
         members = self.ranks.members
         found = self.ranks.each(lambda rank: members[rank].evaluate(batch, outputs=True))
-        self._bytes({EVALUATION: 1})
+        self._sent({EVALUATION: 1})
         for rank, got in enumerate(found):
             if got["correct"] != expected["correct"] or got["count"] != expected["count"]:
-                self.problems.append(
+                self.found.problems.append(
                     f"evaluation on rank {rank}: expected {expected['correct']} right of "
                     f"{expected['count']}, got {got['correct']} of {got['count']}"
                 )
                 break
         losses = [got["loss"] for got in found]
         self._loss("evaluation", losses, expected["loss"], 1)
-        self._outputs(program, expected, found[0])
+        wanted, have = expected["outputs"] or {}, found[0]["outputs"] or {}
+        specs = [spec for spec in program.outputs if spec.name in wanted]
+        self.found.outputs(specs, wanted, have, "evaluation: ")
 
-    def _outputs(self, program: ProgramEntry, expected: Evaluation, got: Evaluation) -> None:
-        wanted, have = expected["outputs"] or {}, got["outputs"] or {}
-        for spec in program.outputs:
-            if spec.name not in wanted:
-                continue
-            difference, scale, same = difference_of(wanted[spec.name], have[spec.name])
-            limit = self.settings.atol + self._rtol(spec.dtype) * scale
-            self._note(spec.name, difference, difference / scale if scale else difference)
-            if not same or difference > limit:
-                self.problems.append(
-                    f"evaluation: output {spec.name!r}: expected a difference of at most "
-                    f"{limit:.3g}, got {difference:.3g}"
-                )
+    def _sent(self, runs: Mapping[str, int]) -> None:
+        self.found.sent(runs, self.ranks, self.values, f"{', '.join(runs)}: ")
 
     def _loss(
         self, where: str, losses: Sequence[float], expected: float, more: int
@@ -251,12 +218,12 @@ class Comparison:
         dtype = next(s.dtype for s in self.ranks.manifest.program(TRAINING).outputs if not s.shape)
         got = max(losses, key=lambda loss: _apart(loss, expected))
         relative = _apart(got, expected) / abs(expected) if expected else _apart(got, expected)
-        limit = self._rtol(dtype) * more * abs(expected) + self.settings.atol
+        limit = self.found.rtol(dtype) * more * abs(expected) + self.found.options.atol
         # A loss that is all but zero is what is left of terms of size one.
         limit += limits.NOISE_ULPS * float(np.finfo(DTYPES[dtype].dtype).eps)
-        self._note("loss", _apart(got, expected), relative)
+        self.found.note("loss", _apart(got, expected), relative)
         if not _apart(got, expected) <= limit:
-            self.problems.append(f"{where}: expected loss {expected:.9g}, got {got:.9g}")
+            self.found.problems.append(f"{where}: expected loss {expected:.9g}, got {got:.9g}")
         return got, relative
 
     # -- steps
@@ -286,8 +253,7 @@ class Comparison:
         try:
             return self.one.train_step(batches, hyper)
         except TrainingError as error:
-            shown = ", ".join(f"{k}={v}" for k, v in self.values.items()) or "these inputs"
-            raise InputError(f"the undivided program fails at {shown}: {error}") from None
+            raise undivided_fails(self.values, error) from None
 
     def _step(self, work: "_Work") -> StepCase | None:
         """Runs a step on both sides from the ranks' states; None where the ranks could not."""
@@ -305,10 +271,10 @@ class Comparison:
         try:
             results = self.ranks.each(lambda rank: members[rank].train_step(batches, work.hyper))
         except TrainingError as error:
-            self.problems.append(f"{where}: expected loss {expected.loss:.9g}, got: {error}")
+            self.found.problems.append(f"{where}: expected loss {expected.loss:.9g}, got: {error}")
             return None
         runs = {TRAINING: len(batches), OPTIMIZER: 1, ACCUMULATION: len(batches) - 1}
-        self._bytes({name: count for name, count in runs.items() if count})
+        self._sent({name: count for name, count in runs.items() if count})
         losses = [result.loss for result in results]
         self._loss(where, losses, expected.loss, 1)
         further = 1 if work.step == 1 else LATER
@@ -349,7 +315,7 @@ class Comparison:
             _, part = self._on_ranks(where, name, statistic, bounds[name])
             if part > share:
                 share, worst = part, name
-        self.max_abs = max(self.max_abs, parameter_abs)
+        self.found.max_abs = max(self.found.max_abs, parameter_abs)
         return StepCase(
             step=work.step,
             micro_batches=len(batches),
@@ -385,10 +351,10 @@ class Comparison:
     ) -> None:
         manifest = self.ranks.manifest
         dtype = manifest.program(manifest.parts(OPTIMIZER)[0]).outputs[0].dtype
-        limit = self._rtol(dtype) * expected.grad_norm + self.settings.atol + more
+        limit = self.found.rtol(dtype) * expected.grad_norm + self.found.options.atol + more
         got = max((r.grad_norm for r in results), key=lambda n: _apart(n, expected.grad_norm))
         if not _apart(got, expected.grad_norm) <= limit:
-            self.problems.append(
+            self.found.problems.append(
                 f"{where}: expected a gradient norm of {expected.grad_norm:.9g}, got {got:.9g}"
             )
 
@@ -403,7 +369,9 @@ class Comparison:
             state = self.states[name]
             scale = float(np.abs(wanted[parameter]).max(initial=0.0))
             rounding = limits.NOISE_ULPS * self._unit(state) * largest
-            noise[parameter] = self._rtol(state.spec.dtype) * scale + rounding + self.settings.atol
+            noise[parameter] = (
+                self.found.rtol(state.spec.dtype) * scale + rounding + self.found.options.atol
+            )
         return noise
 
     def _statistic_bounds(self, running: Mapping[str, Array]) -> dict[str, float]:
@@ -413,7 +381,7 @@ class Comparison:
         for name, array in running.items():
             state = self.states[name]
             scale = float(np.abs(array).max(initial=0.0))
-            rtol = self._rtol(state.spec.dtype)
+            rtol = self.found.rtol(state.spec.dtype)
             bounds[name] = limits.of_statistic(rtol, scale, largest, self._unit(state))
         return bounds
 
@@ -421,7 +389,7 @@ class Comparison:
         """Whether all are within their bounds, the first copies of their parts at least."""
         for name, expected in running.items():
             difference, _, same = difference_of(expected, self.ranks.gather(name))
-            if not same or difference > bounds[name] + self.settings.atol:
+            if not same or difference > bounds[name] + self.found.options.atol:
                 return False
         return True
 
@@ -447,14 +415,14 @@ class Comparison:
         top, worst = 0.0, ""
         for parameter, (difference, same) in found.items():
             name = self._kind("gradient")[parameter]
-            rtol = self._rtol(self.states[name].spec.dtype)
+            rtol = self.found.rtol(self.states[name].spec.dtype)
             scale = noise[parameter] / rtol if rtol else np.abs(wanted[parameter]).max(initial=0.0)
             relative = float(difference / scale) if scale else difference
-            self._note(name, difference, relative)
+            self.found.note(name, difference, relative)
             if relative > top:
                 top, worst = relative, parameter
             if not same or difference > noise[parameter]:
-                self.problems.append(
+                self.found.problems.append(
                     f"{where}: gradient of {parameter!r}: expected a difference of at most "
                     f"{noise[parameter]:.3g}, got {difference:.3g}"
                 )
@@ -528,7 +496,7 @@ class Comparison:
     ) -> tuple[float, float]:
         """Compares a state on every rank: how far it is off, and in parts of its limit."""
         state = self.states[name]
-        allowed = np.broadcast_to(bound, expected.shape) + self.settings.atol
+        allowed = np.broadcast_to(bound, expected.shape) + self.found.options.atol
         most, share = 0.0, 0.0
         for rank, member in enumerate(self.ranks.members):
             if not member.holds(name):
@@ -542,7 +510,7 @@ class Comparison:
             share = max(share, float(np.nan_to_num(parts, nan=inf).max(initial=0.0)))
             if not (difference <= allowed).all():
                 at = np.unravel_index(int(np.nan_to_num(parts, nan=inf).argmax()), parts.shape)
-                self.problems.append(
+                self.found.problems.append(
                     f"{where}: {state.kind} {name!r} on rank {rank}: element "
                     f"{[int(i) for i in at]}: expected {expected[at]:.9g} within "
                     f"{allowed[at]:.3g}, got {whole[at]:.9g}"
@@ -562,12 +530,3 @@ def _unit(dtype: str) -> float:
     return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[
         dtype
     ]
-
-
-def trained_parameters(states: Mapping[str, State]) -> dict[str, str]:
-    """Returns the parameters among the states, with type and shape as a text."""
-    return {
-        s.parameter: f"{s.spec.dtype}{list(s.spec.shape)}"
-        for s in states.values()
-        if s.kind == "parameter"
-    }

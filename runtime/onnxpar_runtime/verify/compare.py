@@ -1,0 +1,93 @@
+"""One way to compare: choose values of the symbols, draw inputs, run both programs, report.
+
+A forward program is compared by its outputs, a training by what `training_steps` says. The bytes
+that the ranks count in their collectives are compared with the formulas of the manifest.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.group import ThreadsGroup
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.options import parse_pairs
+from onnxpar_runtime.training.programs import EVALUATION
+from onnxpar_runtime.verify.cases import Array, chosen_cases
+from onnxpar_runtime.verify.findings import Case, Findings, VerifyOptions
+from onnxpar_runtime.verify.random_feeds import Draws, GivenFeeds, RandomFeeds
+from onnxpar_runtime.verify.references import Reference, open_reference, reference_run
+from onnxpar_runtime.verify.training_batches import RandomBatches
+from onnxpar_runtime.verify.training_steps import compare_steps, undivided_training
+
+FORWARD = "model"
+
+
+def verify(
+    directory: str | Path,
+    model: str | Path,
+    cases: Sequence[Mapping[str, int]] = (),
+    feeds: Mapping[str, Array] | None = None,
+    options: VerifyOptions | None = None,
+) -> list[Case]:
+    """Returns the comparison at each case; of training each is a `TrainingCase`.
+
+    Args:
+        directory: The artifact directory.
+        model: The undivided ONNX model, or a directory of artifacts for one device; of training,
+            such a directory.
+        cases: Values of symbols; those that a case leaves out take a default. None at all means
+            three cases: an even one, an uneven one and the smallest, as the constraints allow.
+        feeds: The inputs, and the labels of training, of every batch, instead of random ones; then
+            there is one case and `cases` must be empty.
+        options: What to compare and how strictly.
+
+    Raises:
+        OnnxparRuntimeError: Artifacts or model cannot be loaded, were changed or do not belong
+            together; a case names an unknown symbol or violates a constraint; steps or a learning
+            rate are given for a forward program; or a rank fails.
+    """
+    options = options or VerifyOptions()
+    manifest = Manifest.load(directory)
+    manifest.verify_files()
+    trains = manifest.training is not None
+    program = manifest.program(EVALUATION if trains else FORWARD)
+    values, given = chosen_cases(manifest, program, cases, feeds)
+    draw: Draws
+    if trains:
+        whole = undivided_training(manifest, model)
+        draw = (
+            RandomBatches(whole, values, options.seed, options.custom_ops)
+            if given is None
+            else GivenFeeds(given)
+        )
+        return list(compare_steps(manifest, whole, draw, values, options))
+    for option, number in (("--steps", options.steps), ("--lr", options.lr)):
+        if number is not None:
+            raise InputError(f"{option}: expected artifacts for training, got {directory}")
+    with closing(open_reference(Path(model), manifest, FORWARD, options.custom_ops)) as reference:
+        draw = (
+            RandomFeeds(reference, program, values, options.seed)
+            if given is None
+            else GivenFeeds(given)
+        )
+        with ThreadsGroup(
+            directory, ort_options=parse_pairs(options.ort), custom_ops=options.custom_ops
+        ) as ranks:
+            return [_compare(ranks, reference, draw, case, options) for case in values]
+
+
+def _compare(
+    ranks: ThreadsGroup,
+    reference: Reference,
+    draw: Draws,
+    values: Mapping[str, int],
+    options: VerifyOptions,
+) -> Case:
+    feeds = draw.batch(values)
+    expected = reference_run(reference, feeds, values)
+    ranks.reset_counters()
+    found = Findings(options)
+    found.outputs(ranks.manifest.program(FORWARD).outputs, expected, ranks.run_global(feeds))
+    found.sent({FORWARD: 1}, ranks, values)
+    return found.case(values)

@@ -1,0 +1,240 @@
+"""What a comparison finds: differences, bytes sent, and what does not hold."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.group import Ranks
+from onnxpar_runtime.manifest import TensorSpec
+from onnxpar_runtime.traffic import compare_bytes
+
+Array = NDArray[Any]
+
+# Relative to the largest magnitude of the tensor. float32 as the project's tests ask; the others
+# are some ten to a hundred units of rounding of their type, since sums are formed in another order.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What to compare and how strictly.
+
+    Attributes:
+        seed: Seed of random inputs, and of the random numbers that a program of training draws.
+        rtol: Tolerance of outputs, losses and gradients, relative to a tensor's largest magnitude;
+            None takes that of the type (`TOLERANCE`).
+        atol: Absolute tolerance, added.
+        steps: Steps of training in each case; one if None. None for a forward program.
+        lr: Learning rate of training; None takes that of the optimizer.
+        ort: `key=value` options of onnxruntime for the ranks.
+        custom_ops: Further custom-op libraries, for both sides.
+    """
+
+    seed: int = 0
+    rtol: float | None = None
+    atol: float = 0.0
+    steps: int | None = None
+    lr: float | None = None
+    ort: Sequence[str] = ()
+    custom_ops: Sequence[str | Path] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """The outcome at one choice of the symbols.
+
+    Attributes:
+        symbols: Values of the symbols.
+        ok: Whether everything is within its limit and the bytes are as promised.
+        max_abs: Largest absolute difference of any output; in training also of any gradient or
+            parameter.
+        max_rel: Largest difference relative to its tensor's largest magnitude, of any output; in
+            training also of any loss or gradient.
+        worst: What `max_rel` is of; empty where nothing differs.
+        bytes_expected: Bytes that one rank sends by the manifest's formulas, None where a formula
+            has a size that depends on data.
+        bytes_counted: The most bytes that any rank counted.
+        problems: What does not hold, for people.
+    """
+
+    symbols: Mapping[str, int]
+    ok: bool
+    max_abs: float
+    max_rel: float
+    worst: str
+    bytes_expected: int | None
+    bytes_counted: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What was found in one step of training.
+
+    Attributes:
+        step: Its number, from 1.
+        micro_batches: How many it had.
+        loss: Loss of the ranks, of the one that is furthest off.
+        loss_expected: Loss of the undivided run.
+        loss_rel: Their difference, relative.
+        gradient_rel: Largest difference of a gradient, relative to its tensor's largest magnitude
+            and what rounding leaves of the largest of all (`limits.NOISE_ULPS`).
+        gradient_worst: The parameter whose gradient that is.
+        parameter_abs: Largest difference of a parameter.
+        state_share: Largest difference of an element of a parameter, of a moment
+            (`onnxpar_runtime.training.limits`) or of a running statistic, as a part of its limit.
+        state_worst: The state that has it.
+        jumps: Parameters whose gradients jump there, so that they were compared less strictly.
+    """
+
+    step: int
+    micro_batches: int
+    loss: float
+    loss_expected: float
+    loss_rel: float
+    gradient_rel: float
+    gradient_worst: str
+    parameter_abs: float
+    state_share: float
+    state_worst: str
+    jumps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TrainingCase(Case):
+    """The outcome of training at one choice of the symbols: of the evaluation and all steps.
+
+    Attributes:
+        steps: The steps.
+    """
+
+    steps: tuple[StepCase, ...]
+
+
+class Findings:
+    """What has been found so far in one case.
+
+    Args:
+        options: What to compare and how strictly.
+        compute: The type that a training computes in, where it is not that of its tensors.
+
+    Attributes:
+        options: What to compare and how strictly.
+        problems: What does not hold, for people.
+        max_abs: As `Case`.
+    """
+
+    def __init__(self, options: VerifyOptions, compute: str | None = None) -> None:
+        """Has found nothing yet."""
+        self.options, self._compute = options, compute
+        self.problems: list[str] = []
+        self.max_abs = 0.0
+        self._worst, self._max_rel = "", 0.0
+        self._sent: int | None = 0
+        self._counted = 0
+
+    def rtol(self, dtype: str) -> float:
+        """Returns the relative tolerance of tensors of a type."""
+        own = max(TOLERANCE.get(d, 0.0) for d in (dtype, self._compute or dtype))
+        return own if self.options.rtol is None else self.options.rtol
+
+    def note(self, name: str, difference: float, relative: float) -> None:
+        """Keeps a difference where it is the largest."""
+        self.max_abs = max(self.max_abs, difference)
+        if relative > self._max_rel:
+            self._max_rel, self._worst = relative, name
+
+    def outputs(
+        self,
+        specs: Sequence[TensorSpec],
+        expected: Mapping[str, Array],
+        got: Mapping[str, Array],
+        where: str = "",
+    ) -> None:
+        """Compares outputs.
+
+        Args:
+            specs: The outputs to compare.
+            expected: Those of the undivided program.
+            got: Those of the ranks.
+            where: What problems begin with.
+
+        Raises:
+            InputError: The undivided program lacks an output.
+        """
+        for spec in specs:
+            name = spec.name
+            if name not in expected:
+                raise InputError(f"the model has no output {name!r}; it has {sorted(expected)}")
+            difference, scale, same = difference_of(expected[name], got[name])
+            self.note(name, difference, difference / scale if scale else difference)
+            limit = self.options.atol + self.rtol(spec.dtype) * scale
+            if not same:
+                self.problems.append(
+                    f"{where}output {name!r}: shapes or non-finite elements differ: expected shape "
+                    f"{expected[name].shape}, got {got[name].shape}"
+                )
+            elif difference > limit:
+                self.problems.append(
+                    f"{where}output {name!r}: expected a difference of at most {limit:.3g}, got "
+                    f"{difference:.3g}"
+                )
+
+    def sent(
+        self,
+        runs: Mapping[str, int],
+        group: Ranks[Any],
+        values: Mapping[str, int],
+        where: str = "",
+    ) -> None:
+        """Compares the bytes that the ranks counted since the last reset with the formulas.
+
+        Args:
+            runs: How often each program has run since then.
+            group: The ranks.
+            values: Values of the symbols.
+            where: What problems begin with.
+        """
+        widened = self._compute is not None
+        sent, counted, wrong = compare_bytes(runs, group, values, widened=widened)
+        self.problems += [f"{where}{problem}" for problem in wrong]
+        self._sent = None if sent is None or self._sent is None else self._sent + sent
+        self._counted += counted
+
+    def case(self, values: Mapping[str, int]) -> Case:
+        """Returns what was found."""
+        return Case(
+            dict(values),
+            not self.problems,
+            self.max_abs,
+            self._max_rel,
+            self._worst,
+            self._sent,
+            self._counted,
+            tuple(self.problems),
+        )
+
+
+def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
+    """Returns largest difference, largest finite magnitude, and whether the rest is the same.
+
+    The rest: shape, dtype kind, and where elements are infinite or not a number.
+    """
+    if expected.shape != got.shape:
+        return float("inf"), 0.0, False
+    if expected.size == 0:
+        return 0.0, 0.0, True
+    a, b = expected.astype(np.float64), got.astype(np.float64)
+    finite = np.isfinite(a)
+    if not np.array_equal(np.where(finite, 0, a), np.where(np.isfinite(b), 0, b), equal_nan=True):
+        return float("inf"), 0.0, False
+    a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+    difference = float(np.abs(a - b).max())
+    if expected.dtype.kind in "iub" and difference == 0 and not np.array_equal(expected, got):
+        difference = 1.0  # integers beyond 2^53 that float64 does not tell apart
+    return difference, float(np.abs(a).max()), True

@@ -1,0 +1,162 @@
+"""What computes the undivided program."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+
+from onnxpar_runtime.errors import ArtifactError, InputError
+from onnxpar_runtime.group import ThreadsGroup
+from onnxpar_runtime.manifest import FILE_NAME, Manifest
+from onnxpar_runtime.tensors import to_host, to_ort
+
+Array = NDArray[Any]
+NEWEST_IR = 13  # that onnxruntime 1.31 reads; onnx 1.23 writes 14
+
+
+class Reference(Protocol):
+    """Whatever computes the undivided program on global arrays."""
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the outputs by name."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+def _readable(path: Path, options: onnxruntime.SessionOptions) -> str | bytes:
+    """Returns the model's path, or its bytes where its file format is newer than onnxruntime's.
+
+    What newer IR versions add are annotations: a program means the same without them.
+    """
+    model = onnx.load(path, load_external_data=False)
+    if model.ir_version <= NEWEST_IR:
+        return str(path)
+    model.ir_version = NEWEST_IR
+    folder = "session.model_external_initializers_file_folder_path"
+    options.add_session_config_entry(folder, str(path.resolve().parent))
+    data: bytes = model.SerializeToString()
+    return data
+
+
+class ModelReference:
+    """An ONNX model in onnxruntime on the CPU."""
+
+    def __init__(self, path: Path, custom_ops: Sequence[str | Path] = ()) -> None:
+        """Loads the model; raises ArtifactError where onnxruntime cannot."""
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        for library in custom_ops:
+            options.register_custom_ops_library(str(library))
+        try:
+            self._session = onnxruntime.InferenceSession(
+                _readable(path, options), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:
+            text = str(error).splitlines()[0]
+            raise ArtifactError(f"{path}: onnxruntime cannot load it: {text}") from None
+        self._outputs = [o.name for o in self._session.get_outputs()]
+        self._inputs = {i.name for i in self._session.get_inputs()}
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the outputs by name."""
+        binding = self._session.io_binding()
+        for name, array in feeds.items():
+            if name in self._inputs:
+                binding.bind_ortvalue_input(name, to_ort(array))
+        for name in self._outputs:
+            binding.bind_output(name, "cpu")
+        self._session.run_with_iobinding(binding)
+        results = zip(self._outputs, binding.get_outputs(), strict=True)
+        return {name: to_host(value) for name, value in results}
+
+    def close(self) -> None:
+        """Frees the session."""
+        self._session = None
+
+
+class ArtifactReference:
+    """A model cut for one device: the reference where the model has random numbers of its own."""
+
+    def __init__(
+        self, directory: Path, program: str, custom_ops: Sequence[str | Path] = ()
+    ) -> None:
+        """Reads the manifest; raises ArtifactError unless it is for one device."""
+        devices = Manifest.load(directory).devices
+        if devices != 1:
+            raise ArtifactError(
+                f"{directory}: expected a model, or artifacts for 1 device, got {devices} devices"
+            )
+        self._start = partial(ThreadsGroup, directory, program=program, custom_ops=custom_ops)
+        self._group: ThreadsGroup | None = None
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the outputs by name."""
+        group = self._group or self._start()
+        # A group is of no further use once a rank failed, so it is kept only after success.
+        self._group = None
+        try:
+            outputs = group.run_global(feeds)
+        except BaseException:
+            group.close()
+            raise
+        self._group = group
+        return outputs
+
+    def close(self) -> None:
+        """Ends the one rank."""
+        if self._group is not None:
+            self._group.close()
+
+
+def open_reference(
+    model: Path, manifest: Manifest, program: str, custom_ops: Sequence[str | Path] = ()
+) -> Reference:
+    """Returns what computes a program undivided.
+
+    Args:
+        model: An ONNX model, or a directory of artifacts for one device.
+        manifest: The manifest of the partitioned program.
+        program: Name of the program.
+        custom_ops: Further custom-op libraries.
+
+    Raises:
+        InputError: There is no such file, or the model draws random numbers.
+        ArtifactError: The model cannot be loaded, or the artifacts are for several devices.
+    """
+    if not model.exists():
+        raise InputError(f"{model}: no such file")
+    if (model / FILE_NAME).is_file():
+        return ArtifactReference(model, program, custom_ops)
+    parts = [manifest.program(name) for name in manifest.parts(program)]
+    if any(entry.counter is not None for part in parts for entry in part.system_inputs):
+        # onnxruntime's own generators have hidden state, so no run of the model repeats another.
+        raise InputError(
+            f"the program draws random numbers, which {model} would draw differently: cut it with "
+            "`onnxpar shard --devices 1` and give that directory as --model"
+        )
+    return ModelReference(model, custom_ops)
+
+
+def undivided_fails(values: Mapping[str, int], error: Exception) -> InputError:
+    """Returns the error to raise where the undivided model cannot be run."""
+    shown = ", ".join(f"{k}={v}" for k, v in values.items())
+    text = " ".join(str(error).split())
+    return InputError(
+        f"the undivided model fails at {shown or 'these inputs'}: {text[:500]} (choose other "
+        "values with --symbol, or give inputs with --inputs)"
+    )
+
+
+def reference_run(
+    reference: Reference, feeds: Mapping[str, Array], values: Mapping[str, int]
+) -> dict[str, Array]:
+    """Returns the outputs of the undivided model; raises InputError where it fails."""
+    try:
+        return reference.run(feeds)
+    except Exception as error:  # onnxruntime has no class of its own for a node that fails
+        raise undivided_fails(values, error) from None
