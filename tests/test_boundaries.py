@@ -140,6 +140,17 @@ def test_the_runtime_imports_nothing_of_the_transformer() -> None:
     assert violations(sources("runtime/onnxpar_runtime"), {"onnxpar"}) == []
 
 
+def test_the_format_imports_arrays_alone() -> None:
+    """What both sides share needs neither side, nor symbolic algebra, nor a library of schemas."""
+    packages = {"numpy", "ml_dtypes", "onnxpar_format", *sys.stdlib_module_names}
+    foreign = {
+        module.partition(".")[0]
+        for path in sources("runtime/onnxpar_format")
+        for _, module in imported(path)
+    }
+    assert foreign <= packages
+
+
 def test_the_table_of_operators_is_an_argument() -> None:
     """Its name is read where it is the default of a parameter, so that nobody need patch it."""
     wrong = []
@@ -226,11 +237,11 @@ def test_no_file_is_longer_than_one_can_read(folder: str) -> None:
     assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
-def test_only_the_two_packages_are_installed() -> None:
+def test_only_the_packages_are_installed() -> None:
     # So that nothing called runtime, models or tools gets into anyone's environment.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = project["tool"]["scikit-build"]["wheel"]["packages"]
-    assert sorted(packages) == ["onnxpar", "runtime/onnxpar_runtime"]
+    assert sorted(packages) == ["onnxpar", "runtime/onnxpar_format", "runtime/onnxpar_runtime"]
 
 
 def fresh(code: str, folder: Path) -> str:
@@ -253,4 +264,9 @@ def fresh(code: str, folder: Path) -> str:
 )
 def test_the_transformer_loads_nothing_that_executes(use: str, tmp_path: Path) -> None:
     code = f"import sys\n{use}\nprint(sorted({EXECUTION!r} & set(sys.modules)))"
+    assert fresh(code, tmp_path) == "[]"
+
+
+def test_the_runtime_loads_neither_symbolic_algebra_nor_schemas(tmp_path: Path) -> None:
+    code = "import sys, onnxpar_runtime\nprint(sorted({'sympy', 'pydantic'} & set(sys.modules)))"
     assert fresh(code, tmp_path) == "[]"

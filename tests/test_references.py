@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOPS = {"onnxpar": ROOT, "onnxpar_runtime": ROOT / "runtime"}
+TOPS = {"onnxpar": ROOT, "onnxpar_format": ROOT / "runtime", "onnxpar_runtime": ROOT / "runtime"}
 # Names of values and metadata in graphs, which begin as modules do.
 VALUES = re.compile(
     r"onnxpar\.(annotation|captured|correct|grad|grad_norm|hyper|loss|loss_weight|micro|moment[12])\b"
@@ -86,6 +86,7 @@ def wrong_paths(path: Path, text: str) -> Iterator[str]:
         ROOT,
         ROOT / "onnxpar",
         ROOT / "runtime" / "onnxpar_runtime",
+        ROOT / "runtime" / "onnxpar_format",
         ROOT / "runtime",
         ROOT / "runtime" / "csrc",
         ROOT / "models",

@@ -13,6 +13,7 @@ from itertools import pairwise, product
 from math import prod
 
 from onnxpar.core.errors import MeshError
+from onnxpar_format.boxes import coordinates
 
 Atoms = tuple[int, ...]
 
@@ -185,7 +186,7 @@ class Mesh:
 
     def coords(self, rank: int) -> tuple[int, ...]:
         """Returns the coordinate of device `rank` along each atom."""
-        return tuple(rank // s % p for s, p in zip(self.strides, self.atoms, strict=True))
+        return coordinates(rank, self.atoms)
 
     def index(self, rank: int, atoms: Sequence[int]) -> int:
         """Returns the position of `rank` in its group over `atoms` (first atom outermost)."""

@@ -13,7 +13,6 @@ elements are a prefix followed by padding.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 import sympy
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.symbols import Dim, SymbolTable, ceil_div, dim_str
+from onnxpar_format.boxes import SizedSharding
 
 REDUCTIONS = ("sum", "max", "min", "prod")
 
@@ -148,6 +148,11 @@ class Sharding:
         )
         return Sharding(dims, self.partial, self.reduction)
 
+    def sized(self, mesh: Mesh) -> SizedSharding:
+        """Returns the sharding without `partial`, of which all sizes must be integers."""
+        dims = (tuple((int(c.size), c.atoms) for c in dim) for dim in self.dims)
+        return SizedSharding(mesh.atoms, tuple(dims))
+
     def describe(self, mesh: Mesh) -> str:
         """Returns a short text for people: `[dp, ~, 3*tp] partial sum tp`."""
         dims = []
@@ -206,40 +211,6 @@ def canonical_dim(dim: DimSharding, mesh: Mesh, table: SymbolTable) -> DimShardi
     return tuple(merged) or (Component(_product(c.size for c in dim)),)
 
 
-@dataclass(frozen=True)
-class Block:
-    """One device's part of a component: where it starts, its valid elements, its local size."""
-
-    start: int
-    valid: int
-    local: int
-
-
-def block(size: int, parts: Sequence[int], position: Sequence[int]) -> Block:
-    """Returns the block at `position` when `size` elements are split by `parts`, one by one.
-
-    Args:
-        size: Elements of the component.
-        parts: Number of pieces of each successive split, major first.
-        position: Which piece of each split, same length.
-    """
-    start, valid, local = 0, size, size
-    for count, index in zip(parts, position, strict=True):
-        local = -(-local // count)
-        start += index * local
-        valid = min(max(valid - index * local, 0), local)
-    return Block(start, valid, local)
-
-
-def dim_blocks(dim: DimSharding, mesh: Mesh, rank: int) -> list[Block]:
-    """Returns device `rank`'s block of each component of a dim; sizes must be integers."""
-    coords = mesh.coords(rank)
-    return [
-        block(int(c.size), [mesh.atoms[a] for a in c.atoms], [coords[a] for a in c.atoms])
-        for c in dim
-    ]
-
-
 def split(
     array: NDArray[np.generic], sharding: Sharding, mesh: Mesh, rank: int
 ) -> NDArray[np.generic]:
@@ -252,12 +223,7 @@ def split(
     """
     if tuple(array.shape) != tuple(int(s) for s in sharding.shape):
         raise ShardingError(f"expected an array of shape {sharding.shape}, got {array.shape}")
-    sizes = [int(c.size) for dim in sharding.dims for c in dim]
-    blocks = [b for dim in sharding.dims for b in dim_blocks(dim, mesh, rank)]
-    view = array.reshape(sizes)[tuple(slice(b.start, b.start + b.valid) for b in blocks)]
-    padded = np.zeros([b.local for b in blocks], dtype=array.dtype)
-    padded[tuple(slice(0, n) for n in view.shape)] = view
-    return padded.reshape([int(s) for s in sharding.local_shape(mesh)])
+    return sharding.sized(mesh).take(array, rank)
 
 
 def join(
@@ -270,9 +236,9 @@ def join(
     """
     if len(shards) != mesh.size:
         raise ShardingError(f"expected {mesh.size} shards, got {len(shards)}")
-    sizes = [int(c.size) for dim in sharding.dims for c in dim]
-    local = tuple(int(s) for s in sharding.local_shape(mesh))
-    whole = np.zeros(sizes, dtype=shards[0].dtype)
+    sized = sharding.sized(mesh)
+    local = sized.local_shape
+    whole = np.zeros(sized.shape, dtype=shards[0].dtype)
     combine = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
     for rank in range(mesh.size):
         coords = mesh.coords(rank)
@@ -290,9 +256,5 @@ def join(
         total = pieces[0]
         for piece in pieces[1:]:
             total = combine[sharding.reduction](total, piece)
-        blocks = [b for dim in sharding.dims for b in dim_blocks(dim, mesh, rank)]
-        part = total.reshape([b.local for b in blocks])
-        whole[tuple(slice(b.start, b.start + b.valid) for b in blocks)] = part[
-            tuple(slice(0, b.valid) for b in blocks)
-        ]
-    return whole.reshape([prod(int(c.size) for c in dim) for dim in sharding.dims])
+        sized.put(whole, total, rank)
+    return whole

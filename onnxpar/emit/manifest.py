@@ -18,7 +18,7 @@ from onnxpar.core.version import __version__
 from onnxpar.emit.atomic_directory import GENERATOR
 from onnxpar.emit.rank_graph import used_system_inputs
 from onnxpar.emit.weight_files import Written
-from onnxpar.emit.weight_layout import Interval, WeightLayout, boxes
+from onnxpar.emit.weight_layout import WeightLayout
 from onnxpar.facts.equalities import Equality
 from onnxpar.facts.index_ranges import IndexRange
 from onnxpar.graph.builder import (
@@ -36,6 +36,7 @@ from onnxpar.partition.partitioned_model import (
     PartitionedModel,
     PipelinePrograms,
 )
+from onnxpar_format.boxes import Interval
 
 SCHEMA = 1
 
@@ -314,7 +315,7 @@ def _parameter(
                 "file": shard.file,
                 "boxes": [
                     {"global": _intervals(box.source), "local": _intervals(box.local)}
-                    for box in boxes(sharding, mesh, shard.ranks[0])
+                    for box in sharding.sized(mesh).boxes(shard.ranks[0] % mesh.size, padded=True)
                 ],
                 "local_shape": list(shard.shape),
             }

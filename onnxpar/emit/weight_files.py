@@ -23,10 +23,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar.core.sharding import Block
 from onnxpar.emit.weight_layout import Shard, WeightFile, WeightLayout, stored_dtype
 from onnxpar.emit.weight_sources import Bytes, reader
 from onnxpar.partition.partitioned_model import Parameter
+from onnxpar_format.boxes import Block
 
 CHUNK = 1 << 20
 """Bytes of a shard that are gathered, hashed and written at a time: few enough for a cache.

@@ -11,20 +11,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
 from math import prod
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ArtifactError
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.sharding import Block, Sharding, dim_blocks
 from onnxpar.partition.partitioned_model import Parameter
+from onnxpar_format.boxes import Block
 
 ALIGNMENT = 64
 """Bytes; what vector units load at once and what onnxruntime's own allocator aligns to."""
-
-Interval = tuple[int, int]
 
 SAFETENSORS = {
     ir.DataType.FLOAT: "F32",
@@ -44,14 +41,6 @@ SAFETENSORS = {
     ir.DataType.BOOL: "BOOL",
 }
 """Names of the element types that the format knows; others are stored as their bytes (U8)."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """A box of a global tensor and where it lies in the shard: `[start, stop)` for each dim."""
-
-    source: tuple[Interval, ...]
-    local: tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
@@ -201,12 +190,13 @@ def _cut(parameter: Parameter, mesh: Mesh, stages: Sequence[int]) -> list[_Cut]:
             f"reduction, got {sharding.describe(mesh)} of {sharding.shape}"
         )
     dtype = _kind(parameter)
-    shape = tuple(int(s) for s in sharding.local_shape(mesh))
+    sized = sharding.sized(mesh)
+    shape = sized.local_shape
     length = -(-prod(shape) * dtype.bitwidth // 8)
     cut = []
     for ranks in _holders(mesh, frozenset(sharding.split_atoms)):
-        blocks = tuple(b for dim in sharding.dims for b in dim_blocks(dim, mesh, ranks[0]))
-        sizes = tuple(int(c.size) for dim in sharding.dims for c in dim)
+        blocks = tuple(sized.blocks(ranks[0]))
+        sizes = tuple(n for dim in sized.dims for n, _ in dim)
         if not stored_dtype(dtype)[1]:
             sizes, blocks = (length,), (Block(0, length, length),)
         holders = tuple(stage * mesh.size + rank for stage in stages for rank in ranks)
@@ -244,43 +234,3 @@ def _header(
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in begin.items()}
-
-
-def boxes(sharding: Sharding, mesh: Mesh, rank: int) -> tuple[Box, ...]:
-    """Returns the boxes of the global tensor that a rank's shard holds, padding left out.
-
-    The rank may be of any stage: its place on the mesh counts. There is more than one where a dim
-    has several components, of which a minor one is split.
-    """
-    dims = []
-    for dim in sharding.dims:
-        blocks = dim_blocks(dim, mesh, rank % mesh.size)
-        dims.append(_runs([int(c.size) for c in dim], blocks))
-    return tuple(
-        Box(tuple(source for source, _ in runs), tuple(local for _, local in runs))
-        for runs in product(*dims)
-    )
-
-
-def _runs(sizes: Sequence[int], blocks: Sequence[Block]) -> list[tuple[Interval, Interval]]:
-    """Returns the `(global, local)` runs of one dim, neighbours merged."""
-    *major, last = blocks
-    if last.valid == 0:
-        return []
-    runs: list[tuple[Interval, Interval]] = []
-    for index in product(*(range(b.valid) for b in major)):
-        start = local = 0
-        for i, b, size in zip(index, major, sizes, strict=False):
-            start = start * size + b.start + i
-            local = local * b.local + i
-        start = start * sizes[-1] + last.start
-        local = local * last.local
-        runs.append(((start, start + last.valid), (local, local + last.valid)))
-    merged = runs[:1]
-    for source, inside in runs[1:]:
-        (start, stop), (local, end) = merged[-1]
-        if source[0] == stop and inside[0] == end:
-            merged[-1] = ((start, source[1]), (local, inside[1]))
-        else:
-            merged.append((source, inside))
-    return merged

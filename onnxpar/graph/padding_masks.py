@@ -1,7 +1,7 @@
 """Masks for padded dims: how many elements are valid, and setting the others to an identity.
 
 Padding itself is added where data is split: `onnxpar.resharding.lowering` pads values,
-`onnxpar.emit.weight_files` weights, and the runtime inputs (`onnxpar_runtime.boxes`).
+`onnxpar.emit.weight_files` weights, and the runtime inputs (`onnxpar_format.boxes`).
 """
 
 from collections.abc import Sequence

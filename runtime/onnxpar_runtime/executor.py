@@ -20,13 +20,13 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import coordinates
+from onnxpar_format.boxes import coordinates
+from onnxpar_format.dtypes import onnx_code
+from onnxpar_format.expressions import ExpressionError
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
-from onnxpar_runtime.dtypes import onnx_code
 from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError, first_line
-from onnxpar_runtime.expressions import ExpressionError
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest, ProgramEntry, SystemInput
 from onnxpar_runtime.memory import LiveBytes

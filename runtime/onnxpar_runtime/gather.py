@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import Cut
+from onnxpar_format.boxes import SizedSharding
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.collectives import Rank, World
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.inputs import cut_of
 from onnxpar_runtime.manifest import Manifest, TensorSpec
 
@@ -38,7 +38,7 @@ _communicators: "WeakKeyDictionary[World, Any]" = WeakKeyDictionary()
 
 def gather_to_root(
     rank: Rank,
-    cut: Cut,
+    cut: SizedSharding,
     part: Array | None,
     first: int = 0,
     dtype: np.dtype[Any] | None = None,
@@ -72,7 +72,7 @@ def gather_to_root(
 
 
 def _gather_threads(
-    rank: Rank, cut: Cut, part: Array | None, first: int, dtype: np.dtype[Any]
+    rank: Rank, cut: SizedSharding, part: Array | None, first: int, dtype: np.dtype[Any]
 ) -> Array | None:
     with _lock:
         board = _boards.setdefault(rank.world, _Board())
@@ -91,7 +91,7 @@ def _gather_threads(
 
 
 def _gather_mpi(
-    rank: Rank, cut: Cut, part: Array | None, first: int, dtype: np.dtype[Any]
+    rank: Rank, cut: SizedSharding, part: Array | None, first: int, dtype: np.dtype[Any]
 ) -> Array | None:
     world = rank.world
     comm = _communicators.get(world)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import Cut, Part
+from onnxpar_format.boxes import ShardSlices, SizedSharding
+from onnxpar_format.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.cuda import Staged
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
-from onnxpar_runtime.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
 from onnxpar_runtime.npz import convert
 from onnxpar_runtime.symbol_checks import (
@@ -45,7 +45,7 @@ def cut_of(
     spec: TensorSpec,
     values: Mapping[str, int],
     local: tuple[int, ...] | None = None,
-) -> Cut:
+) -> SizedSharding:
     """Returns `spec.cut`; raises ArtifactError where it cannot be evaluated."""
     try:
         return spec.cut(manifest.atoms, values, local)
@@ -77,7 +77,7 @@ class Inputs:
         self.rank = rank
         self._specs = {spec.name: spec for spec in self.program.inputs}
         self._lock = threading.Lock()
-        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, Part]]]
+        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, ShardSlices]]]
         self._cuts = OrderedDict()
 
     def cut_inputs(self, feeds: Mapping[str, Array]) -> Feeds:
@@ -150,12 +150,12 @@ class Inputs:
                 rows = cut.local_shape[0]
                 padding = [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1)
                 array = np.pad(array, padding)
-                cut = Cut(cut.atoms, (((rows, ()),), *cut.dims[1:]))
+                cut = SizedSharding(cut.atoms, (((rows, ()),), *cut.dims[1:]))
             local[name] = np.asarray(cut.take(array, self.rank), order="C")
         check_index_ranges(self.program, local, values)
         return Feeds(values, local)
 
-    def _cut(self, spec: TensorSpec, values: Mapping[str, int]) -> Cut:
+    def _cut(self, spec: TensorSpec, values: Mapping[str, int]) -> SizedSharding:
         return cut_of(self.manifest, spec, values)
 
     def _local_symbols(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnxpar_runtime.boxes import Cut
+from onnxpar_format.boxes import ShardBox, SizedSharding
+from onnxpar_format.expressions import Size, evaluate
 from onnxpar_runtime.errors import OnnxparRuntimeError
-from onnxpar_runtime.expressions import Size, evaluate
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TensorSpec:
         atoms: tuple[int, ...],
         values: Mapping[str, int],
         local: tuple[int, ...] | None = None,
-    ) -> Cut:
+    ) -> SizedSharding:
         """Returns how the tensor is cut when the symbols have these values.
 
         Args:
@@ -98,7 +98,7 @@ class TensorSpec:
                 dims.append(((local[index], ()),))
             else:
                 dims.append(tuple((evaluate(size, values), by) for size, by in dim))
-        return Cut(atoms, tuple(dims))
+        return SizedSharding(atoms, tuple(dims))
 
 
 COUNTERS = ("seed", "step", "micro_batch")
@@ -314,14 +314,6 @@ class Pipeline:
     def virtual_stages(self) -> int:
         """Their number."""
         return self.stages * self.chunks
-
-
-@dataclass(frozen=True)
-class ShardBox:
-    """A box of indices of a global parameter and where it lies in the shard, `[start, stop)`."""
-
-    source: tuple[tuple[int, int], ...]
-    local: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

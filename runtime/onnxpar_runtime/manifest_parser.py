@@ -5,7 +5,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_format.boxes import ShardBox
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.json_reader import JsonReader
 from onnxpar_runtime.manifest_entries import (
@@ -22,7 +23,6 @@ from onnxpar_runtime.manifest_entries import (
     Parameter,
     Pipeline,
     ProgramEntry,
-    ShardBox,
     ShardFile,
     State,
     StateOutput,

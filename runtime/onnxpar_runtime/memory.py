@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.library import memory_library
 from onnxpar_runtime.manifest import Manifest

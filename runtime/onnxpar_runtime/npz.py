@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.dtypes import DTYPES, lossless
+from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import TensorSpec
 

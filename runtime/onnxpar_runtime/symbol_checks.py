@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.expressions import (
+from onnxpar_format.expressions import (
     ExpressionError,
     Size,
     UnknownSymbolError,
@@ -16,6 +15,7 @@ from onnxpar_runtime.expressions import (
     evaluate,
     names_of,
 )
+from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.manifest import ProgramEntry, SymbolEntry, TensorSpec
 
 Shape = tuple[int, ...]

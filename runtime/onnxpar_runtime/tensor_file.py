@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.npz import replacing
 

@@ -7,8 +7,8 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from onnxpar_format.dtypes import DTYPES, onnx_code
 from onnxpar_runtime.cuda import copy_in, copy_out
-from onnxpar_runtime.dtypes import DTYPES, onnx_code
 
 Array = NDArray[Any]
 _BFLOAT16 = DTYPES["bfloat16"]

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from math import floor, prod
 from typing import Any
 
-from onnxpar_runtime.dtypes import DTYPES
-from onnxpar_runtime.expressions import ExpressionError, evaluate_exact
+from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.expressions import ExpressionError, evaluate_exact
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Collective, Handed, Manifest
 from onnxpar_runtime.pipeline.values import read_values

@@ -12,7 +12,7 @@ import transformer
 
 from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
-from onnxpar_runtime.expressions import evaluate_exact
+from onnxpar_format.expressions import evaluate_exact
 from onnxpar_runtime.manifest import Collective, Manifest
 from onnxpar_runtime.verify.compare import verify
 from onnxpar_runtime.verify.findings import VerifyOptions

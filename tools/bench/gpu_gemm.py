@@ -12,9 +12,9 @@ import numpy as np
 import onnx.parser
 import onnxruntime
 
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.devices import CUDA
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.options import CPU, cuda_options
 from onnxpar_runtime.tensors import to_ort
 

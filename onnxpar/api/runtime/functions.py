@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import CallError, OnnxparError
+from onnxpar_format.boxes import SizedSharding
 from onnxpar_runtime import Rank, Session, ThreadsGroup, init
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.launch import mpirun_place
 from onnxpar_runtime.symbol_checks import bind_symbols
 
@@ -102,7 +102,7 @@ class Call:
             return shape
         return (sum(other[0] for other, _ in found), *shape[1:])
 
-    def local(self, name: str, cut: Cut, rank: int) -> Array:
+    def local(self, name: str, cut: SizedSharding, rank: int) -> Array:
         """Returns the part of an input that a rank of this process takes, padding included.
 
         Raises:
@@ -191,7 +191,7 @@ class _Program:
             self._sessions[0].close()
 
 
-def _valid(cut: Cut, part: Array, rank: int) -> Array:
+def _valid(cut: SizedSharding, part: Array, rank: int) -> Array:
     """Returns a copy of the elements of a rank's part that are no padding."""
     blocks = iter(cut.blocks(rank))
     dims = [[next(blocks) for _ in dim] for dim in cut.dims]

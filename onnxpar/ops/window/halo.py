@@ -45,7 +45,7 @@ import sympy
 from numpy.typing import NDArray
 
 from onnxpar.core.mesh import Atoms
-from onnxpar.core.sharding import Component, Sharding, block, local_size
+from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.padding_masks import block_start, fill_value, select
@@ -53,6 +53,7 @@ from onnxpar.ops.local_helpers import iota, position
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.resharding.lowering import emit_reshard
 from onnxpar.resharding.routes import cheapest_route, moved_bytes
+from onnxpar_format.boxes import block
 
 BOOL = ir.DataType.BOOL
 _END = np.iinfo(np.int64).max

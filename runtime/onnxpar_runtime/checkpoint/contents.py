@@ -13,10 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_format.boxes import ShardBox
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.json_reader import JsonReader
-from onnxpar_runtime.manifest_entries import FileEntry, ShardBox
+from onnxpar_runtime.manifest_entries import FileEntry
 
 FILE_NAME = "checkpoint.json"
 SCHEMA = 2

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.boxes import ShardBox
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import CheckpointError, InputError
-from onnxpar_runtime.manifest_entries import ShardBox
 from onnxpar_runtime.tensor_file import read_tensors
 
 Array = NDArray[Any]

@@ -4,15 +4,15 @@ A state that several ranks hold is written by one of them; which one goes round 
 so that replicas share the work. All ranks work this out alike from the manifest alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from onnxpar_runtime.boxes import Block, Cut, coordinates
+from onnxpar_format.boxes import SizedSharding, coordinates
 from onnxpar_runtime.checkpoint.contents import StoredShard, StoredTensor
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.manifest_entries import ShardBox, State
+from onnxpar_runtime.manifest_entries import State
 
 TRANSIENT = ("gradient", "micro_gradient")
 """Kinds of states that mean nothing between steps."""
@@ -24,7 +24,7 @@ def kept_states(manifest: Manifest) -> list[State]:
     return [states[name] for name in sorted(states) if states[name].kind not in TRANSIENT]
 
 
-def cut_of(manifest: Manifest, state: State) -> Cut:
+def cut_of(manifest: Manifest, state: State) -> SizedSharding:
     """Returns how a state is cut over the ranks."""
     return state.spec.cut(manifest.atoms, {})
 
@@ -40,52 +40,6 @@ def rank_file(rank: int) -> str:
     return f"rank{rank:04d}.safetensors"
 
 
-def boxes_of(cut: Cut, rank: int, *, padded: bool) -> tuple[ShardBox, ...]:
-    """Returns the boxes that a rank holds, and where they lie in its part.
-
-    Args:
-        cut: How the tensor is cut.
-        rank: The rank's place on its mesh.
-        padded: Whether the part is as on the rank, of shape `cut.local_shape`, rather than without
-            padding.
-    """
-    blocks = iter(cut.blocks(rank))
-    dims = [[(n, next(blocks)) for n, _ in dim] for dim in cut.dims]
-    return tuple(
-        ShardBox(
-            tuple((start, start + length) for start, _, length in runs),
-            tuple((start, start + length) for _, start, length in runs),
-        )
-        for runs in product(*(_runs(dim, padded) for dim in dims))
-    )
-
-
-def unpadded_shape(cut: Cut, rank: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's part without padding."""
-    blocks = iter(cut.blocks(rank))
-    return tuple(prod(next(blocks).valid for _ in dim) for dim in cut.dims)
-
-
-def _runs(parts: Sequence[tuple[int, Block]], padded: bool) -> list[tuple[int, int, int]]:
-    """Returns runs `(global start, local start, length)` of a dim, given its components."""
-    runs, whole = [(0, 0, 1)], True
-    wide = narrow = 1
-    for size, block in reversed(parts):
-        if whole:
-            # What is minor is there in full, so consecutive indices of this one follow another.
-            runs = [(block.start * wide, 0, block.valid * wide)]
-        else:
-            runs = [
-                ((block.start + index) * wide + start, index * narrow + local, length)
-                for index in range(block.valid)
-                for start, local, length in runs
-            ]
-        held = block.local if padded else block.valid
-        whole = whole and block.valid == held == size
-        wide, narrow = wide * size, narrow * held
-    return [run for run in runs if run[2]]
-
-
 @dataclass(frozen=True)
 class Written:
     """A part of a state that is written once.
@@ -98,7 +52,7 @@ class Written:
     """
 
     state: State
-    cut: Cut
+    cut: SizedSharding
     place: int
     rank: int
 
@@ -133,8 +87,8 @@ def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
         shards[part.state.spec.name].append(
             StoredShard(
                 rank_file(part.rank),
-                unpadded_shape(part.cut, part.place),
-                boxes_of(part.cut, part.place, padded=False),
+                part.cut.unpadded_shape(part.place),
+                part.cut.boxes(part.place, padded=False),
             )
         )
     return {

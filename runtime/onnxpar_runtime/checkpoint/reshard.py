@@ -20,16 +20,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.boxes import ShardBox
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
 from onnxpar_runtime.checkpoint.copying import Box, Source
 from onnxpar_runtime.checkpoint.folder import cannot_write, finish, resolve, write_file
 from onnxpar_runtime.checkpoint.layout import rank_file, stored_tensors
 from onnxpar_runtime.checkpoint.restore import check_fits
 from onnxpar_runtime.checkpoint.sums import modulus, sum_of
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.manifest_entries import FROM_FILES, FileEntry, ShardBox
+from onnxpar_runtime.manifest_entries import FROM_FILES, FileEntry
 from onnxpar_runtime.tensor_file import Entry, header
 
 Bytes = NDArray[np.uint8]

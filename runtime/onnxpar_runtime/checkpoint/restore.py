@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.copying import Source
 from onnxpar_runtime.checkpoint.folder import resolve
-from onnxpar_runtime.checkpoint.layout import boxes_of, cut_of, held_states, kept_states
+from onnxpar_runtime.checkpoint.layout import cut_of, held_states, kept_states
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.manifest import Manifest
 
@@ -98,7 +98,7 @@ def load_states(
         for state in held_states(manifest, rank.index):
             cut = cut_of(manifest, state)
             part = np.zeros(cut.local_shape, DTYPES[state.spec.dtype].dtype)
-            boxes = boxes_of(cut, rank.index % manifest.stage_devices, padded=True)
+            boxes = cut.boxes(rank.index % manifest.stage_devices, padded=True)
             source.fill(checkpoint.tensors[state.spec.name], part, boxes)
             put(state.spec.name, part)
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress, StoredTensor
 from onnxpar_runtime.checkpoint.folder import (
@@ -36,7 +37,6 @@ from onnxpar_runtime.checkpoint.folder import (
 from onnxpar_runtime.checkpoint.layout import Written, rank_file, stored_tensors, written
 from onnxpar_runtime.checkpoint.sums import modulus, sum_of
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.manifest_entries import FileEntry

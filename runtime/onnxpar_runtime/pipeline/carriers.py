@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from onnxpar_format.dtypes import onnx_code
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import Queue
-from onnxpar_runtime.dtypes import onnx_code
 from onnxpar_runtime.errors import RankError, first_line
 
 Array = NDArray[Any]

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import ArtifactError, RankError
 from onnxpar_runtime.executor import Executor
-from onnxpar_runtime.expressions import ExpressionError, evaluate
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Handed, Manifest, Pipeline, TensorSpec, VirtualStage
 from onnxpar_runtime.pipeline.carriers import (

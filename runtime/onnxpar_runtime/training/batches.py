@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.expressions import Size, bare_name
 from onnxpar_runtime.errors import InputError, LaunchError
-from onnxpar_runtime.expressions import Size, bare_name
 from onnxpar_runtime.manifest import Manifest, SymbolEntry, TensorSpec
 from onnxpar_runtime.training.sources import (
     Arrays,

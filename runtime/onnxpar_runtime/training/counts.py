@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import block, coordinates
+from onnxpar_format.boxes import block, coordinates
+from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, SymbolValueError
-from onnxpar_runtime.expressions import ExpressionError, evaluate
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.manifest import Loss, TensorSpec
 from onnxpar_runtime.npz import convert

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import Cut
+from onnxpar_format.boxes import SizedSharding
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import LaunchError, ReplicaError
 from onnxpar_runtime.manifest import State, Training
@@ -40,7 +40,7 @@ class Holds(Protocol):
     def holds(self, name: str) -> bool:
         """Whether this rank has a part of a state."""
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> SizedSharding:
         """Returns how a state is cut over the ranks."""
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import block, coordinates
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_format.boxes import block, coordinates
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
 from onnxpar_runtime.npz import convert, read_npz

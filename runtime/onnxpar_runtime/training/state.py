@@ -12,10 +12,10 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from onnxpar_runtime.boxes import Cut, coordinates
+from onnxpar_format.boxes import SizedSharding, coordinates
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.cuda import copy_in
 from onnxpar_runtime.devices import Device
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import ArtifactError, InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.manifest import Manifest, State
@@ -63,7 +63,7 @@ class States:
         """Whether the rank's stage holds a state; raises InputError if there is none such."""
         return self._stage in self[name].stages
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> SizedSharding:
         """Returns how a state is cut."""
         return self[name].spec.cut(self._manifest.atoms, {})
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.boxes import SizedSharding
+from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_runtime.agree import agree, together
-from onnxpar_runtime.boxes import Cut
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
-from onnxpar_runtime.dtypes import DTYPES, lossless
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.executor import LOSS_WEIGHT
 from onnxpar_runtime.gather import gather_to_root, join_outputs
@@ -477,7 +477,7 @@ class Trainer:
         """
         return self._states.holds(name)
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> SizedSharding:
         """Returns how a state is cut over the ranks.
 
         Raises:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.expressions import ExpressionError, evaluate
 from onnxpar_runtime.manifest import ProgramEntry, TensorSpec
 from onnxpar_runtime.verify.references import Reference, reference_run
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.expressions import ExpressionError, Size, evaluate
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.expressions import ExpressionError, Size, evaluate
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.symbol_checks import bind_symbols
 from onnxpar_runtime.training.programs import EVALUATION

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_runtime.dtypes import DTYPES
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.errors import ArtifactError, TrainingError
 from onnxpar_runtime.manifest import Manifest, State
 from onnxpar_runtime.options import parse_pairs

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.sharding import Block, Component, DimSharding, Sharding, block, join, split
+from onnxpar.core.sharding import Component, DimSharding, Sharding, join, split
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
+from onnxpar_format.boxes import Block, block
 
 NONE = SymbolTable({})
 MESHES = [

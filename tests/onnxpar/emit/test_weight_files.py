@@ -27,7 +27,7 @@ from onnxpar.core.sharding import Component, Sharding, split
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.emit import weight_files, weight_sources, write
 from onnxpar.emit.weight_files import LANES, Written, write_weights
-from onnxpar.emit.weight_layout import boxes, layout
+from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.builder import GraphBuilder
 from onnxpar.partition.partitioned_model import Parameter
 from tests.onnxpar.emit.divided import assemble, cut, exposing, graph_input, parameter, two_layers
@@ -110,7 +110,7 @@ def test_shards_are_what_split_says(
     for rank in range(mesh.size):
         part = stored(folder, p, mesh, rank)
         np.testing.assert_array_equal(part, split(whole, sharding, mesh, rank))
-        for box in boxes(sharding, mesh, rank):
+        for box in sharding.sized(mesh).boxes(rank, padded=True):
             inside = part[tuple(slice(*i) for i in box.local)]
             joined[tuple(slice(*i) for i in box.source)] = inside
     np.testing.assert_array_equal(joined, whole)

@@ -11,7 +11,7 @@ import sympy
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Dim, Symbol, SymbolTable, as_dim, dim_str
 from onnxpar.graph.builder import SYMBOL_PREFIX, GraphBuilder
-from onnxpar_runtime.expressions import evaluate
+from onnxpar_format.expressions import evaluate
 
 TABLE = SymbolTable({"a": Symbol(), "b": Symbol()})
 VALUES = [{"a": a, "b": b} for a in (1, 2, 7, 12, 31) for b in (1, 3, 8, 10)]

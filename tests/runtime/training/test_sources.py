@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from onnxpar_format.expressions import Size
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.expressions import Size
 from onnxpar_runtime.manifest import TensorSpec
 from onnxpar_runtime.training.images import resize
 from onnxpar_runtime.training.sources import Request, Samples, Stream, open_source, per_sample

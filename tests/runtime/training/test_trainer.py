@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime import Trainer, TrainerGroup
-from onnxpar_runtime.dtypes import DTYPES
 from onnxpar_runtime.errors import (
     ArtifactError,
     InputError,

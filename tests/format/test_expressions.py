@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from onnxpar_runtime.expressions import (
+from onnxpar_format.expressions import (
     ExpressionError,
     UnknownSymbolError,
     bare_name,

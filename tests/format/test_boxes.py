@@ -1,41 +1,43 @@
-"""The runtime cuts and joins as `onnxpar.core.sharding` does, and one undoes the other."""
+"""The runtime shards and joins as `onnxpar.core.sharding` does, and one undoes the other."""
 
 from itertools import permutations
+from math import prod
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from onnxpar.core import sharding
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
-from onnxpar_runtime.boxes import Cut, block, coordinates
+from onnxpar_format.boxes import ShardBox, SizedSharding, block, coordinates
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> Cut:
+def cuts(draw: st.DrawFn) -> SizedSharding:
     """Draws a cut: fused dims, any order of atoms, even and uneven, some atoms replicating."""
     atoms = tuple(draw(st.lists(st.sampled_from([2, 3]), max_size=3)))
     free = draw(st.permutations(range(len(atoms))))
     dims = []
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.integers(0, 3))):
         parts = []
-        for _ in range(draw(st.integers(1, 2))):
+        for _ in range(draw(st.integers(1, 3))):
             taken = draw(st.integers(0, len(free)))
             parts.append((draw(st.integers(1, 7)), tuple(free[:taken])))
             free = free[taken:]
         dims.append(tuple(parts))
-    return Cut(atoms, tuple(dims))
+    return SizedSharding(atoms, tuple(dims))
 
 
-def devices(cut: Cut) -> int:
+def devices(cut: SizedSharding) -> int:
     return int(np.prod(cut.atoms, dtype=int))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cuts())
-def test_equals_the_transformers(cut: Cut) -> None:
+def test_equals_the_transformers(cut: SizedSharding) -> None:
     mesh = Mesh((), cut.atoms)
     other = Sharding(tuple(tuple(Component(n, a) for n, a in dim) for dim in cut.dims))
     whole = np.arange(1, 1 + np.prod(cut.shape)).reshape(cut.shape)
@@ -47,7 +49,7 @@ def test_equals_the_transformers(cut: Cut) -> None:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cuts())
-def test_padding_is_not_read_and_owners_suffice(cut: Cut) -> None:
+def test_padding_is_not_read_and_owners_suffice(cut: SizedSharding) -> None:
     whole = np.arange(1, 1 + np.prod(cut.shape)).reshape(cut.shape)
     asked: list[int] = []
 
@@ -72,7 +74,7 @@ def test_nested_split_of_ten_by_two_and_three() -> None:
 
 def test_an_unpadded_part_is_a_view() -> None:
     whole = np.arange(32).reshape(8, 4)
-    part = Cut((2, 2), (((8, (0, 1)),), ((4, ()),))).take(whole, 3)
+    part = SizedSharding((2, 2), (((8, (0, 1)),), ((4, ()),))).take(whole, 3)
     assert np.shares_memory(part, whole)
     assert part.tolist() == whole[6:].tolist()
 
@@ -80,10 +82,41 @@ def test_an_unpadded_part_is_a_view() -> None:
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_order_of_atoms_is_order_of_blocks(order: tuple[int, ...]) -> None:
     atoms = (2, 3, 2)
-    cut = Cut(atoms, (((12, order),),))
+    cut = SizedSharding(atoms, (((12, order),),))
     for rank in range(12):
         digits = coordinates(rank, atoms)
         place = 0
         for atom in order:
             place = place * atoms[atom] + digits[atom]
         assert cut.take(np.arange(12), rank).tolist() == [place]
+
+
+def put(boxes: tuple[ShardBox, ...], part: NDArray[np.int64], whole: NDArray[np.int64]) -> None:
+    for box in boxes:
+        whole[tuple(slice(*i) for i in box.source)] += part[tuple(slice(*i) for i in box.local)]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cuts())
+def test_boxes_are_the_parts_of_the_ranks(cut: SizedSharding) -> None:
+    whole = np.arange(1, 1 + prod(cut.shape)).reshape(cut.shape)
+    for rank in range(prod(cut.atoms)):
+        part = cut.take(whole, rank)
+        mine = np.zeros_like(whole)
+        put(cut.boxes(rank, padded=True), part, mine)
+        wanted = np.zeros_like(whole)
+        cut.put(wanted, part, rank)
+        np.testing.assert_array_equal(mine, wanted)
+        # Without padding the same elements follow one another as they do with it.
+        dense = part[part != 0].reshape(cut.unpadded_shape(rank))
+        again = np.zeros_like(whole)
+        put(cut.boxes(rank, padded=False), dense, again)
+        np.testing.assert_array_equal(again, wanted)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cuts())
+def test_a_whole_dim_of_merged_components_is_one_box(cut: SizedSharding) -> None:
+    plain = SizedSharding(cut.atoms, tuple(tuple((n, ()) for n, _ in dim) for dim in cut.dims))
+    (box,) = plain.boxes(0, padded=True)
+    assert box.source == box.local == tuple((0, n) for n in plain.shape)

@@ -1,13 +1,15 @@
-"""Which elements of a tensor a rank holds, and how to cut and join arrays so.
+"""Which elements of a tensor a rank holds, and how to shard and join arrays so.
 
 A dim is a list of components, major first, whose sizes multiply to the dim's size. A component of n
 elements split by the atoms p1, p2, … is split into p1 blocks of ceil(n/p1), each of those into p2
 blocks, and so on: every rank has the same local size, and its valid elements are a prefix of it,
 followed by padding. This is the arithmetic of the manifest's `dims`; sizes here are plain integers.
+A shard as boxes of indices is what a reader needs who knows nothing of shardings.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -15,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Interval = tuple[int, int]
+"""Indices of a dim: `[start, stop)`."""
+
 Component = tuple[int, tuple[int, ...]]
 """Elements of a component, and the atoms that split it."""
 
@@ -48,7 +53,7 @@ def block(size: int, parts: Sequence[int], position: Sequence[int]) -> Block:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardSlices:
     """What a rank takes of a tensor, worked out for taking it often.
 
     Attributes:
@@ -78,8 +83,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one tensor of known size is cut over the mesh.
+class ShardBox:
+    """A box of indices of a global tensor and where it lies in the shard, an interval a dim."""
+
+    source: tuple[Interval, ...]
+    local: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class SizedSharding:
+    """How one tensor of known size is sharded over the mesh.
 
     Attributes:
         atoms: Sizes of the mesh's atoms, major first.
@@ -100,11 +113,6 @@ class Cut:
         blocks = iter(self.blocks(0))
         return tuple(prod(next(blocks).local for _ in dim) for dim in self.dims)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether any atom splits the tensor."""
-        return any(atoms for dim in self.dims for _, atoms in dim)
-
     def blocks(self, rank: int) -> list[Block]:
         """Returns the rank's block of each component, in order of dims and components."""
         coords = coordinates(rank, self.atoms)
@@ -123,11 +131,11 @@ class Cut:
             if not any(c for a, c in enumerate(coordinates(rank, self.atoms)) if a not in used)
         )
 
-    def part(self, rank: int) -> "Part":
+    def part(self, rank: int) -> ShardSlices:
         """Returns what a rank takes of the tensor."""
         blocks = self.blocks(rank)
         sizes = tuple(n for dim in self.dims for n, _ in dim)
-        return Part(
+        return ShardSlices(
             sizes=sizes,
             slices=tuple(slice(b.start, b.start + b.valid) for b in blocks),
             blocks=tuple(b.local for b in blocks),
@@ -154,3 +162,48 @@ class Cut:
         for rank in self.owners():
             self.put(whole, part_of(rank), rank)
         return whole
+
+    def boxes(self, rank: int, *, padded: bool) -> tuple[ShardBox, ...]:
+        """Returns the boxes that a rank holds, and where they lie in its shard.
+
+        There is more than one where a dim has several components, of which a minor one is split.
+
+        Args:
+            rank: The rank's place on its mesh.
+            padded: Whether the shard is as on the rank, of shape `local_shape`, rather than without
+                padding.
+        """
+        blocks = iter(self.blocks(rank))
+        dims = [[(n, next(blocks)) for n, _ in dim] for dim in self.dims]
+        return tuple(
+            ShardBox(
+                tuple((start, start + length) for start, _, length in runs),
+                tuple((start, start + length) for _, start, length in runs),
+            )
+            for runs in product(*(_runs(dim, padded) for dim in dims))
+        )
+
+    def unpadded_shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of a rank's shard without padding."""
+        blocks = iter(self.blocks(rank))
+        return tuple(prod(next(blocks).valid for _ in dim) for dim in self.dims)
+
+
+def _runs(parts: Sequence[tuple[int, Block]], padded: bool) -> list[tuple[int, int, int]]:
+    """Returns runs `(global start, local start, length)` of a dim, given its components."""
+    runs, whole = [(0, 0, 1)], True
+    wide = narrow = 1
+    for size, block in reversed(parts):
+        if whole:
+            # What is minor is there in full, so consecutive indices of this one follow another.
+            runs = [(block.start * wide, 0, block.valid * wide)]
+        else:
+            runs = [
+                ((block.start + index) * wide + start, index * narrow + local, length)
+                for index in range(block.valid)
+                for start, local, length in runs
+            ]
+        held = block.local if padded else block.valid
+        whole = whole and block.valid == held == size
+        wide, narrow = wide * size, narrow * held
+    return [run for run in runs if run[2]]
