@@ -17,9 +17,9 @@
 #include <thread>
 #include <vector>
 
-#include "philox.h"
-#include "shared.h"
-#include "world.h"
+#include "collective/world.h"
+#include "kernels/host/philox.h"
+#include "transport/shared.h"
 
 using namespace onnxpar;
 

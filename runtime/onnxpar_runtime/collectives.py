@@ -6,8 +6,8 @@ onnxruntime; the kernels of sessions made with them act as that rank. Any number
 side by side.
 
 The operators, their reductions and the formulas of the byte counters are described in
-`runtime/csrc/collective.h`; how the transports keep results deterministic and ranks from waiting
-for ever, in `runtime/csrc/transport.h`.
+`runtime/csrc/collective/collective.h`; how the transports keep results deterministic and ranks
+from waiting for ever, in `runtime/csrc/transport/transport.h`.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ class OpCounter:
 
     Attributes:
         calls: How often its kernel ran.
-        bytes: Bytes sent by this rank, by the formulas in `runtime/csrc/collective.h`.
+        bytes: Bytes sent by this rank, by the formulas in `runtime/csrc/collective/collective.h`.
     """
 
     calls: int

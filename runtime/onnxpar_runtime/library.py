@@ -12,6 +12,54 @@ from onnxpar_runtime.errors import LaunchError
 
 Signatures = Mapping[str, tuple[Any, list[Any]]]
 """Type of the result and of the arguments of functions, by name."""
+_POINTER, _TEXT, _INT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
+_SECONDS, _COUNTER = ctypes.c_double, ctypes.POINTER(ctypes.c_int64)
+SIGNATURES: Signatures = {
+    "onnxpar_error": (_TEXT, []),
+    "onnxpar_threads": (_POINTER, [_INT, _INT, _SECONDS]),
+    "onnxpar_mpi": (_POINTER, [_TEXT, _POINTER, _INT, _SECONDS]),
+    "onnxpar_nccl_version": (_INT, [_TEXT]),
+    "onnxpar_open_device": (_INT, [_POINTER, _INT, _INT, _TEXT, _SECONDS]),
+    "onnxpar_check_device": (_INT, [_POINTER, _INT]),
+    "onnxpar_check_computed": (_INT, [_POINTER]),
+    "onnxpar_size": (_INT, [_POINTER]),
+    "onnxpar_abort": (_INT, [_POINTER, _TEXT]),
+    "onnxpar_close": (_INT, [_POINTER]),
+    "onnxpar_bind": (_INT, [_POINTER, _INT]),
+    "onnxpar_ops": (_INT, []),
+    "onnxpar_op_name": (_TEXT, [_INT]),
+    "onnxpar_counter": (_INT, [_POINTER, _INT, _INT, _COUNTER, _COUNTER]),
+    "onnxpar_reset_counters": (_INT, [_POINTER, _INT]),
+    "onnxpar_all_reduce": (
+        _INT,
+        [_POINTER, _INT, ctypes.POINTER(_INT), _INT, _POINTER, _POINTER, _SIZE, _INT, _INT],
+    ),
+    "onnxpar_live_bytes": (_POINTER, []),
+    "onnxpar_live_bytes_install": (_INT, [_POINTER]),
+    "onnxpar_live_bytes_uninstall": (_INT, [_POINTER]),
+    "onnxpar_live_bytes_read": (_INT, [_POINTER, _COUNTER, _COUNTER]),
+    "onnxpar_live_bytes_reset": (_INT, [_POINTER]),
+    "onnxpar_compile_kernels": (_INT, [_INT]),
+    "onnxpar_concurrent": (_INT, [_POINTER, _INT]),
+    "onnxpar_send": (_INT, [_POINTER, _INT, _INT, _INT, _POINTER, _SIZE, _TEXT]),
+    "onnxpar_recv": (_INT, [_POINTER, _INT, _INT, _INT, _POINTER, _SIZE, _INT, _TEXT]),
+    "onnxpar_send_device": (
+        _INT,
+        [_POINTER, _INT, _INT, _INT, _POINTER, _SIZE, _POINTER, _TEXT],
+    ),
+    "onnxpar_recv_device": (
+        _INT,
+        [_POINTER, _INT, _INT, _INT, _POINTER, _SIZE, _POINTER, _INT, _TEXT],
+    ),
+}
+"""The C interface of the operator library, as `runtime/csrc/capi/capi.h` declares it."""
+MPI_SIGNATURES: Signatures = {
+    "onnxpar_mpi_version": (_TEXT, []),
+    "onnxpar_mpi_initialized": (_INT, []),
+    "onnxpar_mpi_file": (_TEXT, []),
+    "onnxpar_mpi_time_all_reduce": (_SECONDS, [_POINTER, _POINTER, _SIZE, _INT]),
+}
+"""What Python calls of the MPI transport's library (`runtime/csrc/transport/mpi.cc`)."""
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -47,74 +95,13 @@ def _find(name: str) -> Path:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Returns the operator library with its own C interface declared (`runtime/csrc/capi.h`).
+    """Returns the operator library with its own C interface declared (`SIGNATURES`).
 
     Raises:
         LaunchError: It has not been built, or from older sources.
     """
     library = ctypes.CDLL(str(custom_op_library()))
-    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-    text, seconds = ctypes.c_char_p, ctypes.c_double
-    counter = ctypes.POINTER(ctypes.c_int64)
-    group = ctypes.POINTER(ctypes.c_int)
-    signatures: Signatures = {
-        "onnxpar_error": (text, []),
-        "onnxpar_threads": (pointer, [integer, integer, seconds]),
-        "onnxpar_mpi": (pointer, [text, pointer, integer, seconds]),
-        "onnxpar_abort": (integer, [pointer, text]),
-        "onnxpar_close": (integer, [pointer]),
-        "onnxpar_bind": (integer, [pointer, integer]),
-        "onnxpar_ops": (integer, []),
-        "onnxpar_op_name": (text, [integer]),
-        "onnxpar_counter": (integer, [pointer, integer, integer, counter, counter]),
-        "onnxpar_reset_counters": (integer, [pointer, integer]),
-        "onnxpar_all_reduce": (
-            integer,
-            [pointer, integer, group, integer, pointer, pointer, size, integer, integer],
-        ),
-        "onnxpar_nccl_version": (integer, [text]),
-        "onnxpar_open_device": (integer, [pointer, integer, integer, text, seconds]),
-        "onnxpar_check_device": (integer, [pointer, integer]),
-        "onnxpar_check_computed": (integer, [pointer]),
-        "onnxpar_concurrent": (integer, [pointer, integer]),
-        "onnxpar_send": (integer, [pointer, integer, integer, integer, pointer, size, text]),
-        "onnxpar_recv": (
-            integer,
-            [pointer, integer, integer, integer, pointer, size, integer, text],
-        ),
-        "onnxpar_send_device": (
-            integer,
-            [pointer, integer, integer, integer, pointer, size, pointer, text],
-        ),
-        "onnxpar_recv_device": (
-            integer,
-            [pointer, integer, integer, integer, pointer, size, pointer, integer, text],
-        ),
-    }
-    _declare(library, signatures)
-    return library
-
-
-@functools.cache
-def memory_library() -> ctypes.CDLL:
-    """Returns the operator library with what counts memory declared as well.
-
-    Raises:
-        LaunchError: The library was built before it could count.
-    """
-    library = load_library()
-    pointer, integer, counter = ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)
-    signatures: Signatures = {
-        "onnxpar_live_bytes": (pointer, []),
-        "onnxpar_live_bytes_install": (integer, [pointer]),
-        "onnxpar_live_bytes_uninstall": (integer, [pointer]),
-        "onnxpar_live_bytes_reset": (integer, [pointer]),
-        "onnxpar_live_bytes_read": (integer, [pointer, counter, counter]),
-    }
-    try:
-        _declare(library, signatures)
-    except AttributeError as error:
-        raise LaunchError(f"the operator library is out of date: {error}; build it again") from None
+    _declare(library, SIGNATURES)
     return library
 
 
@@ -123,7 +110,7 @@ def _declare(library: ctypes.CDLL, signatures: Signatures) -> None:
         function = getattr(library, name, None)
         if function is None:
             raise LaunchError(
-                f"{custom_op_library()} has no {name}: it was built from older sources than this "
+                f"{library._name} has no {name}: it was built from older sources than this "
                 "package; build it again and install it into runtime/"
             )
         function.restype = result
@@ -146,11 +133,10 @@ def mpi_library(version: str) -> Path:
         raise LaunchError(
             f"the MPI transport cannot be loaded: {error}; mpi4py uses {_first(version)}"
         ) from None
-    library.onnxpar_mpi_version.restype = ctypes.c_char_p
+    _declare(library, MPI_SIGNATURES)
     own = library.onnxpar_mpi_version().decode(errors="replace")
     # Two copies of one MPI have the same version, but only one of them has been initialised.
     if _first(own) != _first(version) or not library.onnxpar_mpi_initialized():
-        library.onnxpar_mpi_file.restype = ctypes.c_char_p
         file = library.onnxpar_mpi_file().decode(errors="replace")
         raise LaunchError(
             f"two different MPI libraries: {path} uses {_first(own)} ({file}), mpi4py uses "

@@ -19,7 +19,7 @@ from typing import Any
 
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.library import memory_library
+from onnxpar_runtime.library import load_library
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.manifest_entries import FROM_FILES
 
@@ -38,7 +38,7 @@ class LiveBytes:
 
     def __init__(self) -> None:
         """Makes a counter, which stays as long as the process: sessions may outlive this object."""
-        self._library = memory_library()
+        self._library = load_library()
         self._handle = ctypes.c_void_p(self._library.onnxpar_live_bytes())
         if not self._handle:
             raise LaunchError(f"memory cannot be measured: {self._error()}")

@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "cuda_driver.h"
-#include "nccl_abi.h"
+#include "abi/cuda_driver.h"
+#include "abi/nccl_abi.h"
 
 namespace {
 

@@ -35,7 +35,7 @@ def test_declarations_are_those_of_the_headers(tmp_path: Path) -> None:
         pytest.skip("no cuda.h, nccl.h or g++ here")
     for name, text in RUNTIME.items():
         (tmp_path / name).write_text(text)
-    tables = {"cuda::Driver": "cuda_driver.h", "nccl::Library": "nccl_abi.h"}
+    tables = {"cuda::Driver": "abi/cuda_driver.h", "nccl::Library": "abi/nccl_abi.h"}
     lines = [
         # A number behind a name is a version, which the header's own macros add.
         f"ENTRY({library}, {member}, {name.removesuffix('_v2')})\n"

@@ -34,7 +34,7 @@ import onnx.parser
 import onnxruntime
 
 from onnxpar_runtime.collectives import Rank, World
-from onnxpar_runtime.library import mpi_library
+from onnxpar_runtime.library import MPI_SIGNATURES, mpi_library
 
 SIZES = [1 << n for n in (10, 12, 14, 16, 18, 20, 22, 24, 26)]
 GOALS = {size for size in SIZES if size == 1 << 10 or size >= 1 << 16}
@@ -84,8 +84,7 @@ def measure(seconds: float, limit: float) -> Iterator[Row]:
     from mpi4py import MPI  # importing it starts MPI, which only the ranks may do
 
     function = ctypes.CDLL(str(mpi_library(MPI.Get_library_version()))).onnxpar_mpi_time_all_reduce
-    function.restype = ctypes.c_double
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype, function.argtypes = MPI_SIGNATURES["onnxpar_mpi_time_all_reduce"]
     comm = MPI.COMM_WORLD.Dup()
     world = World.mpi()
     rank = world.rank(world.local_ranks[0])

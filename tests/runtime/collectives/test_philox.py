@@ -26,7 +26,7 @@ def philox4x32(counter: list[int], key: list[int]) -> list[int]:
 
 
 def numbers(key: list[int], count: int, distribution: str) -> np.ndarray:
-    """The first `count` elements of a stream, as runtime/csrc/philox.h defines them."""
+    """The first `count` elements of a stream, as `kernels/host/philox.h` defines them."""
     seed, step, micro_batch, node = (k & 0xFFFFFFFFFFFFFFFF for k in key)
     state = philox4x32([step & MASK, step >> 32, micro_batch, node], [seed & MASK, seed >> 32])
     words: list[int] = []

@@ -1,0 +1,90 @@
+#include "abi/cuda_memory.h"
+
+#include <limits>
+
+namespace onnxpar::cuda {
+
+Slab::~Slab() {
+  if (data_ == nullptr) return;
+  if (kind_ == Kind::kDevice) driver().free(data_);
+  if (kind_ == Kind::kPinned) driver().host_free(data_);
+}
+
+std::byte* Slab::get(size_t bytes, Stream stream) {
+  if (bytes <= size_) return data_;
+  if (data_ != nullptr) {
+    check(driver().stream_synchronize(stream), "cuStreamSynchronize");
+    const int result =
+        kind_ == Kind::kDevice ? driver().free(data_) : driver().host_free(data_);
+    data_ = nullptr;
+    size_ = 0;
+    check(result, "cuMemFree");
+  }
+  void* made = nullptr;
+  if (kind_ == Kind::kDevice) {
+    check(driver().alloc(&made, bytes), "cuMemAlloc");
+  } else {
+    check(driver().host_alloc(&made, bytes, kHostAllocPortable), "cuMemHostAlloc");
+  }
+  data_ = static_cast<std::byte*>(made);
+  size_ = bytes;
+  return data_;
+}
+
+void copy(void* to, const void* from, size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy(to, from, bytes, stream), "cuMemcpyAsync");
+}
+
+void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+               size_t rows, Stream stream) {
+  if (width == 0 || rows == 0) return;
+  // The driver refuses rows that lie 2 GiB apart, also where there is but one.
+  constexpr size_t kMaxPitch = std::numeric_limits<int32_t>::max();
+  if (rows == 1 || to_pitch > kMaxPitch || from_pitch > kMaxPitch) {
+    for (size_t row = 0; row < rows; ++row) {
+      copy(static_cast<std::byte*>(to) + row * to_pitch,
+           static_cast<const std::byte*>(from) + row * from_pitch, width, stream);
+    }
+    return;
+  }
+  Copy2D rectangle;
+  rectangle.source = from;
+  rectangle.source_pitch = from_pitch;
+  rectangle.target = to;
+  rectangle.target_pitch = to_pitch;
+  rectangle.width = width;
+  rectangle.height = rows;
+  check(driver().copy_2d(&rectangle, stream), "cuMemcpy2DAsync");
+}
+
+void DeviceMemory::copy(void* to, const void* from, size_t bytes, onnxpar::Stream stream) {
+  cuda::copy(to, from, bytes, stream);
+}
+
+void DeviceMemory::zero(void* to, size_t bytes, onnxpar::Stream stream) {
+  if (bytes != 0) check(driver().set_8(to, 0, bytes, stream), "cuMemsetD8Async");
+}
+
+void DeviceMemory::interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
+                              onnxpar::Stream stream) {
+  std::byte* target = static_cast<std::byte*>(to);
+  const std::byte* source = static_cast<const std::byte*>(from);
+  // As few copies as there can be: one of the two is the size of a group.
+  if (parts <= outer) {
+    for (size_t p = 0; p < parts; ++p) {
+      copy_rows(target + p * outer * chunk, chunk, source + p * chunk, parts * chunk, chunk, outer,
+                stream);
+    }
+  } else {
+    for (size_t o = 0; o < outer; ++o) {
+      copy_rows(target + o * chunk, outer * chunk, source + o * parts * chunk, chunk, chunk, parts,
+                stream);
+    }
+  }
+}
+
+std::byte* DeviceMemory::scratch(size_t slot, size_t bytes, onnxpar::Stream stream) {
+  return slabs_[slot].get(bytes, stream);
+}
+
+}  // namespace onnxpar::cuda

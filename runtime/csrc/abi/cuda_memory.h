@@ -1,0 +1,47 @@
+// Memory of the GPU, as far as collectives need it beside what onnxruntime hands them.
+#pragma once
+
+#include "abi/cuda_driver.h"
+#include "collective/collective.h"
+
+namespace onnxpar::cuda {
+
+// One piece of memory, on the device or of the host but pinned, that grows as needed.
+class Slab {
+ public:
+  enum class Kind { kDevice, kPinned };
+  explicit Slab(Kind kind = Kind::kDevice) : kind_(kind) {}
+  ~Slab();
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
+  // At least `bytes` of it. Where it has to grow, what the stream still does with it is waited for;
+  // its contents are lost.
+  std::byte* get(size_t bytes, Stream stream);
+  size_t size() const { return size_; }
+
+ private:
+  const Kind kind_;
+  std::byte* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Copies are enqueued on the stream. All is kept until the end: a CUDA graph holds its addresses.
+class DeviceMemory : public Memory {
+ public:
+  void copy(void* to, const void* from, size_t bytes, onnxpar::Stream) override;
+  void zero(void* to, size_t bytes, onnxpar::Stream) override;
+  void interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
+                  onnxpar::Stream) override;
+  std::byte* scratch(size_t slot, size_t bytes, onnxpar::Stream) override;
+  void trim() override {}
+
+ private:
+  Slab slabs_[2];
+};
+
+void copy(void* to, const void* from, size_t bytes, Stream stream);
+// `rows` rows of `width` bytes, which lie `to_pitch` and `from_pitch` bytes apart.
+void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+               size_t rows, Stream stream);
+
+}  // namespace onnxpar::cuda

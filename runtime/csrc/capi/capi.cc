@@ -1,0 +1,284 @@
+#include "capi/capi.h"
+
+#include <dlfcn.h>
+
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "abi/cuda_compiler.h"
+#include "abi/live_bytes.h"
+#include "abi/nccl_abi.h"
+#include "abi/ort_io.h"
+#include "capi/ops.h"
+#include "collective/device_rank.h"
+#include "collective/world.h"
+#include "kernels/device/queue.h"
+#include "transport/mpi_entry.h"
+#include "transport/nccl.h"
+#include "transport/staged.h"
+
+using namespace onnxpar;
+
+namespace {
+
+thread_local std::string t_error;
+thread_local RankContext* t_rank = nullptr;
+
+template <class F>
+int guarded(F&& f) {
+  try {
+    f();
+    return 0;
+  } catch (const std::exception& e) {
+    t_error = e.what();
+    return 1;
+  }
+}
+
+World* add_rank(World* world, std::unique_ptr<Transport> transport) {
+  const int rank = transport->rank();
+  world->size = transport->size();
+  world->ranks[rank] = new RankContext(std::move(transport));
+  return world;
+}
+
+// The transport's library stays loaded: its code may run until the process ends.
+MpiEntry mpi_entry(const char* library) {
+  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) throw std::runtime_error(dlerror());
+  void* entry = dlsym(handle, kMpiEntryName);
+  if (entry == nullptr) throw std::runtime_error(dlerror());
+  return reinterpret_cast<MpiEntry>(entry);
+}
+
+std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
+
+// What moves tensors that lie on the rank's GPU.
+Transport& device_transport(RankContext& context) {
+  DeviceRank* device = context.device();
+  if (device == nullptr) {
+    throw std::runtime_error("rank " + std::to_string(context.rank()) + ": it has no GPU");
+  }
+  return *device->transport;
+}
+
+// A collective that the program calls outside a session.
+struct HostCall : Call {
+  HostCall(const char* op, std::string text) : Call(op, hash(text)), what(std::move(text)) {}
+  std::string detail() const override { return what; }
+  const std::string what;
+};
+
+}  // namespace
+
+const char* onnxpar_error() { return t_error.c_str(); }
+
+World* onnxpar_threads(int size, int debug, double timeout_s) {
+  World* world = nullptr;
+  guarded([&] {
+    if (size < 1) throw std::invalid_argument("a world has at least 1 rank");
+    auto made = std::make_unique<World>();
+    for (auto& transport : make_threads_transport(size, {debug != 0, timeout_s})) {
+      add_rank(made.get(), std::move(transport));
+    }
+    world = made.release();
+  });
+  return world;
+}
+
+World* onnxpar_mpi(const char* library, const void* communicator, int debug, double timeout_s) {
+  World* world = nullptr;
+  guarded([&] {
+    auto made = std::make_unique<World>();
+    Transport* transport = mpi_entry(library)(communicator, {debug != 0, timeout_s});
+    world = add_rank(made.release(), std::unique_ptr<Transport>(transport));
+  });
+  return world;
+}
+
+int onnxpar_nccl_version(const char* library) {
+  int version = 0;
+  guarded([&] { version = nccl::library(library).version; });
+  return version;
+}
+
+int onnxpar_open_device(const World* world, int rank, int device, const char* library,
+                        double timeout_s) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    const std::string file = library == nullptr ? "" : library;
+    DeviceRank* has = context.device();
+    if (has != nullptr && has->device.index() == device && has->library == file) return;
+    auto made = std::make_unique<DeviceRank>(device, file);
+    made->transport =
+        library == nullptr
+            ? make_staged_transport(context.transport(), made->device)
+            : make_nccl_transport(context.transport(), made->device, library, {true, timeout_s});
+    context.open_device(std::move(made));
+  });
+}
+
+int onnxpar_check_device(const World* world, int rank) {
+  return guarded([&] {
+    DeviceRank* device = world->rank(rank).device();
+    if (device != nullptr) device->transport->check_alive();
+  });
+}
+
+int onnxpar_check_computed(void* stream) {
+  return guarded([&] { cuda::check_faults(stream); });
+}
+
+int onnxpar_size(const World* world) { return world->size; }
+
+int onnxpar_abort(const World* world, const char* message) {
+  return guarded([&] {
+    for (const auto& entry : world->ranks) entry.second->abort(message);
+  });
+}
+
+int onnxpar_close(const World* world) {
+  return guarded([&] {
+    for (const auto& entry : world->ranks) entry.second->close();
+  });
+}
+
+int onnxpar_bind(const World* world, int rank) {
+  return guarded([&] { t_rank = world == nullptr ? nullptr : &world->rank(rank); });
+}
+
+int onnxpar_ops() { return kOps; }
+const char* onnxpar_op_name(int op) { return op_name(static_cast<Op>(op)); }
+
+int onnxpar_counter(const World* world, int rank, int op, int64_t* calls, int64_t* bytes) {
+  return guarded([&] {
+    Counter& counter = world->rank(rank).counter(static_cast<Op>(op));
+    *calls = counter.calls;
+    *bytes = counter.bytes;
+  });
+}
+
+int onnxpar_reset_counters(const World* world, int rank) {
+  return guarded([&] {
+    for (int op = 0; op < kOps; ++op) {
+      Counter& counter = world->rank(rank).counter(static_cast<Op>(op));
+      counter.calls = 0;
+      counter.bytes = 0;
+    }
+  });
+}
+
+int onnxpar_all_reduce(const World* world, int rank, const int* group, int members,
+                       const void* in, void* out, size_t count, int onnx_type, int reduction) {
+  return guarded([&] {
+    Transport& transport = world->rank(rank).transport();
+    const DType type = dtype_from_onnx(onnx_type);
+    Group& g = transport.group(group_of(group, members), Lane::kMain);
+    const HostCall call("all_reduce of the program",
+                        std::string("all_reduce ") + dtype_name(type) + " x " +
+                            std::to_string(count) + " " +
+                            reduction_name(static_cast<Reduction>(reduction)));
+    transport.all_reduce(g, call, in, out, count, type, static_cast<Reduction>(reduction),
+                         nullptr);
+  });
+}
+
+LiveBytes* onnxpar_live_bytes() {
+  LiveBytes* counter = nullptr;
+  guarded([&] {
+    if (api().create_env == nullptr) {
+      throw std::runtime_error("the operators have not been registered with onnxruntime yet");
+    }
+    counter = new LiveBytes();
+  });
+  return counter;
+}
+
+int onnxpar_live_bytes_install(LiveBytes* counter) {
+  return guarded([&] { counter->install(); });
+}
+
+int onnxpar_live_bytes_uninstall(LiveBytes* counter) {
+  return guarded([&] { counter->uninstall(); });
+}
+
+int onnxpar_live_bytes_read(const LiveBytes* counter, int64_t* live, int64_t* peak) {
+  *live = counter->live();
+  *peak = counter->peak();
+  return 0;
+}
+
+int onnxpar_live_bytes_reset(LiveBytes* counter) {
+  counter->reset();
+  return 0;
+}
+
+int onnxpar_concurrent(const World* world, int rank) {
+  int concurrent = -1;
+  guarded([&] { concurrent = world->rank(rank).transport().concurrent() ? 1 : 0; });
+  return concurrent;
+}
+
+int onnxpar_send(const World* world, int rank, int peer, int tag, const void* in, size_t bytes,
+                 const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    context.transport().send(Call(what), peer, tag, in, bytes, nullptr);
+    context.count(Op::kSend, static_cast<int64_t>(bytes));
+  });
+}
+
+int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, size_t bytes,
+                 int background, const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
+    context.transport().recv(Call(what), peer, tag, out, bytes, lane, nullptr);
+    context.count(Op::kRecv, 0);
+  });
+}
+
+int onnxpar_send_device(const World* world, int rank, int peer, int tag, const void* in,
+                        size_t bytes, void* stream, const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    device_transport(context).send(Call(what), peer, tag, in, bytes, stream);
+    context.count(Op::kSend, static_cast<int64_t>(bytes));
+  });
+}
+
+int onnxpar_recv_device(const World* world, int rank, int peer, int tag, void* out, size_t bytes,
+                        void* stream, int background, const char* what) {
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
+    device_transport(context).recv(Call(what), peer, tag, out, bytes, lane, stream);
+    context.count(Op::kRecv, 0);
+  });
+}
+
+int onnxpar_compile_kernels(int capability) {
+  return guarded([&] {
+    for (const cuda::Program& program : cuda::programs()) {
+      for (DType element : program.elements) cuda::compile(program.source, element, capability);
+    }
+  });
+}
+
+// Called by onnxruntime. The rank is the one that onnxpar_bind set on this thread.
+ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
+                                              const ort::ApiBase* base) {
+  const void* const* table = base->get_api(ort::kVersion);
+  if (table == nullptr) {
+    // Without a table no status can be made; a null pointer would mean success.
+    throw std::runtime_error("onnxruntime is too old for this library");
+  }
+  static const bool loaded = [&] {
+    set_api(ort::Api::load(table));
+    return true;
+  }();
+  (void)loaded;
+  return register_ops(options, t_rank);
+}

@@ -1,0 +1,13 @@
+// The operators of the domain `onnxpar`, as onnxruntime kernels.
+#pragma once
+
+#include "abi/ort_abi.h"
+#include "collective/world.h"
+
+namespace onnxpar {
+
+// Adds the domain to the options. The kernels of sessions made with them act as `rank`; without
+// one the graph can be loaded for inspection but no kernel can be made.
+ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank);
+
+}  // namespace onnxpar

@@ -1,0 +1,118 @@
+// A collective operator apart from onnxruntime: its attributes, its shapes, its execution.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "abi/dtype.h"
+#include "transport/transport.h"
+
+namespace onnxpar {
+
+using Shape = std::vector<int64_t>;
+
+enum class Op : int {
+  kAllReduce,
+  kAllGather,
+  kReduceScatter,
+  kAllToAll,
+  kBroadcast,
+  kPermute,
+  kSend,
+  kRecv,
+  kBarrier,
+  kStart,
+  kWait,
+  kPhilox,
+};
+inline constexpr int kOps = 12;
+const char* op_name(Op op);
+// The collectives, the first six; throws std::invalid_argument for another name.
+Op collective_from_name(const std::string& name);
+
+// Reads attributes of a node, whichever interface they come from.
+class Attributes {
+ public:
+  virtual ~Attributes() = default;
+  virtual std::optional<int64_t> integer(const char* name) const = 0;
+  virtual std::optional<std::string> text(const char* name) const = 0;
+  virtual std::optional<std::vector<int64_t>> integers(const char* name) const = 0;
+  virtual std::optional<double> real(const char* name) const = 0;
+  // Throw std::invalid_argument where the attribute is absent.
+  int64_t need_integer(const char* name) const;
+};
+
+struct Collective {
+  Op op = Op::kAllReduce;
+  std::vector<int> group;  // global ranks; the position is the rank within the group
+  Reduction reduction = Reduction::kSum;
+  int64_t axis = 0;         // AllGather, ReduceScatter; split_axis of AllToAll
+  int64_t concat_axis = 0;  // AllToAll
+  int root = 0;             // Broadcast: index within the group
+  std::vector<Pair> pairs;  // Permute: indices within the group
+  std::string where;        // "AllReduce 'node'"
+  std::string attributes;   // as text, for the agreement check
+  uint64_t signature = 0;   // hash of the operator and its attributes
+
+  int size() const { return static_cast<int>(group.size()); }
+};
+
+// Reads and checks the attributes. A group that is not given is all ranks of a world of `size`.
+// Throws std::invalid_argument.
+Collective parse_collective(Op op, const std::string& node, const Attributes&, int world_size);
+
+// The shape of the result. Dims that are not known are negative and stay so where they matter.
+// Throws std::invalid_argument for an axis out of range or a dim that does not divide.
+Shape output_shape(const Collective&, const Shape& input);
+
+// Bytes that one rank sends, by the usual algorithms' optimal volumes, with n the bytes of the
+// rank's input, g the size of the group; rounded down to whole bytes:
+//   AllReduce 2·n·(g-1)/g   AllGather n·(g-1)   ReduceScatter, AllToAll, Broadcast n·(g-1)/g
+//   Permute n if the rank sends to another, else 0   Send n
+// The planner predicts with the same formulas.
+int64_t bytes_sent(const Collective&, int index, int64_t input_bytes);
+
+// Where the tensors of a collective lie: what packing needs of that memory.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual void copy(void* to, const void* from, size_t bytes, Stream) = 0;
+  virtual void zero(void* to, size_t bytes, Stream) = 0;
+  // [outer][parts][chunk] -> [parts][outer][chunk], in bytes. The inverse is the same with outer and
+  // parts exchanged.
+  virtual void interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
+                          Stream) = 0;
+  // One of two pieces of memory that are kept from call to call, so that packing does not need fresh
+  // memory each time. Calls on one stream may use it one after the other.
+  virtual std::byte* scratch(size_t slot, size_t bytes, Stream) = 0;
+  // Gives back what exceeds the bound that is worth keeping, after a call.
+  virtual void trim() = 0;
+};
+
+class HostMemory : public Memory {
+ public:
+  void copy(void* to, const void* from, size_t bytes, Stream) override;
+  void zero(void* to, size_t bytes, Stream) override;
+  void interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
+                  Stream) override;
+  std::byte* scratch(size_t slot, size_t bytes, Stream) override;
+  void trim() override;
+
+ private:
+  struct Slab {
+    std::unique_ptr<std::byte[]> data;
+    size_t size = 0;
+  };
+  Slab slabs_[2];
+};
+
+// Carries the collective out. `in` and `out` may be the same for AllReduce and Broadcast, and lie in
+// `memory`, of the kind that the transport moves.
+void execute(Transport&, Group&, const Collective&, const void* in, void* out, const Shape& input,
+             DType, Memory& memory, Stream);
+
+}  // namespace onnxpar

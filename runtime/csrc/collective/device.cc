@@ -1,0 +1,140 @@
+// The operators for tensors on the rank's GPU. Everything is enqueued on the stream that onnxruntime
+// hands the kernel; nothing waits for the device.
+#include <stdexcept>
+
+#include "abi/cuda_compiler.h"
+#include "collective/device_rank.h"
+#include "collective/op_sides.h"
+#include "kernels/device/philox.h"
+
+namespace onnxpar {
+namespace {
+
+class DeviceKernel : public Kernel {
+ public:
+  DeviceKernel(RankContext& rank, std::string where)
+      : Kernel(rank, std::move(where)), device_(*rank.device()) {}
+
+ protected:
+  Stream enter(const Io& io) {
+    rank_.transport();  // throws once the world was closed
+    device_.device.make_current();
+    return io.stream();
+  }
+  Transport& transport() { return *device_.transport; }
+  Memory& memory(Lane lane) { return device_.memory[static_cast<int>(lane)]; }
+  // A token is memory that is never written.
+  void token(const Io& io, size_t index) const {
+    if (has_output(index)) io.output(index, {1});
+  }
+  DeviceRank& device_;
+};
+
+// Start runs the collective on the background stream, into memory of its own, since that of Wait's
+// output is not known yet.
+class StartKernel : public CollectiveKernel<DeviceKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+  ~StartKernel() override {
+    // What runs still writes into the result.
+    try {
+      device_.device.make_current();
+      done_.synchronize();
+    } catch (const std::exception&) {
+      // The device has failed, and with it the collective.
+    }
+  }
+
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
+    const Tensor x = io.input(0);
+    const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
+    const Stream background = device_.background.get();
+    ready_.record(stream);
+    ready_.hold(background);
+    std::byte* result = result_.get(bytes, background);
+    run(x, result, background);
+    done_.record(background);
+    const void* handle = io.output(0, {1});
+    token(io, 1);
+    std::lock_guard lock(device_.mutex);
+    device_.started[handle] = {&done_, &collective_, x.data, x.shape, result, bytes};
+  }
+
+ private:
+  cuda::EventHandle ready_;
+  cuda::EventHandle done_;
+  cuda::Slab result_;
+};
+
+class WaitKernel : public DeviceKernel {
+ public:
+  WaitKernel(RankContext& rank, Collective collective)
+      : DeviceKernel(rank, collective.where), collective_(std::move(collective)) {}
+
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
+    const Started started = take(io.input(0).data);
+    const Tensor x = io.input(1);
+    const Shape shape =
+        waited_shape(collective_, x, *started.collective, started.in, started.input);
+    void* out = io.output(0, shape);
+    started.done->hold(stream);
+    cuda::copy(out, started.result, started.result_bytes, stream);
+  }
+
+ private:
+  Started take(const void* handle) {
+    std::lock_guard lock(device_.mutex);
+    const auto found = device_.started.find(handle);
+    if (found == device_.started.end()) {
+      throw std::runtime_error(describe() + ": its handle is not one of a Start that still runs");
+    }
+    const Started started = found->second;
+    device_.started.erase(found);
+    return started;
+  }
+  const Collective collective_;
+};
+
+class BarrierKernel : public Kernel {
+ public:
+  using Kernel::Kernel;
+  void compute(const Io& io) override {
+    const Tensor x = io.input(0);
+    void* out = io.output(0, x.shape);
+    if (out != nullptr && out != x.data) cuda::copy(out, x.data, x.bytes(), io.stream());
+  }
+};
+
+class PhiloxKernel : public Kernel {
+ public:
+  PhiloxKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
+      : Kernel(rank, where), distribution_(philox_distribution(attributes)) {
+    cuda::load_compiler();
+  }
+  void compute(const Io& io) override { cuda::philox(io, distribution_); }
+
+ private:
+  const Distribution distribution_;
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> make_device_kernel(Op op, RankContext& rank,
+                                           const KernelAttributes& attributes) {
+  const std::string where = std::string(op_name(op)) + " '" + attributes.node() + "'";
+  const auto collective = [&] { return collective_of(op, rank, attributes); };
+  switch (op) {
+    case Op::kSend: return std::make_unique<SendKernel<DeviceKernel>>(rank, where, attributes);
+    case Op::kRecv: return std::make_unique<RecvKernel<DeviceKernel>>(rank, where, attributes);
+    case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
+    case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
+    case Op::kWait: return std::make_unique<WaitKernel>(rank, collective());
+    case Op::kPhilox: return std::make_unique<PhiloxKernel>(rank, where, attributes);
+    default:
+      return std::make_unique<CollectiveKernel<DeviceKernel>>(rank, collective(), Lane::kMain);
+  }
+}
+
+}  // namespace onnxpar

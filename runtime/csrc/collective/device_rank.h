@@ -1,0 +1,40 @@
+// What a rank has on a GPU, beside its transport for host memory.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "abi/cuda_driver.h"
+#include "abi/cuda_memory.h"
+#include "collective/collective.h"
+#include "transport/transport.h"
+
+namespace onnxpar {
+
+// A collective that runs on the background stream, between its Start and its Wait.
+struct Started {
+  const cuda::EventHandle* done = nullptr;
+  const Collective* collective = nullptr;
+  const void* in = nullptr;
+  Shape input;
+  const void* result = nullptr;
+  size_t result_bytes = 0;
+};
+
+struct DeviceRank {
+  DeviceRank(int index, std::string library_file) : device(index), library(library_file) {}
+
+  const cuda::Device device;
+  const std::string library;  // NCCL's, empty where the transport is another
+  std::unique_ptr<Transport> transport;  // of device memory
+  // Of calls on either lane.
+  cuda::DeviceMemory memory[kLanes];
+  cuda::StreamHandle background;
+  // By the address of the handle that Start has given Wait.
+  std::mutex mutex;
+  std::map<const void*, Started> started;
+};
+
+}  // namespace onnxpar

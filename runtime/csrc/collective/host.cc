@@ -1,0 +1,123 @@
+// The operators for tensors in host memory.
+#include <cstring>
+
+#include "collective/op_sides.h"
+#include "kernels/host/philox.h"
+
+namespace onnxpar {
+namespace {
+
+class HostKernel : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+ protected:
+  Stream enter(const Io&) {
+    transport();
+    return nullptr;
+  }
+  Transport& transport() { return rank_.transport(); }
+  Memory& memory(Lane) { return rank_.memory(); }
+  void token(const Io& io, size_t index) const {
+    if (has_output(index)) io.token(index);
+  }
+};
+
+// Start(X, token; op, its attributes) -> (handle, token)
+class StartKernel : public CollectiveKernel<HostKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+  ~StartKernel() override { rank_.drain(numbers_); }
+
+  void compute(const Io& io) override {
+    auto request = std::make_shared<Request>();
+    request->group = &group();
+    const Tensor x = io.input(0);
+    const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
+    request->collective = collective_;
+    request->in = x.data;
+    request->input = x.shape;
+    request->type = x.type;
+    request->result.reset(new std::byte[bytes]);
+    request->result_bytes = bytes;
+    const int64_t number = rank_.start(std::move(request));
+    // Waits of earlier runs are over, or never come: one run of a session ends before the next.
+    numbers_.push_back(number);
+    if (numbers_.size() > 1) {
+      rank_.drain({numbers_.front()});
+      numbers_.erase(numbers_.begin());
+    }
+    count(x);
+    *static_cast<int64_t*>(io.output(0, {1})) = number;
+    token(io, 1);
+  }
+
+ private:
+  std::vector<int64_t> numbers_;
+};
+
+// Wait(handle, X; the attributes of Start) -> Y. X is an input only to stay alive until here.
+class WaitKernel : public CollectiveKernel<HostKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void compute(const Io& io) override {
+    const std::vector<int64_t> handle = io.input(0).integers();
+    const std::shared_ptr<Request> request = rank_.wait(handle.at(0), where_);
+    const Tensor x = io.input(1);
+    const Shape shape =
+        waited_shape(collective_, x, request->collective, request->in, request->input);
+    void* out = io.output(0, shape);
+    if (request->result_bytes != 0) {
+      std::memcpy(out, request->result.get(), request->result_bytes);
+    }
+  }
+};
+
+// Barrier(X, after…) -> X. Its output is a new value to onnxruntime, so that nothing is merged
+// across it, and is there only when the further inputs are.
+class BarrierKernel : public HostKernel {
+ public:
+  using HostKernel::HostKernel;
+  void compute(const Io& io) override {
+    const Tensor x = io.input(0);
+    void* out = io.output(0, x.shape);
+    if (out != nullptr && out != x.data && x.bytes() != 0) std::memcpy(out, x.data, x.bytes());
+  }
+};
+
+// Philox(key, shape, global_shape, start; distribution) -> Y
+class PhiloxKernel : public HostKernel {
+ public:
+  PhiloxKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
+      : HostKernel(rank, where), distribution_(philox_distribution(attributes)) {}
+  void compute(const Io& io) override {
+    const Shape shape = io.input(1).integers();
+    bytes_of(shape, DType::kFloat32);
+    philox_fill(static_cast<float*>(io.output(0, shape)), io.input(0).integers(), shape,
+                io.input(2).integers(), io.input(3).integers(), distribution_);
+  }
+
+ private:
+  const Distribution distribution_;
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> make_host_kernel(Op op, RankContext& rank,
+                                         const KernelAttributes& attributes) {
+  const std::string where = std::string(op_name(op)) + " '" + attributes.node() + "'";
+  const auto collective = [&] { return collective_of(op, rank, attributes); };
+  switch (op) {
+    case Op::kSend: return std::make_unique<SendKernel<HostKernel>>(rank, where, attributes);
+    case Op::kRecv: return std::make_unique<RecvKernel<HostKernel>>(rank, where, attributes);
+    case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
+    case Op::kPhilox: return std::make_unique<PhiloxKernel>(rank, where, attributes);
+    case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
+    case Op::kWait: return std::make_unique<WaitKernel>(rank, collective(), Lane::kAsync);
+    default:
+      return std::make_unique<CollectiveKernel<HostKernel>>(rank, collective(), Lane::kMain);
+  }
+}
+
+}  // namespace onnxpar

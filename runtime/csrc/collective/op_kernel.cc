@@ -1,0 +1,75 @@
+#include "collective/op_kernel.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace onnxpar {
+
+Collective collective_of(Op op, const RankContext& rank, const KernelAttributes& attributes) {
+  const std::string node = attributes.node();
+  const bool in_background = op == Op::kStart || op == Op::kWait;
+  const Op which =
+      in_background ? collective_from_name(attributes.text("op").value_or("")) : op;
+  Collective c = parse_collective(which, node, attributes, rank.size());
+  if (in_background) {
+    c.where = std::string(op_name(op)) + " '" + node + "' (" + op_name(which) + ")";
+  }
+  return c;
+}
+
+void require_member(const RankContext& rank, const Collective& collective) {
+  const std::vector<int>& group = collective.group;
+  if (std::find(group.begin(), group.end(), rank.rank()) != group.end()) return;
+  throw std::invalid_argument("rank " + std::to_string(rank.rank()) + " is not in its group " +
+                              to_text(group));
+}
+
+Peer::Peer(const RankContext& context, const Attributes& attributes)
+    : rank(static_cast<int>(attributes.need_integer("peer"))),
+      tag(static_cast<int>(attributes.integer("tag").value_or(0))) {
+  if (rank < 0 || rank >= context.size() || rank == context.rank()) {
+    throw std::invalid_argument("peer is " + std::to_string(rank) +
+                                ", expected another rank of a world of " +
+                                std::to_string(context.size()));
+  }
+  if (tag < 0 || tag >= kTags) {
+    throw std::invalid_argument("tag is " + std::to_string(tag) + ", expected 0 to " +
+                                std::to_string(kTags - 1));
+  }
+}
+
+size_t bytes_of(const Shape& shape, DType type) {
+  size_t bytes = dtype_size(type);
+  for (int64_t dim : shape) {
+    if (dim < 0) throw std::invalid_argument("shape " + to_text(shape) + " has a negative dim");
+    bytes *= static_cast<size_t>(dim);
+  }
+  return bytes;
+}
+
+Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,
+                   const void* in, const Shape& input) {
+  if (in != x.data || input != x.shape) {
+    throw std::invalid_argument("its second input is not the tensor that was given to Start");
+  }
+  const Shape shape = output_shape(own, x.shape);
+  if (shape != output_shape(started, x.shape)) {
+    throw std::invalid_argument("its attributes differ from those of " + started.where);
+  }
+  return shape;
+}
+
+Distribution philox_distribution(const Attributes& attributes) {
+  const std::string name = attributes.text("distribution").value_or("uniform");
+  if (name != "uniform" && name != "normal") {
+    throw std::invalid_argument("distribution is '" + name + "', expected uniform or normal");
+  }
+  const int64_t type = attributes.integer("dtype").value_or(static_cast<int>(DType::kFloat32));
+  if (type != static_cast<int>(DType::kFloat32)) {
+    throw std::invalid_argument("dtype is " + std::to_string(type) +
+                                ", expected 1 (float32); cast the result for others");
+  }
+  return name == "normal" ? Distribution::kNormal : Distribution::kUniform;
+}
+
+}  // namespace onnxpar

@@ -1,0 +1,102 @@
+// The operators that are alike for tensors in host memory and on the rank's GPU. A side of these says
+// what differs: `enter`, which comes first in a call, throws once the world was closed and returns the
+// stream that tensors are computed on; `transport` and `memory`, of collectives; and `token`.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "collective/op_kernel.h"
+
+namespace onnxpar {
+
+// (X, token; group, the operator's attributes) -> (Y, token)
+template <class Side>
+class CollectiveKernel : public Side {
+ public:
+  CollectiveKernel(RankContext& rank, Collective collective, Lane lane)
+      : Side(rank, collective.where), collective_(std::move(collective)), lane_(lane) {
+    require_member(rank, collective_);
+  }
+
+  std::string describe() const override {
+    return this->at(this->where_) + " on group " + to_text(collective_.group);
+  }
+
+  void compute(const Io& io) override {
+    const Stream stream = this->enter(io);
+    const Tensor x = io.input(0);
+    run(x, io.output(0, output_shape(collective_, x.shape)), stream);
+    this->token(io, 1);
+  }
+
+ protected:
+  void run(const Tensor& x, void* out, Stream stream) {
+    execute(this->transport(), group(), collective_, x.data, out, x.shape, x.type,
+            this->memory(lane_), stream);
+    count(x);
+  }
+  // Made at the first call and not with the kernel, since making it is a collective of the members
+  // too, and only calls have an order that all ranks share.
+  Group& group() {
+    if (group_ == nullptr) group_ = &this->transport().group(collective_.group, lane_);
+    return *group_;
+  }
+  void count(const Tensor& x) {
+    this->rank_.count(collective_.op,
+                      bytes_sent(collective_, group_->index, static_cast<int64_t>(x.bytes())));
+  }
+
+  const Collective collective_;
+
+ private:
+  const Lane lane_;
+  Group* group_ = nullptr;
+};
+
+// Send(X, token; peer, tag) -> token
+template <class Side>
+class SendKernel : public Side {
+ public:
+  SendKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
+      : Side(rank, where), peer_(rank, attributes) {}
+
+  void compute(const Io& io) override {
+    const Stream stream = this->enter(io);
+    const Tensor x = io.input(0);
+    this->transport().send(Call(this->where_), peer_.rank, peer_.tag, x.data, x.bytes(), stream);
+    this->rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
+    this->token(io, 0);
+  }
+
+ private:
+  const Peer peer_;
+};
+
+// Recv(shape, token; peer, tag, dtype) -> (Y, token)
+template <class Side>
+class RecvKernel : public Side {
+ public:
+  RecvKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
+      : Side(rank, where),
+        peer_(rank, attributes),
+        type_(dtype_from_onnx(static_cast<int>(attributes.need_integer("dtype")))) {}
+
+  void compute(const Io& io) override {
+    const Stream stream = this->enter(io);
+    const Shape shape = io.input(0).integers();
+    const size_t bytes = bytes_of(shape, type_);
+    void* out = io.output(0, shape);
+    this->transport().recv(Call(this->where_), peer_.rank, peer_.tag, out, bytes, Lane::kMain,
+                           stream);
+    this->rank_.count(Op::kRecv, 0);
+    this->token(io, 1);
+  }
+
+ private:
+  const Peer peer_;
+  const DType type_;
+};
+
+}  // namespace onnxpar

@@ -1,0 +1,108 @@
+// A set of ranks, and what this process keeps for each rank of it that lives here.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collective/collective.h"
+#include "transport/transport.h"
+
+namespace onnxpar {
+
+// A collective that runs in the background, between its Start and its Wait. The result is kept
+// here, since the memory of Wait's output is not known before Wait.
+struct Request {
+  Collective collective;
+  Group* group = nullptr;
+  const void* in = nullptr;
+  Shape input;
+  DType type = DType::kFloat32;
+  std::unique_ptr<std::byte[]> result;
+  size_t result_bytes = 0;
+  bool done = false;
+  std::string error;
+};
+
+struct DeviceRank;
+
+struct Counter {
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> bytes{0};
+};
+
+// One rank. Kernels hold a pointer to it, and onnxruntime does not say when the last session of a
+// library ends; ranks are therefore never freed, only closed (a few kilobytes each).
+class RankContext {
+ public:
+  explicit RankContext(std::unique_ptr<Transport> transport);
+  ~RankContext();
+
+  // Moves tensors in host memory. Throws std::runtime_error once closed.
+  Transport& transport();
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // Of calls on the host transport's main lane.
+  Memory& memory() { return memory_; }
+
+  // What the rank has on a GPU; null before open_device. Throws std::runtime_error once closed.
+  DeviceRank* device();
+  // Throws std::invalid_argument where the rank has another already.
+  void open_device(std::unique_ptr<DeviceRank> device);
+
+  void count(Op op, int64_t bytes) {
+    Counter& counter = counters_[static_cast<int>(op)];
+    counter.calls.fetch_add(1, std::memory_order_relaxed);
+    counter.bytes.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  Counter& counter(Op op) { return counters_[static_cast<int>(op)]; }
+
+  // Queues the collective and returns its number. Where the transport cannot be used by two
+  // threads it is carried out at once.
+  int64_t start(std::shared_ptr<Request> request);
+  // Returns the finished request and forgets it. Throws its error.
+  std::shared_ptr<Request> wait(int64_t number, const std::string& where);
+  // Waits for those of `numbers` that still run, so that their inputs may be freed.
+  void drain(const std::vector<int64_t>& numbers);
+
+  void abort(const std::string& message);
+  void close();
+
+ private:
+  void work();
+  void run(Request& request, Memory& memory);
+
+  std::unique_ptr<Transport> transport_;
+  const int rank_;
+  const int size_;
+  std::atomic<bool> closed_{false};
+  HostMemory memory_;
+  std::unique_ptr<DeviceRank> device_;
+  Counter counters_[kOps];
+
+  std::mutex mutex_;
+  std::condition_variable queued_;
+  std::condition_variable finished_;
+  std::deque<std::shared_ptr<Request>> queue_;
+  std::map<int64_t, std::shared_ptr<Request>> requests_;
+  int64_t next_ = 1;
+  bool stop_ = false;
+  std::thread worker_;
+};
+
+// The ranks of one world that live in this process, by global rank.
+struct World {
+  int size = 0;
+  std::map<int, RankContext*> ranks;
+
+  RankContext& rank(int index) const;
+};
+
+}  // namespace onnxpar

@@ -1,0 +1,409 @@
+// Compiled more than once; ONNXPAR_SIMD names the instruction set, which is also the namespace.
+#include "kernels/host/simd.h"
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace onnxpar {
+namespace ONNXPAR_SIMD {
+namespace {
+
+// What differs between the element types in exp.
+template <class T>
+struct Real;
+template <>
+struct Real<float> {
+  using Bits = uint32_t;
+  static constexpr int kMantissa = 23;
+  static constexpr Bits kBias = 127;
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  static constexpr float kLn2High = 0.693359375f;
+  static constexpr float kLn2Low = -2.12194440e-4f;
+  static constexpr float kLowest = -87.3f;  // below it the result would be subnormal
+  static constexpr float kHighest = 88.0f;
+  static constexpr int kDegree = 7;  // ln(2)/2 ^ 8 / 8! is 5e-9
+};
+template <>
+struct Real<double> {
+  using Bits = uint64_t;
+  static constexpr int kMantissa = 52;
+  static constexpr Bits kBias = 1023;
+  static constexpr double kRound = 6755399441055744.0;
+  static constexpr double kLn2High = 0.693147180369123816490;
+  static constexpr double kLn2Low = 1.90821492927058770002e-10;
+  static constexpr double kLowest = -708.3;
+  static constexpr double kHighest = 709.0;
+  static constexpr int kDegree = 13;  // ln(2)/2 ^ 14 / 14! is 4e-18
+};
+
+// Taylor's coefficients 1/k!.
+constexpr double kInverseFactorial[] = {1.0,
+                                        1.0,
+                                        1.0 / 2,
+                                        1.0 / 6,
+                                        1.0 / 24,
+                                        1.0 / 120,
+                                        1.0 / 720,
+                                        1.0 / 5040,
+                                        1.0 / 40320,
+                                        1.0 / 362880,
+                                        1.0 / 3628800,
+                                        1.0 / 39916800,
+                                        1.0 / 479001600,
+                                        1.0 / 6227020800.0};
+
+// exp(x) to about two units in the last place; 0 where it would be subnormal, and arguments above
+// kHighest count as that. exp(x) = 2^n exp(r) with n = round(x / ln 2), |r| <= ln(2) / 2.
+template <class T>
+inline __attribute__((always_inline)) T exponential(T x) {
+  using R = Real<T>;
+  const T limited = x > R::kHighest ? R::kHighest : x;
+  const T shifted = limited * static_cast<T>(1.44269504088896340736) + R::kRound;
+  const T n = shifted - R::kRound;
+  const T r = (limited - n * R::kLn2High) - n * R::kLn2Low;
+  T p = static_cast<T>(kInverseFactorial[R::kDegree]);
+#pragma GCC unroll 16
+  for (int k = R::kDegree - 1; k >= 0; --k) p = p * r + static_cast<T>(kInverseFactorial[k]);
+  // The integer stands in the low bits of `shifted`; the others are shifted out.
+  typename R::Bits bits;
+  memcpy(&bits, &shifted, sizeof(bits));
+  bits = (bits << R::kMantissa) + (R::kBias << R::kMantissa);
+  T scale;
+  memcpy(&scale, &bits, sizeof(scale));
+  return x < R::kLowest ? T(0) : p * scale;
+}
+
+template <class T>
+inline __attribute__((always_inline)) T root(T x) {
+  if constexpr (sizeof(T) == 4) return sqrtf(x);
+  else return sqrt(x);
+}
+
+template <class T>
+T logarithm(T x) {
+  if constexpr (sizeof(T) == 4) return logf(x);
+  else return log(x);
+}
+
+// exp(z^2) erfc(z) for z >= 0: a polynomial in (z - 3) / (z + 3), fitted for least relative error,
+// 3.2e-8 for z <= 10, beyond which what it is multiplied with is 0 in float32.
+inline __attribute__((always_inline)) float scaled_erfc(float z) {
+  const float s = (z - 3.0f) / (z + 3.0f);
+  float p = -6.89957013e-05f;
+  p = p * s - 5.89449803e-04f;
+  p = p * s + 7.90367202e-04f;
+  p = p * s + 4.28087804e-03f;
+  p = p * s - 2.44149131e-02f;
+  p = p * s + 7.16627952e-02f;
+  p = p * s - 1.50113451e-01f;
+  p = p * s + 2.45603963e-01f;
+  p = p * s - 3.26233639e-01f;
+  return p * s + 1.79001151e-01f;
+}
+
+template <class T>
+void add(T* to, const T* from, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) to[i] += from[i];
+}
+
+template <class T>
+void relu_grad(T* dx, const T* dy, const T* y, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    const T d = dy[i];  // read whether needed or not: a blend is faster than a masked read
+    dx[i] = y[i] > T(0) ? d : T(0);
+  }
+}
+
+template <class T>
+void tanh_grad(T* dx, const T* dy, const T* y, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = dy[i] * (T(1) - y[i] * y[i]);
+}
+
+template <class T>
+void sigmoid_grad(T* dx, const T* dy, const T* y, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = dy[i] * (y[i] * (T(1) - y[i]));
+}
+
+// d/dx x Phi(x) = Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
+template <class T>
+void gelu_grad(T* dx, const T* dy, const T* x, size_t n) {
+  constexpr T kInverseRoot2 = static_cast<T>(0.70710678118654752440);
+  constexpr T kInverseRoot2Pi = static_cast<T>(0.39894228040143267794);
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    const T v = x[i];
+    const T gauss = exponential(T(-0.5) * v * v);
+    T below;
+    if constexpr (sizeof(T) == 4) {
+      const T magnitude = v < T(0) ? -v : v;
+      const T tail = T(0.5) * gauss * scaled_erfc(magnitude * kInverseRoot2);
+      below = v < T(0) ? tail : T(1) - tail;
+    } else {
+      below = T(0.5) * erfc(-v * kInverseRoot2);
+    }
+    dx[i] = dy[i] * (below + v * gauss * kInverseRoot2Pi);
+  }
+}
+
+// Of 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). With p = 1 / (1 + exp(-2u)) and
+// q = 1 - p, both computed without cancellation: 1 + tanh(u) = 2p and 1 - tanh(u)^2 = 4pq.
+template <class T>
+void gelu_tanh_grad(T* dx, const T* dy, const T* x, size_t n) {
+  constexpr T kRoot = static_cast<T>(0.79788456080286535588);
+  constexpr T kCubic = static_cast<T>(0.044715);
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    const T v = x[i];
+    // Beyond 30 the derivative is 0 or 1 in either type, and v^3 might overflow.
+    const T w = v > T(30) ? T(30) : (v < T(-30) ? T(-30) : v);
+    const T square = w * w;
+    const T u = kRoot * w * (T(1) + kCubic * square);
+    const T power = exponential(T(2) * u);
+    const T q = T(1) / (T(1) + power);
+    const T p = power * q;
+    const T slope = kRoot * (T(1) + T(3) * kCubic * square);
+    dx[i] = dy[i] * (p * (T(1) + T(2) * w * q * slope));
+  }
+}
+
+// Sums are taken in blocks, so that their error does not grow with the length of a row: a float32
+// sum of 50,000 probabilities would lose 6 of its 24 bits.
+constexpr size_t kBlock = 256;
+
+// The sum of term(i) for all i below n.
+template <class T, class Term>
+inline __attribute__((always_inline)) T blocked_sum(size_t n, const Term& term) {
+  T total = 0;
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t end = n - begin < kBlock ? n : begin + kBlock;
+    T part = 0;
+#pragma omp simd reduction(+ : part)
+    for (size_t i = begin; i < end; ++i) part += term(i);
+    total += part;
+  }
+  return total;
+}
+
+// totals[j] = the sum of term(i, j) for all i below n.
+template <class T, class Term>
+inline __attribute__((always_inline)) void blocked_column_sums(T* __restrict totals, size_t n,
+                                                               size_t columns, const Term& term) {
+  T part[kColumns];
+  for (size_t j = 0; j < columns; ++j) totals[j] = 0;
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t end = n - begin < kBlock ? n : begin + kBlock;
+    for (size_t j = 0; j < columns; ++j) part[j] = 0;
+    for (size_t i = begin; i < end; ++i) {
+#pragma omp simd
+      for (size_t j = 0; j < columns; ++j) part[j] += term(i, j);
+    }
+    for (size_t j = 0; j < columns; ++j) totals[j] += part[j];
+  }
+}
+
+template <class T>
+void softmax_grad(T* dx, const T* dy, const T* y, size_t n) {
+  const T sum = blocked_sum<T>(n, [=](size_t i) { return dy[i] * y[i]; });
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = y[i] * (dy[i] - sum);
+}
+
+template <class T>
+void log_softmax_grad(T* dx, const T* dy, const T* y, size_t n) {
+  const T sum = blocked_sum<T>(n, [=](size_t i) { return dy[i]; });
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = dy[i] - exponential(y[i]) * sum;
+}
+
+template <class T>
+void softmax_grad_columns(T* dx, const T* dy, const T* y, size_t n, size_t stride,
+                          size_t columns) {
+  T sums[kColumns];
+  blocked_column_sums(sums, n, columns, [=](size_t i, size_t j) {
+    return dy[i * stride + j] * y[i * stride + j];
+  });
+  for (size_t i = 0; i < n; ++i) {
+    const size_t at = i * stride;
+#pragma omp simd
+    for (size_t j = 0; j < columns; ++j) dx[at + j] = y[at + j] * (dy[at + j] - sums[j]);
+  }
+}
+
+template <class T>
+void log_softmax_grad_columns(T* dx, const T* dy, const T* y, size_t n, size_t stride,
+                              size_t columns) {
+  T sums[kColumns];
+  blocked_column_sums(sums, n, columns, [=](size_t i, size_t j) { return dy[i * stride + j]; });
+  for (size_t i = 0; i < n; ++i) {
+    const size_t at = i * stride;
+#pragma omp simd
+    for (size_t j = 0; j < columns; ++j) {
+      dx[at + j] = dy[at + j] - exponential(y[at + j]) * sums[j];
+    }
+  }
+}
+
+template <class T>
+void log_sum_exp(T* most_out, T* log_sum, const T* x, size_t n) {
+  T most = x[0];
+#pragma omp simd reduction(max : most)
+  for (size_t i = 1; i < n; ++i) most = x[i] > most ? x[i] : most;
+  *log_sum = logarithm(blocked_sum<T>(n, [=](size_t i) { return exponential(x[i] - most); }));
+  *most_out = most;
+}
+
+template <class T>
+void log_sum_exp_columns(T* __restrict most, T* __restrict log_sum, const T* x, size_t n,
+                         size_t stride, size_t columns) {
+  for (size_t j = 0; j < columns; ++j) most[j] = x[j];
+  for (size_t i = 1; i < n; ++i) {
+    const T* row = x + i * stride;
+#pragma omp simd
+    for (size_t j = 0; j < columns; ++j) most[j] = row[j] > most[j] ? row[j] : most[j];
+  }
+  blocked_column_sums(log_sum, n, columns, [=](size_t i, size_t j) {
+    return exponential(x[i * stride + j] - most[j]);
+  });
+  for (size_t j = 0; j < columns; ++j) log_sum[j] = logarithm(log_sum[j]);
+}
+
+template <class T>
+void log_softmax(T* y, const T* x, T most, T log_sum, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) y[i] = (x[i] - most) - log_sum;
+}
+
+template <class T>
+void log_softmax_each(T* y, const T* x, const T* most, const T* log_sum, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) y[i] = (x[i] - most[i]) - log_sum[i];
+}
+
+template <class T>
+void scaled_exp(T* dx, const T* y, T factor, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = factor * exponential(y[i]);
+}
+
+template <class T>
+void scaled_exp_each(T* dx, const T* y, const T* factors, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = factors[i] * exponential(y[i]);
+}
+
+// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)).
+template <class T>
+void layer_norm_grad(T* dx, T* __restrict dscale, T* __restrict dbias, const T* dy, const T* x,
+                     const T* scale, T mean, T inv_std, size_t n) {
+  T sum = 0;
+  T dot = 0;
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t end = n - begin < kBlock ? n : begin + kBlock;
+    T sum_part = 0;
+    T dot_part = 0;
+#pragma omp simd reduction(+ : sum_part, dot_part)
+    for (size_t i = begin; i < end; ++i) {
+      const T h = (x[i] - mean) * inv_std;
+      const T w = dy[i] * scale[i];
+      sum_part += w;
+      dot_part += w * h;
+    }
+    sum += sum_part;
+    dot += dot_part;
+  }
+  sum /= static_cast<T>(n);
+  dot /= static_cast<T>(n);
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    const T h = (x[i] - mean) * inv_std;
+    const T d = dy[i];
+    dscale[i] += d * h;
+    dbias[i] += d;
+    dx[i] = inv_std * (d * scale[i] - sum - h * dot);
+  }
+}
+
+template <class T>
+double square_sum(const T* x, size_t n) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (size_t i = 0; i < n; ++i) {
+    const double v = x[i];
+    sum += v * v;
+  }
+  return sum;
+}
+
+template <class T>
+void sgd(T* p_out, const T* p, const T* g, const StepScalars<T>& scalars, size_t n) {
+  const StepScalars<T> s = scalars;
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    p_out[i] = p[i] - s.learning * (s.scale * g[i] + s.weight_decay * p[i]);
+  }
+}
+
+template <class T>
+void momentum(T* p_out, T* m_out, const T* p, const T* g, const T* m,
+              const StepScalars<T>& scalars, size_t n) {
+  const StepScalars<T> s = scalars;
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    const T gradient = s.scale * g[i] + s.weight_decay * p[i];
+    const T moment = s.keep1 * m[i] + s.take1 * gradient;
+    m_out[i] = moment;
+    p_out[i] = p[i] - s.learning * moment;
+  }
+}
+
+template <class T>
+void adam(T* p_out, T* m_out, T* v_out, const T* p, const T* g, const T* m, const T* v,
+          const StepScalars<T>& scalars, size_t n) {
+  const StepScalars<T> s = scalars;
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    const T gradient = s.scale * g[i] + s.weight_decay * p[i];
+    const T first = s.keep1 * m[i] + s.take1 * gradient;
+    const T second = s.keep2 * v[i] + s.take2 * (gradient * gradient);
+    m_out[i] = first;
+    v_out[i] = second;
+    p_out[i] = s.decay * p[i] - s.learning * (first / (root(second) / s.correction2 + s.eps));
+  }
+}
+
+template <class T>
+constexpr Loops<T> loops() {
+  return {relu_grad<T>,
+          tanh_grad<T>,
+          sigmoid_grad<T>,
+          gelu_grad<T>,
+          gelu_tanh_grad<T>,
+          softmax_grad<T>,
+          log_softmax_grad<T>,
+          softmax_grad_columns<T>,
+          log_softmax_grad_columns<T>,
+          log_sum_exp<T>,
+          log_sum_exp_columns<T>,
+          log_softmax<T>,
+          log_softmax_each<T>,
+          scaled_exp<T>,
+          scaled_exp_each<T>,
+          layer_norm_grad<T>,
+          add<T>,
+          square_sum<T>,
+          sgd<T>,
+          momentum<T>,
+          adam<T>};
+}
+
+}  // namespace
+
+const Simd table = {loops<float>(), loops<double>()};
+
+}  // namespace ONNXPAR_SIMD
+}  // namespace onnxpar

@@ -1,0 +1,59 @@
+// Fused kernels for training, as operators of the domain `onnxpar`, version 1, for onnxruntime's CPU
+// and CUDA providers.
+//
+// Graphs carry each of these operators together with a model-local function of the same name that
+// says the same in standard operators. onnxruntime takes the kernel where one is registered and
+// expands the function where none is, as on other providers.
+//
+// T is float32, float64, float16 or bfloat16, the last two computed in float32; in a node all T are
+// the same. The ports take any type, since one that is not registered would not go to the function
+// but be refused when the graph is loaded. D is float64, with one element. Shapes are equal unless
+// told; `?` may be left out. Outputs named like an input with a prime may take that input's memory,
+// and so may dx that of dy. Sums are taken in pieces of fixed size, so that results do not depend
+// on the thread count.
+//
+//   ReluGrad(dy T, y T) -> dx T                                      y > 0 ? dy : 0
+//   TanhGrad(dy T, y T) -> dx T                                      dy (1 - y^2)
+//   SigmoidGrad(dy T, y T) -> dx T                                   dy y (1 - y)
+//   GeluGrad(dy T, x T; approximate = "none" | "tanh") -> dx T
+//   SoftmaxGrad(dy T, y T; axis = -1) -> dx T                        y (dy - sum(dy y))
+//   LogSoftmaxGrad(dy T, y T; axis = -1) -> dx T                     dy - exp(y) sum(dy)
+//   LayerNormalizationGrad(dy T, x T, scale T, mean U, inv_std U; axis = -1)
+//       -> (dx T, dscale T?, dbias T?)
+//     scale has the shape of x from `axis` on, mean and inv_std one element for each row before it;
+//     U is T or float32, as ONNX's stash_type has it.
+//   SoftmaxCrossEntropyLoss(scores T [N, C, ...], labels int64 [N, ...], weights T? [C];
+//                           reduction = "mean" | "sum" | "none", ignore_index?)
+//       -> (loss T [] or that of labels, log_prob T?)
+//     As ONNX's; a label that is none of the C classes is an error.
+//   SoftmaxCrossEntropyLossGrad(dloss T, log_prob T [N, C, ...], labels int64 [N, ...],
+//                               weights T? [C]; reduction = "mean" | "sum" | "none", ignore_index?)
+//       -> dx T [N, C, ...]
+//     dloss has the shape of labels where reduction is "none", else one element. A mean over no
+//     label has gradient 0.
+//   GatherGrad(dy T, indices int64, data T; axis = 0) -> dx T with the shape of data
+//     Of Gather(data, indices); the elements of data are not read.
+//   SquareSum(x T, ...) -> sum [], float64 where the first x is, else float32
+//     The sum of the squares of all elements of all inputs, whose shapes may differ.
+//   SgdStep(p T, g T, scale D, lr D, weight_decay D?) -> p' T
+//   MomentumStep(p T, g T, m T, scale D, lr D, momentum D, dampening D, first D, weight_decay D?)
+//       -> (p' T, m' T)                                              first is 1 in the first step
+//   AdamStep(p T, g T, m T, v T, scale D, lr_corrected D, beta1 D, beta1_complement D, beta2 D,
+//            beta2_complement D, eps D, correction2_sqrt D, weight_decay D?)
+//       -> (p' T, m' T, v' T)
+//   AdamWStep: as AdamStep, but its last input is decay D? = 1 - lr weight_decay
+//     These four follow torch.optim; g is first multiplied by `scale`, the coefficient of clipping.
+//   Acos, Acosh, Asin, Asinh, Atan, Atanh, Celu, Cosh, Elu, MaxPool, Selu, Sinh, Tan,
+//   ThresholdedRelu
+//     As ONNX's, on GPUs alone; of MaxPool those of up to three spatial dims and storage_order 0.
+#pragma once
+
+#include "abi/ort_abi.h"
+
+namespace onnxpar {
+
+// Adds the operators to the domain; those that stand for a standard one only where there is a device:
+// of an operator that is registered onnxruntime expands no function, for want of a kernel either.
+ort::Status* add_kernels(ort::CustomOpDomain* domain, bool has_device);
+
+}  // namespace onnxpar

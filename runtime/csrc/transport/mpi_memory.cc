@@ -1,0 +1,123 @@
+#include "transport/mpi_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "transport/mpi_support.h"
+
+namespace onnxpar {
+namespace {
+
+class File {
+ public:
+  explicit File(int descriptor) : descriptor_(descriptor) {}
+  ~File() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int get() const { return descriptor_; }
+
+ private:
+  const int descriptor_;
+};
+
+// Where the first member's file is to be found, and how to know that it is the same.
+struct Place {
+  int64_t process = 0;
+  int64_t descriptor = -1;  // negative: there is none
+  uint64_t device = 0;
+  uint64_t inode = 0;
+};
+
+// A file without a name. A name in /dev/shm would outlive a job that is killed in the wrong moment,
+// and containers give that folder little room.
+int make_file([[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+  const int descriptor = memfd_create("onnxpar", MFD_CLOEXEC);
+  if (descriptor >= 0 && ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
+    ::close(descriptor);
+    return -1;
+  }
+  return descriptor;
+#else
+  return -1;
+#endif
+}
+
+int open_file(const Place& place) {
+  const std::string path =
+      "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.descriptor);
+  return open(path.c_str(), O_RDWR | O_CLOEXEC);
+}
+
+bool is_at(int descriptor, const Place& place) {
+  struct stat status {};
+  return descriptor >= 0 && fstat(descriptor, &status) == 0 &&
+         static_cast<uint64_t>(status.st_dev) == place.device &&
+         static_cast<uint64_t>(status.st_ino) == place.inode;
+}
+
+std::unique_ptr<SharedMemory> map_file(int descriptor, size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (data == MAP_FAILED) return nullptr;
+  return std::make_unique<SharedMemory>(data, bytes);
+}
+
+bool all_hold(bool holds, MPI_Comm comm) {
+  int least = holds ? 1 : 0;
+  check(MPI_Allreduce(MPI_IN_PLACE, &least, 1, MPI_INT, MPI_MIN, comm), "MPI_Allreduce");
+  return least != 0;
+}
+
+bool wanted() {
+  const char* text = std::getenv("ONNXPAR_SHARED_MEMORY");
+  return text == nullptr || std::strcmp(text, "0") != 0;
+}
+
+}  // namespace
+
+SharedMemory::~SharedMemory() { munmap(data_, size_); }
+
+int processes_on_node(MPI_Comm comm) {
+  MPI_Comm near = MPI_COMM_NULL;
+  check(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &near),
+        "MPI_Comm_split_type");
+  int size = 0;
+  check(MPI_Comm_size(near, &size), "MPI_Comm_size");
+  check(MPI_Comm_free(&near), "MPI_Comm_free");
+  return size;
+}
+
+std::unique_ptr<SharedMemory> share_memory(MPI_Comm comm, size_t bytes) {
+  int index = 0;
+  int size = 0;
+  check(MPI_Comm_rank(comm, &index), "MPI_Comm_rank");
+  check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
+  if (!all_hold(wanted(), comm)) return nullptr;
+  if (!all_hold(processes_on_node(comm) == size, comm)) return nullptr;
+  Place place;
+  const File made(index == 0 ? make_file(bytes) : -1);
+  struct stat status {};
+  if (made.get() >= 0 && fstat(made.get(), &status) == 0) {
+    place = {getpid(), made.get(), status.st_dev, status.st_ino};
+  }
+  check(MPI_Bcast(&place, sizeof(place), MPI_BYTE, 0, comm), "MPI_Bcast");
+  if (place.descriptor < 0) return nullptr;
+  // Process numbers of another container mean other processes: what opens must be the file itself.
+  const File opened(index == 0 ? -1 : open_file(place));
+  const int descriptor = index == 0 ? made.get() : opened.get();
+  std::unique_ptr<SharedMemory> memory;
+  if (is_at(descriptor, place)) memory = map_file(descriptor, bytes);
+  // The first member's file stays open until all have opened it.
+  if (!all_hold(memory != nullptr, comm)) return nullptr;
+  return memory;
+}
+
+}  // namespace onnxpar

@@ -1,0 +1,232 @@
+// What the MPI transport is made of: error codes as exceptions, large counts, reductions, and the
+// watchdog.
+#pragma once
+
+#include <mpi.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace onnxpar {
+
+using Clock = std::chrono::steady_clock;
+
+inline constexpr size_t kLargestCount = size_t{1} << 30;  // of bytes in one call
+
+inline std::string mpi_message(int code) {
+  char text[MPI_MAX_ERROR_STRING];
+  int length = 0;
+  if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) return "error " + std::to_string(code);
+  return {text, static_cast<size_t>(length)};
+}
+
+// What MPI itself reports. After it nothing is known of the messages under way.
+struct MpiError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void check(int code, const char* function) {
+  if (code == MPI_SUCCESS) return;
+  throw MpiError(std::string(function) + ": " + mpi_message(code));
+}
+
+// `bytes` bytes as a datatype and a count that fits in an int.
+class Bytes {
+ public:
+  explicit Bytes(size_t bytes) : count_(static_cast<int>(bytes)) {
+    if (bytes <= kLargestCount) return;
+    MPI_Datatype unit = MPI_DATATYPE_NULL;
+    check(MPI_Type_contiguous(static_cast<int>(kLargestCount), MPI_BYTE, &unit),
+          "MPI_Type_contiguous");
+    const int lengths[2] = {static_cast<int>(bytes / kLargestCount),
+                            static_cast<int>(bytes % kLargestCount)};
+    const MPI_Aint offsets[2] = {0, static_cast<MPI_Aint>(bytes - bytes % kLargestCount)};
+    const MPI_Datatype types[2] = {unit, MPI_BYTE};
+    check(MPI_Type_create_struct(2, lengths, offsets, types, &type_), "MPI_Type_create_struct");
+    check(MPI_Type_commit(&type_), "MPI_Type_commit");
+    MPI_Type_free(&unit);
+    owned_ = true;
+    count_ = 1;
+  }
+  ~Bytes() {
+    if (owned_) MPI_Type_free(&type_);
+  }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  MPI_Datatype type() const { return type_; }
+  int count() const { return count_; }
+
+ private:
+  MPI_Datatype type_ = MPI_BYTE;
+  int count_;
+  bool owned_ = false;
+};
+
+template <DType T, Reduction R>
+void reduce_function(void* in, void* inout, int* length, MPI_Datatype*) {
+  reduce_into(inout, in, static_cast<size_t>(*length), T, R);
+}
+
+struct Operation {
+  MPI_Datatype type;
+  MPI_Op op;
+};
+
+// MPI's type of equal size and our operation on it, made at the first use.
+class Operations {
+ public:
+  Operation get(DType type, Reduction reduction) {
+    if (reduction == Reduction::kSum && type == DType::kFloat32) return {MPI_FLOAT, MPI_SUM};
+    if (reduction == Reduction::kSum && type == DType::kFloat64) return {MPI_DOUBLE, MPI_SUM};
+    std::lock_guard lock(mutex_);
+    const auto key = std::make_pair(type, reduction);
+    auto found = made_.find(key);
+    if (found == made_.end()) {
+      MPI_Op op = MPI_OP_NULL;
+      check(MPI_Op_create(function(type, reduction), 1, &op), "MPI_Op_create");
+      found = made_.emplace(key, op).first;
+    }
+    return {carrier(dtype_size(type)), found->second};
+  }
+  void free() {
+    for (auto& entry : made_) MPI_Op_free(&entry.second);
+    made_.clear();
+  }
+
+ private:
+  static MPI_Datatype carrier(size_t bytes) {
+    switch (bytes) {
+      case 1: return MPI_UINT8_T;
+      case 2: return MPI_UINT16_T;
+      case 4: return MPI_UINT32_T;
+      default: return MPI_UINT64_T;
+    }
+  }
+
+  template <DType T>
+  static MPI_User_function* of(Reduction reduction) {
+    switch (reduction) {
+      case Reduction::kSum: return reduce_function<T, Reduction::kSum>;
+      case Reduction::kMax: return reduce_function<T, Reduction::kMax>;
+      case Reduction::kMin: return reduce_function<T, Reduction::kMin>;
+      case Reduction::kProd: return reduce_function<T, Reduction::kProd>;
+    }
+    throw std::invalid_argument("unknown reduction");
+  }
+
+  static MPI_User_function* function(DType type, Reduction r) {
+    switch (type) {
+      case DType::kFloat32: return of<DType::kFloat32>(r);
+      case DType::kFloat64: return of<DType::kFloat64>(r);
+      case DType::kFloat16: return of<DType::kFloat16>(r);
+      case DType::kBfloat16: return of<DType::kBfloat16>(r);
+      case DType::kInt8: return of<DType::kInt8>(r);
+      case DType::kInt16: return of<DType::kInt16>(r);
+      case DType::kInt32: return of<DType::kInt32>(r);
+      case DType::kInt64: return of<DType::kInt64>(r);
+      case DType::kUint8: return of<DType::kUint8>(r);
+      case DType::kUint16: return of<DType::kUint16>(r);
+      case DType::kUint32: return of<DType::kUint32>(r);
+      case DType::kUint64: return of<DType::kUint64>(r);
+      case DType::kBool: return of<DType::kBool>(r);
+    }
+    throw std::invalid_argument("unknown element type");
+  }
+
+  std::mutex mutex_;
+  std::map<std::pair<DType, Reduction>, MPI_Op> made_;
+};
+
+// Ends the job when one call waits too long: a blocking MPI call cannot be interrupted.
+class Watchdog {
+  struct Slot {
+    uint64_t number = 0;         // of calls so far
+    const Call* call = nullptr;  // null between calls
+    const std::vector<int>* ranks = nullptr;
+  };
+
+ public:
+  Watchdog(int rank, double timeout_s, MPI_Comm comm)
+      : rank_(rank), timeout_s_(timeout_s), comm_(comm) {
+    if (timeout_s_ > 0) thread_ = std::thread([this] { watch(); });
+  }
+  ~Watchdog() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      wake_.notify_all();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+  // Marks the calls on one lane as waiting, from construction to destruction.
+  class Guard {
+   public:
+    Guard(Watchdog& dog, Lane lane, const Call& call, const std::vector<int>& ranks)
+        : dog_(dog), slot_(dog.slots_[static_cast<int>(lane)]) {
+      if (dog_.timeout_s_ <= 0) return;
+      std::lock_guard lock(dog_.mutex_);
+      // The watching thread looks at the clock; reading it here would cost as much as all the rest.
+      slot_ = {slot_.number + 1, &call, &ranks};
+    }
+    ~Guard() {
+      if (dog_.timeout_s_ <= 0) return;
+      std::lock_guard lock(dog_.mutex_);
+      slot_.call = nullptr;
+    }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+
+   private:
+    Watchdog& dog_;
+    Slot& slot_;
+  };
+
+ private:
+  void watch() {
+    std::unique_lock lock(mutex_);
+    const auto tick = std::chrono::duration<double>(std::min(1.0, timeout_s_ / 4));
+    struct {
+      uint64_t number = 0;
+      Clock::time_point since;
+    } seen[kLanes];
+    while (!stop_) {
+      wake_.wait_for(lock, tick);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const Slot& slot = slots_[lane];
+        if (slot.call == nullptr) continue;
+        if (slot.number != seen[lane].number) seen[lane] = {slot.number, Clock::now()};
+        const std::chrono::duration<double> waited = Clock::now() - seen[lane].since;
+        if (waited.count() < timeout_s_) continue;
+        std::fprintf(stderr, "r%d | %s: waited %.0f s for the other ranks (ONNXPAR_TIMEOUT)\n",
+                     rank_, describe(rank_, *slot.call, *slot.ranks).c_str(), waited.count());
+        std::fflush(stderr);
+        MPI_Abort(comm_, 1);
+        _exit(1);
+      }
+    }
+  }
+
+  const int rank_;
+  const double timeout_s_;
+  MPI_Comm comm_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stop_ = false;
+  Slot slots_[kLanes];
+  std::thread thread_;
+};
+
+}  // namespace onnxpar

@@ -1,0 +1,20 @@
+// The transport of device memory between GPUs, one rank on each.
+#pragma once
+
+#include <memory>
+
+#include "abi/cuda_driver.h"
+#include "transport/transport.h"
+
+namespace onnxpar {
+
+// `host` is the rank's transport of host memory, over which ranks meet, and lives longer. `library` is
+// the path of NCCL's. Throws std::runtime_error.
+std::unique_ptr<Transport> make_nccl_transport(Transport& host, const cuda::Device& device,
+                                               const char* library,
+                                               const TransportOptions& options);
+
+// What it says of a reduction that NCCL does not have; empty where it has it.
+std::string nccl_refuses(DType type, Reduction reduction);
+
+}  // namespace onnxpar

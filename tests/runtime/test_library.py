@@ -1,0 +1,63 @@
+"""The C functions that Python declares are those that the C++ sources declare."""
+
+import ctypes
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxpar_runtime.library import MPI_SIGNATURES, SIGNATURES
+
+CSRC = Path(__file__).parents[2] / "runtime" / "csrc"
+EXPORTED = re.compile(r"^ONNXPAR_(?:MPI_)?EXPORT ([^(]*?)(\w+)\(([^)]*)\)", re.MULTILINE)
+VALUES = {"int": ctypes.c_int, "double": ctypes.c_double, "size_t": ctypes.c_size_t}
+POINTERS = {
+    "char": ctypes.c_char_p,
+    "int": ctypes.POINTER(ctypes.c_int),
+    "int64_t": ctypes.POINTER(ctypes.c_int64),
+}
+Prototypes = Mapping[str, tuple[Any, list[Any]]]
+
+
+def ctypes_of(text: str) -> Any:
+    """The type of a result, or of a parameter whose name may follow."""
+    words = text.replace("const ", "").replace("*", " * ").replace("&", " * ").split()
+    if "*" in words:  # what no other type is known for is an address to Python
+        return POINTERS.get(words[0], ctypes.c_void_p)
+    return VALUES[words[0]]
+
+
+def exported(source: str) -> Prototypes:
+    """The functions that a C++ source exports."""
+    found = {}
+    for result, name, parameters in EXPORTED.findall(source):
+        arguments = [ctypes_of(one) for one in parameters.split(",") if one.strip()]
+        found[name] = (ctypes_of(result), arguments)
+    return found
+
+
+def test_a_prototype_is_read() -> None:
+    source = """ONNXPAR_EXPORT int f(const W* w, int64_t* a,
+                                 const char* b, size_t c);
+ONNXPAR_EXPORT void* g();
+"""
+    counter = ctypes.POINTER(ctypes.c_int64)
+    f = (ctypes.c_int, [ctypes.c_void_p, counter, ctypes.c_char_p, ctypes.c_size_t])
+    assert exported(source) == {"f": f, "g": (ctypes.c_void_p, [])}
+    with pytest.raises(KeyError):
+        exported("ONNXPAR_EXPORT int f(long a);")
+
+
+def test_the_operator_library_is_declared_as_its_header_says() -> None:
+    source = (CSRC / "capi" / "capi.h").read_text()
+    found = exported(source)
+    assert len(found) == source.count("ONNXPAR_EXPORT ") - 1  # its definition
+    assert found == SIGNATURES
+
+
+def test_the_mpi_library_is_declared_as_its_source_says() -> None:
+    found = dict(exported((CSRC / "transport" / "mpi.cc").read_text()))
+    found.pop("onnxpar_mpi_transport")  # which the operator library calls
+    assert found == MPI_SIGNATURES
