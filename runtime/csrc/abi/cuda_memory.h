@@ -1,8 +1,7 @@
-// Memory of the GPU, as far as collectives need it beside what onnxruntime hands them.
+// Memory of the GPU beside what onnxruntime hands to kernels, and copies.
 #pragma once
 
 #include "abi/cuda_driver.h"
-#include "collective/collective.h"
 
 namespace onnxpar::cuda {
 
@@ -23,20 +22,6 @@ class Slab {
   const Kind kind_;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
-};
-
-// Copies are enqueued on the stream. All is kept until the end: a CUDA graph holds its addresses.
-class DeviceMemory : public Memory {
- public:
-  void copy(void* to, const void* from, size_t bytes, onnxpar::Stream) override;
-  void zero(void* to, size_t bytes, onnxpar::Stream) override;
-  void interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
-                  onnxpar::Stream) override;
-  std::byte* scratch(size_t slot, size_t bytes, onnxpar::Stream) override;
-  void trim() override {}
-
- private:
-  Slab slabs_[2];
 };
 
 void copy(void* to, const void* from, size_t bytes, Stream stream);

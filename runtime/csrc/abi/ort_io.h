@@ -5,8 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "abi/dtype.h"
 #include "abi/ort_abi.h"
-#include "collective/collective.h"
+#include "abi/values.h"
 
 namespace onnxpar {
 

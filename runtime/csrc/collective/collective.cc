@@ -91,12 +91,6 @@ Op collective_from_name(const std::string& name) {
   throw std::invalid_argument("op is '" + name + "', expected the name of a collective");
 }
 
-int64_t Attributes::need_integer(const char* name) const {
-  const std::optional<int64_t> value = integer(name);
-  if (!value) throw std::invalid_argument(std::string("attribute ") + name + " is missing");
-  return *value;
-}
-
 Collective parse_collective(Op op, const std::string& node, const Attributes& attributes,
                             int world_size) {
   Collective c;

@@ -9,11 +9,10 @@
 #include <vector>
 
 #include "abi/dtype.h"
+#include "abi/values.h"
 #include "transport/transport.h"
 
 namespace onnxpar {
-
-using Shape = std::vector<int64_t>;
 
 enum class Op : int {
   kAllReduce,
@@ -33,18 +32,6 @@ inline constexpr int kOps = 12;
 const char* op_name(Op op);
 // The collectives, the first six; throws std::invalid_argument for another name.
 Op collective_from_name(const std::string& name);
-
-// Reads attributes of a node, whichever interface they come from.
-class Attributes {
- public:
-  virtual ~Attributes() = default;
-  virtual std::optional<int64_t> integer(const char* name) const = 0;
-  virtual std::optional<std::string> text(const char* name) const = 0;
-  virtual std::optional<std::vector<int64_t>> integers(const char* name) const = 0;
-  virtual std::optional<double> real(const char* name) const = 0;
-  // Throw std::invalid_argument where the attribute is absent.
-  int64_t need_integer(const char* name) const;
-};
 
 struct Collective {
   Op op = Op::kAllReduce;

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "abi/cuda_driver.h"
-#include "abi/cuda_memory.h"
 #include "collective/collective.h"
+#include "collective/device_memory.h"
 #include "transport/transport.h"
 
 namespace onnxpar {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "collective/collective.h"
+#include "abi/values.h"
 
 namespace onnxpar {
 

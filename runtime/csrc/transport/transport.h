@@ -21,12 +21,9 @@
 #include <vector>
 
 #include "abi/dtype.h"
+#include "abi/values.h"
 
 namespace onnxpar {
-
-// The queue of the device on which data is produced and consumed (a cudaStream_t), null for host
-// memory. Host transports ignore it; device transports enqueue on it.
-using Stream = void*;
 
 // Separate matching spaces on the same ranks, so that a collective running in the background
 // (Start/Wait) cannot be taken for one running in the foreground.
@@ -125,8 +122,6 @@ class Transport {
 
 // "rank 1: AllReduce 'n' on group [0, 1]"
 std::string describe(int rank, const Call& call, const std::vector<int>& group);
-std::string to_text(const std::vector<int>& values);
-std::string to_text(const std::vector<int64_t>& values);
 
 struct TransportOptions {
   bool debug = true;
