@@ -232,12 +232,13 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
         seeds = resolve(strategy, workload.program)
         sizes = {"batch": 4, "seq": 4}
         price = workload.price(workload.plan(seeds), load_machine("cpu"), sizes)
-        assert price.peak == pytest.approx(peak, rel=0.15), level
         manifest = Manifest.load(out)
         states = {s.kind for s in manifest.trained().states.values()} - {"micro_gradient"}
         more[level] = peak - sum(bytes_of(manifest, kind) for kind in states)
-        sizes = [prod(s.spec.shape) for s in manifest.trained().states.values()]
-        largest = 4 * max(int(n) for n in sizes)
+        counts = [prod(s.spec.shape) for s in manifest.trained().states.values()]
+        largest = 4 * max(int(n) for n in counts)
+        # The plan may have one parameter more or less gathered at the peak than the run.
+        assert price.peak == pytest.approx(peak, abs=largest), level
     whole = bytes_of(Manifest.load(tmp_path / "0"), "parameter")
     # Level 0 has all reduced gradients beside those that waited for the sum, level 1 a quarter.
     assert more[0] > whole > 2 * more[1]

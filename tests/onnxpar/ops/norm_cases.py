@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.onnxpar.ops.op_harness import Case
+from tests.onnxpar.ops.op_harness import HALF, Case
 
 N5 = {"N": 5}
 _VARIANCE = {"v": np.linspace(0.5, 2, 6)}
@@ -35,7 +35,7 @@ BATCH = (
         {"x": "float16[N,6,2]", **{k: "float16[6]" for k in "sbmv"}},
         N5,
         feeds=_VARIANCE,
-        rtol=2e-3,
+        rtol=HALF,
     ),
 )
 
@@ -54,7 +54,7 @@ ROWS = (
         {"x": "float16[N,7]", "s": "float16[7]"},
         N5,
         opset=23,
-        rtol=2e-3,
+        rtol=HALF,
     ),
     Case("y, i = SimplifiedLayerNormalization(x, s)", _ROWS, N5),
     Case("y = SimplifiedLayerNormalization<epsilon=0.1>(x, s)", _ROWS, N5),
@@ -96,7 +96,7 @@ def _skip(call: str, skip: str = "float[N,3,7]", kind: str = "float") -> Case:
     operands = {"x": "float[N,3,7]", "k": skip, **vectors}
     operands = {k: v.replace("float", kind) for k, v in operands.items()}
     text = f"{outputs} = com.microsoft.{rest}"
-    return Case(text, operands, N5, rtol=1e-5 if kind == "float" else 2e-3)
+    return Case(text, operands, N5, rtol=1e-5 if kind == "float" else HALF)
 
 
 RESIDUAL = (

@@ -8,7 +8,7 @@ from tests.onnxpar.ops.conv_cases import CASES as CONV
 from tests.onnxpar.ops.further_cases import CASES as FURTHER
 from tests.onnxpar.ops.index_cases import CASES as INDEX
 from tests.onnxpar.ops.norm_cases import CASES as FURTHER_NORMS
-from tests.onnxpar.ops.op_harness import Case
+from tests.onnxpar.ops.op_harness import HALF, Case
 from tests.onnxpar.ops.pool_cases import CASES as POOL
 from tests.onnxpar.ops.quantized_cases import CASES as QUANTIZED
 from tests.onnxpar.ops.resize_cases import CASES as RESIZE
@@ -256,7 +256,7 @@ REDUCE = (
         {"a": ints(0)},
         opset=18,
         reference=True,
-        rtol=2e-3,
+        rtol=HALF,
     ),
     Case(
         "y = ReduceLogSumExp(x, a)",
@@ -275,7 +275,7 @@ NORM = (
     Case("y = LogSoftmax<axis=0>(x)", {"x": "float[N,6]"}, N5),
     Case("y = Softmax<axis=1>(x)", {"x": "float[N,3,4]"}, N5, opset=11),
     Case("y = LogSoftmax(x)", {"x": "float[N,3,5]"}, N5, opset=11),
-    Case("y = Softmax(x)", {"x": "float16[N,7]"}, N5, rtol=2e-3),
+    Case("y = Softmax(x)", {"x": "float16[N,7]"}, N5, rtol=HALF),
     Case("y = Softmax(x)", {"x": "double[N,7]"}, N5, rtol=1e-12),
     Case(
         "y = Softmax(x)",

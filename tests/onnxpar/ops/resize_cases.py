@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.onnxpar.ops.op_harness import Array, Case
+from tests.onnxpar.ops.op_harness import HALF, Array, Case
 
 N5 = {"N": 5}
 
@@ -61,7 +61,7 @@ CASES = (
     _sized('mode="linear", axes=[-1]', "float[N,3,5]", 8),
     _sized('mode="nearest", axes=[2,3,4]', "float[N,2,3,4,5]", 6, 4, 7),
     _sized('mode="linear", axes=[2,3,4]', "float[N,2,3,4,5]", 6, 3, 7),
-    _sized(f'mode="linear", {_AXES}', "float16[N,2,5,6]", 3, 9, rtol=2e-3),
+    _sized(f'mode="linear", {_AXES}', "float16[N,2,5,6]", 3, 9, rtol=HALF),
     Case(
         'y = Resize<mode="nearest">(x, s)', {"x": "float[2,3,7,5]"}, {}, _by(1, 1, 0.6, 2), opset=10
     ),

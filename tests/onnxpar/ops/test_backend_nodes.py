@@ -18,7 +18,7 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
 from onnxpar.ops.table import REGISTRY
 from tests.lockstep import evaluator
-from tests.onnxpar.ops.op_harness import FULL, SEED, Case, chosen
+from tests.onnxpar.ops.op_harness import FULL, HALF, SEED, Case, chosen
 from tools.operators import backend
 
 MESH = Mesh((), (2, 2))
@@ -96,7 +96,7 @@ def as_case(model: onnx.ModelProto, arrays: list[np.ndarray]) -> Case | None:
         feeds=feeds,
         opset=opset,
         reference=not runs(model, feeds),
-        rtol=2e-3 if any(a.dtype == np.float16 for a in feeds.values()) else 1e-5,
+        rtol=HALF if any(a.dtype == np.float16 for a in feeds.values()) else 1e-5,
         proto=model,
     )
 
