@@ -280,7 +280,9 @@ def _evaluation(
     info = append_loss(model, spec.loss)
     append_metrics(info)
     model = info.model
-    places = staging.put_again(model) if staging is not None else ONE_PLACE
+    places = (
+        staging.put_again(model, prepared.program.registry) if staging is not None else ONE_PLACE
+    )
     env = shapes(model, symbol_table(model, symbols))
     program = Program.of(model, env, prepared.program.registry)
     seeds = _as_in_training(training, strategy, program, planned)

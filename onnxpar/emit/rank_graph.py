@@ -239,7 +239,7 @@ def _put_nodes(
     graph: onnx.GraphProto, pm: PartitionedModel, form: CudaForm
 ) -> Iterator[tuple[int, ir.Node]]:
     outputs = {item.local for item in pm.outputs} | {item.local for item in pm.handed_out}
-    on_host = host_nodes(pm.builder.nodes, _given_to_host(pm))
+    on_host = host_nodes(pm.builder.nodes, _given_to_host(pm), pm.registry)
     for node in pm.builder.nodes:
         proto = onnx.NodeProto()
         ir.serde.serialize_node_into(proto, node)

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
-from onnxpar.ops.device.host_operands import gives_to_host, host_operands
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.slots import ON_DEVICE, HostMemory
 
 LAYER, HOST = "layer_ann", "onnxpar.host"
 """Metadata of a node that computes on the host also where others compute on a device. The key is
@@ -20,7 +21,9 @@ SMALL = 100
 """Elements of a value that is worth computing on the host at most."""
 
 
-def host_nodes(nodes: Sequence[ir.Node], given: Collection[ir.Value]) -> frozenset[ir.Node]:
+def host_nodes(
+    nodes: Sequence[ir.Node], given: Collection[ir.Value], registry: Registry
+) -> frozenset[ir.Node]:
     """Returns the nodes that are to compute on the host.
 
     A node is one where all that it reads is on the host, all that it gives is small, and some
@@ -30,16 +33,17 @@ def host_nodes(nodes: Sequence[ir.Node], given: Collection[ir.Value]) -> frozens
     Args:
         nodes: The nodes of a graph in topological order.
         given: Values that are on the host from the start: system inputs and small constants.
+        registry: The table of operators.
     """
     on_host = set(given)
     able = []
     for node in nodes:
-        if gives_to_host(node):
+        if host_memory(node, registry).writes:
             on_host.update(node.outputs)
         elif _able(node, on_host):
             on_host.update(node.outputs)
             able.append(node)
-    wanted = _wanted(nodes)
+    wanted = _wanted(nodes, registry)
     found = set()
     for alike in reversed(_alike(able)):
         if any(value in wanted for node in alike for value in node.outputs):
@@ -87,16 +91,22 @@ def _able(node: ir.Node, on_host: Collection[ir.Value]) -> bool:
     )
 
 
-def _wanted(nodes: Iterable[ir.Node]) -> set[ir.Value]:
+def host_memory(node: ir.Node, registry: Registry) -> HostMemory:
+    """Returns what the kernel of a node has in the host's memory."""
+    definition = registry.of(node)
+    return ON_DEVICE if definition is None else definition.host
+
+
+def _wanted(nodes: Iterable[ir.Node], registry: Registry) -> set[ir.Value]:
     """Returns what kernels, those of bodies included, read in host memory."""
     found: set[ir.Value] = set()
     for node in nodes:
-        for index in host_operands(node):
+        for index in host_memory(node, registry).reads:
             value = node.inputs[index] if index < len(node.inputs) else None
             if value is not None:
                 found.add(value)
         for body in _bodies(node):
-            found |= _wanted(body)
+            found |= _wanted(body, registry)
     return found
 
 

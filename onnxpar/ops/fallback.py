@@ -12,6 +12,7 @@ from onnxpar.core.rule import ABSENT, REPLICATED, REPLICATED_OPERAND, Operand, O
 from onnxpar.core.symbols import Dim, symbols_of
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
+from onnxpar.ops.registry import Registry
 
 
 def replicated_rule(view: NodeView) -> OpRule:
@@ -23,30 +24,25 @@ def replicated_rule(view: NodeView) -> OpRule:
     return OpRule(inputs, outputs, MappingProxyType({}))
 
 
-_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
-_SAMPLING = ("Multinomial", "Bernoulli")
 _GRAPH = ir.AttributeType.GRAPH
 
 
-def drops(node: ir.Node) -> bool:
-    """Whether a Dropout node may drop anything: training is asked for, or nobody knows."""
-    mode = node.inputs[2] if len(node.inputs) > 2 else None
-    if mode is None:
-        return False
-    return mode.const_value is None or bool(mode.const_value.numpy())
-
-
-def draws(node: ir.Node) -> bool:
+def draws(node: ir.Node, registry: Registry) -> bool:
     """Whether a node draws random numbers itself."""
-    if node.domain not in ("", "ai.onnx"):
-        return False
-    return node.op_type in (*_RANDOM, *_SAMPLING) or (node.op_type == "Dropout" and drops(node))
+    definition = registry.of(node)
+    return definition is not None and definition.draws(node)
 
 
-def refuse_random(node: ir.Node, devices: int) -> None:
-    """Refuses a copy of a node that draws random numbers by itself or in a body, at any depth.
+def refuse_random(node: ir.Node, registry: Registry, devices: int, *, copied: bool) -> None:
+    """Refuses a node that draws random numbers in a body, at any depth, or as a copy of itself.
 
     Each device would draw others, where all are taken to hold the same.
+
+    Args:
+        node: The node.
+        registry: The table of operators.
+        devices: How many devices compute it.
+        copied: Whether the node's local form is the same operator.
 
     Raises:
         ShardingError: There is such a node, and more than one device.
@@ -56,10 +52,10 @@ def refuse_random(node: ir.Node, devices: int) -> None:
     what = f"node {node.name!r} ({node.op_type})"
     for body in (a.as_graph() for a in node.attributes.values() if a.type == _GRAPH):
         for inner in ir.traversal.RecursiveGraphIterator(body):
-            if draws(inner):
+            if draws(inner, registry):
                 name = inner.name or inner.outputs[0].name
                 _refuse(f"{what}: {name!r} ({inner.op_type}) in its body", devices)
-    if draws(node):
+    if copied and draws(node, registry):
         _refuse(what, devices)
 
 

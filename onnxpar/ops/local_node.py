@@ -12,7 +12,6 @@ from onnxpar.graph.builder import INT64, GraphBuilder
 from onnxpar.graph.node_view import BodyFacts, NodeView
 from onnxpar.graph.padding_masks import mask_component
 from onnxpar.graph.plan import NodePlan, factor_sizes
-from onnxpar.ops.fallback import refuse_random
 from onnxpar.resharding.routes import moved_bytes
 
 Captured = tuple[ir.Value, Sharding, ir.Value, bool]
@@ -253,10 +252,5 @@ class LocalNode:
 
 
 def copy_node(node: LocalNode) -> Sequence[ir.Value]:
-    """The default local form: the same operator on the local operands.
-
-    Raises:
-        ShardingError: It draws random numbers, and there is more than one device.
-    """
-    refuse_random(node.view.node, node.mesh.size)
+    """The default local form: the same operator on the local operands."""
     return node.copy()

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim
+from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyFn
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
+from onnxpar.ops.slots import ON_DEVICE, DrawsFn, HostMemory, never
 
 RuleFn = Callable[[NodeView], OpRule]
 LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
@@ -43,6 +46,7 @@ class ByBody:
 BY_BODY = ByBody()
 UNWRITTEN = Missing("no gradient rule is written for it")
 NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
+FOR_RANKS = NotDifferentiable("it stands in the graphs of ranks alone")
 FROM_RULE = Missing("counted from the rule's factors")
 
 
@@ -68,6 +72,9 @@ class OpDef:
             bodies (see `NodeView.bodies`).
         carries_integers: Whether integers that the operator makes stand for floats, as quantised
             ones do, so that what reads them may pass a cotangent on, which is a float.
+        draws: Tells whether a node draws random numbers. Copies of it would draw different ones on
+            each device, so that its local form must draw by the element's global index.
+        host: Which operands and results a device's kernel has in the host's memory.
     """
 
     domain: str
@@ -82,6 +89,30 @@ class OpDef:
     body: BodyFn | None = None
     reads_bodies: bool = False
     carries_integers: bool = False
+    draws: DrawsFn = never
+    host: HostMemory = ON_DEVICE
+
+
+def written_only(view: NodeView) -> OpRule:
+    """Written by the local forms of others: stands in the graphs of ranks alone.
+
+    Raises:
+        ModelError: Always: an undivided graph has no such node.
+    """
+    raise ModelError(
+        f"expected an undivided graph, got node {view.name!r}: {view.node.op_type} stands in the "
+        f"graphs of ranks alone"
+    )
+
+
+def for_ranks(op_type: str, **slots: Any) -> OpDef:
+    """Returns the record of an operator of `onnxpar` that local forms write and nobody divides.
+
+    Args:
+        op_type: Name of the operator.
+        **slots: What its kernels are like: slots of `OpDef`.
+    """
+    return OpDef(DOMAIN, op_type, 1, written_only, gradient=FOR_RANKS, **slots)
 
 
 def expanded(view: NodeView) -> OpRule:

@@ -50,6 +50,15 @@ class Registry:
             version = opsets.get(node.domain, 1)
         return self.find(node.domain, node.op_type, version)
 
+    def of(self, node: ir.Node) -> OpDef | None:
+        """Returns the newest definition of a node's operator, or None.
+
+        It is for slots that no opset changes, such as what kernels are like.
+        """
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        found = self._index.get((domain, node.op_type))
+        return found[0] if found else None
+
     @staticmethod
     def join(tables: Iterable[Sequence[OpDef]]) -> "Registry":
         """Joins the tables of the families."""

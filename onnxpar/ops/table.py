@@ -3,6 +3,7 @@
 from onnxpar.ops.attention.rotary import DEFS as ROTARY
 from onnxpar.ops.attention.standard import DEFS as ATTENTION
 from onnxpar.ops.collective.barrier import DEFS as BARRIER
+from onnxpar.ops.collective.rank_operators import DEFS as RANK_OPERATORS
 from onnxpar.ops.collective.stage_sum import DEFS as STAGE_SUM
 from onnxpar.ops.contraction.det import DEFS as DET
 from onnxpar.ops.contraction.einsum import DEFS as EINSUM
@@ -93,6 +94,7 @@ REGISTRY = Registry.join(
         FUSED_BACKWARD,
         BARRIER,
         STAGE_SUM,
+        RANK_OPERATORS,
         UPDATES,
     )
 )

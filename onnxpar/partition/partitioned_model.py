@@ -16,6 +16,7 @@ from onnxpar.facts.equalities import Equality
 from onnxpar.facts.index_ranges import IndexRange
 from onnxpar.graph.builder import GraphBuilder
 from onnxpar.graph.plan import Plan
+from onnxpar.ops.registry import Registry
 from onnxpar.propagation.conflicts import Conflict
 
 
@@ -97,6 +98,7 @@ class PartitionedModel:
         outputs: The model's outputs.
         parameters: Initializers that go to the weight files.
         plan: The plan that was carried out; its mesh is the program's.
+        registry: The table of operators.
         symbols: Constraint of each symbol by name.
         replicated: `(node, op_type, reason)` of each node that every rank computes whole.
         equalities: Sizes that rules take to be equal without a proof.
@@ -117,6 +119,7 @@ class PartitionedModel:
     outputs: tuple[GraphInput, ...]
     parameters: tuple[Parameter, ...]
     plan: Plan
+    registry: Registry
     symbols: Mapping[str, Symbol]
     replicated: tuple[tuple[str, str, str], ...]
     equalities: tuple[Equality, ...] = ()

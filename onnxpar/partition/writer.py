@@ -28,7 +28,7 @@ from onnxpar.graph.padding_masks import mask_padding
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.fallback import refuse_random
-from onnxpar.ops.local_node import LocalNode, PartitionBody
+from onnxpar.ops.local_node import LocalNode, PartitionBody, copy_node
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, States
 from onnxpar.propagation.conflicts import Conflict
 from onnxpar.resharding.lowering import emit_reshard
@@ -146,6 +146,7 @@ class ProgramWriter:
             outputs=tuple(outputs),
             parameters=tuple(p for p in self.parameters if p.local in needed),
             plan=self.plan,
+            registry=self.program.registry,
             symbols=dict(self.env.table),
             replicated=replicated,
             equalities=assumed_equalities(self.program),
@@ -301,11 +302,12 @@ class ProgramWriter:
             self.partition_body,
         )
         local = self._masked(local)
+        copied = definition is None or definition.local is copy_node
+        refuse_random(node, self.program.registry, self.plan.mesh.size, copied=copied)
         if definition is not None:
             outputs = definition.local(local)
             keeps = definition.keeps_zero and _covers(plan) and all(zero)
         else:
-            refuse_random(node, self.plan.mesh.size)
             inputs, attributes = open_node(node, local.inputs)
             outputs = local.copy(inputs, attributes)
             self.builder.nodes[-1].metadata_props.pop(CAPTURED, None)

@@ -8,11 +8,13 @@ import onnx_ir as ir
 from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
 from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.device.cuda_kernels import table_version, type_name, why_on_host
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.table import REGISTRY
 
 Json = dict[str, Any]
 
 
-def device_data(programs: Mapping[str, ir.Model]) -> Json:
+def device_data(programs: Mapping[str, ir.Model], registry: Registry = REGISTRY) -> Json:
     """Returns which nodes of programs are on the device, which on the host, and why.
 
     Keys: `device`; `onnxruntime`, the version whose kernels are meant; `programs`, which has of
@@ -25,22 +27,24 @@ def device_data(programs: Mapping[str, ir.Model]) -> Json:
 
     Args:
         programs: Models by name; they are not changed.
+        registry: The table of operators.
     """
     return {
         "device": "cuda",
         "onnxruntime": table_version(),
-        "programs": {name: _of_model(model) for name, model in programs.items()},
+        "programs": {name: _of_model(model, registry) for name, model in programs.items()},
     }
 
 
-def _of_model(model: ir.Model) -> Json:
+def _of_model(model: ir.Model, registry: Registry) -> Json:
     opsets = {**model.opset_imports}
     opsets[""] = default_opset(opsets)
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     marked = {node for node in nodes if node.metadata_props.get(LAYER) == HOST}
     if not marked:
         constants = model.graph.initializers.values()
-        marked = set(host_nodes(tuple(model.graph), {v for v in constants if is_small(v)}))
+        given = {v for v in constants if is_small(v)}
+        marked = set(host_nodes(tuple(model.graph), given, registry))
     fallbacks = []
     for node in nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain

@@ -147,7 +147,7 @@ class Pricing:
         if split.stages == 1:
             return Way(title, found, micro_batches=split.micro_batches)
         graph = self.workload.forward.graph
-        chain = chain_of(graph, floating(graph))
+        chain = chain_of(graph, floating(graph), self.workload.program.registry)
         names = frozenset(node.name or "" for node in graph)
         priced = Priced(self.workload.program.model, plan, found, steps, names)
         cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, self.sizes)

@@ -37,7 +37,7 @@ def decide_virtual_stages(
             virtual stages than nodes.
     """
     model = program.model
-    chain = chain_of(model.graph, weights)
+    chain = chain_of(model.graph, weights, program.registry)
     fixed = assigned(strategy, model)
     free = any((node.name or "") not in fixed for node in chain.nodes)
     costs = _costs(strategy, program, chain.nodes) if free else Costs()

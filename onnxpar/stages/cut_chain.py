@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from onnxpar.core.errors import StrategyError
 from onnxpar.graph.body_captures import read_by
 from onnxpar.ops.fallback import draws
+from onnxpar.ops.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Chain:
         return {maker for v in self.reads[node] if (maker := v.producer()) is not None}
 
 
-def chain_of(graph: ir.Graph, weights: Collection[str]) -> Chain:
+def chain_of(graph: ir.Graph, weights: Collection[str], registry: Registry) -> Chain:
     """Returns the nodes that depend on an input and a weight, those that draw, those with bodies.
 
     What depends on them is of the chain, too. Where there are none (a model without weights), all
@@ -52,6 +53,7 @@ def chain_of(graph: ir.Graph, weights: Collection[str]) -> Chain:
     Args:
         graph: The graph, in topological order.
         weights: Names of the initializers that count as weights.
+        registry: The table of operators.
     """
     names = frozenset(weights)
     data = set(graph.inputs)
@@ -62,7 +64,7 @@ def chain_of(graph: ir.Graph, weights: Collection[str]) -> Chain:
         has_data = any(v in data for v in read)
         has_weight = any(v in weighed for v in read)
         bodies = any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
-        if (has_data and has_weight) or bodies or draws(node):
+        if (has_data and has_weight) or bodies or draws(node, registry):
             chain.append(node)
             has_data = has_weight = True
         if has_data:

@@ -12,6 +12,7 @@ from onnxpar.facts.program import Program
 from onnxpar.graph.pipeline_places import Copy, Places, virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
+from onnxpar.ops.registry import Registry
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
 from onnxpar.stages.assign_stages import decide_virtual_stages
@@ -76,9 +77,9 @@ class Staging:
         self.put(program, ())
         return self._forward_places(program.graph)
 
-    def put_again(self, model: ir.Model) -> Places:
+    def put_again(self, model: ir.Model, registry: Registry) -> Places:
         """Puts the nodes of another program of the same model where they are in the first."""
-        chain = chain_of(model.graph, floating(model.graph))
+        chain = chain_of(model.graph, floating(model.graph), registry)
         computed_in = where_needed(model.graph, known_virtual_stages(chain, self.virtual_stages))
         put_stages(model.graph, computed_in, (), self.entry.stages)
         return self._forward_places(model.graph)

@@ -14,8 +14,9 @@ import onnxruntime
 import pytest
 from onnx import parser, shape_inference
 
+from onnxpar.facts.host_nodes import host_memory
 from onnxpar.ops.device.cuda_kernels import table_version, why_on_host
-from onnxpar.ops.device.host_operands import gives_to_host, host_operands
+from onnxpar.ops.table import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 OPSET, NEWEST = 21, 26
@@ -172,12 +173,14 @@ def test_what_is_said_of_nodes_is_what_the_provider_does(
         reason = why_on_host(node, 1 if node.domain else opset)
         assert (reason is None) == (providers == [CUDA]), (text, reason, providers)
         if reason is None:
-            told = [i for i in host_operands(node) if i < len(node.inputs)]
+            told = [i for i in host_memory(node, REGISTRY).reads if i < len(node.inputs)]
             assert told == wanted, (text, told, wanted)
 
 
 def test_results_that_stay_on_the_host_are_sizes() -> None:
     found = {
-        text for text in NODES if gives_to_host(next(iter(ir.from_proto(one_node(text)).graph)))
+        text
+        for text in NODES
+        if host_memory(next(iter(ir.from_proto(one_node(text)).graph)), REGISTRY).writes
     }
     assert {text.rpartition("= ")[2] for text in found} == {"Shape(x)", "Size(x)"}

@@ -6,6 +6,7 @@ node splits, and never communicates (see `onnxpar.ops.control.body_rule`).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -15,10 +16,10 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyFn
 from onnxpar.ops.control.body_rule import BodyAnalysis, Port, Wiring
 from onnxpar.ops.control.control_gradient import if_gradient, loop_body, scan_gradient
-from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import Captured, LocalNode
 from onnxpar.ops.operator import BY_BODY, ByBody, OpDef
+from onnxpar.ops.slots import HostMemory
 
 WiringFn = Callable[[NodeView], Wiring]
 
@@ -96,7 +97,6 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
 
     def local(node: LocalNode) -> Sequence[ir.Value]:
         view = node.view
-        refuse_random(view.node, node.mesh.size)
         plans = BodyAnalysis(view, wiring(view), view.bodies).plans(node.plan.factors, node.mesh)
         own = own_inputs(view.node)
         captured: list[Captured] = []
@@ -136,6 +136,7 @@ def _control(
     wiring: WiringFn,
     gradient: Gradient | ByBody,
     body: BodyFn | None = None,
+    **slots: Any,
 ) -> OpDef:
     return OpDef(
         "",
@@ -146,11 +147,12 @@ def _control(
         gradient=gradient,
         body=body,
         reads_bodies=True,
+        **slots,
     )
 
 
 DEFS = (
-    _control("If", 1, if_wiring, if_gradient),
-    _control("Loop", 1, loop_wiring, BY_BODY, loop_body),
+    _control("If", 1, if_wiring, if_gradient, host=HostMemory(reads=(0,))),
+    _control("Loop", 1, loop_wiring, BY_BODY, loop_body, host=HostMemory(reads=(0, 1))),
     _control("Scan", 9, scan_wiring, scan_gradient),
 )

@@ -26,6 +26,7 @@ from onnxpar.ops.image.resize_gradient import resize_gradient
 from onnxpar.ops.local_helpers import BOOL, cast, global_index, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import HostMemory
 
 _MATRIX_LIMIT = 1 << 22
 """Elements of a matrix of weights that is written into a graph."""
@@ -326,6 +327,22 @@ def _always_repeats(view: NodeView, scale: float) -> int:
 
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("", "Resize", 10, resize_rule, resize_local, gradient=_gradient),
-    OpDef("", "Upsample", 7, resize_rule, resize_local, gradient=_gradient),
+    OpDef(
+        "",
+        "Resize",
+        10,
+        resize_rule,
+        resize_local,
+        gradient=_gradient,
+        host=HostMemory(reads=(1, 2, 3)),
+    ),
+    OpDef(
+        "",
+        "Upsample",
+        7,
+        resize_rule,
+        resize_local,
+        gradient=_gradient,
+        host=HostMemory(reads=(1,)),
+    ),
 )

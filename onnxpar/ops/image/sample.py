@@ -19,6 +19,7 @@ from onnxpar.ops.local_helpers import cast, locate, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, Missing, OpDef, expanded
 from onnxpar.ops.quantized.helpers import can_mask
+from onnxpar.ops.slots import HostMemory
 
 _IMAGE, _REGION = "N", "R"
 
@@ -104,5 +105,12 @@ DEFS: tuple[OpDef, ...] = (
         max_local,
         gradient=_ELSEWHERE,
     ),
-    OpDef("", "NonMaxSuppression", 10, suppression_rule, gradient=NOT_DIFFERENTIABLE),
+    OpDef(
+        "",
+        "NonMaxSuppression",
+        10,
+        suppression_rule,
+        gradient=NOT_DIFFERENTIABLE,
+        host=HostMemory(reads=(2, 3, 4)),
+    ),
 )

@@ -31,6 +31,7 @@ from onnxpar.ops.local_helpers import (
 )
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
+from onnxpar.ops.slots import HostMemory
 from onnxpar.ops.view.reshape import further
 
 # Types in which onnxruntime does not compare, and those in which it does so in their place.
@@ -251,7 +252,15 @@ def unique_rule(view: NodeView) -> OpRule:
 DEFS = (
     OpDef("", "ArgMax", 1, arg_rule, copy_or(arg_max_local), gradient=NOT_DIFFERENTIABLE),
     OpDef("", "ArgMin", 1, arg_rule, copy_or(arg_min_local), gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "TopK", 1, top_k_rule, copy_or(top_k_local), gradient=top_k_gradient),
+    OpDef(
+        "",
+        "TopK",
+        1,
+        top_k_rule,
+        copy_or(top_k_local),
+        gradient=top_k_gradient,
+        host=HostMemory(reads=(1,)),
+    ),
     OpDef(
         "",
         "Hardmax",

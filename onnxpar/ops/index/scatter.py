@@ -39,6 +39,7 @@ from onnxpar.ops.local_helpers import (
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.slots import HostMemory
 
 _INDEXED = "V"
 _NO_SUMS = (BOOL, ir.DataType.STRING)
@@ -445,7 +446,15 @@ def scattered_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 DEFS = (
-    OpDef("", "OneHot", 9, one_hot_rule, copy_or(one_hot_local), gradient=one_hot_gradient),
+    OpDef(
+        "",
+        "OneHot",
+        9,
+        one_hot_rule,
+        copy_or(one_hot_local),
+        gradient=one_hot_gradient,
+        host=HostMemory(reads=(1, 2)),
+    ),
     OpDef(
         "",
         "GatherElements",

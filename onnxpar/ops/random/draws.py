@@ -21,11 +21,12 @@ from onnxpar.graph.builder import COUNTERS, DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import block_start
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.fallback import drops, require_readable
+from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.local_helpers import BOOL, FLOAT, cast, reduce, work_dtype, zero_unless
 from onnxpar.ops.local_node import LocalNode
-from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
-from onnxpar.ops.random.dropout_gradient import dropout_gradient
+from onnxpar.ops.operator import NOT_DIFFERENTIABLE, LocalFn, OpDef, RuleFn, for_ranks
+from onnxpar.ops.random.dropout_gradient import dropout_gradient, drops
+from onnxpar.ops.slots import HostMemory, always
 
 _RATIO, _TRAINING = 1, 2
 DOUBLE = ir.DataType.DOUBLE
@@ -216,12 +217,29 @@ def multinomial_local(node: LocalNode) -> Sequence[ir.Value]:
 _NORMAL = _noise("normal", "mean", "scale")
 _UNIFORM = _noise("uniform", "low", "high")
 
+
+def _drawing(op_type: str, since: int, rule: RuleFn, local: LocalFn) -> OpDef:
+    return OpDef("", op_type, since, rule, local, gradient=NOT_DIFFERENTIABLE, draws=always)
+
+
 DEFS = (
-    OpDef("", "Dropout", 7, dropout_rule, dropout_local, dropout_gradient, keeps_zero=True),
-    OpDef("", "RandomNormal", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "RandomNormalLike", 1, noise_rule, _NORMAL, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "RandomUniform", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "RandomUniformLike", 1, noise_rule, _UNIFORM, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Bernoulli", 15, bernoulli_rule, bernoulli_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Multinomial", 7, multinomial_rule, multinomial_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef(
+        "",
+        "Dropout",
+        7,
+        dropout_rule,
+        dropout_local,
+        dropout_gradient,
+        keeps_zero=True,
+        draws=drops,
+        host=HostMemory(reads=(_RATIO, _TRAINING)),
+    ),
+    _drawing("RandomNormal", 1, noise_rule, _NORMAL),
+    _drawing("RandomNormalLike", 1, noise_rule, _NORMAL),
+    _drawing("RandomUniform", 1, noise_rule, _UNIFORM),
+    _drawing("RandomUniformLike", 1, noise_rule, _UNIFORM),
+    _drawing("Bernoulli", 15, bernoulli_rule, bernoulli_local),
+    _drawing("Multinomial", 7, multinomial_rule, multinomial_local),
+    # The key, and the boxes of the numbers.
+    for_ranks("Philox", host=HostMemory(reads=(0, 1, 2, 3))),
 )

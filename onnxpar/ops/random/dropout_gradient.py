@@ -5,8 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.ops.fallback import drops
 from onnxpar.ops.grad_node import GradNode
+
+
+def drops(node: ir.Node) -> bool:
+    """Whether a Dropout node may drop anything: training is asked for, or nobody knows."""
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    if mode is None:
+        return False
+    return mode.const_value is None or bool(mode.const_value.numpy())
 
 
 def dropout_gradient(node: GradNode) -> Sequence[ir.Value | None]:

@@ -20,6 +20,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient
 from onnxpar.ops.reduce.reduce_gradient import cumsum_gradient
+from onnxpar.ops.slots import HostMemory
 
 
 def _axis(view: NodeView) -> int:
@@ -126,6 +127,14 @@ def _scan(
 
 
 DEFS = (
-    OpDef("", "CumSum", 11, cumsum_rule, copy_or(cumsum_local), gradient=cumsum_gradient),
+    OpDef(
+        "",
+        "CumSum",
+        11,
+        cumsum_rule,
+        copy_or(cumsum_local),
+        gradient=cumsum_gradient,
+        host=HostMemory(reads=(1,)),
+    ),
     OpDef("", "CumProd", 26, cumprod_rule, copy_or(cumprod_local), gradient=cumprod_gradient),
 )

@@ -21,6 +21,7 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import cast, global_index, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
+from onnxpar.ops.slots import HostMemory
 
 
 def _shown(view: NodeView) -> tuple[Dim, ...]:
@@ -154,11 +155,52 @@ def sizes_local(node: LocalNode) -> Sequence[ir.Value]:
 
 DEFS = (
     OpDef(DOMAIN, SIZES, 1, sizes_rule, sizes_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Shape", 1, shape_rule, shape_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Size", 1, size_rule, size_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "ConstantOfShape", 9, filled_rule, filled_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Range", 11, range_rule, range_local, gradient=NOT_DIFFERENTIABLE),
+    OpDef(
+        "",
+        "Shape",
+        1,
+        shape_rule,
+        shape_local,
+        gradient=NOT_DIFFERENTIABLE,
+        host=HostMemory(writes=True),
+    ),
+    OpDef(
+        "",
+        "Size",
+        1,
+        size_rule,
+        size_local,
+        gradient=NOT_DIFFERENTIABLE,
+        host=HostMemory(writes=True),
+    ),
+    OpDef(
+        "",
+        "ConstantOfShape",
+        9,
+        filled_rule,
+        filled_local,
+        gradient=NOT_DIFFERENTIABLE,
+        host=HostMemory(reads=(0,)),
+    ),
+    OpDef(
+        "",
+        "Range",
+        11,
+        range_rule,
+        range_local,
+        gradient=NOT_DIFFERENTIABLE,
+        host=HostMemory(reads=(0, 1, 2)),
+    ),
     OpDef("", "Constant", 1, constant_rule, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "EyeLike", 9, eye_rule, eye_local, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Trilu", 14, trilu_rule, trilu_local, trilu_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Trilu",
+        14,
+        trilu_rule,
+        trilu_local,
+        trilu_gradient,
+        keeps_zero=True,
+        host=HostMemory(reads=(1,)),
+    ),
 )

@@ -14,6 +14,7 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import HostMemory
 from onnxpar.ops.view.pad_gradient import pad_gradient, tile_gradient
 from onnxpar.ops.view.reshape import further
 
@@ -129,6 +130,15 @@ def tiled_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 DEFS = (
-    OpDef("", "Pad", 2, pad_rule, gradient=padded_gradient),
-    OpDef("", "Tile", 6, tile_rule, tile_local, gradient=tiled_gradient, keeps_zero=True),
+    OpDef("", "Pad", 2, pad_rule, gradient=padded_gradient, host=HostMemory(reads=(1, 2, 3))),
+    OpDef(
+        "",
+        "Tile",
+        6,
+        tile_rule,
+        tile_local,
+        gradient=tiled_gradient,
+        keeps_zero=True,
+        host=HostMemory(reads=(1,)),
+    ),
 )

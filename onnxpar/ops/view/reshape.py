@@ -22,6 +22,7 @@ from onnxpar.ops.local_helpers import normal_axes
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import HostMemory
 from onnxpar.ops.view.reshape_gradient import (
     identity_gradient,
     reshape_gradient,
@@ -290,6 +291,7 @@ DEFS = (
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
+        host=HostMemory(reads=(1,)),
     ),
     OpDef(
         "",
@@ -309,6 +311,7 @@ DEFS = (
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
+        host=HostMemory(reads=(1,)),
     ),
     OpDef(
         "",
@@ -319,6 +322,7 @@ DEFS = (
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
+        host=HostMemory(reads=(1,)),
     ),
     OpDef(
         "",

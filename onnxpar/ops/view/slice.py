@@ -22,6 +22,7 @@ from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import HostMemory
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
 from onnxpar.ops.view.slice_gradient import (
@@ -236,7 +237,16 @@ def where_rule(view: NodeView) -> OpRule:
 
 
 DEFS = (
-    OpDef("", "Split", 2, split_rule, split_local, gradient=split_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Split",
+        2,
+        split_rule,
+        split_local,
+        gradient=split_gradient,
+        keeps_zero=True,
+        host=HostMemory(reads=(1,)),
+    ),
     OpDef("", "Concat", 4, concat_rule, gradient=concat_gradient, keeps_zero=True),
     OpDef(
         "",
@@ -247,7 +257,17 @@ DEFS = (
         gradient=sliced_gradient,
         cost=selects,
         keeps_zero=True,
+        host=HostMemory(reads=(1, 2, 3, 4)),
     ),
-    OpDef("", "Expand", 8, expand_rule, expand_local, gradient=expand_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Expand",
+        8,
+        expand_rule,
+        expand_local,
+        gradient=expand_gradient,
+        keeps_zero=True,
+        host=HostMemory(reads=(1,)),
+    ),
     OpDef("", "Where", 9, where_rule, gradient=where_gradient, keeps_zero=True),
 )

@@ -12,6 +12,7 @@ from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
 from onnxpar.graph.builder import GraphBuilder, ir_shape
 from onnxpar.graph.plan import Plan
+from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
 
 BATCH = dim_symbol("batch")
@@ -83,6 +84,7 @@ def assemble(
         tuple(ends),
         tuple(parameters),
         plan,
+        REGISTRY,
         dict(builder.table),
         (),
     )

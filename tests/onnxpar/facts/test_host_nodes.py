@@ -5,6 +5,7 @@ import pytest
 from onnx import parser, shape_inference
 
 from onnxpar.facts.host_nodes import host_nodes, is_small
+from onnxpar.ops.table import REGISTRY
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "onnxpar" : 1]> '
 
@@ -15,7 +16,7 @@ def marked(inputs: str, outputs: str, body: str, given: str = "s") -> set[str]:
     graph = ir.from_proto(shape_inference.infer_shapes(parser.parse_model(text))).graph
     values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
     host = {values[name] for name in (*given.split(), "two")}
-    return {node.name or "" for node in host_nodes(tuple(graph), host)}
+    return {node.name or "" for node in host_nodes(tuple(graph), host, REGISTRY)}
 
 
 @pytest.mark.parametrize(

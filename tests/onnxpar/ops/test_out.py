@@ -16,6 +16,7 @@ from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
 from onnxpar.core.errors import OnnxparError
 from onnxpar.ops.fallback import draws
+from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from tests.onnxpar.ops.op_cases import ALL
 from tests.onnxpar.ops.op_harness import SEED, Case, chosen
@@ -34,7 +35,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", chosen(CASES, 12), ids=str)
 def test_a_result_lies_as_asked(case: Case, tmp_path: Path) -> None:
-    if not case.stands_alone or draws(case.view.node):
+    if not case.stands_alone or draws(case.view.node, REGISTRY):
         pytest.skip("other nodes stand in its place, or it draws random numbers")
     first, *others = [value.name or "" for value in case.view.node.outputs]
     model, feeds = tmp_path / "m.onnx", tmp_path / "in.npz"
@@ -109,7 +110,7 @@ def test_whatever_is_asked_is_right_or_refused_clearly(
     case: Case, count: int, draw: int, tmp_path: Path
 ) -> None:
     """Random layouts of operands and of all results, at 4 and 8 devices."""
-    if not case.stands_alone or draws(case.view.node):
+    if not case.stands_alone or draws(case.view.node, REGISTRY):
         pytest.skip("other nodes stand in its place, or it draws random numbers")
     rng = random.Random(f"{SEED} {draw} {count} {case}")
     data = {"dataset": "full_batch", **_drawn(case, rng, AXES[:count])}

@@ -9,6 +9,7 @@ import pytest
 
 from onnxpar.core.errors import StrategyError
 from onnxpar.graph.pipeline_places import virtual_stage_of
+from onnxpar.ops.table import REGISTRY
 from onnxpar.stages.cut_chain import BALANCE, Chain, Costs, chain_of, cut_chain, where_needed
 from onnxpar.stages.place_nodes import put_stages
 
@@ -116,7 +117,7 @@ def test_masks_and_prepared_weights_are_not_cut() -> None:
         "c = MatMul(b, t) y = Mul(c, m)",
         WEIGHTS,
     )
-    found = chain_of(made, {"w", "v"})
+    found = chain_of(made, {"w", "v"}, REGISTRY)
     assert [n.name for n in found.nodes] == ["a", "b", "c", "y"]
     by_name = {n.name: n for n in found.nodes}
     virtual = {by_name[n]: p for n, p in (("a", 0), ("b", 0), ("c", 1), ("y", 1))}
@@ -133,7 +134,7 @@ def test_masks_and_prepared_weights_are_not_cut() -> None:
 
 def test_virtual_stages_of_one_stage_share_a_weight() -> None:
     made = graph("a = MatMul(x, w) b = MatMul(a, v) y = MatMul(b, w)", WEIGHTS)
-    found = chain_of(made, {"w", "v"})
+    found = chain_of(made, {"w", "v"}, REGISTRY)
     virtual = dict(zip(found.nodes, (0, 1, 2), strict=True))
     # Virtual stage 2 is on stage 0 again.
     assert put_stages(made, where_needed(made, virtual), {"w", "v"}, 2) == {}
@@ -141,7 +142,7 @@ def test_virtual_stages_of_one_stage_share_a_weight() -> None:
 
 def test_without_weights_all_nodes_are_cut() -> None:
     made = graph("a = Relu(x) y = Sigmoid(a)")
-    assert [n.name for n in chain_of(made, set()).nodes] == ["a", "y"]
+    assert [n.name for n in chain_of(made, set(), REGISTRY).nodes] == ["a", "y"]
 
 
 def test_what_draws_is_made_once() -> None:
@@ -150,4 +151,4 @@ def test_what_draws_is_made_once() -> None:
         "d = Dropout(x, r, t) a = MatMul(d, w) b = MatMul(a, w) y = Add(b, d)",
         WEIGHTS,
     )
-    assert chain_of(made, {"w"}).nodes[0].name == "d"
+    assert chain_of(made, {"w"}, REGISTRY).nodes[0].name == "d"
