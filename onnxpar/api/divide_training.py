@@ -283,7 +283,7 @@ def _evaluation(
     places = (
         staging.put_again(model, prepared.program.registry) if staging is not None else ONE_PLACE
     )
-    env = shapes(model, symbol_table(model, symbols))
+    env = shapes(model, symbol_table(model, symbols, prepared.program.registry))
     program = Program.of(model, env, prepared.program.registry)
     seeds = _as_in_training(training, strategy, program, planned)
     laid = shards.laid(propagate(program, seeds), program)

@@ -54,7 +54,7 @@ def analyse(
         ModelError: The model is not valid, or a constraint is on an unknown symbol.
     """
     model = normalise(model, registry)
-    return Program.of(model, shapes(model, symbol_table(model, symbols)), registry)
+    return Program.of(model, shapes(model, symbol_table(model, symbols, registry)), registry)
 
 
 def divide(program: Program, seeds: Seeds, places: Places = ONE_PLACE) -> PartitionedModel:

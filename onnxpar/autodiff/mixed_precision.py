@@ -16,6 +16,7 @@ from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.local_helpers import FLOAT
 from onnxpar.ops.precision import half_operands
+from onnxpar.ops.registry import Registry
 
 COMPUTE_TYPES: Mapping[str, ir.DataType] = {
     "float16": ir.DataType.FLOAT16,
@@ -68,7 +69,7 @@ def _widened(tensor: ir.TensorProtocol, name: str) -> ir.LazyTensor:
     return ir.LazyTensor(wide, FLOAT, ir.Shape(tensor.shape.numpy()), name=name)
 
 
-def compute_in(model: ir.Model, dtype: ir.DataType) -> int:
+def compute_in(model: ir.Model, dtype: ir.DataType, registry: Registry) -> int:
     """Lets the products of a float32 model be computed in 16 bits, as `ops.precision` sorts them.
 
     Outputs of the model keep their types.
@@ -76,6 +77,7 @@ def compute_in(model: ir.Model, dtype: ir.DataType) -> int:
     Args:
         model: A normalised model; its graph is changed.
         dtype: The type to compute in.
+        registry: The table of operators.
 
     Returns:
         How many nodes are computed in it.
@@ -84,7 +86,7 @@ def compute_in(model: ir.Model, dtype: ir.DataType) -> int:
         ModelError: There is nothing that would be.
     """
     opset = default_opset(model.opset_imports)
-    return _Precision(model.graph, dtype, opset).run()
+    return _Precision(model.graph, dtype, opset, registry).run()
 
 
 @dataclass
@@ -137,6 +139,7 @@ class _Precision:
     graph: ir.Graph
     dtype: ir.DataType
     opset: int
+    registry: Registry
 
     def __post_init__(self) -> None:
         self.casts = _Casts(self.graph)
@@ -148,7 +151,7 @@ class _Precision:
     def run(self) -> int:
         count = 0
         for node in list(self.graph):
-            found = half_operands(node, self.opset, self.dtype)
+            found = half_operands(node, self.opset, self.dtype, self.registry)
             if found is not None and self._takes(node, *found):
                 inputs, outputs, _ = found
                 for index in sorted(inputs):

@@ -19,6 +19,7 @@ from onnxpar.graph.pipeline_places import Copy
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.norm.running_statistics import forms, keep_statistics
 from onnxpar.ops.random.draws import idle_dropouts
+from onnxpar.ops.registry import Registry
 from onnxpar.parameters.recognise import Recognised
 from onnxpar.parameters.trainable import FROZEN, Selection, select
 
@@ -119,12 +120,14 @@ def prepare_training(
             f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and drop "
             "nothing; export the model in training mode to train with them"
         )
-    selection = select(model, spec.trainable, spec.freeze, spec.decay, spec.no_decay)
+    selection = select(
+        model, recognised.registry, spec.trainable, spec.freeze, spec.decay, spec.no_decay
+    )
     if not selection.trained:
         raise ModelError("nothing to train: no floating-point parameter is left")
     frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
     notices += _told_forms(model.graph, frozen)
-    selection, compute = _in_half(model, selection, spec)
+    selection, compute = _in_half(model, selection, spec, recognised.registry)
     if compute is not None:
         notices.append(f"{compute} computation: {_ON_CPU[compute]}")
     evaluation = model.clone()
@@ -135,9 +138,9 @@ def prepare_training(
     names = [p.name for p in selection.trained]
     copies: Mapping[str, Copy] = {}
     if stager is not None:
-        env = shapes(model, symbol_table(model, symbols))
+        env = shapes(model, symbol_table(model, symbols, recognised.registry))
         copies = stager(Program.of(model, env, recognised.registry), names)
-    env = shapes(model, symbol_table(model, symbols))
+    env = shapes(model, symbol_table(model, symbols, recognised.registry))
     running = keep_statistics(model, env, frozen, NEW)
     variables = [*names, *(name for name, copy in copies.items() if copy.original in names)]
     found = differentiate(
@@ -178,7 +181,7 @@ _ON_CPU = {
 
 
 def _in_half(
-    model: ir.Model, selection: Selection, spec: TrainingSpec
+    model: ir.Model, selection: Selection, spec: TrainingSpec, registry: Registry
 ) -> tuple[Selection, str | None]:
     """Lets the model compute in 16 bits with float32 parameters; returns them, and the type."""
     names = [p.name for p in selection.trained]
@@ -190,7 +193,7 @@ def _in_half(
                 f"--compute {spec.compute}: expected a model whose parameters are float32, got "
                 f"{', '.join(sorted(types))}"
             )
-        compute_in(model, COMPUTE_TYPES[spec.compute])
+        compute_in(model, COMPUTE_TYPES[spec.compute], registry)
         types = {spec.compute}
     trained = tuple(
         replace(p, dtype=ir.DataType.FLOAT) if p.name in widened else p for p in selection.trained

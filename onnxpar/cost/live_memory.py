@@ -3,7 +3,7 @@
 A program is a sequence of steps in the order of execution. A value is alive from the step that
 makes it to the last one that reads it; then its memory is given back at once, as the runtime's
 sessions do. Views lie where their operand lies, and some kernels write over an operand that nobody
-reads any more (`onnxpar.ops.kernel_memory`).
+reads any more (`onnxpar.ops.slots`).
 
 Steps come from a plan of the undivided program (`onnxpar.cost.price`), where only the sharding of
 each value is known, or from the program that was made of it (`onnxpar.partition.program_memory`),
@@ -13,7 +13,7 @@ which has masks, reshards and local forms as they run.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnxpar.ops.kernel_memory import Kernel
+from onnxpar.ops.slots import Kernel
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class _Pricing:
             for v, shape in zip(node.outputs, shapes, strict=True)
         ]
         names = [v.name or "" for v in node.outputs]
-        facts = kernel(node.domain, node.op_type)
+        facts = kernel(node, self.program.registry)
         seen = call(
             node,
             [None if s is None else self._shape(s) for s in chosen.inputs],

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
+from onnxpar.ops.operand_roles import reads_elements
 from onnxpar.ops.registry import Registry
-from onnxpar.ops.slots import ON_DEVICE, HostMemory
 
 LAYER, HOST = "layer_ann", "onnxpar.host"
 """Metadata of a node that computes on the host also where others compute on a device. The key is
@@ -38,7 +38,7 @@ def host_nodes(
     on_host = set(given)
     able = []
     for node in nodes:
-        if host_memory(node, registry).writes:
+        if not reads_elements(node, registry):
             on_host.update(node.outputs)
         elif _able(node, on_host):
             on_host.update(node.outputs)
@@ -91,17 +91,12 @@ def _able(node: ir.Node, on_host: Collection[ir.Value]) -> bool:
     )
 
 
-def host_memory(node: ir.Node, registry: Registry) -> HostMemory:
-    """Returns what the kernel of a node has in the host's memory."""
-    definition = registry.of(node)
-    return ON_DEVICE if definition is None else definition.host
-
-
 def _wanted(nodes: Iterable[ir.Node], registry: Registry) -> set[ir.Value]:
     """Returns what kernels, those of bodies included, read in host memory."""
     found: set[ir.Value] = set()
     for node in nodes:
-        for index in host_memory(node, registry).reads:
+        definition = registry.of(node)
+        for index in definition.host_operands if definition is not None else ():
             value = node.inputs[index] if index < len(node.inputs) else None
             if value is not None:
                 found.add(value)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.operand_roles import reads_elements
+from onnxpar.ops.registry import Registry
 
 SMALLEST = 8
 """Nodes that a layer must have at least, so that a few alike in a row are taken for none."""
@@ -30,7 +31,7 @@ class Layer:
     stop: int
 
 
-def carriers(nodes: Iterable[ir.Node]) -> list[ir.Node]:
+def carriers(nodes: Iterable[ir.Node], registry: Registry) -> list[ir.Node]:
     """Returns the nodes whose results depend on elements of a graph input and on a weight.
 
     A position bias, made of a weight and of how long the input is, is none. A weight is an
@@ -38,13 +39,16 @@ def carriers(nodes: Iterable[ir.Node]) -> list[ir.Node]:
 
     Args:
         nodes: Nodes in topological order, with all that they read from one another.
+        registry: The table of operators.
     """
     varying: set[ir.Value] = set()
     weighed: set[ir.Value] = set()
     found = []
     for node in nodes:
         read = read_by(node)
-        varies = reads_elements(node) and any(v.is_graph_input() or v in varying for v in read)
+        varies = reads_elements(node, registry) and any(
+            v.is_graph_input() or v in varying for v in read
+        )
         weighs = any(_is_weight(v) or v in weighed for v in read)
         if varies:
             varying.update(node.outputs)

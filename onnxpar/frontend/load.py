@@ -213,7 +213,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     if fold_constants(model, opset, weights) or any(map(is_decided, model.graph.all_nodes())):
         changed()
         model = common.RemoveUnusedNodesPass()(model).model
-    expand_unknown(model, registry, changed, lambda: symbol_table(model, {}))
+    expand_unknown(model, registry, changed, lambda: symbol_table(model, {}, registry))
     return model
 
 
@@ -373,7 +373,9 @@ def _name_dims(graph: ir.Graph) -> None:
         )
 
 
-def symbol_table(model: ir.Model, constraints: Mapping[str, Symbol]) -> SymbolTable:
+def symbol_table(
+    model: ir.Model, constraints: Mapping[str, Symbol], registry: Registry = REGISTRY
+) -> SymbolTable:
     """Returns the symbols of a model's inputs, with constraints of the user's and the model's own.
 
     Raises:
@@ -388,11 +390,11 @@ def symbol_table(model: ir.Model, constraints: Mapping[str, Symbol]) -> SymbolTa
         if name not in names:
             raise ModelError(f"symbol {name!r}: no input of the model has it; there are {names}")
     found = {name: constraints.get(name, Symbol()) for name in names}
-    for name, most in size_limits(model.graph).items():
+    for name, most in size_limits(model.graph, registry).items():
         symbol = found.get(name)
         if symbol is not None and symbol.min < most and not symbol.min < symbol.max <= most:
             found[name] = replace(symbol, max=most)
-    for name, least in least_sizes(model.graph).items():
+    for name, least in least_sizes(model.graph, registry).items():
         symbol = found.get(name)
         if symbol is not None and symbol.min < least:
             with suppress(ValueError):  # Where the user's own constraints admit no such size.

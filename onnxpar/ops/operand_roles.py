@@ -7,58 +7,45 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-_SCALE_AND_BIAS: Mapping[str, tuple[int, ...]] = {
-    "BatchNormalization": (1, 2),
-    "Conv": (2,),
-    "ConvTranspose": (2,),
-    "DeformConv": (3,),
-    "GRU": (3,),
-    "Gemm": (2,),
-    "GroupNormalization": (1, 2),
-    "InstanceNormalization": (1, 2),
-    "LSTM": (3, 7),
-    "LayerNormalization": (1, 2),
-    "PRelu": (1,),
-    "RMSNormalization": (1,),
-    "RNN": (3,),
-}
-# Biases of products, and scales of normalisations written out, stand on either side.
-_VECTORS: Mapping[str, tuple[int, ...]] = {"Add": (0, 1), "Mul": (0, 1)}
-_PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul"})
-_STATISTICS: Mapping[str, tuple[int, ...]] = {"BatchNormalization": (3, 4)}
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.slots import NO_ROLES, Roles
 
 
-def is_scale_or_bias(node: ir.Node, index: int) -> bool:
+def _roles(node: ir.Node, registry: Registry) -> Roles:
+    definition = registry.of(node)
+    return NO_ROLES if definition is None else definition.roles
+
+
+def is_scale_or_bias(node: ir.Node, index: int, registry: Registry) -> bool:
     """Tells whether an operand stands where a layer has its scale or its bias.
 
     That is the place of one in a normalisation, Gemm or convolution, or a vector that is added to
     or multiplied with something.
     """
     value = node.inputs[index]
-    if node.domain not in ("", "ai.onnx") or value is None or value.shape is None:
+    if value is None or value.shape is None:
         return False
-    if index in _SCALE_AND_BIAS.get(node.op_type, ()):
-        return True
-    return index in _VECTORS.get(node.op_type, ()) and len(value.shape) == 1
+    roles = _roles(node, registry)
+    return index in roles.vectors or (index in roles.row_vectors and len(value.shape) == 1)
 
 
-def is_layer_bias(node: ir.Node, index: int) -> bool:
+def is_layer_bias(node: ir.Node, index: int, registry: Registry) -> bool:
     """Tells whether an operand is a scale or bias even where it has but one element.
 
     A vector of one element that is added is the bias of a layer only behind the layer's product;
     elsewhere it may as well be a constant of a formula.
     """
-    if not is_scale_or_bias(node, index):
+    if not is_scale_or_bias(node, index, registry):
         return False
-    if index in _SCALE_AND_BIAS.get(node.op_type, ()):
+    if index in _roles(node, registry).vectors:
         return True
     others = (v.producer() for i, v in enumerate(node.inputs) if i != index and v is not None)
-    return any(maker is not None and maker.op_type in _PRODUCTS for maker in others)
+    return any(maker is not None and _roles(maker, registry).product for maker in others)
 
 
-def is_statistic(node: ir.Node, index: int) -> bool:
+def is_statistic(node: ir.Node, index: int, registry: Registry) -> bool:
     """Tells whether an operand is a running mean or variance, which no gradient changes."""
-    return node.domain in ("", "ai.onnx") and index in _STATISTICS.get(node.op_type, ())
+    return index in _roles(node, registry).statistics
 
 
 def is_identity(node: ir.Node) -> bool:
@@ -66,81 +53,62 @@ def is_identity(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx") and node.op_type == "Identity"
 
 
-def reads_elements(node: ir.Node) -> bool:
+def reads_elements(node: ir.Node, registry: Registry) -> bool:
     """Tells whether a node reads more of its operands than how large they are."""
-    return node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size")
+    definition = registry.of(node)
+    return definition is None or not definition.reads_shape_only
 
 
 # -- what an operand is, of graphs as exporters write them -----------------------------------------
 
-_WEIGHTS: Mapping[str, tuple[int, ...]] = {
-    "Conv": (1,),
-    "ConvTranspose": (1,),
-    "DeformConv": (1,),
-    "Einsum": (0, 1),
-    "GRU": (1, 2),
-    "Gemm": (0, 1),
-    "LSTM": (1, 2),
-    "MatMul": (0, 1),
-    "RNN": (1, 2),
-}
-_REARRANGED = frozenset(
-    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
-)
-_BIAS_OF: Mapping[str, int] = {"Conv": 2, "ConvTranspose": 2, "Gemm": 2}
 _INVERSES: Mapping[str, str] = {"exp": "Exp", "neg": "Neg", "log": "Log"}
-_INSTANCE = "InstanceNormalization"
 
 
-def is_weight(node: ir.Node, index: int) -> bool:
+def is_weight(node: ir.Node, index: int, registry: Registry) -> bool:
     """Tells whether an operand stands where a layer has its weight.
 
     That is an operand of a product, a convolution or a recurrent layer, and the table that indices
     of the model's inputs are looked up in.
     """
-    if node.domain not in ("", "ai.onnx"):
+    roles = _roles(node, registry)
+    if index not in roles.weights:
         return False
-    if node.op_type == "Gather":
-        return index == 0 and _from_input(node.inputs[1])
-    return index in _WEIGHTS.get(node.op_type, ())
+    return roles.indexed_by is None or _from_input(node.inputs[roles.indexed_by], registry)
 
 
-def _from_input(value: ir.Value | None) -> bool:
+def _from_input(value: ir.Value | None, registry: Registry) -> bool:
     """Tells whether a value is an input of the graph, rearranged at the most."""
     while value is not None and (maker := value.producer()) is not None:
-        if not rearranges(maker):
+        if not rearranges(maker, registry):
             return False
         value = maker.inputs[0]
     return value is not None and value.is_graph_input()
 
 
-def rearranges(node: ir.Node) -> bool:
+def rearranges(node: ir.Node, registry: Registry) -> bool:
     """Tells whether a node's result has the elements of its first operand, in another layout."""
-    return node.domain in ("", "ai.onnx") and node.op_type in _REARRANGED
+    return _roles(node, registry).rearranges
 
 
 def is_instance_norm(node: ir.Node) -> bool:
     """Tells whether a node is the operator that exporters write group norms with."""
-    return node.domain in ("", "ai.onnx") and node.op_type == _INSTANCE
+    return node.domain in ("", "ai.onnx") and node.op_type == "InstanceNormalization"
 
 
-def missing_bias(node: ir.Node) -> tuple[int, int] | None:
+def missing_bias(node: ir.Node, registry: Registry) -> tuple[int, int] | None:
     """Returns the index and the size of the bias that a layer may have and this one has not.
 
     None where it has one, where its operator takes none, or where its weight is computed.
     """
-    index = _BIAS_OF.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-    if index is None or (len(node.inputs) > index and node.inputs[index] is not None):
+    roles = _roles(node, registry)
+    if roles.bias_size is None:
         return None
-    weight = node.inputs[1]
+    (index,), weight = roles.vectors, node.inputs[1]
+    if len(node.inputs) > index and node.inputs[index] is not None:
+        return None
     if weight is None or weight.const_value is None:
         return None
-    sizes = weight.const_value.shape.numpy()
-    if node.op_type == "Conv":
-        return index, sizes[0]
-    if node.op_type == "Gemm":
-        return index, sizes[0 if node.attributes.get_int("transB", 0) else 1]
-    return index, sizes[1] * node.attributes.get_int("group", 1)
+    return index, roles.bias_size(node, weight.const_value.shape.numpy())
 
 
 def transposed(value: ir.Value, perm: tuple[int, ...]) -> ir.Node:

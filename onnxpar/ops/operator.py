@@ -15,7 +15,7 @@ from onnxpar.ops.body_node import BodyFn
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
-from onnxpar.ops.slots import ON_DEVICE, DrawsFn, HostMemory, never
+from onnxpar.ops.slots import FLOAT32, NO_ROLES, PLAIN, DrawsFn, Kernel, Precision, Roles, never
 
 RuleFn = Callable[[NodeView], OpRule]
 LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
@@ -72,9 +72,20 @@ class OpDef:
             bodies (see `NodeView.bodies`).
         carries_integers: Whether integers that the operator makes stand for floats, as quantised
             ones do, so that what reads them may pass a cotangent on, which is a float.
-        draws: Tells whether a node draws random numbers. Copies of it would draw different ones on
-            each device, so that its local form must draw by the element's global index.
-        host: Which operands and results a device's kernel has in the host's memory.
+        draws: Tells whether a node draws random numbers. Copies would draw different ones on each
+            device, so that its local form must draw by the element's global index.
+        host_operands: Positions of the operands that a device's kernel reads in the host's memory:
+            sizes, axes, bounds, counts. As onnxruntime 1.31's CUDA provider has it, and the
+            runtime's library. What is computed on the device is copied to the host first, and the
+            host waits for it.
+        reads_shape_only: Whether it reads no element, only how many there are. Its result is then
+            left in the host's memory.
+        roles: What its operands are to a layer.
+        memory: What its kernel does with memory.
+        precision: Whether it is computed in 16 bits where the user asks for them.
+        broadcasts: Whether its operands are broadcast against one another, as numpy does.
+        windowed: Whether it slides windows over the dims of its result from the third on, so that
+            it has no result where these are empty.
     """
 
     domain: str
@@ -90,7 +101,13 @@ class OpDef:
     reads_bodies: bool = False
     carries_integers: bool = False
     draws: DrawsFn = never
-    host: HostMemory = ON_DEVICE
+    host_operands: tuple[int, ...] = ()
+    reads_shape_only: bool = False
+    roles: Roles = NO_ROLES
+    memory: Kernel = PLAIN
+    precision: Precision = FLOAT32
+    broadcasts: bool = False
+    windowed: bool = False
 
 
 def written_only(view: NodeView) -> OpRule:

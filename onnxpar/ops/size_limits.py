@@ -18,47 +18,39 @@ import sympy
 
 from onnxpar.core.symbols import Dim, as_dim, symbols_of
 from onnxpar.core.symbols.expressions import value_of
+from onnxpar.ops.registry import Registry
 
-_BROADCASTING = frozenset(
-    (
-        "Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater",
-        "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or",
-        "Pow", "Sub", "Sum", "Where", "Xor",
-    )
-)  # fmt: skip
-_WINDOWED = frozenset(
-    (
-        "AveragePool", "Conv", "ConvInteger", "ConvTranspose", "LpPool", "MaxPool", "QLinearConv",
-    )
-)  # fmt: skip
 _FAR = 1 << 20
 """Least sizes beyond this are not looked for."""
 
 
-def size_limits(graph: ir.Graph) -> dict[str, int]:
+def size_limits(graph: ir.Graph, registry: Registry) -> dict[str, int]:
     """Returns the greatest size of each symbol that a sum or product with a cut table limits.
 
     Args:
         graph: A graph whose shapes are inferred.
+        registry: The table of operators.
     """
     limits: dict[str, int] = {}
     for node in graph:
-        if node.domain in ("", "ai.onnx") and node.op_type in _BROADCASTING:
+        definition = registry.of(node)
+        if definition is not None and definition.broadcasts:
             for name, most in _met(node):
                 limits[name] = min(most, limits.get(name, most))
     return limits
 
 
-def least_sizes(graph: ir.Graph) -> dict[str, int]:
+def least_sizes(graph: ir.Graph, registry: Registry) -> dict[str, int]:
     """Returns the least size of each symbol at which every convolution and pool has a result.
 
     Args:
         graph: A graph whose shapes are inferred.
+        registry: The table of operators.
     """
     sizes = {
         as_dim(d.value)
         for node in graph
-        if node.domain in ("", "ai.onnx") and node.op_type in _WINDOWED
+        if (definition := registry.of(node)) is not None and definition.windowed
         for d in tuple(node.outputs[0].shape or ())[2:]
         if not isinstance(d, int) and d.value is not None
     }

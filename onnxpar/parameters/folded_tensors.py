@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.ops.operand_roles import invertible, is_weight
+from onnxpar.ops.registry import Registry
 from onnxpar.parameters.origin import sizes
 from onnxpar.parameters.torch_metadata import (
     Signature,
@@ -156,14 +157,14 @@ def order(functions: frozenset[str], value: ir.Value) -> list[str]:
     return list(computed) if len(computed) == 1 else []
 
 
-def dims(value: ir.Value, functions: frozenset[str]) -> int:
+def dims(value: ir.Value, functions: frozenset[str], registry: Registry) -> int:
     """Returns how many dims the parameter had of which a tensor was folded.
 
     Weights of products keep theirs, as does what the module computed without a rearrangement; other
     tensors are vectors to which the translation gives dims of one element.
     """
     shape = sizes(value)
-    if any(is_weight(node, index) for node, index in value.uses()):
+    if any(is_weight(node, index, registry) for node, index in value.uses()):
         return len(shape)
     if functions and not functions & REARRANGING:
         return len(shape)

@@ -14,10 +14,11 @@ import onnx_ir as ir
 
 from onnxpar.core.name_patterns import SHOWN
 from onnxpar.ops.operand_roles import is_identity, is_scale_or_bias, is_statistic
+from onnxpar.ops.registry import Registry
 from onnxpar.parameters.origin import copy_of, free_name, is_floating, is_uniform, names_of, sizes
 
 
-def untie(model: ir.Model) -> tuple[str, ...]:
+def untie(model: ir.Model, registry: Registry) -> tuple[str, ...]:
     """Gives scales, biases and running statistics their own where exporters merged equal ones.
 
     Only tensors whose elements are all the same number, as those of fresh layers are, are taken to
@@ -34,11 +35,11 @@ def untie(model: ir.Model) -> tuple[str, ...]:
     notices = []
     for name, value in list(graph.initializers.items()):
         uses = sorted(value.uses(), key=lambda use: (order[id(use[0])], use[1]))
-        if len(uses) < 2 or not is_floating(value) or not _is_constant(value, uses):
+        if len(uses) < 2 or not is_floating(value) or not _is_constant(value, uses, registry):
             continue
-        copies = [copy for node, _ in uses for copy in _in_place_of(node, value, graph)]
+        copies = [copy for node, _ in uses for copy in _in_place_of(node, value, graph, registry)]
         uses = [use for use in uses if use[0].graph is not None]
-        places = [(node, index) for node, index in uses if _is_place(node, index)]
+        places = [(node, index) for node, index in uses if _is_place(node, index, registry)]
         # A use that is no scale or bias, such as an initial state, must not be trained with one.
         if places and len(places) == len(uses):
             places.pop(0)
@@ -52,14 +53,16 @@ def untie(model: ir.Model) -> tuple[str, ...]:
     return tuple(notices)
 
 
-def _in_place_of(node: ir.Node, value: ir.Value, graph: ir.Graph) -> Iterator[ir.Value]:
+def _in_place_of(
+    node: ir.Node, value: ir.Value, graph: ir.Graph, registry: Registry
+) -> Iterator[ir.Value]:
     """Puts a copy of an initializer in the place of an Identity of it that is a scale or bias."""
     made = node.outputs[0]
     if not is_identity(node) or made.is_graph_output() or node.graph is not graph:
         return
     # A file need not say it.
     made.shape = value.shape
-    if not any(_is_place(user, index) for user, index in made.uses()):
+    if not any(_is_place(user, index, registry) for user, index in made.uses()):
         return
     copy = copy_of(value, made.name or "")
     made.replace_all_uses_with(copy)
@@ -68,21 +71,21 @@ def _in_place_of(node: ir.Node, value: ir.Value, graph: ir.Graph) -> Iterator[ir
     yield copy
 
 
-def _is_place(node: ir.Node, index: int) -> bool:
+def _is_place(node: ir.Node, index: int, registry: Registry) -> bool:
     """Whether an operand is a layer's own: its scale, bias or running statistic."""
-    return is_scale_or_bias(node, index) or is_statistic(node, index)
+    return is_scale_or_bias(node, index, registry) or is_statistic(node, index, registry)
 
 
-def _is_constant(value: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> bool:
+def _is_constant(value: ir.Value, uses: Sequence[tuple[ir.Node, int]], registry: Registry) -> bool:
     """Whether a tensor has more than one element, all of them the same number.
 
     One of one element may be a constant of a formula, unless it is somewhere a running statistic.
     """
     assert value.const_value is not None
     count = prod(sizes(value))
-    if count < 2 and not (count and any(is_statistic(node, index) for node, index in uses)):
-        return False
-    return is_uniform(value)
+    if count >= 2 or (count and any(is_statistic(node, i, registry) for node, i in uses)):
+        return is_uniform(value)
+    return False
 
 
 def _notice(value: ir.Value, copies: Sequence[ir.Value]) -> str:

@@ -97,16 +97,19 @@ def read_parameters(
     Raises:
         ModelError: As `recognise`, or the model is not valid.
     """
-    notices = recognise(model, ties)
+    notices = recognise(model, ties, registry)
     return Recognised(normalise(model, registry), notices, registry)
 
 
-def recognise(model: ir.Model, ties: Sequence[str] = ()) -> tuple[str, ...]:
+def recognise(
+    model: ir.Model, ties: Sequence[str] = (), registry: Registry = REGISTRY
+) -> tuple[str, ...]:
     """Notes what each floating-point initializer was, and undoes what exporters did to them.
 
     Args:
         model: As it was read from a file; it is changed.
         ties: `A=B` each, for tensors that are one parameter (`--tie`).
+        registry: The table of operators.
 
     Returns:
         Notices for the user.
@@ -123,27 +126,28 @@ def recognise(model: ir.Model, ties: Sequence[str] = ()) -> tuple[str, ...]:
     traced = not signature.placeholders and model.producer_name == "pytorch"
     if not signature.placeholders:
         notices += [_TRACED] if traced else []
-        notices += untie(model)
+        notices += untie(model, registry)
     elif model.producer_name != _EXACT:
-        notices += restore(model, signature)
+        notices += restore(model, signature, registry)
     notices += tie_named(model, ties)
     for graph in model.graphs():
         for value in graph.initializers.values():
             if is_floating(value) and origin_of(value) is None:
-                note_origin(value, _origin(value, signature, traced=traced))
+                note_origin(value, _origin(value, signature, traced=traced, registry=registry))
     if not signature.placeholders:
-        notices += _tie_tables(model)
+        notices += _tie_tables(model, registry)
         notices += _equal(model)
     return tuple(notices)
 
 
-def _origin(value: ir.Value, signature: Signature, *, traced: bool) -> Origin:
+def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Registry) -> Origin:
     """Returns what an initializer was, by its mark, its name or its place.
 
     Args:
         value: The initializer.
         signature: What PyTorch's exporter wrote; empty of other files.
         traced: Whether the file is of PyTorch's exporter that traces, which writes no signature.
+        registry: The table of operators.
     """
     name = value.name or ""
     known = signature.targets.get(name)
@@ -155,16 +159,16 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool) -> Origin:
     if signature.placeholders:
         return Origin(Role.CONSTANT, "no parameter of the PyTorch module is in it")
     elements = prod(sizes(value))
-    uses = list(_uses(value))
+    uses = list(_uses(value, registry))
     last = re.split(r"[./:]", re.sub(r"(\.\d+|:\d+)+$", "", name))[-1]
     generated = _GENERATED.match(name) is not None
-    if uses and all(is_statistic(node, index) for node, index in uses):
+    if uses and all(is_statistic(node, index, registry) for node, index in uses):
         return Origin(Role.CONSTANT, "it is a running statistic")
     if (_PARAMETER.search(last) or _NORM.search(name)) and not generated:
         return Origin(Role.PARAMETER, "its name is that of a parameter")
     if elements > 1:
         for node, index in uses:
-            if is_weight(node, index):
+            if is_weight(node, index, registry):
                 return Origin(Role.PARAMETER, f"it is the weight of node {node.name!r}")
     if generated and elements and is_uniform(value):
         for node, index in uses:
@@ -173,7 +177,7 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool) -> Origin:
     if not elements:
         return Origin(Role.CONSTANT, "it has no element")
     for node, index in uses:
-        if is_layer_bias(node, index):
+        if is_layer_bias(node, index, registry):
             return Origin(Role.PARAMETER, f"it is the scale or bias of node {node.name!r}")
     if elements <= 1:
         # Numbers of formulas have no names of their own in what PyTorch traced.
@@ -189,11 +193,11 @@ def _doubt(uses: Sequence[tuple[ir.Node, int]]) -> str:
     return f"neither its name nor its place, at {readers or 'no node'}, tells what it is"
 
 
-def _uses(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+def _uses(value: ir.Value, registry: Registry) -> Iterator[tuple[ir.Node, int]]:
     """Yields the nodes that read a value's elements, rearranged or as they are, and where."""
     for node, index in value.uses():
-        if rearranges(node) and index == 0:
-            yield from _uses(node.outputs[0])
+        if rearranges(node, registry) and index == 0:
+            yield from _uses(node.outputs[0], registry)
         else:
             yield node, index
 
@@ -206,13 +210,16 @@ def _parameters(model: ir.Model) -> list[ir.Value]:
     ]
 
 
-def _tie_tables(model: ir.Model) -> Iterator[str]:
+def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
     """Ties what an exporter folded from a table that indices are looked up in, such as a head."""
     taken = names_of(model.graph)
     for first, *others in equal_tensors(_parameters(model), _LARGE):
         group = [first, *others]
         tables = [v for v in group if not _GENERATED.match(v.name or "")]
-        if len(tables) != 1 or not any(i == 0 and is_weight(n, i) for n, i in _uses(tables[0])):
+        if len(tables) != 1:
+            continue
+        uses = _uses(tables[0], registry)
+        if not any(i == 0 and is_weight(n, i, registry) for n, i in uses):
             continue
         for value in group:
             if value is not tables[0] and tie(model.graph, tables[0], value, taken):

@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from onnxpar.core.name_patterns import SHOWN
 from onnxpar.ops.operand_roles import applied, inverted, is_statistic, missing_bias
+from onnxpar.ops.registry import Registry
 from onnxpar.parameters.folded_tensors import dims, doubt, functions_of, order, overlap
 from onnxpar.parameters.origin import Origin, Role, copy_of, free_name, names_of, note_origin
 from onnxpar.parameters.torch_metadata import PARAMETER, Signature, arguments_of
@@ -35,17 +36,18 @@ _MARKED = "PyTorch's exporter marks it {}"
 _NO_PARAMETER = "no parameter of the PyTorch module is in it"
 
 
-def restore(model: ir.Model, signature: Signature) -> tuple[str, ...]:
+def restore(model: ir.Model, signature: Signature, registry: Registry) -> tuple[str, ...]:
     """Restores a model, which is changed, and notes the origin of each floating initializer.
 
     Args:
         model: As it was read from a file.
         signature: What PyTorch's exporter wrote of it; not empty.
+        registry: The table of operators.
 
     Returns:
         Notices of what was changed, and of parameters of the module that the file lacks.
     """
-    work = _Restorer(model, signature)
+    work = _Restorer(model, signature, registry)
     work.split()
     work.add_biases()
     work.invert()
@@ -54,8 +56,8 @@ def restore(model: ir.Model, signature: Signature) -> tuple[str, ...]:
 
 
 class _Restorer(Attribution):
-    def __init__(self, model: ir.Model, signature: Signature) -> None:
-        super().__init__(model.graph, signature)
+    def __init__(self, model: ir.Model, signature: Signature, registry: Registry) -> None:
+        super().__init__(model.graph, signature, registry)
         self.graph = model.graph
         self.notices: list[str] = []
         self.taken = names_of(self.graph)
@@ -66,12 +68,12 @@ class _Restorer(Attribution):
         """Gives layers the biases of zeros that the optimizer has dropped."""
         for operator in self.operators.values():
             biases = [p for p in operator.left if p.is_parameter]
-            places = [n for n in operator.nodes if missing_bias(n) is not None]
+            places = [n for n in operator.nodes if missing_bias(n, self.registry) is not None]
             if len(biases) != 1 or len(places) != 1 or biases[0].target in self.taken:
                 continue
             (node,), (bias,) = places, biases
             weight = self.by_value.get(id(node.inputs[1]))
-            place = missing_bias(node)
+            place = missing_bias(node, self.registry)
             read = {p.name for p in self.signature.read_by(node)}
             if weight is None or place is None:
                 continue
@@ -234,7 +236,7 @@ class _Restorer(Attribution):
         names = ", ".join(p.target for p in placeholders)
         kinds = {p.kind for p in placeholders}
         uses = list(tensor.value.uses())
-        if uses and all(is_statistic(node, index) for node, index in uses):
+        if uses and all(is_statistic(node, index, self.registry) for node, index in uses):
             return Origin(Role.CONSTANT, "it is a running statistic")
         if PARAMETER not in kinds:
             marked = len(kinds) == 1 and not tensor.folded
@@ -251,7 +253,7 @@ class _Restorer(Attribution):
         why = doubt(tensor.value, tensor.functions, parameters, others)
         if why:
             return Origin(Role.DOUBTFUL, f"{why} {_ASK}", names=parameters)
-        count = dims(tensor.value, tensor.functions)
+        count = dims(tensor.value, tensor.functions, self.registry)
         return Origin(Role.PARAMETER, f"folded from {names}", count, parameters)
 
     def missing(self) -> tuple[str, ...]:

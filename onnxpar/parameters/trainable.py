@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.name_patterns import SHOWN, nearest
 from onnxpar.ops.operand_roles import is_statistic, reads_elements
+from onnxpar.ops.registry import Registry
 from onnxpar.parameters.origin import Origin, Role, is_floating, origin_of, sizes
 
 FROZEN = "frozen"
@@ -156,6 +157,7 @@ class Selection:
 
 def select(
     model: ir.Model,
+    registry: Registry,
     trainable: Sequence[str] = (),
     freeze: Sequence[str] = (),
     decay: Sequence[str] = (),
@@ -169,6 +171,7 @@ def select(
     Args:
         model: The normalised model, whose initializers were recognised before
             (`onnxpar.parameters.recognise`); it is not changed.
+        registry: The table of operators.
         trainable: Names and patterns (`fnmatch`) of what to train besides; they win over `freeze`.
         freeze: Names and patterns of what not to train.
         decay: Names and patterns of parameters with weight decay, though they have fewer dims.
@@ -188,10 +191,10 @@ def select(
     order = {id(node): i for i, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))}
     tensors, doubtful = [], {}
     for name, (value, origin) in values.items():
-        reason = _unfit(value, origin, frozen=name in frozen, named=name in chosen)
+        reason = _unfit(value, origin, registry, frozen=name in frozen, named=name in chosen)
         if not reason and origin.role is Role.DOUBTFUL and name not in chosen:
             doubtful[name] = origin.rule
-        readers = {id(node): node for node, _ in value.uses() if reads_elements(node)}
+        readers = {id(node): node for node, _ in value.uses() if reads_elements(node, registry)}
         used_by = [n.name or "" for n in sorted(readers.values(), key=lambda n: order[id(n)])]
         tensors.append(
             Tensor(
@@ -259,17 +262,20 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)
 
 
-def _unfit(value: ir.Value, origin: Origin, *, frozen: bool, named: bool) -> str:
+def _unfit(
+    value: ir.Value, origin: Origin, registry: Registry, *, frozen: bool, named: bool
+) -> str:
     """Returns why an initializer is not trained; empty if it is.
 
     Args:
         value: The initializer.
         origin: What it was in the module.
+        registry: The table of operators.
         frozen: Whether a pattern of what not to train matches it.
         named: Whether one of what to train does.
     """
     uses = value.uses()
-    if uses and all(is_statistic(node, index) for node, index in uses):
+    if uses and all(is_statistic(node, index, registry) for node, index in uses):
         return FROZEN if frozen else STATISTIC
     if prod(sizes(value)) == 0:
         return EMPTY

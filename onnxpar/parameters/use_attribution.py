@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnxpar.ops.operand_roles import is_instance_norm, is_statistic
+from onnxpar.ops.registry import Registry
 from onnxpar.parameters.folded_tensors import MAKING, REARRANGING
 from onnxpar.parameters.origin import is_floating, is_uniform
 from onnxpar.parameters.torch_metadata import (
@@ -89,9 +90,10 @@ class Attribution:
         operators: The operators that nodes were made for, by text.
     """
 
-    def __init__(self, graph: ir.Graph, signature: Signature) -> None:
+    def __init__(self, graph: ir.Graph, signature: Signature, registry: Registry) -> None:
         """Reads a graph; it is not changed."""
         self.signature = signature
+        self.registry = registry
         nodes = list(ir.traversal.RecursiveGraphIterator(graph))
         self.order = {id(node): i for i, node in enumerate(nodes)}
         marks = any(kind_of(v) for v in graph.initializers.values())
@@ -169,11 +171,12 @@ class Attribution:
         if not text or tensor.value.name in arguments_of(node):
             return own
         operator = self.operators[text]
-        if is_statistic(node, index):
+        if is_statistic(node, index, self.registry):
             return self._statistic(tensor, node, index)
         # Ones that are the scale of a norm without one were merged with its running variance.
         statistic = not any(p.is_parameter for p in tensor.own) and any(
-            v is tensor.value and is_statistic(node, i) for i, v in enumerate(node.inputs)
+            v is tensor.value and is_statistic(node, i, self.registry)
+            for i, v in enumerate(node.inputs)
         )
         if not statistic and own & {p.name for p in self.signature.read_by(node)}:
             return own
@@ -191,7 +194,7 @@ class Attribution:
 
     def _statistic(self, tensor: Initializer, node: ir.Node, index: int) -> Key:
         """Returns the buffer that a running statistic is, by its place among statistics."""
-        places = [i for i in range(len(node.inputs)) if is_statistic(node, i)]
+        places = [i for i in range(len(node.inputs)) if is_statistic(node, i, self.registry)]
         buffers = [p for p in self.signature.read_by(node) if not p.is_parameter]
         if len(places) != len(buffers):
             return tensor.own_key

@@ -9,7 +9,9 @@ import onnx_ir as ir
 from onnxpar.core.symbols import SymbolTable, as_dim
 from onnxpar.cost.live_memory import MemoryStep, Peak, live_peak, makes
 from onnxpar.graph.body_captures import read_by
-from onnxpar.ops.kernel_memory import Shape, call, kernel
+from onnxpar.ops.kernel_memory import call, kernel
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.slots import Shape
 from onnxpar.partition.partitioned_model import PartitionedModel
 
 
@@ -51,7 +53,7 @@ def program_memory(
     states |= {
         buffers[o.name]: tensors.bytes(o.local) for o in program.outputs if o.name in buffers
     }
-    steps = tuple(_steps(program.builder.nodes, tensors))
+    steps = tuple(_steps(program.builder.nodes, tensors, program.registry))
     # What other programs read of it is there until it ends.
     leaving = MemoryStep("", tuple(h.local.name or "" for h in program.handed_out), (), 0)
     return ProgramMemory(
@@ -114,10 +116,10 @@ class _Tensors:
         return prod(shape) * int(value.dtype.itemsize)
 
 
-def _steps(nodes: Iterable[ir.Node], tensors: _Tensors) -> Iterator[MemoryStep]:
+def _steps(nodes: Iterable[ir.Node], tensors: _Tensors, registry: Registry) -> Iterator[MemoryStep]:
     """Yields the steps of a rank's program; bodies of control flow count with what they read."""
     for node in nodes:
-        facts = kernel(node.domain, node.op_type)
+        facts = kernel(node, registry)
         operands = [v.name or "" if v is not None else "" for v in node.inputs]
         names = [v.name or "" for v in node.outputs]
         sizes = [tensors.bytes(v) if v.name else 0 for v in node.outputs]

@@ -17,7 +17,9 @@ from onnx import parser
 
 from onnxpar.cost.live_memory import MemoryStep, live_peak, makes
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.kernel_memory import KERNELS, PLAIN, Kernel, call, kernel
+from onnxpar.ops.kernel_memory import call
+from onnxpar.ops.slots import PLAIN, Kernel
+from onnxpar.ops.table import REGISTRY
 from onnxpar_runtime.session import Session
 from tests.runtime import hand_made
 
@@ -29,6 +31,15 @@ SMALL = 2048
 
 Key = tuple[str, str]
 Facts = Callable[[str, str], Kernel]
+KERNELS = {
+    (d.domain, d.op_type): d.memory
+    for d in REGISTRY.defs
+    if d.memory is not PLAIN and not d.memory.form
+}
+
+
+def kernel(domain: str, op_type: str) -> Kernel:
+    return KERNELS.get((domain, op_type), PLAIN)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, pre
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import normalise
 from onnxpar.ops.onnxpar_functions import attach_functions
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.group import TrainerGroup
@@ -103,7 +104,7 @@ def test_gradients_are_pytorchs_with_the_same_casts(exported: str) -> None:
 
 def test_norms_softmax_and_loss_stay_wide() -> None:
     model = normalise(small_transformer())
-    assert compute_in(model, HALF) > 10
+    assert compute_in(model, HALF, REGISTRY) > 10
     kinds: dict[str, set[ir.DataType | None]] = {}
     for node in model.graph:
         kinds.setdefault(node.op_type, set()).add(node.outputs[0].dtype)
@@ -123,7 +124,7 @@ def test_a_mask_that_half_cannot_hold_stays_wide() -> None:
         y = Where(m, h, low)
     }"""
     model = normalise(ir.from_proto(onnx.parser.parse_model(text)))
-    compute_in(model, HALF)
+    compute_in(model, HALF, REGISTRY)
     run = evaluator(ir.to_proto(model), True)
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     y = run({"x": x, "m": x > 3})["y"]
@@ -200,7 +201,7 @@ def test_what_cannot_be_computed_in_16_bits_is_refused(tmp_path: Path) -> None:
     g (double[n, 2] x) => (double[n, 2] y) <double[2, 2] w = {1, 0, 0, 1}> { y = MatMul(x, w) }"""
     model = normalise(ir.from_proto(onnx.parser.parse_model(text)))
     with pytest.raises(ModelError, match="expected products of float32 matrices"):
-        compute_in(model, HALF)
+        compute_in(model, HALF, REGISTRY)
     ranks = cut(tmp_path / "a", small_mlp(), "dp", devices=1, loss=CROSS_ENTROPY)
     with pytest.raises(LaunchError, match="--loss-scale 8: the artifact computes in the type"):
         Trainer(ranks, device="cpu", loss_scale="8")

@@ -17,6 +17,7 @@ from onnxpar.facts.layers import carriers, find_layers
 from onnxpar.frontend.load import normalise
 from onnxpar.graph.metadata_keys import RECOMPUTED_FROM
 from onnxpar.graph.shapes import shapes
+from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from tests.training_cases import cut
@@ -79,7 +80,7 @@ CASES = [("gpt2", 2), ("t5", 2), ("gpt2", 4), ("t5", 4)]
 def test_all_layers_are_found(name: str, layers: int) -> None:
     """The first, too, in which sizes and masks stand that all layers read."""
     model = normalise(network(name, layers))
-    row = carriers(model.graph)
+    row = carriers(model.graph, REGISTRY)
     found = find_layers(row, shapes(model, NO_CONSTRAINTS))
     expected = [f"/{stack}.{i}/" for stack in STACKS[name] for i in range(layers)]
     assert len(found) == len(expected)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnxpar.facts.layers import Layer, carriers
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.metadata_keys import GRADIENT_OF
+from onnxpar.ops.registry import Registry
 
 _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
@@ -29,10 +30,10 @@ class ForwardPass:
     able: frozenset[str]
 
     @staticmethod
-    def of(graph: ir.Graph) -> "ForwardPass":
+    def of(graph: ir.Graph, registry: Registry) -> "ForwardPass":
         """Returns the forward pass of a graph."""
         nodes = tuple(node for node in graph if GRADIENT_OF not in node.metadata_props)
-        row = tuple(node for node in carriers(nodes) if node.domain != DOMAIN)
+        row = tuple(node for node in carriers(nodes, registry) if node.domain != DOMAIN)
         varying = _varying(nodes)
         able = (n for n in nodes if n.name in varying and n.domain != DOMAIN and _able(n))
         return ForwardPass(nodes, row, frozenset(n.name or "" for n in able))

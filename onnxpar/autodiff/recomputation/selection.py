@@ -61,7 +61,7 @@ def _within(
     run, held = made(named)
     if held <= options.memory:
         return run
-    forward = ForwardPass.of(planned.program.graph)
+    forward = ForwardPass.of(planned.program.graph, planned.program.registry)
     layers = find_layers(forward.row, planned.program.env)
     sets = [named | more for more in by_cost(forward, layers, _loads(planned, measure.cost))]
     low, high = 0, len(sets) - 1
@@ -91,7 +91,7 @@ def _loads(planned: Planned, cost: CostModel) -> Loads:
     sizes: dict[str, int] = {}
     views = set()
     for node in planned.program.graph:
-        if kernel(node.domain, node.op_type).view:
+        if kernel(node, planned.program.registry).view:
             views.add(node.name or "")
         for value, sharding in zip(
             node.outputs, planned.plan.nodes[node.name or ""].outputs, strict=True
@@ -104,7 +104,7 @@ def _loads(planned: Planned, cost: CostModel) -> Loads:
 
 def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
     """Returns the names of the forward nodes that are recomputed; raises as `recomputed`."""
-    forward = ForwardPass.of(planned.program.graph)
+    forward = ForwardPass.of(planned.program.graph, planned.program.registry)
     found: set[str] = set()
     for pattern in options.nodes:
         found |= _matching(forward, pattern, options.where)

@@ -44,6 +44,7 @@ from onnxpar.ops.local_helpers import BOOL, global_index, iota
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, OpDef
+from onnxpar.ops.slots import Precision
 
 _MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
 
@@ -344,6 +345,7 @@ DEFS: tuple[OpDef, ...] = (
         gradient=BY_BODY,
         cost=attends(_PAST_KEY),
         body=attention_body,
+        precision=Precision(half=frozenset({"T1", "T2"})),
     ),
     *contrib.DEFS,
     *decoding.DEFS,

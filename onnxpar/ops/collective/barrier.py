@@ -13,6 +13,7 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.slots import IN_PLACE
 
 BARRIER = "Barrier"
 VERSION = 1
@@ -37,5 +38,6 @@ DEFS = (
         barrier_rule,
         gradient=Missing("it is put into graphs that have been differentiated"),
         keeps_zero=True,
+        memory=IN_PLACE,
     ),
 )

@@ -1,9 +1,11 @@
 """Collectives of the domain `onnxpar` that resharding writes into the graphs of ranks."""
 
 from onnxpar.ops.operator import for_ranks
-from onnxpar.ops.slots import HostMemory
+from onnxpar.ops.slots import IN_PLACE
 
 DEFS = (
+    for_ranks("AllReduce", memory=IN_PLACE),
+    for_ranks("Broadcast", memory=IN_PLACE),
     # The shape of what arrives.
-    for_ranks("Recv", host=HostMemory(reads=(0,))),
+    for_ranks("Recv", host_operands=(0,)),
 )

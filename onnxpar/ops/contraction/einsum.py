@@ -14,6 +14,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.einsum_gradient import einsum_gradient
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import HALF, Roles
 
 _TERM = re.compile(r"([A-Za-z]*)(\.\.\.)?([A-Za-z]*)")
 
@@ -144,4 +145,15 @@ def equation_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     return einsum_gradient(node, equation.inputs, equation.output, equation.broadcast)
 
 
-DEFS = (OpDef("", "Einsum", 12, einsum_rule, gradient=equation_gradient, keeps_zero=True),)
+DEFS = (
+    OpDef(
+        "",
+        "Einsum",
+        12,
+        einsum_rule,
+        gradient=equation_gradient,
+        keeps_zero=True,
+        roles=Roles(weights=(0, 1)),
+        precision=HALF,
+    ),
+)

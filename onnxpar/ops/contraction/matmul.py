@@ -16,6 +16,7 @@ from onnxpar.ops.contraction.matmul_gradient import (
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import HALF, Roles
 
 
 def matmul_rule(view: NodeView) -> OpRule:
@@ -77,9 +78,31 @@ def on_first(node: LocalNode, operand: int, atoms: Atoms) -> ir.Value:
     return node.op("Where", first, value, zero, dtype=value.dtype, shape=node.in_shape(operand))
 
 
+def _gemm_bias(node: ir.Node, weight: Sequence[int]) -> int:
+    return weight[0 if node.attributes.get_int("transB", 0) else 1]
+
+
 DEFS = (
-    OpDef("", "MatMul", 1, matmul_rule, gradient=matmul_gradient, keeps_zero=True),
-    OpDef("", "Gemm", 7, gemm_rule, gemm_local, gradient=gemm_gradient),
+    OpDef(
+        "",
+        "MatMul",
+        1,
+        matmul_rule,
+        gradient=matmul_gradient,
+        keeps_zero=True,
+        roles=Roles(weights=(0, 1), product=True),
+        precision=HALF,
+    ),
+    OpDef(
+        "",
+        "Gemm",
+        7,
+        gemm_rule,
+        gemm_local,
+        gradient=gemm_gradient,
+        roles=Roles(weights=(0, 1), vectors=(2,), bias_size=_gemm_bias),
+        precision=HALF,
+    ),
     OpDef(
         "com.microsoft",
         "FusedMatMul",

@@ -19,7 +19,6 @@ from onnxpar.ops.control.control_gradient import if_gradient, loop_body, scan_gr
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import Captured, LocalNode
 from onnxpar.ops.operator import BY_BODY, ByBody, OpDef
-from onnxpar.ops.slots import HostMemory
 
 WiringFn = Callable[[NodeView], Wiring]
 
@@ -152,7 +151,7 @@ def _control(
 
 
 DEFS = (
-    _control("If", 1, if_wiring, if_gradient, host=HostMemory(reads=(0,))),
-    _control("Loop", 1, loop_wiring, BY_BODY, loop_body, host=HostMemory(reads=(0, 1))),
+    _control("If", 1, if_wiring, if_gradient, host_operands=(0,)),
+    _control("Loop", 1, loop_wiring, BY_BODY, loop_body, host_operands=(0, 1)),
     _control("Scan", 9, scan_wiring, scan_gradient),
 )

@@ -11,6 +11,7 @@ from onnxpar.ops.elementwise.cast_gradient import cast_gradient
 from onnxpar.ops.local_helpers import cast
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
+from onnxpar.ops.slots import IN_PLACE, REARRANGES
 
 _F = ir.DataType
 # Casts that lose nothing, so that a sum may be taken after them.
@@ -85,7 +86,16 @@ def fold_casts(graph: ir.Graph) -> None:
 
 
 DEFS = (
-    OpDef("", "Cast", 6, cast_rule, gradient=cast_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Cast",
+        6,
+        cast_rule,
+        gradient=cast_gradient,
+        keeps_zero=True,
+        roles=REARRANGES,
+        memory=IN_PLACE,
+    ),
     OpDef(
         "",
         "CastLike",

@@ -1,6 +1,7 @@
 """Elementwise operators: every dim is a parallel factor; they differ in what they are linear in."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +15,7 @@ from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_helpers import BOOL
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.operator import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
+from onnxpar.ops.slots import FOLLOWS, IN_PLACE, Kernel, KernelCall, Roles
 
 
 def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
@@ -104,47 +106,6 @@ def _shrink_rule(view: NodeView) -> OpRule:
 # Operators that keep the order of all their operands may come before a partial max or min. Sqrt
 # and Log do too, but a part may be negative where the greatest is not, and become NaN.
 _MONOTONE = "max 0, min 0"
-_MONOTONE_UP = (
-    ("Relu", 1, True),
-    ("Tanh", 1, True),
-    ("Sigmoid", 1, False),
-    ("Exp", 1, False),
-    ("Ceil", 1, True),
-    ("Floor", 1, True),
-    ("Round", 11, True),
-    ("Erf", 9, True),
-    ("Softplus", 1, False),
-    ("Softsign", 1, True),
-    ("Atan", 7, True),
-    ("Sinh", 9, True),
-    ("Asinh", 9, True),
-)
-_PLAIN_UNARY = (
-    ("Acos", 7, False),
-    ("Acosh", 9, False),
-    ("Asin", 7, True),
-    ("Atanh", 9, True),
-    ("Celu", 12, True),
-    ("Cos", 7, False),
-    ("Cosh", 9, False),
-    ("Elu", 1, True),
-    ("Gelu", 20, True),
-    ("HardSwish", 14, True),
-    ("LeakyRelu", 1, True),
-    ("Log", 1, False),
-    ("Mish", 18, True),
-    ("Reciprocal", 1, False),
-    ("Selu", 1, True),
-    ("Sin", 7, True),
-    ("Sqrt", 1, True),
-    ("Tan", 7, True),
-    ("ThresholdedRelu", 10, True),
-)
-_TESTS = (("IsNaN", 9), ("IsInf", 10), ("Not", 1), ("BitwiseNot", 18))
-_LOGIC = (("And", 7), ("Or", 7), ("Xor", 7), ("Equal", 7), ("Less", 7), ("Greater", 7))
-_COMPARE = (("LessOrEqual", 12), ("GreaterOrEqual", 12))
-_BITS = (("BitwiseAnd", 18), ("BitwiseOr", 18), ("BitwiseXor", 18), ("BitShift", 11))
-_DISCRETE = (*_TESTS, *_LOGIC, *_COMPARE, *_BITS)
 
 _STEPS = NotDifferentiable("constant between its steps")
 _TRUTH = NotDifferentiable("its result is true or false, or a row of bits")
@@ -156,35 +117,117 @@ def _gradient(name: str) -> Gradient | NotDifferentiable:
 
 
 def _op(
-    name: str, version: int, rule: RuleFn, local: LocalFn = copy_node, *, zero: bool = False
+    name: str,
+    version: int,
+    rule: RuleFn,
+    local: LocalFn = copy_node,
+    *,
+    zero: bool = False,
+    **slots: Any,
 ) -> OpDef:
-    return OpDef("", name, version, rule, local, gradient=_gradient(name), keeps_zero=zero)
+    return OpDef("", name, version, rule, local, gradient=_gradient(name), keeps_zero=zero, **slots)
+
+
+def _test(name: str, version: int, *, broadcasts: bool = False) -> OpDef:
+    return OpDef("", name, version, _rule(), gradient=_TRUTH, broadcasts=broadcasts)
+
+
+# The bias of a product, or the scale of a normalisation written out, stands on either side.
+_ROWS = Roles(row_vectors=(0, 1))
+
+
+def _sum_kept(call: KernelCall) -> int:
+    """With a bias before it onnxruntime makes one kernel of both, which keeps the sum."""
+    return call.bytes(call.outputs[0]) if call.after_bias else 0
 
 
 DEFS = (
-    *(_op(n, v, _rule(_MONOTONE), zero=z) for n, v, z in _MONOTONE_UP),
-    *(_op(n, v, _rule(), zero=z) for n, v, z in _PLAIN_UNARY),
-    *(OpDef("", n, v, _rule(), gradient=_TRUTH) for n, v in _DISCRETE),
-    _op("HardSigmoid", 1, _hard_sigmoid_rule),
+    _op("Relu", 1, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Tanh", 1, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Sigmoid", 1, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS),
+    _op("Exp", 1, _rule(_MONOTONE)),
+    _op("Ceil", 1, _rule(_MONOTONE), zero=True),
+    _op("Floor", 1, _rule(_MONOTONE), zero=True),
+    _op("Round", 11, _rule(_MONOTONE), zero=True),
+    _op("Erf", 9, _rule(_MONOTONE), zero=True, precision=FOLLOWS),
+    _op("Softplus", 1, _rule(_MONOTONE), memory=IN_PLACE),
+    _op("Softsign", 1, _rule(_MONOTONE), zero=True, memory=IN_PLACE),
+    _op("Atan", 7, _rule(_MONOTONE), zero=True),
+    _op("Sinh", 9, _rule(_MONOTONE), zero=True),
+    _op("Asinh", 9, _rule(_MONOTONE), zero=True),
+    _op("Acos", 7, _rule()),
+    _op("Acosh", 9, _rule()),
+    _op("Asin", 7, _rule(), zero=True),
+    _op("Atanh", 9, _rule(), zero=True),
+    _op("Celu", 12, _rule(), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Cos", 7, _rule()),
+    _op("Cosh", 9, _rule()),
+    _op("Elu", 1, _rule(), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Gelu", 20, _rule(), zero=True, memory=Kernel(work=_sum_kept), precision=FOLLOWS),
+    _op("HardSwish", 14, _rule(), zero=True, precision=FOLLOWS),
+    _op("LeakyRelu", 1, _rule(), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Log", 1, _rule()),
+    _op("Mish", 18, _rule(), zero=True, precision=FOLLOWS),
+    _op("Reciprocal", 1, _rule()),
+    _op("Selu", 1, _rule(), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Sin", 7, _rule(), zero=True),
+    _op("Sqrt", 1, _rule(), zero=True),
+    _op("Tan", 7, _rule(), zero=True),
+    _op("ThresholdedRelu", 10, _rule(), zero=True, memory=IN_PLACE),
+    _test("IsNaN", 9),
+    _test("IsInf", 10),
+    _test("Not", 1),
+    _test("BitwiseNot", 18),
+    _test("And", 7, broadcasts=True),
+    _test("Or", 7, broadcasts=True),
+    _test("Xor", 7, broadcasts=True),
+    _test("Equal", 7, broadcasts=True),
+    _test("Less", 7, broadcasts=True),
+    _test("Greater", 7, broadcasts=True),
+    _test("LessOrEqual", 12, broadcasts=True),
+    _test("GreaterOrEqual", 12, broadcasts=True),
+    _test("BitwiseAnd", 18, broadcasts=True),
+    _test("BitwiseOr", 18, broadcasts=True),
+    _test("BitwiseXor", 18, broadcasts=True),
+    _test("BitShift", 11, broadcasts=True),
+    _op("HardSigmoid", 1, _hard_sigmoid_rule, memory=IN_PLACE, precision=FOLLOWS),
     # |xy| = |x||y|. The sign and the reciprocal of a product are not left partial so: the product
     # may vanish or overflow in its type where the parts do not.
-    _op("Abs", 1, _rule("prod 0"), zero=True),
+    _op("Abs", 1, _rule("prod 0"), zero=True, precision=FOLLOWS),
     _op("Sign", 9, _rule(_MONOTONE), zero=True),
-    _op("Neg", 6, _rule("sum 0"), zero=True),
-    _op("Add", 7, _sum_rule, zero=True),
-    _op("Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), zero=True),
-    _op("Mul", 7, _rule("sum 0, sum 1, prod 0+1"), zero=True),
-    _op("Div", 7, _div_rule, _quotient_local),
-    _op("Pow", 7, _rule()),
-    _op("Mod", 10, _rule(), _quotient_local),
-    _op("PRelu", 7, _rule(), zero=True),
-    _op("Sum", 6, _sum_rule, zero=True),
-    OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body),
-    OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True),
-    OpDef(
-        "", "Mean", 6, _sum_rule, _mean_local, gradient=BY_BODY, keeps_zero=True, body=_mean_body
+    _op("Neg", 6, _rule("sum 0"), zero=True, precision=FOLLOWS),
+    _op("Add", 7, _sum_rule, zero=True, broadcasts=True, roles=_ROWS, precision=FOLLOWS),
+    _op(
+        "Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), zero=True, broadcasts=True, precision=FOLLOWS
     ),
-    _op("Max", 6, _extremum_rule, zero=True),
-    _op("Min", 6, _extremum_rule, zero=True),
-    _op("Clip", 6, _rule(_MONOTONE)),
+    _op(
+        "Mul",
+        7,
+        _rule("sum 0, sum 1, prod 0+1"),
+        zero=True,
+        broadcasts=True,
+        roles=_ROWS,
+        precision=FOLLOWS,
+    ),
+    _op("Div", 7, _div_rule, _quotient_local, broadcasts=True, precision=FOLLOWS),
+    _op("Pow", 7, _rule(), broadcasts=True),
+    _op("Mod", 10, _rule(), _quotient_local, broadcasts=True),
+    _op("PRelu", 7, _rule(), zero=True, roles=Roles(vectors=(1,)), precision=FOLLOWS),
+    _op("Sum", 6, _sum_rule, zero=True, broadcasts=True),
+    OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body, memory=IN_PLACE),
+    OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True, precision=FOLLOWS),
+    OpDef(
+        "",
+        "Mean",
+        6,
+        _sum_rule,
+        _mean_local,
+        gradient=BY_BODY,
+        keeps_zero=True,
+        body=_mean_body,
+        broadcasts=True,
+    ),
+    _op("Max", 6, _extremum_rule, zero=True, broadcasts=True, precision=FOLLOWS),
+    _op("Min", 6, _extremum_rule, zero=True, broadcasts=True, precision=FOLLOWS),
+    _op("Clip", 6, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS),
 )

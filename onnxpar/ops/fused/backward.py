@@ -35,6 +35,7 @@ from onnxpar.ops.onnxpar_functions import (
     VERSION,
 )
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.slots import IN_PLACE
 
 _ITSELF = Missing("it is a gradient itself")
 
@@ -149,6 +150,7 @@ DEFS = (
             elementwise_rule,
             gradient=_ITSELF,
             keeps_zero=True,
+            memory=IN_PLACE,
         )
         for function in (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD)
     ),
@@ -159,6 +161,7 @@ DEFS = (
         softmax_grad_rule,
         copy_or(softmax_grad_local),
         gradient=_ITSELF,
+        memory=IN_PLACE,
     ),
     OpDef(
         DOMAIN,
@@ -167,6 +170,7 @@ DEFS = (
         softmax_grad_rule,
         copy_or(log_softmax_grad_local),
         gradient=_ITSELF,
+        memory=IN_PLACE,
     ),
     OpDef(
         DOMAIN,
@@ -175,5 +179,6 @@ DEFS = (
         layer_norm_grad_rule,
         copy_or(layer_norm_grad_local),
         gradient=_ITSELF,
+        memory=IN_PLACE,
     ),
 )

@@ -16,6 +16,7 @@ from onnxpar.ops.onnxpar_functions import (
     Function,
 )
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
+from onnxpar.ops.slots import IN_PLACE, Kernel
 
 
 def _update_rule(function: Function, tensors: int) -> Callable[[NodeView], OpRule]:
@@ -34,7 +35,7 @@ def square_sum_rule(view: NodeView) -> OpRule:
     return parse_rule(f"{dims} -> ; sum: {dims}" if dims else " -> ")
 
 
-def _op(function: Function, tensors: int, *, zero: bool = False) -> OpDef:
+def _op(function: Function, tensors: int, memory: Kernel, *, zero: bool = False) -> OpDef:
     return OpDef(
         DOMAIN,
         function.name,
@@ -42,15 +43,18 @@ def _op(function: Function, tensors: int, *, zero: bool = False) -> OpDef:
         _update_rule(function, tensors),
         gradient=NOT_DIFFERENTIABLE,
         keeps_zero=zero,
+        memory=memory,
     )
 
 
+_ADAM = Kernel(over=((0, 0), (2, 1), (3, 2)))
+
 DEFS = (
-    _op(SGD_STEP, 2, zero=True),
-    _op(MOMENTUM_STEP, 3, zero=True),
+    _op(SGD_STEP, 2, IN_PLACE, zero=True),
+    _op(MOMENTUM_STEP, 3, Kernel(over=((0, 0), (2, 1))), zero=True),
     # Zero over zero where eps is zero.
-    _op(ADAM_STEP, 4),
-    _op(ADAMW_STEP, 4),
+    _op(ADAM_STEP, 4, _ADAM),
+    _op(ADAMW_STEP, 4, _ADAM),
     OpDef(
         DOMAIN,
         SQUARE_SUM.name,

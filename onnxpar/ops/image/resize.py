@@ -26,7 +26,6 @@ from onnxpar.ops.image.resize_gradient import resize_gradient
 from onnxpar.ops.local_helpers import BOOL, cast, global_index, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
-from onnxpar.ops.slots import HostMemory
 
 _MATRIX_LIMIT = 1 << 22
 """Elements of a matrix of weights that is written into a graph."""
@@ -334,7 +333,7 @@ DEFS: tuple[OpDef, ...] = (
         resize_rule,
         resize_local,
         gradient=_gradient,
-        host=HostMemory(reads=(1, 2, 3)),
+        host_operands=(1, 2, 3),
     ),
     OpDef(
         "",
@@ -343,6 +342,6 @@ DEFS: tuple[OpDef, ...] = (
         resize_rule,
         resize_local,
         gradient=_gradient,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
     ),
 )

@@ -19,7 +19,6 @@ from onnxpar.ops.local_helpers import cast, locate, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, Missing, OpDef, expanded
 from onnxpar.ops.quantized.helpers import can_mask
-from onnxpar.ops.slots import HostMemory
 
 _IMAGE, _REGION = "N", "R"
 
@@ -111,6 +110,6 @@ DEFS: tuple[OpDef, ...] = (
         10,
         suppression_rule,
         gradient=NOT_DIFFERENTIABLE,
-        host=HostMemory(reads=(2, 3, 4)),
+        host_operands=(2, 3, 4),
     ),
 )

@@ -31,7 +31,6 @@ from onnxpar.ops.local_helpers import (
 )
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
-from onnxpar.ops.slots import HostMemory
 from onnxpar.ops.view.reshape import further
 
 # Types in which onnxruntime does not compare, and those in which it does so in their place.
@@ -259,7 +258,7 @@ DEFS = (
         top_k_rule,
         copy_or(top_k_local),
         gradient=top_k_gradient,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
     ),
     OpDef(
         "",

@@ -22,6 +22,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.onnxpar_functions import GATHER_GRAD, MIN_OPSET
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.slots import FOLLOWS, Roles
 
 _INDEXED = "V"
 _LIKE = 2
@@ -157,6 +158,8 @@ DEFS = (
         gradient=gather_gradient,
         cost=selects,
         indices=gather_indices,
+        roles=Roles(weights=(0,), indexed_by=1),
+        precision=FOLLOWS,
     ),
     OpDef(
         DOMAIN,

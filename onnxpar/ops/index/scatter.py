@@ -39,7 +39,7 @@ from onnxpar.ops.local_helpers import (
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.slots import HostMemory
+from onnxpar.ops.slots import IN_PLACE
 
 _INDEXED = "V"
 _NO_SUMS = (BOOL, ir.DataType.STRING)
@@ -453,7 +453,7 @@ DEFS = (
         one_hot_rule,
         copy_or(one_hot_local),
         gradient=one_hot_gradient,
-        host=HostMemory(reads=(1, 2)),
+        host_operands=(1, 2),
     ),
     OpDef(
         "",
@@ -481,6 +481,7 @@ DEFS = (
         gradient=scattered_gradient,
         cost=moves,
         keeps_zero=True,
+        memory=IN_PLACE,
     ),
     OpDef(
         "",

@@ -26,6 +26,7 @@ from onnxpar.ops.norm.split_statistics import (
     split_atoms,
 )
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.slots import Roles
 
 
 def _axes(rank: int) -> tuple[int, ...]:
@@ -165,6 +166,7 @@ DEFS = (
         batch_norm_rule,
         batch_norm_local,
         gradient=batch_norm_gradient,
+        roles=Roles(vectors=(1, 2), statistics=(3, 4)),
     ),
     OpDef(
         DOMAIN,

@@ -35,6 +35,7 @@ from onnxpar.ops.norm.split_statistics import (
     split_atoms,
 )
 from onnxpar.ops.operator import BY_BODY, OpDef
+from onnxpar.ops.slots import Roles
 
 _MVN_EPSILON = 1e-9
 """Added to the deviation, by ONNX's function body."""
@@ -238,6 +239,7 @@ DEFS: tuple[OpDef, ...] = (
         instance_norm_rule,
         copy_or(instance_norm_local),
         gradient=instance_norm_gradient,
+        roles=Roles(vectors=(1, 2)),
     ),
     OpDef(
         "",
@@ -246,6 +248,7 @@ DEFS: tuple[OpDef, ...] = (
         group_norm_rule,
         group_norm_local,
         gradient=group_norm_gradient,
+        roles=Roles(vectors=(1, 2)),
     ),
     OpDef(
         "",

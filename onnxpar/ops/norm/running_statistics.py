@@ -18,7 +18,6 @@ from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
 from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.local_helpers import work_dtype
-from onnxpar.ops.operand_roles import is_statistic
 
 _PLACES = (3, 4)
 
@@ -155,7 +154,7 @@ def _infer(node: ir.Node) -> None:
 
 
 def _has_statistics(node: ir.Node) -> bool:
-    return all(is_statistic(node, index) for index in _PLACES)
+    return node.domain in ("", "ai.onnx") and node.op_type == "BatchNormalization"
 
 
 def _learns(node: ir.Node, graph: ir.Graph) -> bool:

@@ -24,6 +24,7 @@ from onnxpar.ops.norm.split_statistics import (
     split_atoms,
 )
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import NO_ROLES, Kernel, KernelCall, Roles
 
 
 def softmax_axes(view: NodeView) -> tuple[int, ...]:
@@ -157,6 +158,17 @@ def _normalised_local(
     return local
 
 
+def _turned(call: KernelCall) -> int:
+    """Along another dim than the last it works on a transposed copy, and writes another."""
+    shape = call.inputs[0]
+    axis = call.attributes.get("axis", -1)
+    last = shape is None or axis in (-1, len(shape) - 1)
+    return 0 if last else 2 * call.bytes(shape)
+
+
+_SOFTMAX_MEMORY = Kernel(over=((0, 0),), work=_turned)
+
+
 DEFS = (
     OpDef(
         "",
@@ -165,6 +177,7 @@ DEFS = (
         softmax_rule,
         copy_or(_softmax(log=False)),
         gradient=softmax_gradient(softmax_axes),
+        memory=_SOFTMAX_MEMORY,
     ),
     OpDef(
         "",
@@ -173,6 +186,7 @@ DEFS = (
         softmax_rule,
         copy_or(_softmax(log=True)),
         gradient=log_softmax_gradient(softmax_axes),
+        memory=_SOFTMAX_MEMORY,
     ),
     OpDef(
         "",
@@ -181,6 +195,7 @@ DEFS = (
         layer_norm_rule,
         copy_or(_normalised_local(centre=True, statistics=("mean", "inverse"))),
         gradient=layer_norm_gradient(_norm_axes),
+        roles=Roles(vectors=(1, 2)),
     ),
     *(
         OpDef(
@@ -190,8 +205,12 @@ DEFS = (
             layer_norm_rule,
             copy_or(_normalised_local(centre=False, statistics=("inverse",))),
             gradient=rms_norm_gradient(_norm_axes),
+            roles=roles,
         )
         # The second is onnxruntime's name for it, in ONNX's own domain.
-        for name, since in (("RMSNormalization", 23), ("SimplifiedLayerNormalization", 1))
+        for name, since, roles in (
+            ("RMSNormalization", 23, Roles(vectors=(1,))),
+            ("SimplifiedLayerNormalization", 1, NO_ROLES),
+        )
     ),
 )

@@ -162,6 +162,7 @@ DEFS: tuple[OpDef, ...] = (
         integer_local,
         gradient=INTEGERS,
         cost=convolves(None, 1),
+        windowed=True,
     ),
     *(
         OpDef(
@@ -172,6 +173,7 @@ DEFS: tuple[OpDef, ...] = (
             qlinear_local,
             gradient=FOR_INFERENCE,
             cost=convolves(None, 3),
+            windowed=not domain,
         )
         for domain, since in (("", 10), ("com.microsoft", 1))
     ),

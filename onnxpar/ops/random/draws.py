@@ -26,7 +26,7 @@ from onnxpar.ops.local_helpers import BOOL, FLOAT, cast, reduce, work_dtype, zer
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, LocalFn, OpDef, RuleFn, for_ranks
 from onnxpar.ops.random.dropout_gradient import dropout_gradient, drops
-from onnxpar.ops.slots import HostMemory, always
+from onnxpar.ops.slots import Precision, always
 
 _RATIO, _TRAINING = 1, 2
 DOUBLE = ir.DataType.DOUBLE
@@ -232,7 +232,8 @@ DEFS = (
         dropout_gradient,
         keeps_zero=True,
         draws=drops,
-        host=HostMemory(reads=(_RATIO, _TRAINING)),
+        host_operands=(_RATIO, _TRAINING),
+        precision=Precision(follows=True, written_out=True),
     ),
     _drawing("RandomNormal", 1, noise_rule, _NORMAL),
     _drawing("RandomNormalLike", 1, noise_rule, _NORMAL),
@@ -241,5 +242,5 @@ DEFS = (
     _drawing("Bernoulli", 15, bernoulli_rule, bernoulli_local),
     _drawing("Multinomial", 7, multinomial_rule, multinomial_local),
     # The key, and the boxes of the numbers.
-    for_ranks("Philox", host=HostMemory(reads=(0, 1, 2, 3))),
+    for_ranks("Philox", host_operands=(0, 1, 2, 3)),
 )

@@ -20,6 +20,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import recurs
 from onnxpar.ops.operator import BY_BODY, OpDef
 from onnxpar.ops.recurrent.body import BODIES, activation_lists
+from onnxpar.ops.slots import Roles
 
 X, W, R, B, LENGTHS, H0, C0, P = range(8)
 _OPERANDS = {W: "d g i", R: "d g h", B: "d e", LENGTHS: "b", P: "d p"}
@@ -115,6 +116,7 @@ DEFS = tuple(
         gradient=BY_BODY,
         cost=recurs,
         body=body,
+        roles=Roles(weights=(1, 2), vectors=(3, 7) if op_type == "LSTM" else (3,)),
     )
     for op_type, body in BODIES.items()
 )

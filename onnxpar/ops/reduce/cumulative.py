@@ -20,7 +20,6 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient
 from onnxpar.ops.reduce.reduce_gradient import cumsum_gradient
-from onnxpar.ops.slots import HostMemory
 
 
 def _axis(view: NodeView) -> int:
@@ -134,7 +133,7 @@ DEFS = (
         cumsum_rule,
         copy_or(cumsum_local),
         gradient=cumsum_gradient,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
     ),
     OpDef("", "CumProd", 26, cumprod_rule, copy_or(cumprod_local), gradient=cumprod_gradient),
 )

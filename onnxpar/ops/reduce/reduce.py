@@ -23,7 +23,6 @@ from onnxpar.ops.local_helpers import (
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.operator import LocalFn, OpDef
 from onnxpar.ops.reduce.reduce_gradient import REDUCTIONS
-from onnxpar.ops.slots import HostMemory
 from onnxpar.ops.view.reshape import further
 
 # With noop_with_empty_axes the others still square their elements or take absolute values.
@@ -139,8 +138,8 @@ def _op(
     name: str, kind: str, linear: str = "", local: LocalFn = copy_node, *, zero: bool = False
 ) -> OpDef:
     rule = _rule(kind, linear)
-    gradient, host = REDUCTIONS[name], HostMemory(reads=(1,))
-    return OpDef("", name, 1, rule, local, gradient=gradient, keeps_zero=zero, host=host)
+    gradient, axes = REDUCTIONS[name], (1,)
+    return OpDef("", name, 1, rule, local, gradient, keeps_zero=zero, host_operands=axes)
 
 
 DEFS = (

@@ -21,7 +21,7 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import cast, global_index, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
-from onnxpar.ops.slots import HostMemory
+from onnxpar.ops.slots import IN_PLACE
 
 
 def _shown(view: NodeView) -> tuple[Dim, ...]:
@@ -162,7 +162,7 @@ DEFS = (
         shape_rule,
         shape_local,
         gradient=NOT_DIFFERENTIABLE,
-        host=HostMemory(writes=True),
+        reads_shape_only=True,
     ),
     OpDef(
         "",
@@ -171,7 +171,7 @@ DEFS = (
         size_rule,
         size_local,
         gradient=NOT_DIFFERENTIABLE,
-        host=HostMemory(writes=True),
+        reads_shape_only=True,
     ),
     OpDef(
         "",
@@ -180,7 +180,7 @@ DEFS = (
         filled_rule,
         filled_local,
         gradient=NOT_DIFFERENTIABLE,
-        host=HostMemory(reads=(0,)),
+        host_operands=(0,),
     ),
     OpDef(
         "",
@@ -189,7 +189,7 @@ DEFS = (
         range_rule,
         range_local,
         gradient=NOT_DIFFERENTIABLE,
-        host=HostMemory(reads=(0, 1, 2)),
+        host_operands=(0, 1, 2),
     ),
     OpDef("", "Constant", 1, constant_rule, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "EyeLike", 9, eye_rule, eye_local, gradient=NOT_DIFFERENTIABLE),
@@ -201,6 +201,7 @@ DEFS = (
         trilu_local,
         trilu_gradient,
         keeps_zero=True,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
+        memory=IN_PLACE,
     ),
 )

@@ -14,7 +14,7 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
-from onnxpar.ops.slots import HostMemory
+from onnxpar.ops.slots import FOLLOWS
 from onnxpar.ops.view.pad_gradient import pad_gradient, tile_gradient
 from onnxpar.ops.view.reshape import further
 
@@ -130,7 +130,9 @@ def tiled_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 DEFS = (
-    OpDef("", "Pad", 2, pad_rule, gradient=padded_gradient, host=HostMemory(reads=(1, 2, 3))),
+    OpDef(
+        "", "Pad", 2, pad_rule, gradient=padded_gradient, host_operands=(1, 2, 3), precision=FOLLOWS
+    ),
     OpDef(
         "",
         "Tile",
@@ -139,6 +141,7 @@ DEFS = (
         tile_local,
         gradient=tiled_gradient,
         keeps_zero=True,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
+        precision=FOLLOWS,
     ),
 )

@@ -11,6 +11,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import FOLLOWS
 from onnxpar.ops.view.rearrange_gradient import (
     depth_to_space_gradient,
     reverse_sequence_gradient,
@@ -82,6 +83,7 @@ DEFS = (
         depth_to_space_rule,
         gradient=depth_to_space_gradient,
         keeps_zero=True,
+        precision=FOLLOWS,
     ),
     OpDef(
         "",
@@ -90,6 +92,7 @@ DEFS = (
         space_to_depth_rule,
         gradient=space_to_depth_gradient,
         keeps_zero=True,
+        precision=FOLLOWS,
     ),
     OpDef(
         "",

@@ -22,7 +22,7 @@ from onnxpar.ops.local_helpers import normal_axes
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
 from onnxpar.ops.operator import OpDef
-from onnxpar.ops.slots import HostMemory
+from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW
 from onnxpar.ops.view.reshape_gradient import (
     identity_gradient,
     reshape_gradient,
@@ -291,7 +291,10 @@ DEFS = (
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
+        roles=REARRANGES,
+        memory=VIEW,
+        precision=FOLLOWS,
     ),
     OpDef(
         "",
@@ -301,8 +304,20 @@ DEFS = (
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
+        roles=REARRANGES,
+        memory=VIEW,
+        precision=FOLLOWS,
     ),
-    OpDef("", "Transpose", 1, transpose_rule, gradient=transpose_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Transpose",
+        1,
+        transpose_rule,
+        gradient=transpose_gradient,
+        keeps_zero=True,
+        roles=REARRANGES,
+        precision=FOLLOWS,
+    ),
     OpDef(
         "",
         "Unsqueeze",
@@ -311,7 +326,10 @@ DEFS = (
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
+        roles=REARRANGES,
+        memory=VIEW,
+        precision=FOLLOWS,
     ),
     OpDef(
         "",
@@ -322,7 +340,10 @@ DEFS = (
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
+        roles=REARRANGES,
+        memory=VIEW,
+        precision=FOLLOWS,
     ),
     OpDef(
         "",
@@ -332,5 +353,8 @@ DEFS = (
         gradient=identity_gradient,
         cost=view_only,
         keeps_zero=True,
+        roles=REARRANGES,
+        memory=VIEW,
+        precision=FOLLOWS,
     ),
 )

@@ -22,7 +22,7 @@ from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import OpDef
-from onnxpar.ops.slots import HostMemory
+from onnxpar.ops.slots import FOLLOWS, Kernel, KernelCall
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
 from onnxpar.ops.view.slice_gradient import (
@@ -236,6 +236,15 @@ def where_rule(view: NodeView) -> OpRule:
     return broadcast_rule(view, linear)
 
 
+def _spread(call: KernelCall) -> int:
+    """Both choices are spread out over the condition before they are joined."""
+    condition, *choices = call.inputs[:3]
+    if condition is None or any(c is None for c in choices):
+        return 0
+    spread = [np.broadcast_shapes(condition, c) for c in choices if c is not None]
+    return sum(map(call.bytes, spread))
+
+
 DEFS = (
     OpDef(
         "",
@@ -245,9 +254,12 @@ DEFS = (
         split_local,
         gradient=split_gradient,
         keeps_zero=True,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
+        precision=FOLLOWS,
     ),
-    OpDef("", "Concat", 4, concat_rule, gradient=concat_gradient, keeps_zero=True),
+    OpDef(
+        "", "Concat", 4, concat_rule, gradient=concat_gradient, keeps_zero=True, precision=FOLLOWS
+    ),
     OpDef(
         "",
         "Slice",
@@ -257,7 +269,8 @@ DEFS = (
         gradient=sliced_gradient,
         cost=selects,
         keeps_zero=True,
-        host=HostMemory(reads=(1, 2, 3, 4)),
+        host_operands=(1, 2, 3, 4),
+        precision=FOLLOWS,
     ),
     OpDef(
         "",
@@ -267,7 +280,18 @@ DEFS = (
         expand_local,
         gradient=expand_gradient,
         keeps_zero=True,
-        host=HostMemory(reads=(1,)),
+        host_operands=(1,),
+        precision=FOLLOWS,
     ),
-    OpDef("", "Where", 9, where_rule, gradient=where_gradient, keeps_zero=True),
+    OpDef(
+        "",
+        "Where",
+        9,
+        where_rule,
+        gradient=where_gradient,
+        keeps_zero=True,
+        memory=Kernel(work=_spread),
+        precision=FOLLOWS,
+        broadcasts=True,
+    ),
 )

@@ -5,6 +5,7 @@ sum, and spatial dims exchange halos (`onnxpar.ops.window.halo`).
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import onnx_ir as ir
 
@@ -15,6 +16,7 @@ from onnxpar.ops.contraction.matmul import on_first
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import HALF, Kernel, KernelCall, Roles
 from onnxpar.ops.window.channels import BATCH, FEW, Channels, channels
 from onnxpar.ops.window.conv_gradient import conv_gradient, conv_transpose_gradient
 from onnxpar.ops.window.geometry import conv_dims, windowed, words
@@ -100,8 +102,35 @@ def conv_transpose_local(node: LocalNode) -> Sequence[ir.Value]:
     return (spread(node, dims, node.input(1), group, bias_once(node, "M")),)
 
 
+def _columns(call: KernelCall) -> int:
+    """A transposed convolution multiplies the filters with one image after another."""
+    image, filters = call.inputs[0], call.inputs[1]
+    if image is None or filters is None:
+        return 0
+    return prod(filters[1:]) * prod(image[2:]) * call.itemsize
+
+
+def _conv_bias(node: ir.Node, weight: Sequence[int]) -> int:
+    return weight[0]
+
+
+def _transposed_bias(node: ir.Node, weight: Sequence[int]) -> int:
+    return weight[1] * node.attributes.get_int("group", 1)
+
+
 DEFS = (
-    OpDef("", "Conv", 1, conv_rule, conv_local, gradient=conv_gradient, cost=convolves(None, 1)),
+    OpDef(
+        "",
+        "Conv",
+        1,
+        conv_rule,
+        conv_local,
+        gradient=conv_gradient,
+        cost=convolves(None, 1),
+        roles=Roles(weights=(1,), vectors=(2,), product=True, bias_size=_conv_bias),
+        windowed=True,
+        precision=HALF,
+    ),
     OpDef(
         "",
         "ConvTranspose",
@@ -110,5 +139,9 @@ DEFS = (
         conv_transpose_local,
         gradient=conv_transpose_gradient,
         cost=convolves(0, 1),
+        roles=Roles(weights=(1,), vectors=(2,), product=True, bias_size=_transposed_bias),
+        memory=Kernel(work=_columns),
+        windowed=True,
+        precision=HALF,
     ),
 )

@@ -8,6 +8,7 @@ fast they are, is in docs/design/0008-convolutions.md.
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -21,6 +22,7 @@ from onnxpar.ops.local_helpers import reduce
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.slots import Kernel, KernelCall
 from onnxpar.ops.window.channels import BATCH, Channels, channels
 from onnxpar.ops.window.conv_gradient import INPUT_GRAD, WEIGHT_GRAD
 from onnxpar.ops.window.geometry import Spatial, constant, kernel_of, spatial_dims, windowed, words
@@ -213,6 +215,34 @@ def _summed(
     return y if rows[0] == 1 else reduce(node, "ReduceSum", y, [0], made)
 
 
+def _unrolled(call: KernelCall) -> int:
+    """A filter's gradient: a padded image, and slices of it that meet the cotangent.
+
+    With few channels all slices lie beside each other before their product, with many there is one
+    at a time; a product is summed over the batch afterwards.
+    """
+    image, cotangent, filters = call.inputs[0], call.inputs[1], call.outputs[0]
+    if image is None or cotangent is None or filters is None:
+        return 0
+    few, taps, batch = filters[1], prod(filters[2:]), image[0]
+    rank = len(filters) - 2
+    pads = call.attributes.get("pads") or [0] * 2 * rank
+    strides = call.attributes.get("strides") or [1] * rank
+    padded = [n + pads[d] + pads[d + rank] for d, n in enumerate(image[2:])]
+    sliced = taps > 1 or any(s > 1 for s in strides)
+    tap = prod(image[:2]) * prod(cotangent[2:]) if sliced else 0
+    window = prod(image[:2]) * prod(padded) if any(pads) else 0
+    whole = prod(filters)
+    if few < FEW_CHANNELS and taps > 1:
+        each = whole * (batch + 1 if batch > 1 else 1)
+        most = max(window + taps * tap, 2 * taps * tap, taps * tap + each)
+    else:
+        each = whole // taps * (batch + 1 if batch > 1 else 1)
+        most = max(window + tap + whole - whole // taps + each, 2 * whole)
+    # The result is there at the end only.
+    return max(most - whole, 0) * call.itemsize
+
+
 DEFS = (
     OpDef(
         DOMAIN,
@@ -231,5 +261,6 @@ DEFS = (
         weight_grad_local,
         gradient=_ITSELF,
         cost=convolves(1, None),
+        memory=Kernel(work=_unrolled, form=True),
     ),
 )

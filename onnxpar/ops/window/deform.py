@@ -13,6 +13,7 @@ from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import BY_BODY, OpDef
+from onnxpar.ops.slots import Roles
 from onnxpar.ops.window.channels import BATCH, FEW, GROUP, MANY, channels
 from onnxpar.ops.window.deform_body import deform_conv_body
 from onnxpar.ops.window.deform_gradient import col2im_gradient
@@ -114,6 +115,7 @@ DEFS = (
         gradient=BY_BODY,
         cost=convolves(None, 1),
         body=deform_conv_body,
+        roles=Roles(weights=(1,), vectors=(3,)),
     ),
     OpDef("", "Col2Im", 18, col2im_rule, gradient=col2im_gradient),
 )

@@ -11,6 +11,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import cast, count_of, reduce, work_dtype, written_out
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import FOLLOWS
 from onnxpar.ops.window.pool_gradient import (
     global_average_gradient,
     global_lp_gradient,
@@ -86,8 +87,9 @@ DEFS = (
         global_average_rule,
         global_average_local,
         gradient=global_average_gradient,
+        precision=FOLLOWS,
     ),
-    OpDef("", "GlobalMaxPool", 1, global_max_rule, gradient=global_max_gradient),
+    OpDef("", "GlobalMaxPool", 1, global_max_rule, gradient=global_max_gradient, precision=FOLLOWS),
     OpDef(
         "",
         "GlobalLpPool",

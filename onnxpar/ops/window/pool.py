@@ -16,6 +16,7 @@ from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.local_helpers import global_index, iota
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.slots import FOLLOWS
 from onnxpar.ops.window.geometry import Spatial, pool_dims, split_dims, windowed, words
 from onnxpar.ops.window.halo import DimSplit, begin
 from onnxpar.ops.window.pool_counts import corrected
@@ -171,8 +172,26 @@ def max_unpool_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 DEFS = (
-    OpDef("", "MaxPool", 1, max_pool_rule, max_pool_local, gradient=max_pool_gradient),
-    OpDef("", "AveragePool", 1, sum_pool_rule, average_pool_local, gradient=average_pool_gradient),
-    OpDef("", "LpPool", 1, sum_pool_rule, lp_pool_local, gradient=lp_pool_gradient),
+    OpDef(
+        "",
+        "MaxPool",
+        1,
+        max_pool_rule,
+        max_pool_local,
+        gradient=max_pool_gradient,
+        windowed=True,
+        precision=FOLLOWS,
+    ),
+    OpDef(
+        "",
+        "AveragePool",
+        1,
+        sum_pool_rule,
+        average_pool_local,
+        gradient=average_pool_gradient,
+        windowed=True,
+        precision=FOLLOWS,
+    ),
+    OpDef("", "LpPool", 1, sum_pool_rule, lp_pool_local, gradient=lp_pool_gradient, windowed=True),
     OpDef("", "MaxUnpool", 9, max_unpool_rule, max_unpool_local, gradient=max_unpool_gradient),
 )

@@ -12,6 +12,7 @@ import pytest
 from onnxpar.api.shard_model import analyse
 from onnxpar.frontend.load import normalise
 from onnxpar.ops.sizes.constant_folding import FOLD_BYTES, FOLDABLE
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.parameters.trainable import select
 
@@ -223,5 +224,5 @@ def test_folded_constants_are_not_told_as_parameters() -> None:
     )
     found: Any = read_parameters(ir.from_proto(model_of(text)))
     assert "p" in found.model.graph.initializers
-    selection = select(found.model)
+    selection = select(found.model, REGISTRY)
     assert [tensor.name for tensor in selection.tensors] == ["w"]

@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.merged_tensors import untie
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.parameters.trainable import select
@@ -73,7 +74,7 @@ def test_each_scale_and_bias_gets_its_own() -> None:
     assert [n.split("'")[1] for n in notices] == ["ones", "zeros"]
     assert "(all elements 1)" in notices[0]
     assert "'zeros' at 'ln1', 'zeros.1' at 'fc1', 'zeros.2' at 'bias2'" in notices[1]
-    selection = select(read_parameters(model).model)
+    selection = select(read_parameters(model).model, REGISTRY)
     # Copies count as tensors of the file, and nothing is shared but the weight, which is no bias.
     assert {p.name for p in selection.trained} == set(model.graph.initializers)
     assert [t.name for t in selection.shared({})] == ["w"]
@@ -148,7 +149,7 @@ def test_an_identity_in_the_place_of_a_tensor_gives_its_name_back() -> None:
     # What is told to be an output stays; a tensor of different elements is tied on purpose.
     assert set(model.graph.initializers) == {"ln1.bias", "ln1.bias.1", "ln2.bias", "w"}
     assert "'ln2.bias' at 'b'" in notice
-    trained = {p.name for p in select(read_parameters(model).model).trained}
+    trained = {p.name for p in select(read_parameters(model).model, REGISTRY).trained}
     assert trained == {"ln1.bias", "ln1.bias.1", "ln2.bias", "w"}
 
 

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import ModelError
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.origin import Role, origin_of
 from onnxpar.parameters.recognise import read_parameters, recognise
 from onnxpar.parameters.trainable import Selection, select
@@ -63,7 +64,7 @@ def check(module: Any, *, optimize: bool = True) -> tuple[Selection, tuple[str, 
         want = module(torch.tensor(fed)).detach().numpy()
         got = run(found.model, fed)
         np.testing.assert_allclose(got, want, rtol=0, atol=ATOL * max(1.0, np.abs(want).max()))
-    return select(found.model), found.notices, found.model
+    return select(found.model, REGISTRY), found.notices, found.model
 
 
 def elements(module: Any) -> tuple[int, int]:
@@ -256,7 +257,7 @@ def test_what_was_computed_otherwise_is_in_doubt(function: Any, told: str) -> No
     selection, _, model = check(Net(lambda n, x: x * function(n.gate), gate=P(8)))
     (reason,) = selection.doubtful.values()
     assert reason.startswith(f"computed from gate by {told}")
-    assert not select(read_parameters(model).model, freeze=["gate"]).doubtful
+    assert not select(read_parameters(model).model, REGISTRY, freeze=["gate"]).doubtful
     with pytest.raises(ModelError, match=f"computed from gate by {told}"):
         selection.ask(selection.doubtful)
 
@@ -290,7 +291,7 @@ def test_what_training_as_it_stands_would_not_follow_is_in_doubt(module: Any) ->
     count = len(dict(module.named_parameters()))
     if count > 1:
         with pytest.raises(ModelError, match=f"--freeze '{first}'"):
-            select(model, freeze=[first])
+            select(model, REGISTRY, freeze=[first])
 
 
 def test_a_number_that_equals_another_by_chance_is_in_doubt() -> None:
@@ -314,11 +315,13 @@ def test_rows_that_are_read_twice_are_in_doubt() -> None:
 def test_a_weight_with_a_batch_norm_in_it_is_in_doubt() -> None:
     module = nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Flatten())
     found = read_parameters(exported(module, torch.randn(3, 8, 1)))
-    selection = select(found.model)
+    selection = select(found.model, REGISTRY)
     assert set(selection.doubtful) == {"0.weight", "0.bias"}
     assert all("batch norm" in reason for reason in selection.doubtful.values())
     # A file that keeps it trains what the module does.
-    kept = select(read_parameters(exported(module, torch.randn(3, 8, 1), optimize=False)).model)
+    kept = select(
+        read_parameters(exported(module, torch.randn(3, 8, 1), optimize=False)).model, REGISTRY
+    )
     assert not kept.doubtful and kept.counts({}).trained == elements(module)[0]
 
 

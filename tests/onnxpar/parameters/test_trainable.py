@@ -9,6 +9,7 @@ import pytest
 
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import load
+from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.parameters.trainable import Counts, Selection, select
 from tests.onnxpar.parameters.declared import read
@@ -33,7 +34,7 @@ MODEL = """g (float[n, 4] x, int64[n] ids) => (float[n, 4] y)
 
 
 def chosen(model: ir.Model, *args: Any, **options: Any) -> Selection:
-    return select(read_parameters(model).model, *args, **options)
+    return select(read_parameters(model).model, REGISTRY, *args, **options)
 
 
 def sample() -> ir.Model:

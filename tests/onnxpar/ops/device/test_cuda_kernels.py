@@ -6,6 +6,7 @@ import pytest
 
 from onnxpar.ops.device.cuda_kernels import has_kernel_in, type_name, why_no_kernel, why_on_host
 from onnxpar.ops.precision import half_operands
+from onnxpar.ops.table import REGISTRY
 from onnxpar.ops.window.transposed import _even
 
 FLOAT16, BFLOAT16 = ir.DataType.FLOAT16, ir.DataType.BFLOAT16
@@ -101,7 +102,7 @@ def test_16_bits_where_the_device_has_a_kernel(
 ) -> None:
     assert has_kernel_in(op_type, opset, dtype) is expected
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
-    assert (half_operands(ir.node(op_type, [x, x]), opset, dtype) is not None) is expected
+    assert (half_operands(ir.node(op_type, [x, x]), opset, dtype, REGISTRY) is not None) is expected
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_16_bits_where_there_is_another_form(
 ) -> None:
     assert not has_kernel_in(op_type, opset, dtype)
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
-    assert (half_operands(ir.node(op_type, [x]), opset, dtype) is not None) is expected
+    assert (half_operands(ir.node(op_type, [x]), opset, dtype, REGISTRY) is not None) is expected
 
 
 def test_uneven_cuts_become_even_padding() -> None:
