@@ -39,7 +39,7 @@ def test_running_statistics_get_their_own() -> None:
         ones=[1.0] * 2,
         zeros=[0.0] * 2,
     )
-    notices = untie(model)
+    notices = untie(model, REGISTRY)
     assert [n.split("'")[1] for n in notices] == ["ones", "zeros"]
     first, second = inputs_of(model).values()
     names = [n for n in (*first, *second) if n not in ("x", "h")]
@@ -56,13 +56,13 @@ def test_a_statistic_of_one_channel_gets_its_own() -> None:
           [bn2] y = BatchNormalization(h, s, b, mean, var)
         }"""
     )
-    untie(model)
+    untie(model, REGISTRY)
     assert inputs_of(model)["bn2"] == ["h", "s", "b", "mean.1", "var.1"]
 
 
 def test_each_scale_and_bias_gets_its_own() -> None:
     model = read(MERGED, **CONSTANTS)
-    notices = untie(model)
+    notices = untie(model, REGISTRY)
     assert inputs_of(model) == {
         "ln1": ["x", "ones", "zeros"],
         "fc1": ["a", "w", "zeros.1"],
@@ -78,7 +78,7 @@ def test_each_scale_and_bias_gets_its_own() -> None:
     # Copies count as tensors of the file, and nothing is shared but the weight, which is no bias.
     assert {p.name for p in selection.trained} == set(model.graph.initializers)
     assert [t.name for t in selection.shared({})] == ["w"]
-    assert untie(model) == ()
+    assert untie(model, REGISTRY) == ()
 
 
 def test_an_untied_model_computes_the_same() -> None:
@@ -89,7 +89,7 @@ def test_an_untied_model_computes_the_same() -> None:
         data = ir.serde.serialize_model(model).SerializeToString()
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
         results.append(session.run(None, x)[0])
-        untie(model)
+        untie(model, REGISTRY)
     assert "ones.1" in model.graph.initializers
     assert (results[0] == results[1]).all()
 
@@ -107,7 +107,7 @@ def test_what_was_not_merged_stays() -> None:
         w=np.zeros((4, 4)),
     )
     before = inputs_of(model)
-    assert untie(model) == ()
+    assert untie(model, REGISTRY) == ()
     assert inputs_of(model) == before
 
 
@@ -117,7 +117,7 @@ def test_a_state_that_equals_a_bias_keeps_its_tensor() -> None:
         { [state] a = Max(x, zeros)  [fc] b = MatMul(a, w)  [bias] y = Add(b, zeros) }""",
         zeros=[0.0] * 4,
     )
-    (notice,) = untie(model)
+    (notice,) = untie(model, REGISTRY)
     assert inputs_of(model)["state"] == ["x", "zeros"]
     assert inputs_of(model)["bias"] == ["b", "zeros.1"]
     assert "'zeros.1' at 'bias'" in notice
@@ -139,7 +139,7 @@ def test_an_identity_in_the_place_of_a_tensor_gives_its_name_back() -> None:
         }""",
         **{"ln1.bias": [0.0] * 4},
     )
-    (notice,) = untie(model)
+    (notice,) = untie(model, REGISTRY)
     assert [list(inputs_of(model)[node]) for node in "abcd"] == [
         ["x", "ln1.bias.1"],
         ["a", "ln2.bias"],
@@ -159,12 +159,12 @@ def test_copies_take_no_name_that_is_there() -> None:
         { "z.1" = Add(x, z)  a = Add("z.1", z)  "z.2" = Add(a, z) }""",
         z=[0.0] * 4,
     )
-    untie(model)
+    untie(model, REGISTRY)
     assert list(model.graph.initializers) == ["z", "z.3", "z.4"]
 
 
 def test_a_long_notice_is_cut() -> None:
     adds = " ".join(f"[n{i}] v{i + 1} = Add(v{i}, z)" for i in range(12))
     model = read(f"g (float[n, 4] v0) => (float[n, 4] v12) <float[4] z> {{ {adds} }}", z=[1.0] * 4)
-    (notice,) = untie(model)
+    (notice,) = untie(model, REGISTRY)
     assert notice.endswith("'z.7' at 'n7' and 4 more")
