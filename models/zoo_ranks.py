@@ -8,9 +8,10 @@ import onnx_ir as ir
 from zoo_pytorch import DECAY, EPSILON, Arrays, Trained
 
 from onnxpar.ops.onnxpar_functions import ADAMW_STEP
+from onnxpar_format.options import Settings
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 
 
 def train(directory: Path, batches: Sequence[Arrays], rate: float) -> Trained:

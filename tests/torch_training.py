@@ -46,9 +46,10 @@ from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
+from onnxpar_format.options import Settings
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 from tests.random_networks import CLASSES, EXAMPLE, Network, network
 
 EXPORTERS = ("ours", "folded", "plain")

@@ -13,8 +13,9 @@ from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.strategy import Strategy
+from onnxpar_format.options import Settings
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 
 Array = NDArray[Any]
 CROSS_ENTROPY = "softmax_cross_entropy"

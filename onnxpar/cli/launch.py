@@ -1,5 +1,6 @@
 """`onnxpar launch`: mpirun under a supervisor, which starts it again when a rank has died."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +22,8 @@ def command(
         list[Path] | None,
         typer.Option(
             metavar="DIR2",
-            help="When retries are used up, go on with this directory, cut for fewer ranks; may "
-            "be repeated.",
+            help="When retries are used up, go on with this directory, partitioned for fewer "
+            "ranks; may be repeated.",
         ),
     ] = None,
     mpirun: Annotated[
@@ -39,12 +40,6 @@ def command(
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
-    raise typer.Exit(
-        runtime.launch(
-            arguments,
-            ranks=ranks,
-            retries=retries,
-            fallbacks=fallback or (),
-            options=mpirun or (),
-        )
-    )
+    program = (sys.executable, "-m", "onnxpar.cli")
+    job = runtime.Job(program, arguments, ranks, retries, fallback or (), mpirun or ())
+    raise typer.Exit(runtime.supervise(job))

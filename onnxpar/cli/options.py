@@ -1,29 +1,19 @@
-"""Options that several commands have, each defined once."""
+"""Options that several commands have, each declared once, and commands that take them together."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+
+from onnxpar.core.errors import OnnxparError
+from onnxpar_format.options import Option
 
 Artifacts = Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar shard` wrote.")]
 TrainingArtifacts = Annotated[
     Path, typer.Argument(metavar="DIR", help="What `onnxpar shard --train` wrote.")
-]
-Device = Annotated[
-    str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:NUMBER, a GPU.")
-]
-Transport = Annotated[str, typer.Option(metavar="TRANSPORT", help="auto, mpi, nccl or threads.")]
-LogDir = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Write rank0000.log, rank0001.log, … to this folder."),
-]
-Ort = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="An option of onnxruntime; may be repeated."),
-]
-CustomOps = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FILE", help="A custom-op library of the model; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Devices = Annotated[
@@ -113,3 +103,83 @@ RecomputeCommunication = Annotated[
         help="Whether results of collectives among what is recomputed are kept.",
     ),
 ]
+
+
+def takes_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that has an option for each field of its parameters that are dataclasses.
+
+    Fields of dataclasses that are fields become options as well. What is not given has the default
+    of its field.
+    """
+    own = signature(function, eval_str=True).parameters.values()
+    parameters = [each for one in own for each in _expanded(one)]
+    # Typer wants what has no default first.
+    parameters.sort(key=lambda one: one.default is not Parameter.empty)
+
+    def command(**given: Any) -> None:
+        built = {
+            one.name: _built(one.annotation, given)
+            if is_dataclass(one.annotation)
+            else given[one.name]
+            for one in own
+        }
+        function(**built)
+
+    command.__doc__, command.__name__ = function.__doc__, function.__name__
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _expanded(parameter: Parameter) -> list[Parameter]:
+    """Returns the options of a parameter: itself, but for a dataclass of them."""
+    kind, one = parameter.annotation, Parameter.KEYWORD_ONLY
+    if is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        defaults = {f.name: f.default for f in fields(kind)}
+        inner = [
+            Parameter(n, one, annotation=hints[n], default=_default(defaults[n])) for n in defaults
+        ]
+        return [each for option in inner for each in _expanded(option)]
+    option = next((m for m in getattr(kind, "__metadata__", ()) if isinstance(m, Option)), None)
+    return [parameter.replace(kind=one) if option is None else _of_typer(parameter, option)]
+
+
+def _of_typer(parameter: Parameter, option: Option) -> Parameter:
+    """Returns an option as Typer has it."""
+    kind, default = get_args(parameter.annotation)[0], parameter.default
+    if option.parse is not None:
+        kind = str | None
+    elif get_origin(kind) is Sequence:
+        (item,) = get_args(kind)
+        kind, default = list[Path if Path in get_args(item) else item] | None, None  # type: ignore[misc]
+    told = typer.Option(*option.flags, help=option.help, metavar=option.metavar, min=option.minimum)
+    return Parameter(
+        parameter.name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, told], default=default
+    )
+
+
+def _default(value: Any) -> Any:
+    return Parameter.empty if value is MISSING else value
+
+
+def _built(kind: Any, given: Mapping[str, Any]) -> Any:
+    """Returns a dataclass of what was given; OnnxparError for a text that it cannot have."""
+    hints, values = get_type_hints(kind, include_extras=True), {}
+    for field in fields(kind):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            values[field.name] = _built(hint, given)
+        elif (value := given[field.name]) is not None:
+            values[field.name] = _parsed(field.name, hint, value)
+    return kind(**values)
+
+
+def _parsed(name: str, hint: Any, value: Any) -> Any:
+    for option in hint.__metadata__:
+        if isinstance(option, Option) and option.parse is not None:
+            try:
+                return option.parse(value)
+            except ValueError as error:
+                raise OnnxparError(f"--{name.replace('_', '-')}: {error}") from None
+    return value

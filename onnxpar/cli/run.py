@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
-from onnxpar.cli.options import Artifacts, CustomOps, Device, LogDir, Ort, Transport
+from onnxpar.cli.options import Artifacts, takes_options
+from onnxpar_format.options import Execution
 
 
+@takes_options
 def command(
     directory: Artifacts,
     inputs: Annotated[
@@ -16,24 +18,10 @@ def command(
     outputs: Annotated[
         Path, typer.Option(metavar="FILE", help=".npz file to write, named as the outputs.")
     ],
-    device: Device = "auto",
-    transport: Transport = "auto",
-    log_dir: LogDir = None,
-    ort: Ort = None,
-    custom_ops: CustomOps = None,
+    how: Execution,
 ) -> None:
     """Run the program once on whole arrays: `mpirun -n N onnxpar run DIR …`."""
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime
 
-    code = runtime.run(
-        directory,
-        inputs,
-        outputs,
-        device=device,
-        transport=transport,
-        log_dir=log_dir,
-        ort=ort or (),
-        custom_ops=custom_ops or (),
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(runtime.run(directory, inputs, outputs, how))

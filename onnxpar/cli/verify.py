@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onnxpar.cli.options import Artifacts, AsJson, CustomOps, Ort
+from onnxpar.cli.options import Artifacts, AsJson, takes_options
+from onnxpar_format.options import VerifyOptions
 
 if TYPE_CHECKING:
     from onnxpar.api.runtime import Case, TrainingCase
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
+@takes_options
 def command(
     directory: Artifacts,
     model: Annotated[
@@ -26,6 +28,7 @@ def command(
             metavar="MODEL", help="The undivided model, or a directory cut with `--devices 1`."
         ),
     ],
+    options: VerifyOptions,
     symbol: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,42 +40,13 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help=".npz file of inputs instead of random ones."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
-    rtol: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Tolerance relative to the largest magnitude of an output. Default by dtype: "
-            "float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 5e-2, integers exact.",
-        ),
-    ] = None,
-    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance, added.")] = 0.0,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Artifacts for training: steps of each case. Default: 1.",
-        ),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(min=0, help="Their learning rate. Default: one that suits the optimizer."),
-    ] = None,
-    ort: Ort = None,
-    custom_ops: CustomOps = None,
     as_json: AsJson = False,
 ) -> None:
     """Run every rank in this process and compare with the undivided model."""
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
-    cases = runtime.verify(
-        directory,
-        model,
-        symbol or (),
-        inputs,
-        runtime.VerifyOptions(seed, rtol, atol, steps, lr, ort or (), custom_ops or ()),
-    )
+    cases = runtime.verify(directory, model, symbol or (), inputs, options)
     if as_json:
         typer.echo(runtime.report_json(cases))
     else:

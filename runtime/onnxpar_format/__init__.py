@@ -2,5 +2,6 @@
 
 Takes values of symbols and shardings of known size; gives sizes, shards and element types, with no
 package but numpy (and its bfloat16). Both sides import it, and it imports neither. Begin with
-`boxes` for which elements of a tensor a rank holds, and with `expressions` for sizes.
+`boxes` for which elements of a tensor a rank holds, and with `expressions` for sizes; `options` has
+what the command line asks of the runtime.
 """

@@ -6,9 +6,9 @@ Those of training are in `onnxpar_runtime.training.commands`.
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from onnxpar_format.options import Execution
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import LaunchError
@@ -17,22 +17,18 @@ from onnxpar_runtime.launch import guarded, init, mpirun_place
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import check_writable, read_npz, write_npz
+from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.session import Session, wrong_size
 
 log = logging.getLogger(__name__)
+_DEFAULT = Execution()
 
 
 def run(
     directory: str | Path,
     inputs: str | Path,
     outputs: str | Path,
-    *,
-    program: str = "model",
-    device: str = "auto",
-    transport: str = "auto",
-    log_dir: str | Path | None = None,
-    ort_options: Mapping[str, str] | None = None,
-    custom_ops: Sequence[str | Path] = (),
+    how: Execution = _DEFAULT,
 ) -> int:
     """Runs a program once on the whole arrays of an `.npz` file; the body of one rank.
 
@@ -42,28 +38,22 @@ def run(
         directory: The artifact directory.
         inputs: `.npz` file with a global array for each input, named as in the model.
         outputs: `.npz` file to write, arrays named as the model's outputs.
-        program: Which program.
-        device: As `onnxpar_runtime.init`.
-        transport: As `onnxpar_runtime.init`.
-        log_dir: Folder for a log file of each rank, or None.
-        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
-        custom_ops: Further custom-op libraries.
+        how: How to run.
 
     Returns:
         The exit code. Errors have been printed.
     """
-    rank = init(transport, device)
+    rank = start(how)
 
     def body() -> int:
-        manifest = begin(rank, "run", directory, log_dir, outputs, transport)
+        manifest = begin(rank, "run", directory, how, outputs)
         session = together(
             rank,
             lambda: Session(
                 directory,
-                program=program,
                 rank=rank,
-                ort_options=ort_options,
-                custom_ops=custom_ops,
+                ort_options=parse_pairs(how.ort),
+                custom_ops=how.custom_ops,
                 manifest=manifest,
             ),
         )
@@ -91,21 +81,26 @@ def run(
     return 1 if code > 128 else code
 
 
+def start(how: Execution) -> Rank:
+    """Returns this process's rank; raises LaunchError, for a malformed option before MPI starts."""
+    parse_pairs(how.ort)
+    return init(how.transport, how.device)
+
+
 def begin(
     rank: Rank,
     command: str,
     directory: str | Path,
-    log_dir: str | Path | None,
+    how: Execution,
     writes: str | Path | None = None,
-    transport: str = "auto",
 ) -> Manifest:
     """Returns the manifest on every rank, once logs are open and what is to be written can be."""
 
     def prepare() -> Manifest:
-        if log_dir is not None:
-            open_log(log_dir, rank.index)
+        if how.log_dir is not None:
+            open_log(how.log_dir, rank.index)
         manifest = Manifest.load(directory)
-        check_size(manifest, rank, command, transport)
+        check_size(manifest, rank, command, how.transport)
         if rank.index == 0 and writes is not None:
             check_writable(writes)
         return manifest

@@ -15,13 +15,13 @@ from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.core.errors import ModelError, ShardingError
 from onnxpar.core.symbols import Symbol
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.verify import training_steps
 from onnxpar_runtime.verify.compare import verify
-from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import batch_of, cut, hyper
 
 Array = NDArray[Any]

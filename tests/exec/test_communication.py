@@ -13,9 +13,9 @@ import transformer
 from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_format.expressions import evaluate_exact
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Collective, Manifest
 from onnxpar_runtime.verify.compare import verify
-from onnxpar_runtime.verify.findings import VerifyOptions
 from tests import block_models
 from tests.block_models import CHANNELS, HIDDEN, VOCAB
 from tests.training_cases import cut

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxpar.cli import main
+from onnxpar_format.options import Saving, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.training import commands
 from tests.onnxpar.parameters.declared import read
@@ -25,9 +26,9 @@ def trained(directory: Path, batch: dict[str, Array]) -> Array:
     """Trains for a few steps with checkpoints in `ck`; returns the outputs of the batch then."""
     folder = directory.parent
     np.savez(folder / "a.npz", **batch)
-    wanted = commands.TrainingRun(
+    wanted = TrainingRun(
         f"npz:{folder / 'a.npz'}", lr=0.05, batch_size=4, epochs=2, print_every=0,
-        checkpoints=commands.Saving(folder / "ck"),
+        checkpoints=Saving(folder / "ck"),
     )  # fmt: skip
     with TrainerGroup(directory) as group:
         group.each(lambda rank: commands.train_with(group.members[rank], wanted))

@@ -24,9 +24,10 @@ from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.save import write_strategy
+from onnxpar_format.options import Settings
 from onnxpar_runtime import Session, Trainer
 from onnxpar_runtime.group import Ranks
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.verify.random_feeds import random_feeds
 

@@ -23,11 +23,11 @@ from onnxpar.frontend.load import normalise
 from onnxpar.ops.onnxpar_functions import attach_functions
 from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
 from onnxpar_runtime.verify.compare import verify
-from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.lockstep import evaluator
 from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 

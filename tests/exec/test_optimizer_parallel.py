@@ -25,13 +25,13 @@ from onnxpar.autodiff.optimizer import OptimizerKind
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import Trainer
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.verify.compare import verify
-from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

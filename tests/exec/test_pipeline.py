@@ -13,9 +13,9 @@ import pytest
 import transformer
 
 from onnxpar.strategy import Strategy
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
-from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import cut
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))

@@ -27,11 +27,11 @@ from onnxpar.core.errors import OnnxparError
 from onnxpar.core.symbols import Symbol
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline import activation_peaks, make
 from onnxpar_runtime.verify.compare import verify
-from onnxpar_runtime.verify.findings import VerifyOptions
 from tests.training_cases import CROSS_ENTROPY, cut, hyper
 
 Array = NDArray[Any]

@@ -18,11 +18,11 @@ import two_layer
 
 from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import Session
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.verify.compare import verify
-from onnxpar_runtime.verify.findings import VerifyOptions
 from tests import training_cases as cases
 from tests.training_cases import batch_of, cut, hyper
 

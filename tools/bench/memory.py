@@ -32,10 +32,11 @@ from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar_format.options import Settings
 from onnxpar_runtime import manifest_entries
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.session import Session
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.training.sources import Batch
 from onnxpar_runtime.training.trainer import Trainer

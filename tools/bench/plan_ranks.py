@@ -9,9 +9,10 @@ from time import perf_counter
 import numpy as np
 from step_cases import Batch, gpt, mlp
 
+from onnxpar_format.options import Settings
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.session import Session
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.trainer import Trainer
 
 MODELS = {"mlp": mlp(512, 128), "gpt": gpt(2, 256, 4, 64, 8, 1024)}

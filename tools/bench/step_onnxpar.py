@@ -5,9 +5,10 @@ from pathlib import Path
 
 from step_cases import WEIGHT_DECAY, Batch, Job, serve
 
+from onnxpar_format.options import Settings
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import parse_pairs
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.trainer import Trainer
 
 

@@ -1,7 +1,7 @@
-"""The seam from the transformer to the runtime: running, training and verifying what was divided.
+"""The seam from the transformer to the runtime: running, training, verifying.
 
 Takes artifact directories and the options of commands; gives exit codes and reports. Begin with
-`commands`. Importing a name loads onnxruntime and the collective library, so the commands and
+`verification`. Importing a name loads onnxruntime and the collective library, so the commands and
 `onnxpar.shard` import this package when they are called. Each module is loaded when one of its
 names is first used: the transformer, which `verify` needs, takes a second that every rank of
 `mpirun onnxpar run` would spend in vain.
@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnxpar.api.runtime.checkpoints import merge_checkpoint, reshard_checkpoint
-    from onnxpar.api.runtime.commands import evaluate, launch, run, train
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
     from onnxpar.api.runtime.functions import Call, open_program, started
     from onnxpar.api.runtime.verification import parse_case, report_json, verify
-    from onnxpar_runtime.verify.findings import Case, TrainingCase, VerifyOptions
+    from onnxpar_format.options import VerifyOptions
+    from onnxpar_runtime.commands import run
+    from onnxpar_runtime.supervisor import Job, supervise
+    from onnxpar_runtime.training.commands import evaluation, train
+    from onnxpar_runtime.verify.findings import Case, TrainingCase
 
 __all__ = [
     "Call",
     "Case",
+    "Job",
     "TrainingCase",
     "VerifyOptions",
-    "evaluate",
+    "evaluation",
     "export_checkpoint",
-    "launch",
     "merge_checkpoint",
     "open_program",
     "parse_case",
@@ -33,6 +36,7 @@ __all__ = [
     "reshard_checkpoint",
     "run",
     "started",
+    "supervise",
     "train",
     "verify",
 ]
@@ -40,19 +44,20 @@ __all__ = [
 _HOMES = {
     "Call": "onnxpar.api.runtime.functions",
     "Case": "onnxpar_runtime.verify.findings",
+    "Job": "onnxpar_runtime.supervisor",
     "TrainingCase": "onnxpar_runtime.verify.findings",
-    "VerifyOptions": "onnxpar_runtime.verify.findings",
-    "evaluate": "onnxpar.api.runtime.commands",
+    "VerifyOptions": "onnxpar_format.options",
+    "evaluation": "onnxpar_runtime.training.commands",
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
-    "launch": "onnxpar.api.runtime.commands",
     "merge_checkpoint": "onnxpar.api.runtime.checkpoints",
     "open_program": "onnxpar.api.runtime.functions",
     "parse_case": "onnxpar.api.runtime.verification",
     "report_json": "onnxpar.api.runtime.verification",
     "reshard_checkpoint": "onnxpar.api.runtime.checkpoints",
-    "run": "onnxpar.api.runtime.commands",
+    "run": "onnxpar_runtime.commands",
     "started": "onnxpar.api.runtime.functions",
-    "train": "onnxpar.api.runtime.commands",
+    "supervise": "onnxpar_runtime.supervisor",
+    "train": "onnxpar_runtime.training.commands",
     "verify": "onnxpar.api.runtime.verification",
 }
 

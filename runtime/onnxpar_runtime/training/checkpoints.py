@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
+from onnxpar_format.options import Saving
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
 from onnxpar_runtime.checkpoint.restore import check_run, load_states
@@ -19,28 +19,16 @@ from onnxpar_runtime.training.trainer import Trainer
 Told = Callable[[Progress], None]
 
 
-@dataclass(frozen=True)
-class Saving:
-    """When checkpoints are written, and where.
+_EVERY, _KEEP = 100, 2
 
-    Attributes:
-        folder: The folder of checkpoints.
-        every: After how many steps one is written; one more after the last step.
-        keep: How many whole ones are kept.
 
-    Raises:
-        LaunchError: A number that is not positive.
-    """
-
-    folder: Path
-    every: int = 100
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        """Refuses numbers that are not positive."""
-        for option, number in (("--every", self.every), ("--keep", self.keep)):
-            if number < 1:
-                raise LaunchError(f"{option}: expected a number >= 1, got {number}")
+def check_saving(wanted: Saving) -> None:
+    """Raises LaunchError for a number that is not positive, or of checkpoints that go nowhere."""
+    for name, number in (("every", wanted.every), ("keep", wanted.keep)):
+        if number is not None and wanted.checkpoint is None:
+            raise LaunchError(f"--{name}: expected with --checkpoint FOLDER")
+        if number is not None and number < 1:
+            raise LaunchError(f"--{name}: expected a number >= 1, got {number}")
 
 
 def described(
@@ -94,7 +82,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
 
 @contextmanager
 def saving(
-    trainer: Trainer, wanted: Saving | None, run: dict[str, Any], start: Progress
+    trainer: Trainer, wanted: Saving, run: dict[str, Any], start: Progress
 ) -> Iterator[Told | None]:
     """Gives what is to be called after each step; after the last one a checkpoint is written too.
 
@@ -104,17 +92,17 @@ def saving(
         CheckpointError: The folder cannot be used, or a checkpoint cannot be written.
         RankError: Likewise, on another rank.
     """
-    if wanted is None:
+    if wanted.checkpoint is None:
         yield None
         return
     last = start
     with Checkpointer(
         trainer.rank,
         trainer.manifest,
-        wanted.folder,
+        wanted.checkpoint,
         trainer,
         run,
-        keep=wanted.keep,
+        keep=wanted.keep or _KEEP,
         begun=start.step,
     ) as writer:
 
@@ -126,7 +114,7 @@ def saving(
             )
             last = progress
             writer.check()
-            if progress.step % wanted.every == 0:
+            if progress.step % (wanted.every or _EVERY) == 0:
                 writer.save(progress)
 
         yield after

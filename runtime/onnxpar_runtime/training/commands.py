@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -12,17 +12,19 @@ from typing import Any, cast
 
 from numpy.typing import NDArray
 
+from onnxpar_format.options import EvaluationRun, Execution, TrainingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.commands import begin
+from onnxpar_runtime.commands import begin, start
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.interrupts import told_when_terminated
-from onnxpar_runtime.launch import guarded, init
+from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.manifest_entries import FROM_FILES
 from onnxpar_runtime.npz import check_writable
+from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
 from onnxpar_runtime.training.batches import (
     BatchDim,
@@ -31,8 +33,8 @@ from onnxpar_runtime.training.batches import (
     evaluation_data,
     training_data,
 )
-from onnxpar_runtime.training.checkpoints import Saving, Told, described, resume, saving
-from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
+from onnxpar_runtime.training.checkpoints import Told, check_saving, described, resume, saving
+from onnxpar_runtime.training.hyper import Hyperparameters, hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
@@ -52,86 +54,6 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 INTERRUPTED = 130
 ACCURACY = "accuracy"
-_DEFAULTS = Settings()
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a rank's program runs.
-
-    Attributes:
-        device: As `onnxpar_runtime.init`.
-        transport: As `onnxpar_runtime.init`.
-        log_dir: Folder for a log file of each rank, or None.
-        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
-        custom_ops: Further custom-op libraries.
-    """
-
-    device: str = "auto"
-    transport: str = "auto"
-    log_dir: str | Path | None = None
-    ort_options: Mapping[str, str] | None = None
-    custom_ops: Sequence[str | Path] = ()
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """What `train` is to do.
-
-    Attributes:
-        data: The source, see `onnxpar_runtime.training.sources.open_source`.
-        lr: Base learning rate.
-        batch_size: Samples in a step, of all ranks together; None where a stream decides.
-        epochs: Epochs; by default one, or as many as `steps` takes.
-        steps: Steps of all epochs together after which it ends.
-        seed: What the order of samples and the model's random numbers depend on.
-        accumulate: Micro-batches in a step; None for as many as a pipeline was cut for, or one.
-        schedule: `constant`, `linear` or `cosine`.
-        warmup: Warm-up steps.
-        settings: The optimizer's settings.
-        evaluate: Whether to evaluate after each epoch, on the source's test part where it has one.
-        eval_data: The source to evaluate on instead, which implies `evaluate`; None for `data`.
-        parameters: Safetensors file of global parameters to begin with, or None.
-        save: Safetensors file for the trained global parameters, or None.
-        checkpoints: When checkpoints are written, and where; None for none.
-        resume: A checkpoint, or a folder of checkpoints, to continue from; None to begin anew.
-        log: File of JSON lines, or None. Of a run that is resumed it keeps the lines of the steps
-            that are done.
-        print_every: Print every so many steps of an epoch; 0 prints none.
-        log_every: Of every so many steps the loss is read, checked, and told of.
-        loss_scale: As `Trainer`. `train_with` leaves that of its trainer.
-        check_replicas: Compare replicas of states every so many steps; None: never.
-        trace: File for when the stages of a pipeline computed, in the format of Chrome's trace
-            viewer, or None.
-    """
-
-    data: str
-    lr: float
-    batch_size: int | None = None
-    epochs: int | None = None
-    steps: int | None = None
-    seed: int = 0
-    accumulate: int | None = None
-    schedule: str = "constant"
-    warmup: int = 0
-    settings: Settings = _DEFAULTS
-    evaluate: bool = False
-    eval_data: str | None = None
-    parameters: str | Path | None = None
-    save: str | Path | None = None
-    checkpoints: Saving | None = None
-    resume: str | Path | None = None
-    log: str | Path | None = None
-    print_every: int = 1
-    log_every: int = 1
-    loss_scale: str | None = None
-    check_replicas: int | None = None
-    trace: str | Path | None = None
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether anything is evaluated."""
-        return self.evaluate or self.eval_data is not None
 
 
 @dataclass(frozen=True)
@@ -158,10 +80,10 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     Returns:
         The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
     """
-    rank = init(how.transport, how.device)
+    rank = start(how)
 
     def body() -> int:
-        manifest = begin(rank, "train", directory, how.log_dir, wanted.save, how.transport)
+        manifest = begin(rank, "train", directory, how, wanted.save)
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         checkpoint = _checkpoint(rank, manifest, wanted)
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluates else ()))
@@ -196,41 +118,33 @@ def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
     return _train(trainer, wanted, prepared, checkpoint)
 
 
-def evaluation(
-    directory: str | Path,
-    data: str,
-    how: Execution,
-    *,
-    batch_size: int | None = None,
-    parameters: str | Path | None = None,
-    metric: str | None = None,
-    as_json: bool = False,
-) -> int:
+def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> int:
     """Evaluates on the test part of a source; the body of one rank. Rank 0 prints the result.
 
+    As JSON it is `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`, in which
+    a loss that is not finite, as of no labels that count, is null.
+
     Args:
-        directory: A directory that was cut for training.
-        data: The source, see `onnxpar_runtime.training.sources.open_source`.
+        directory: A directory that was partitioned for training.
+        wanted: What to do.
         how: How to run.
-        batch_size: Samples in a batch, of all ranks together.
-        parameters: Safetensors file of global parameters, or None for those of the directory.
-        metric: `accuracy` to insist on it, or None for what there is.
-        as_json: Print `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`;
-            a loss that is not finite, as of no labels that count, is null.
 
     Returns:
         The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
     """
-    rank = init(how.transport, how.device)
+    rank = start(how)
 
     def body() -> int:
-        manifest = begin(rank, "eval", directory, how.log_dir, transport=how.transport)
-        together(rank, lambda: _check_metric(metric, manifest))
-        chosen = together(rank, lambda: _evaluation_data(manifest, rank.index, data, batch_size, 0))
-        trainer = _trainer(rank, manifest, how, (EVALUATION,), 0, parameters)
+        manifest = begin(rank, "eval", directory, how)
+        together(rank, lambda: _check_metric(wanted.metric, manifest))
+        chosen = together(
+            rank,
+            lambda: _evaluation_data(manifest, rank.index, wanted.data, wanted.batch_size, 0),
+        )
+        trainer = _trainer(rank, manifest, how, (EVALUATION,), 0, wanted.parameters)
         result = evaluate(trainer, chosen)
         if rank.index == 0:
-            _print_evaluation(data, chosen, result, as_json)
+            _print_evaluation(wanted, chosen, result)
         trainer.close()
         return 0
 
@@ -267,7 +181,7 @@ def _trainer(
         lambda: Trainer(
             manifest.directory,
             rank=rank,
-            ort_options=how.ort_options,
+            ort_options=parse_pairs(how.ort),
             custom_ops=how.custom_ops,
             seed=seed,
             programs=programs,
@@ -288,6 +202,7 @@ def _load(trainer: Trainer, parameters: str | Path | None) -> None:
 
 
 def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
+    check_saving(wanted.checkpoints)
     training = manifest.trained()
     specs = manifest.program(TRAINING).inputs
     source = open_source(wanted.data, specs, training.loss.labels)
@@ -490,11 +405,11 @@ def _check_metric(metric: str | None, manifest: Manifest) -> None:
         )
 
 
-def _print_evaluation(data: str, chosen: EvaluationData, result: Evaluated, as_json: bool) -> None:
+def _print_evaluation(wanted: EvaluationRun, chosen: EvaluationData, result: Evaluated) -> None:
     notice = chosen.plan.notice if chosen.plan is not None else ""
-    if as_json:
+    if wanted.as_json:
         report = {
-            "data": data,
+            "data": wanted.data,
             "samples": result.samples,
             "loss": result.loss if isfinite(result.loss) else None,  # JSON has no NaN
             "accuracy": result.accuracy,
@@ -505,6 +420,6 @@ def _print_evaluation(data: str, chosen: EvaluationData, result: Evaluated, as_j
         text = json.dumps(report, indent=2)
     else:
         text = f"notice: {notice}\n" if notice else ""
-        text += f"{data}: {result.samples} samples: {result.text}"
+        text += f"{wanted.data}: {result.samples} samples: {result.text}"
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

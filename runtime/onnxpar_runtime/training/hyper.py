@@ -10,30 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from math import inf, isfinite, sqrt
 
+from onnxpar_format.options import Settings
 from onnxpar_runtime.errors import ArtifactError, LaunchError
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user set of an optimizer; None takes the default of its kind (`DEFAULTS`).
-
-    Attributes:
-        momentum: Factor of the velocity, in [0, 1).
-        dampening: The gradient enters the velocity times 1 - dampening, but for the first step.
-        betas: Decay rates of the two moments, in [0, 1).
-        eps: Added to the root of the second moment.
-        weight_decay: Factor of the parameter that is added to its gradient (sgd, momentum, adam) or
-            by which, times the learning rate, it shrinks (adamw, lamb).
-        clip_norm: Largest 2-norm of all gradients together, > 0; no clipping if None.
-    """
-
-    momentum: float | None = None
-    dampening: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-    clip_norm: float | None = None
-
 
 _ADAM = Settings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 DEFAULTS: Mapping[str, Settings] = {
@@ -148,16 +126,3 @@ def _check(option: str, name: str, value: float | tuple[float, float]) -> None:
         wanted, holds = "a number > 0", all(n > 0 for n in numbers)
     if not holds:
         raise LaunchError(f"{option}: expected {wanted}, got {value}")
-
-
-def parse_betas(text: str) -> tuple[float, float]:
-    """Returns the two numbers of a text such as `0.9,0.999`.
-
-    Raises:
-        LaunchError: The text is not two numbers.
-    """
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError:
-        raise LaunchError(f"--betas: expected two numbers A,B, got {text!r}") from None
-    return first, second

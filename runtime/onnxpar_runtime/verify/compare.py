@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training.programs import EVALUATION
 from onnxpar_runtime.verify.cases import Array, chosen_cases
-from onnxpar_runtime.verify.findings import Case, Findings, VerifyOptions
+from onnxpar_runtime.verify.findings import Case, Findings
 from onnxpar_runtime.verify.random_feeds import Draws, GivenFeeds, RandomFeeds
 from onnxpar_runtime.verify.references import Reference, open_reference, reference_run
 from onnxpar_runtime.verify.training_batches import RandomBatches

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import TensorSpec
@@ -18,30 +18,6 @@ Array = NDArray[Any]
 # Relative to the largest magnitude of the tensor. float32 as the project's tests ask; the others
 # are some ten to a hundred units of rounding of their type, since sums are formed in another order.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """What to compare and how strictly.
-
-    Attributes:
-        seed: Seed of random inputs, and of the random numbers that a program of training draws.
-        rtol: Tolerance of outputs, losses and gradients, relative to a tensor's largest magnitude;
-            None takes that of the type (`TOLERANCE`).
-        atol: Absolute tolerance, added.
-        steps: Steps of training in each case; one if None. None for a forward program.
-        lr: Learning rate of training; None takes that of the optimizer.
-        ort: `key=value` options of onnxruntime for the ranks.
-        custom_ops: Further custom-op libraries, for both sides.
-    """
-
-    seed: int = 0
-    rtol: float | None = None
-    atol: float = 0.0
-    steps: int | None = None
-    lr: float | None = None
-    ort: Sequence[str] = ()
-    custom_ops: Sequence[str | Path] = ()
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.options import Settings, VerifyOptions
 from onnxpar_runtime.errors import ArtifactError, TrainingError
 from onnxpar_runtime.manifest import Manifest, State
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training import limits
 from onnxpar_runtime.training.group import TrainerGroup
-from onnxpar_runtime.training.hyper import Hyperparameters, Settings, hyperparameters
+from onnxpar_runtime.training.hyper import Hyperparameters, hyperparameters
 from onnxpar_runtime.training.programs import ACCUMULATION, EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.results import StepResult
 from onnxpar_runtime.verify.findings import (
     Findings,
     StepCase,
     TrainingCase,
-    VerifyOptions,
     difference_of,
 )
 from onnxpar_runtime.verify.random_feeds import Draws

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from onnxpar.cli import main
 from onnxpar.strategy import Strategy
+from onnxpar_format.options import Saving, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import reshard as module
 from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint, Progress
@@ -53,9 +54,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cut(folder / name, model, strategy, optimizer="adamw")
     batch = batch_of(first, np.random.default_rng(1), batch=3, seq=5)
     np.savez(folder / "a.npz", **batch)
-    wanted = commands.TrainingRun(
+    wanted = TrainingRun(
         f"npz:{folder / 'a.npz'}", lr=1e-2, batch_size=3, epochs=2, print_every=0,
-        checkpoints=commands.Saving(folder / "ck"), save=folder / "w",
+        checkpoints=Saving(folder / "ck"), save=folder / "w",
     )  # fmt: skip
     with TrainerGroup(first) as group:
         group.each(lambda rank: commands.train_with(group.members[rank], wanted))

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,12 @@ import pytest
 import transformer
 
 from onnxpar.strategy import Strategy
+from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import writer
 from onnxpar_runtime.checkpoint.folder import owned, partial_name, step_name, whole_steps
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
 from onnxpar_runtime.training import commands
-from onnxpar_runtime.training.checkpoints import Saving
-from onnxpar_runtime.training.commands import TrainingRun
-from onnxpar_runtime.training.hyper import Settings
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime.hand_trained import batch_of, regression
 from tests.training_cases import batch_of as random_batch
@@ -57,12 +55,11 @@ def interrupted(
     directory: Path, wanted: TrainingRun, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trains until so many steps are done and the last checkpoint is there, and ends as a kill."""
-    assert wanted.checkpoints is not None
-    step, saving = Trainer.train_step, wanted.checkpoints
+    step, folder, every = Trainer.train_step, *astuple(wanted.checkpoints)[:2]
 
     def stops(self: Trainer, *args: Any, **more: Any) -> Any:
         if self.steps == after:
-            while whole_steps(saving.folder)[-1:] != [after - after % saving.every]:
+            while whole_steps(folder)[-1:] != [after - after % every]:
                 time.sleep(0.01)
             raise Stop
         return step(self, *args, **more)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from onnxpar_format.options import Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.tensor_file import Entry
 from onnxpar_runtime.training import commands
 from onnxpar_runtime.training.batches import order
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 from tests.runtime.hand_trained import Reference, batch_of, regression, start
 
 
@@ -28,7 +29,7 @@ def test_a_trainer_that_is_there(tmp_path: Path) -> None:
     reference, everything = Reference(), batch_of(9, 1)
     np.savez(tmp_path / "a.npz", **everything)
     settings = Settings(momentum=0.5, clip_norm=1.0)
-    wanted = commands.TrainingRun(
+    wanted = TrainingRun(
         f"npz:{tmp_path / 'a.npz'}", lr=0.1, batch_size=4, epochs=2, seed=3, settings=settings,
         save=tmp_path / "w", print_every=0,
     )  # fmt: skip
@@ -58,7 +59,7 @@ def test_a_trainer_that_is_there_evaluates_on_other_data(
     reference, everything, held_out = Reference(), batch_of(8, 1), batch_of(5, 2)
     for name, arrays in (("a", everything), ("b", held_out)):
         np.savez(tmp_path / f"{name}.npz", **arrays)
-    wanted = commands.TrainingRun(
+    wanted = TrainingRun(
         f"npz:{tmp_path / 'a.npz'}", lr=0.1, batch_size=8, print_every=0,
         eval_data=f"npz:{tmp_path / 'b.npz'}",
     )  # fmt: skip

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from onnxpar_format.options import Settings, parse_betas
 from onnxpar_runtime.errors import ArtifactError, LaunchError
-from onnxpar_runtime.training.hyper import Settings, hyperparameters, parse_betas
+from onnxpar_runtime.training.hyper import hyperparameters
 
 
 def test_sgd() -> None:
@@ -73,5 +74,5 @@ def test_unknown_optimizer() -> None:
 def test_betas() -> None:
     assert parse_betas("0.9,0.95") == (0.9, 0.95)
     for text in ("0.9", "a,b", "1,2,3"):
-        with pytest.raises(LaunchError, match="--betas: expected two numbers A,B, got"):
+        with pytest.raises(ValueError, match="expected two numbers A,B, got"):
             parse_betas(text)

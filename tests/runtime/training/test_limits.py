@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from onnxpar_format.options import Settings
 from onnxpar_runtime.training import limits
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 
 Array = NDArray[np.float64]
 UNIT = 2.0**-52

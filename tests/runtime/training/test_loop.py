@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxpar_format.options import Settings
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError, LaunchError, TrainingError
 from onnxpar_runtime.training.batches import (
@@ -20,7 +21,7 @@ from onnxpar_runtime.training.batches import (
     order,
     training_data,
 )
-from onnxpar_runtime.training.hyper import Settings, hyperparameters
+from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps

@@ -1,0 +1,227 @@
+"""The options of the commands that run programs, each declared once.
+
+The command line makes an option of each field (`Option` says how), and the runtime takes the
+objects. A field's help says what it means.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field is an option of a command.
+
+    Attributes:
+        help: What it means.
+        metavar: What stands for its value in help texts.
+        flags: Its names on the command line; by default that of the field.
+        minimum: The smallest number that it takes.
+        parse: Returns the value that a text stands for; ValueError says what was expected.
+    """
+
+    help: str
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    minimum: int | None = None
+    parse: Callable[[str], Any] | None = None
+
+
+def parse_betas(text: str) -> tuple[float, float]:
+    """Returns the two numbers of a text such as `0.9,0.999`; ValueError if it is not two."""
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"expected two numbers A,B, got {text!r}") from None
+    return first, second
+
+
+Ort = Annotated[Sequence[str], Option("An option of onnxruntime; may be repeated.", "KEY=VALUE")]
+CustomOps = Annotated[
+    Sequence[str | Path], Option("A custom-op library of the model; may be repeated.", "FILE")
+]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a rank's program runs."""
+
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:NUMBER, a GPU.", "DEVICE")] = "auto"
+    transport: Annotated[str, Option("auto, mpi, nccl or threads.", "TRANSPORT")] = "auto"
+    log_dir: Annotated[
+        Path | None, Option("Write rank0000.log, rank0001.log, … to this folder.", "FOLDER")
+    ] = None
+    ort: Ort = ()
+    custom_ops: CustomOps = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user sets of an optimizer; None takes the default of its kind."""
+
+    momentum: Annotated[float | None, Option("Momentum of the optimizer momentum: 0.9.", "M")] = (
+        None
+    )
+    dampening: Annotated[float | None, Option("Dampening of the optimizer momentum: 0.", "D")] = (
+        None
+    )
+    betas: Annotated[
+        tuple[float, float] | None,
+        Option("Of adam, adamw and lamb: 0.9,0.999.", "A,B", parse=parse_betas),
+    ] = None
+    eps: Annotated[float | None, Option("Of adam and adamw: 1e-8; of lamb: 1e-6.", "E")] = None
+    weight_decay: Annotated[float | None, Option("Of adamw and lamb: 0.01; otherwise 0.", "W")] = (
+        None
+    )
+    clip_norm: Annotated[
+        float | None, Option("Largest 2-norm of all gradients together; else none.", "C")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """When checkpoints are written, and where."""
+
+    checkpoint: Annotated[Path | None, Option("Write checkpoints to this folder.", "FOLDER")] = None
+    every: Annotated[
+        int | None, Option("Write one after each K-th step (100), and the last one.", "K")
+    ] = None
+    keep: Annotated[int | None, Option("Keep the last N checkpoints (2).", "N")] = None
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What `train` is to do."""
+
+    data: Annotated[
+        str,
+        Option(
+            "digits (scikit-learn's handwritten digits), npz:FILE (arrays named as the inputs), "
+            "idx:DIR (MNIST's files) or module:function (an iterator of dicts).",
+            "SOURCE",
+        ),
+    ]
+    lr: Annotated[float, Option("Learning rate.", "X")]
+    batch_size: Annotated[int | None, Option("Samples in a step, of all ranks together.", "B")] = (
+        None
+    )
+    epochs: Annotated[int | None, Option("Epochs. Default: 1, or what --steps takes.", "E")] = None
+    steps: Annotated[int | None, Option("End after so many steps, of all epochs.", "K")] = None
+    seed: Annotated[int, Option("Seed of the order of samples and of dropout.", "S", minimum=0)] = 0
+    settings: Settings = Settings()
+    loss_scale: Annotated[
+        str | None,
+        Option("Of 16-bit computation. Default: dynamic for float16, 1 for bfloat16.", "dynamic|N"),
+    ] = None
+    accumulate: Annotated[
+        int | None,
+        Option(
+            "Micro-batches of a step. Default: as many as the pipeline was partitioned for, or 1.",
+            "K",
+        ),
+    ] = None
+    schedule: Annotated[str, Option("constant, linear or cosine.", "KIND")] = "constant"
+    warmup: Annotated[int, Option("Steps in which the learning rate rises from 0.", "K")] = 0
+    evaluate: Annotated[
+        bool,
+        Option(
+            "Evaluate after each epoch, on the test part of SOURCE if it has one.",
+            flags=("--eval",),
+        ),
+    ] = False
+    eval_data: Annotated[
+        str | None, Option("Evaluate after each epoch, on this; of any kind.", "SOURCE")
+    ] = None
+    parameters: Annotated[
+        Path | None, Option("Begin with these, as --save wrote them.", "FILE")
+    ] = None
+    save: Annotated[
+        Path | None, Option("Write the trained parameters, complete, as safetensors.", "FILE")
+    ] = None
+    checkpoints: Saving = Saving()
+    resume: Annotated[
+        Path | None, Option("Continue from a checkpoint, or from the last one in a folder.", "PATH")
+    ] = None
+    log: Annotated[Path | None, Option("Write a JSON line for each step.", "FILE")] = None
+    print_every: Annotated[
+        int, Option("Print each K-th step of an epoch; 0: none.", "K", minimum=0)
+    ] = 1
+    log_every: Annotated[
+        int,
+        Option(
+            "Read, check, print and log the loss of each K-th step only, without waiting for a "
+            "GPU in between.",
+            "K",
+            minimum=1,
+        ),
+    ] = 1
+    check_replicas: Annotated[
+        int | None,
+        Option(
+            "After every K-th step compare replicas of some parameters and moments, bit for bit: "
+            "for debugging.",
+            "K",
+            minimum=1,
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        Option(
+            "Write when the stages of a pipeline computed, for chrome://tracing or Perfetto.",
+            "FILE.json",
+        ),
+    ] = None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether anything is evaluated."""
+        return self.evaluate or self.eval_data is not None
+
+
+@dataclass(frozen=True)
+class EvaluationRun:
+    """What `eval` is to do."""
+
+    data: Annotated[
+        str,
+        Option(
+            "As of `onnxpar train`; of digits and idx:DIR the half that is not trained on.",
+            "SOURCE",
+        ),
+    ]
+    parameters: Annotated[
+        Path | None, Option("Trained parameters, as `onnxpar train --save` wrote them.", "FILE")
+    ] = None
+    batch_size: Annotated[
+        int | None, Option("Samples in a batch. Default: up to 256, as symbols allow.", "B")
+    ] = None
+    metric: Annotated[str | None, Option("accuracy: fail if there is none.", "NAME")] = None
+    as_json: Annotated[bool, Option("Print JSON.", flags=("--json",))] = False
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What `verify` compares and how strictly."""
+
+    seed: Annotated[int, Option("Seed of the random inputs.", minimum=0)] = 0
+    rtol: Annotated[
+        float | None,
+        Option(
+            "Tolerance relative to the largest magnitude of an output. Default by dtype: "
+            "float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 5e-2, integers exact.",
+            minimum=0,
+        ),
+    ] = None
+    atol: Annotated[float, Option("Absolute tolerance, added.", minimum=0)] = 0.0
+    steps: Annotated[
+        int | None,
+        Option("Artifacts for training: steps of each case. Default: 1.", minimum=1),
+    ] = None
+    lr: Annotated[
+        float | None,
+        Option("Their learning rate. Default: one that suits the optimizer.", minimum=0),
+    ] = None
+    ort: Ort = ()
+    custom_ops: CustomOps = ()
