@@ -23,7 +23,8 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, join, split
 from onnxpar.core.symbols import symbols_of
 from onnxpar.graph.body_captures import every_node, read_by
-from onnxpar.graph.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import COORD_PREFIX, COUNTERS, SYMBOL_PREFIX, LocalBuilder
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
 from onnxpar.ops.onnxpar_functions import FUNCTIONS, VERSION
 from onnxpar.partition.partitioned_model import PartitionedModel
@@ -124,7 +125,7 @@ class Lockstep:
     """Interprets a rank-generic graph for all devices at once."""
 
     mesh: Mesh
-    builder: GraphBuilder
+    builder: LocalBuilder
     opset: int
     reference: bool
 

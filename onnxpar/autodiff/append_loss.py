@@ -17,8 +17,9 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim
-from onnxpar.graph.builder import INT64, LOSS_WEIGHT
+from onnxpar.graph.builder import INT64
 from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.local_builder import LOSS_WEIGHT
 from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.local_helpers import work_dtype
@@ -151,7 +152,7 @@ def append_loss(model: ir.Model, spec: LossSpec) -> LossInfo:
         wanted = _labels(builder, spec, source)
         loss, count = _LOSSES[spec.kind](builder, spec, source, wanted)
         labels = wanted.name
-    weight = _new_input(builder, LOSS_WEIGHT, _FLOAT, ())
+    weight = builder.add_input(LOSS_WEIGHT, _FLOAT, ())
     assert loss.dtype is not None
     loss = builder.op("Mul", loss, builder.cast(weight, loss.dtype), shape=())
     loss.name = LOSS
@@ -226,15 +227,6 @@ def _opset(model: ir.Model) -> int:
     return default_opset(model.opset_imports)
 
 
-def _new_input(
-    builder: GlobalBuilder, name: str, dtype: ir.DataType, shape: Sequence[Dim]
-) -> ir.Value:
-    value = ir.Value(name=name)
-    builder.declare(value, dtype, shape)
-    builder.graph.inputs.append(value)
-    return value
-
-
 # -- finding and checking operands ---------------------------------------------------------------
 
 
@@ -298,7 +290,7 @@ def _labels(builder: GlobalBuilder, spec: LossSpec, source: ir.Value) -> ir.Valu
                 f"uses already; {hint}"
             )
         known = builder.shape_of(source)
-        return _new_input(builder, LABELS, dtype, known[:-1] if classes else known)
+        return builder.add_input(LABELS, dtype, known[:-1] if classes else known)
     if spec.label_input not in inputs:
         raise ModelError(
             f"loss {spec.kind}: expected an input of the model for the labels, got "

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.graph.body_captures import bodies_of
+from onnxpar.graph.names import Names, names_of
 from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.local_helpers import FLOAT
 from onnxpar.ops.precision import half_operands
@@ -95,20 +96,17 @@ class _Casts:
 
     graph: ir.Graph
     known: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)
+    names: Names = field(init=False)
     outer: dict[int, tuple[int, ir.Node]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.taken.update(self.graph.initializers)
-        self.taken.update(v.name or "" for v in self.graph.inputs)
+        self.names = names_of(self.graph)
         for place, node in enumerate(self.graph):
             for inner in (
                 node,
                 *(n for body in bodies_of(node).values() for n in body.all_nodes()),
             ):
                 self.outer[id(inner)] = (place, node)
-                self.taken.add(inner.name or "")
-                self.taken.update(out.name or "" for out in inner.outputs)
 
     def first(self, readers: Iterable[ir.Node]) -> ir.Node:
         """Returns the first node of the graph of those that read a value, itself or in a body."""
@@ -117,12 +115,7 @@ class _Casts:
     def cast(self, value: ir.Value, dtype: ir.DataType, before: ir.Node) -> ir.Value:
         if (value, dtype) in self.known:
             return self.known[value, dtype]
-        base = f"{value.name}.{dtype.name.lower()}"
-        name, count = base, 0
-        while name in self.taken:
-            count += 1
-            name = f"{base}.{count}"
-        self.taken.add(name)
+        name = self.names.fresh(f"{value.name}.{dtype.name.lower()}")
         out = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape)
         node = ir.node("Cast", [value], {"to": int(dtype)}, outputs=[out], name=f"{name}/Cast")
         maker = value.producer()

@@ -301,18 +301,9 @@ def _open(
                 f"{p.dtype.name.lower()}"
             )
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=f"onnxpar.{what}")
-    builder = GlobalBuilder(graph, opset, NO_CONSTRAINTS, {}, {}, what)
-    inputs = {s.name: _new_input(builder, s.name, s.dtype, s.shape) for s in states}
+    builder = GlobalBuilder(NO_CONSTRAINTS, opset, graph, scope=what)
+    inputs = {s.name: builder.add_input(builder.fresh(s.name), s.dtype, s.shape) for s in states}
     return builder, inputs
-
-
-def _new_input(
-    builder: GlobalBuilder, name: str, dtype: ir.DataType, shape: tuple[int, ...]
-) -> ir.Value:
-    value = ir.Value(name=builder.fresh(name))
-    builder.declare(value, dtype, shape)
-    builder.graph.inputs.append(value)
-    return value
 
 
 def _close(builder: GlobalBuilder) -> ir.Model:
@@ -377,7 +368,7 @@ class _Scalars:
 
     def __getitem__(self, name: str) -> ir.Value:
         if name not in self.inputs:
-            self.inputs[name] = _new_input(self.builder, HYPER + name, DOUBLE, ())
+            self.inputs[name] = self.builder.add_input(HYPER + name, DOUBLE, ())
         return self.inputs[name]
 
     def op(self, op_type: str, *operands: ir.Value, dtype: ir.DataType = DOUBLE) -> ir.Value:

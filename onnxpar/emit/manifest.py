@@ -21,10 +21,10 @@ from onnxpar.emit.weight_files import Written
 from onnxpar.emit.weight_layout import WeightLayout
 from onnxpar.facts.equalities import Equality
 from onnxpar.facts.index_ranges import IndexRange
-from onnxpar.graph.builder import (
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import (
     COORD_PREFIX,
     COUNTERS,
-    DOMAIN,
     HYPER_PREFIX,
     LOSS_WEIGHT,
     SYMBOL_PREFIX,

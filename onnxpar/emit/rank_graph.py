@@ -18,7 +18,8 @@ from onnxpar.core.sharding import split
 from onnxpar.emit.weight_layout import WeightLayout, layout
 from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
 from onnxpar.graph.body_captures import bodies_of, every_node, read_by
-from onnxpar.graph.builder import COORD_PREFIX, COUNTERS, DOMAIN, SYMBOL_PREFIX
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import COORD_PREFIX, COUNTERS, SYMBOL_PREFIX
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
 from onnxpar.ops.device.cuda_functions import STANDARD, put
 from onnxpar.ops.onnxpar_functions import FUNCTIONS

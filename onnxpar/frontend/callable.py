@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.model_part import COLLECTIVES, whole_model
+from onnxpar.graph.new_nodes import identity
 
 IR_VERSION = 10
 """Of the model that is made of a function: every opset that is supported may stand in it."""
@@ -215,5 +216,4 @@ def add_gates(
 
 
 def _gate(value: ir.Value, name: str) -> ir.Node:
-    output = ir.Value(name=name, type=value.type, shape=value.shape)
-    return ir.Node("", "Identity", [value], outputs=[output], name=name)
+    return identity(value, name, name)

@@ -16,6 +16,8 @@ from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import NOT_EXPANDED
+from onnxpar.graph.names import Names, names_of
+from onnxpar.graph.new_nodes import identity
 from onnxpar.graph.node_view import NodeView, default_opset
 from onnxpar.graph.shapes import read_shapes, shapes
 from onnxpar.ops.body_node import (
@@ -52,14 +54,14 @@ def inline_functions(model: ir.Model) -> None:
             model.opset_imports.setdefault(domain, version)
     for _ in range(MAX_DEPTH):
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
-        names = _names(nodes)
+        names = names_of(model.graph)
         calls = [node for node in nodes if node.op_identifier() in model.functions]
         if not calls:
             model.functions.clear()
             return
         for node in calls:
             if not node.name:
-                node.name = _unused(names, node.op_type)
+                node.name = names.fresh(node.op_type)
             _by_function(model, node, model.functions[node.op_identifier()], names)
     raise ModelError(
         f"node {calls[0].name!r}: the functions of the model call one another without end"
@@ -95,7 +97,7 @@ def expand_unknown(
             for n in nodes
             if (d := registry.definition(n, model.opset_imports)) is None or d.rule is expanded
         ]
-        names = _names(nodes) if unknown else set()
+        names = names_of(model.graph)
         for node, definition in unknown:
             try:
                 ours = definition is not None and definition.body is not None
@@ -156,7 +158,7 @@ def expand_by_body(
         ]
         if not nodes:
             return
-        names = _names(model.graph)
+        names = names_of(model.graph)
         for node, definition in nodes:
             if definition.body is not None:
                 _by_our_body(node, definition, builder)
@@ -196,7 +198,7 @@ def _by_our_body(node: ir.Node, definition: OpDef, builder: GlobalBuilder) -> No
         builder.scope, builder.metadata, builder.before = kept
 
 
-def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> list[ir.Node]:
+def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: Names) -> list[ir.Node]:
     """Puts the nodes of ONNX's body in the place of a node; their shapes are not known yet."""
     function = schema_body(node, opset)
     fill_defaults(node, opset)
@@ -204,7 +206,7 @@ def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: set[str]) -> l
 
 
 def _by_function(
-    model: ir.Model, node: ir.Node, function: ir.Function, names: set[str]
+    model: ir.Model, node: ir.Node, function: ir.Function, names: Names
 ) -> list[ir.Node]:
     """Puts the nodes of a function in the place of a node; their shapes are not known yet."""
     # The body is instantiated on operands of its own, one each even where one value is two.
@@ -246,14 +248,14 @@ def _by_function(
     scratch.graph.remove(made)
     assert node.graph is not None
     for value in constants:
-        value.name = _unused(names, f"{node.name}/{value.name}")
+        value.name = names.fresh(f"{node.name}/{value.name}")
         node.graph.register_initializer(value)
     for inner in _within(made):
         inner.metadata_props.update(origin(node))
-        inner.name = _unused(names, f"{node.name}/{_title(inner)}")
+        inner.name = names.fresh(f"{node.name}/{_title(inner)}")
         for value in inner.outputs:
             if value.name:
-                value.name = _unused(names, f"{node.name}/{value.name}")
+                value.name = names.fresh(f"{node.name}/{value.name}")
     node.graph.insert_before(node, made)
     for operand, own in zip(operands, node.inputs, strict=True):
         if operand is not None and own is not None:
@@ -270,15 +272,6 @@ def _within(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.GRAPH:
                 yield from ir.traversal.RecursiveGraphIterator(attribute.as_graph())
-
-
-def _names(nodes: Iterable[ir.Node]) -> set[str]:
-    """The names of nodes and of what they read and make."""
-    taken: set[str] = set()
-    for node in nodes:
-        taken.add(node.name or "")
-        taken.update(v.name or "" for v in (*node.inputs, *node.outputs) if v is not None)
-    return taken
 
 
 def _title(inner: ir.Node) -> str:
@@ -299,9 +292,8 @@ def _replace(
             continue
         if new in taken or new.producer() is None:
             # An operand, or the same as another result: it needs a name of its own.
-            same = ir.Node("", "Identity", [new], num_outputs=1, name=f"{node.name}/same.{index}")
+            same = identity(new, "", f"{node.name}/same.{index}")
             same.metadata_props.update(origin(node))
-            same.outputs[0].type, same.outputs[0].shape = new.type, new.shape
             if builder is not None and new.name in builder.shapes:
                 builder.shapes[old.name] = builder.shapes[new.name]
             graph.insert_before(node, same)
@@ -317,15 +309,6 @@ def _replace(
         new.type = new.type or old.type
         new.shape = new.shape or old.shape
     graph.remove(node, safe=True)
-
-
-def _unused(taken: set[str], name: str) -> str:
-    found, count = name, 0
-    while found in taken:
-        count += 1
-        found = f"{name}.{count}"
-    taken.add(found)
-    return found
 
 
 # -- shapes of what ONNX's bodies are made of, where inference does not run again ----------------

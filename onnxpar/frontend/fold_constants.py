@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from onnxpar.graph.new_nodes import constant
 from onnxpar.ops.sizes.constant_folding import FOLD_BYTES, fold_node, is_foldable, reads
 
 Array = NDArray[Any]
@@ -79,11 +80,4 @@ def _constant(
 
 
 def _initializer(made: ir.Value, array: Array) -> ir.Value:
-    kind = ir.DataType.from_numpy(array.dtype)
-    tensor = ir.Tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=kind, name=made.name)
-    return ir.Value(
-        name=made.name,
-        type=ir.TensorType(kind),
-        shape=ir.Shape(array.shape),
-        const_value=tensor,
-    )
+    return constant(made.name or "", np.ascontiguousarray(array).reshape(array.shape))

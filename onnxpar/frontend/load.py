@@ -36,6 +36,7 @@ from onnxpar.graph.body_captures import (
     uncapture,
 )
 from onnxpar.graph.metadata_keys import ANNOTATION
+from onnxpar.graph.names import Names
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
 from onnxpar.ops.inference import infer_shapes
@@ -337,15 +338,9 @@ def name_nodes(graph: ir.Graph) -> None:
 
 
 def _name_nodes(graph: ir.Graph) -> None:
-    taken: set[str] = set()
+    names = Names()
     for node in graph:
-        base = _name(node)
-        name, count = base, 0
-        while name in taken:
-            count += 1
-            name = f"{base}.{count}"
-        taken.add(name)
-        node.name = name
+        node.name = names.fresh(_name(node))
 
 
 def _name_dims(graph: ir.Graph) -> None:

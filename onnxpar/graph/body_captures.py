@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from onnxpar.graph.metadata_keys import CAPTURED
+from onnxpar.graph.names import Names
+from onnxpar.graph.new_nodes import identity
 
 _GRAPH = ir.AttributeType.GRAPH
 
@@ -67,19 +69,19 @@ def lift_constants(model: ir.Model) -> None:
     graphs = [g for g in model.graphs() if g is not model.graph]
     if not graphs:
         return
-    taken = {v.name for v in (*model.graph.inputs, *model.graph.initializers.values())}
-    taken |= {v.name for node in model.graph for v in node.outputs}
-    names = {node.name for node in model.graph}
+    values = Names(v.name for v in (*model.graph.inputs, *model.graph.initializers.values()))
+    values.reserve(v.name for node in model.graph for v in node.outputs)
+    names = Names(node.name for node in model.graph)
     for graph in graphs:
         for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
             if value.name:
-                value.name = _fresh(value.name, taken)
+                value.name = values.fresh(value.name)
         for name, value in list(graph.initializers.items()):
             graph.initializers.pop(name)
-            value.name = _fresh(name, taken)
+            value.name = values.fresh(name)
             model.graph.register_initializer(value)
         for node in graph:
-            node.name = _fresh(node.name or f"{graph.name or 'body'}/{node.op_type}", names)
+            node.name = names.fresh(node.name or f"{graph.name or 'body'}/{node.op_type}")
 
 
 def hand_on_results(model: ir.Model) -> None:
@@ -94,20 +96,9 @@ def _hand_on(graph: ir.Graph) -> None:
     for index, value in enumerate(list(graph.outputs)):
         if value in made and value not in list(graph.outputs)[:index]:
             continue
-        node = ir.Node("", "Identity", [value], num_outputs=1)
-        node.outputs[0].name = f"{value.name}.result"
-        node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+        node = identity(value, f"{value.name}.result")
         graph.append(node)
         graph.outputs[index] = node.outputs[0]
-
-
-def _fresh(hint: str, taken: set[str | None]) -> str:
-    name, count = hint, 0
-    while name in taken:
-        count += 1
-        name = f"{hint}.{count}"
-    taken.add(name)
-    return name
 
 
 def close(graph: ir.Graph) -> None:
@@ -230,7 +221,7 @@ def _inline(
     graph.insert_before(node, nodes)
     for old, new in zip(list(node.outputs), results, strict=True):
         if new.producer() not in nodes:
-            same = ir.Node("", "Identity", [new], num_outputs=1, name=f"{node.name}/Identity")
+            same = identity(new, "", f"{node.name}/Identity")
             graph.insert_before(node, [same])
             new = same.outputs[0]
         new.name, new.type, new.shape = old.name, old.type or new.type, None

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.graph.body_captures import read_by
-from onnxpar.graph.builder import DOMAIN, GraphBuilder
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import LocalBuilder
 
 
-def remove_unused(builder: GraphBuilder, outputs: Sequence[ir.Value]) -> None:
+def remove_unused(builder: LocalBuilder, outputs: Sequence[ir.Value]) -> None:
     """Removes nodes, collectives, constants and system inputs that the outputs do not need.
 
     A collective whose result is unused goes too, on all ranks alike: the next one takes its token.

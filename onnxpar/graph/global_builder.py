@@ -6,16 +6,14 @@ such as target shapes, its elements, so that inference need not run again.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.symbols import Dim, SymbolTable, dim_str, symbols_of
+from onnxpar.core.symbols import Dim, dim_str, symbols_of
 from onnxpar.graph.body_captures import bodies_of
-from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
+from onnxpar.graph.builder import DOMAIN, INT64, Builder
 from onnxpar.graph.shapes import ShapeEnv
 
 SIZES = "Sizes"
@@ -23,53 +21,37 @@ SIZES = "Sizes"
 SIZES_KEY = "onnxpar.sizes"
 """Metadata key of such a node: its sizes as JSON, so that shape inference may run again."""
 
-# Opset from which an operator takes its axes as an input; before, they are an attribute.
-_AXES_INPUT_SINCE = {"ReduceSum": 13, "Unsqueeze": 13, "Squeeze": 13}
-_AXES_INPUT_DEFAULT = 18
-
 
 @dataclass
-class GlobalBuilder:
-    """Appends nodes to a graph.
+class GlobalBuilder(Builder):
+    """Adds nodes to a graph, whose shapes are global.
 
     Attributes:
         graph: The graph; it is changed.
-        opset: Version of its default domain.
-        table: What is known of the symbols.
         shapes: Shape of each value by name; new values are added.
         contents: Elements of small integer values by name; new values are added.
-        scope: Prefix of the names of new nodes.
-        metadata: Metadata of new nodes.
         before: The node of the graph before which new nodes stand; None: they stand at the end.
         outermost: The graph that holds the constants of a body; None where that is `graph`.
     """
 
     graph: ir.Graph
-    opset: int
-    table: SymbolTable
-    shapes: dict[str, tuple[Dim, ...]]
-    contents: dict[str, tuple[Dim, ...]]
-    scope: str = ""
-    metadata: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
+    contents: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
     before: ir.Node | None = None
     outermost: ir.Graph | None = None
-    _names: dict[str, int] = field(default_factory=dict)
-    _node_names: dict[str, int] = field(default_factory=dict)
-    _consts: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
     _shape_values: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     @staticmethod
     def over(graph: ir.Graph, opset: int, env: ShapeEnv) -> "GlobalBuilder":
         """Returns a builder that appends to a graph whose shapes are known."""
-        builder = GlobalBuilder(graph, opset, env.table, dict(env.shapes), dict(env.contents))
+        builder = GlobalBuilder(env.table, opset, graph, dict(env.shapes), dict(env.contents))
         values = [*graph.inputs, *graph.initializers.values()]
         for node in ir.traversal.RecursiveGraphIterator(graph):
-            builder._node_names[node.name or ""] = 0
+            builder.node_names.reserve([node.name])
             values += node.outputs
             for body in bodies_of(node).values():
                 values.extend(body.inputs)
-        for value in values:
-            builder._names[value.name or ""] = 0
+        builder.value_names.reserve(value.name for value in values)
         return builder
 
     def nested(self, body: ir.Graph) -> "GlobalBuilder":
@@ -83,14 +65,6 @@ class GlobalBuilder:
         return ShapeEnv(self.shapes, self.contents, self.table)
 
     # -- names -----------------------------------------------------------------------------------
-
-    def fresh(self, hint: str) -> str:
-        """Returns a name that no other value of the graph has, beginning with `hint`."""
-        return _fresh(self._names, hint)
-
-    def fresh_node(self, hint: str) -> str:
-        """Returns a name that no other node of the graph has, beginning with `hint`."""
-        return _fresh(self._node_names, hint)
 
     def rename(self, value: ir.Value, name: str) -> None:
         """Gives a value a name beginning with `name`, and moves what is known of it there."""
@@ -109,101 +83,41 @@ class GlobalBuilder:
 
     # -- values ----------------------------------------------------------------------------------
 
-    def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Returns the shape of a value.
+    def add_input(self, name: str, dtype: ir.DataType, shape: Sequence[Dim]) -> ir.Value:
+        """Gives the graph one more input."""
+        value = self.declare(ir.Value(name=name), dtype, shape)
+        self.graph.inputs.append(value)
+        return value
 
-        Raises:
-            KeyError: It is not known.
-        """
-        return self.shapes[value.name or ""]
-
-    def declare(self, value: ir.Value, dtype: ir.DataType | None, shape: Sequence[Dim]) -> None:
-        """Sets dtype and shape of a value that has a name."""
-        value.type = ir.TensorType(dtype) if dtype is not None else None
-        value.shape = ir_shape(shape)
+    def note_shape(self, value: ir.Value, shape: Sequence[Dim]) -> None:
+        """Keeps the global shape of a value."""
         self.shapes[value.name or ""] = tuple(shape)
 
-    def ops(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        outputs: Sequence[tuple[ir.DataType | None, Sequence[Dim]]],
-        attributes: Mapping[str, Any] | None = None,
-        *,
-        domain: str = "",
-        name: str | None = None,
-    ) -> tuple[ir.Value, ...]:
-        """Appends a node and returns its outputs, one for each `(dtype, global shape)` given."""
-        node_name = _fresh(self._node_names, name or f"{self.scope}/{op_type}")
-        values = []
-        for index, (dtype, shape) in enumerate(outputs):
-            suffix = "" if len(outputs) == 1 else f":{index}"
-            value = ir.Value(name=self.fresh(f"{node_name}{suffix}.out"))
-            self.declare(value, dtype, shape)
-            values.append(value)
-        node = ir.Node(
-            domain,
-            op_type,
-            inputs,
-            ir.convenience.convert_attributes(dict(attributes or {})),
-            outputs=values,
-            name=node_name,
-        )
-        node.metadata_props.update(self.metadata)
-        self.place(node)
-        return tuple(values)
+    def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
+        """Returns the global shape of a value; KeyError where it is not known."""
+        return self.shapes[value.name or ""]
 
-    def place(self, node: ir.Node) -> None:
-        """Puts a node where new nodes stand."""
+    def append(self, node: ir.Node) -> None:
+        """Puts a node before the node `before`, or at the end."""
         if self.before is None:
             self.graph.append(node)
         else:
             self.graph.insert_before(self.before, node)
 
-    def op(
-        self,
-        op_type: str,
-        *inputs: ir.Value | None,
-        shape: Sequence[Dim],
-        dtype: ir.DataType | None = None,
-        domain: str = "",
-        name: str | None = None,
-        **attributes: Any,
-    ) -> ir.Value:
-        """Appends a node with one output of global `shape`; dtype defaults to the first input's."""
-        if dtype is None:
-            first = next((v for v in inputs if v is not None), None)
-            dtype = first.dtype if first is not None else None
-        return self.ops(op_type, inputs, [(dtype, shape)], attributes, domain=domain, name=name)[0]
-
-    def const(self, array: object, dtype: ir.DataType | None = None) -> ir.Value:
-        """Returns a constant (Python numbers become int64 or float32 unless `dtype` says)."""
-        data = np.asarray(array)
-        if dtype is not None:
-            data = data.astype(dtype.numpy())
-        elif not isinstance(array, np.ndarray):
-            data = data.astype(np.float32 if data.dtype.kind == "f" else np.int64)
-        kind = dtype or ir.DataType.from_numpy(data.dtype)
-        key = (kind, data.shape, data.tobytes())
-        if key not in self._consts:
-            name = self.fresh("onnxpar.const")
-            tensor = ir.Tensor(data, dtype=kind, name=name)
-            value = ir.Value(name=name, const_value=tensor)
-            self.declare(value, kind, data.shape)
-            if data.dtype.kind in "iu":
-                self.contents[name] = tuple(int(x) for x in data.ravel())
-            holder = self.graph if self.outermost is None else self.outermost
-            holder.register_initializer(value)
-            self._consts[key] = value
-        return self._consts[key]
+    def hold(self, constant: ir.Value) -> None:
+        """Keeps a new constant, and its elements where they are integers."""
+        holder = self.graph if self.outermost is None else self.outermost
+        holder.register_initializer(constant)
+        assert constant.const_value is not None
+        data = constant.const_value.numpy()
+        if data.dtype.kind in "iu":
+            self.contents[constant.name or ""] = tuple(int(x) for x in data.ravel())
 
     def shape_value(self, value: ir.Value) -> ir.Value:
         """Returns the shape of a value as int64 [rank], for Reshape and Expand."""
         shape = self.shape_of(value)
-        if all(isinstance(d, int) for d in shape):
-            return self.const(np.array([int(d) for d in shape], np.int64))
-        known = all(name in self.table for d in shape for name in symbols_of(d))
-        if known and self.outermost is not None:
+        symbols = {name for d in shape for name in symbols_of(d)}
+        if not symbols or (self.outermost is not None and symbols.issubset(self.table)):
             # In a body, so that the value need not be kept from step to step for its shape.
             return self.sizes(shape)
         if value not in self._shape_values:
@@ -212,64 +126,20 @@ class GlobalBuilder:
             self._shape_values[value] = made
         return self._shape_values[value]
 
-    def sizes(self, dims: Sequence[Dim]) -> ir.Value:
-        """Returns sizes as int64 [len(dims)], a constant or computed from the symbols."""
-        if all(isinstance(d, int) for d in dims):
-            return self.const(np.array([int(d) for d in dims], np.int64))
+    def computed_sizes(self, dims: tuple[Dim, ...]) -> ir.Value:
+        """Returns sizes as a node `Sizes`, which is computed from the symbols on each device."""
         made = self.op(SIZES, dtype=INT64, shape=[len(dims)], domain=DOMAIN)
         maker = made.producer()
         assert maker is not None
         maker.metadata_props[SIZES_KEY] = json.dumps(
             [d if isinstance(d, int) else dim_str(d) for d in dims]
         )
-        self.contents[made.name or ""] = tuple(dims)
+        self.contents[made.name or ""] = dims
         return made
-
-    # -- shared forms ----------------------------------------------------------------------------
-
-    def reduce(
-        self, op_type: str, x: ir.Value, axes: Sequence[int], *, keepdims: bool = False
-    ) -> ir.Value:
-        """Appends a reduction of `x` over `axes`."""
-        before = self.shape_of(x)
-        shape = [1 if a in axes else d for a, d in enumerate(before) if keepdims or a not in axes]
-        return self._with_axes(op_type, x, axes, shape, keepdims=int(keepdims))
-
-    def unsqueeze(self, x: ir.Value, axes: Sequence[int]) -> ir.Value:
-        """Inserts dims of size 1, so that the result has them at `axes` (ascending)."""
-        shape = list(self.shape_of(x))
-        for axis in axes:
-            shape.insert(axis, 1)
-        return self._with_axes("Unsqueeze", x, axes, shape)
-
-    def _with_axes(
-        self, op_type: str, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim], **more: Any
-    ) -> ir.Value:
-        since = _AXES_INPUT_SINCE.get(op_type, _AXES_INPUT_DEFAULT)
-        if self.opset >= since:
-            every = self.const(np.array(axes, np.int64))
-            return self.op(op_type, x, every, shape=shape, **more)
-        return self.op(op_type, x, shape=shape, axes=list(axes), **more)
 
     def reshape_like(self, x: ir.Value, like: ir.Value) -> ir.Value:
         """Returns `x` with the shape of `like`."""
         shape = self.shape_of(like)
         if self.shape_of(x) == shape:
             return x
-        zeros: dict[str, Any] = {"allowzero": 1} if self.opset >= 14 else {}
-        return self.op("Reshape", x, self.shape_value(like), shape=shape, **zeros)
-
-    def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Returns `x` in another element type; itself where it has it."""
-        if x.dtype == dtype:
-            return x
-        return self.op("Cast", x, dtype=dtype, shape=self.shape_of(x), to=int(dtype))
-
-
-def _fresh(taken: dict[str, int], hint: str) -> str:
-    name = hint
-    while name in taken:
-        taken[hint] += 1
-        name = f"{hint}.{taken[hint]}"
-    taken[name] = 0
-    return name
+        return self.reshape_to(x, self.shape_value(like), shape)

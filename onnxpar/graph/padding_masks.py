@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, ceil_div
-from onnxpar.graph.builder import INT64, GraphBuilder
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.local_builder import LocalBuilder
 
 
-def valid_count(builder: GraphBuilder, component: Component) -> ir.Value:
+def valid_count(builder: LocalBuilder, component: Component) -> ir.Value:
     """Returns the number of local elements of a component that are no padding, int64 [1].
 
     Atom by atom: of v valid elements in a block, piece i of L elements has min(max(v - i·L, 0), L).
@@ -35,7 +36,7 @@ def valid_count(builder: GraphBuilder, component: Component) -> ir.Value:
     return valid
 
 
-def _clamp(builder: GraphBuilder, x: ir.Value, top: ir.Value) -> ir.Value:
+def _clamp(builder: LocalBuilder, x: ir.Value, top: ir.Value) -> ir.Value:
     """Returns min(max(x, 0), top) of int64 [1]; Min and Max have no integers before opset 12."""
     zero = builder.const([0])
     if builder.opset >= 12:
@@ -47,7 +48,7 @@ def _clamp(builder: GraphBuilder, x: ir.Value, top: ir.Value) -> ir.Value:
     return builder.op("Where", more, top, low, dtype=INT64, shape=[1])
 
 
-def block_start(builder: GraphBuilder, component: Component) -> ir.Value:
+def block_start(builder: LocalBuilder, component: Component) -> ir.Value:
     """Returns the index, inside a component, of this rank's first element of it, int64 [1]."""
     total: ir.Value | None = None
     local: Dim = component.size
@@ -77,40 +78,33 @@ _CHOSEN_AS = dict.fromkeys((ir.DataType.INT16, ir.DataType.UINT16, ir.DataType.U
 
 
 def select(
-    builder: GraphBuilder,
-    kept: ir.Value,
-    x: ir.Value,
-    fill: NDArray[np.generic],
-    shape: Sequence[Dim],
+    builder: LocalBuilder, kept: ir.Value, x: ir.Value, fill: NDArray[np.generic]
 ) -> ir.Value:
-    """Returns `x`, of local shape `shape`, with `fill` wherever `kept` is false.
+    """Returns local `x` with `fill` wherever `kept` is false.
 
     Args:
         builder: Where nodes are emitted.
         kept: Booleans that broadcast against `x`.
         x: A local value.
         fill: A 0-d array of the type of `x`.
-        shape: The local shape.
     """
-    dtype = x.dtype
+    dtype, shape = x.dtype, builder.shape_of(x)
     if dtype is None:
         raise ShardingError(f"the element type of {x.name!r} is not known")
     if dtype == ir.DataType.BOOL:
         # onnxruntime has no Where on booleans either.
-        if not fill:
-            return builder.op("And", x, kept, shape=shape)
-        return builder.op("Or", x, builder.op("Not", kept), shape=shape)
+        return builder.op("Or", x, builder.op("Not", kept)) if fill else builder.op("And", x, kept)
     wide = _CHOSEN_AS.get(dtype)
     if wide is None:
         return builder.op("Where", kept, x, builder.const(fill, dtype), dtype=dtype, shape=shape)
-    held = builder.op("Cast", x, dtype=wide, shape=shape, to=int(wide))
+    held = builder.cast(x, wide)
     constant = builder.const(fill.astype(np.int64), wide)
     chosen = builder.op("Where", kept, held, constant, dtype=wide, shape=shape)
-    return builder.op("Cast", chosen, dtype=dtype, shape=shape, to=int(dtype))
+    return builder.cast(chosen, dtype)
 
 
 def mask_component(
-    builder: GraphBuilder,
+    builder: LocalBuilder,
     x: ir.Value,
     local: Sequence[Dim],
     axis: int,
@@ -159,13 +153,12 @@ def mask_component(
         builder.const(np.array([-1, *[1] * tail], np.int64)),
         shape=valid_shape,
     )
-    shape = view if before or after else local
-    kept = select(builder, valid, tall, fill_value(x.dtype, fill), shape)
+    kept = select(builder, valid, tall, fill_value(x.dtype, fill))
     return builder.reshape(kept, local) if before or after else kept
 
 
 def mask_padding(
-    builder: GraphBuilder, x: ir.Value, sharding: Sharding, fill: float | str
+    builder: LocalBuilder, x: ir.Value, sharding: Sharding, fill: float | str
 ) -> ir.Value:
     """Returns `x`, laid out as `sharding`, with all of its padding set to `fill`."""
     local = sharding.local_shape(builder.mesh, builder.table)

@@ -6,7 +6,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError
-from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
@@ -17,10 +16,6 @@ from onnxpar.ops.local_node import LocalNode
 BOOL = ir.DataType.BOOL
 FLOAT = ir.DataType.FLOAT
 DOUBLE = ir.DataType.DOUBLE
-
-# Opset from which a reduction takes its axes as an input; before, they are an attribute.
-_AXES_INPUT_SINCE = {"ReduceSum": 13}
-_AXES_INPUT_DEFAULT = 18
 
 
 def normal_axes(
@@ -72,29 +67,9 @@ def work_dtype(dtype: ir.DataType | None) -> ir.DataType:
     return DOUBLE if dtype == DOUBLE else FLOAT
 
 
-def cast(node: LocalNode, x: ir.Value, dtype: ir.DataType | None, shape: Sequence[Dim]) -> ir.Value:
-    """Returns `x`, of local shape `shape`, in another element type; itself where it has it."""
-    if dtype is None or x.dtype == dtype:
-        return x
-    return node.op("Cast", x, dtype=dtype, shape=shape, to=int(dtype))
-
-
-def zero_unless(node: LocalNode, kept: ir.Value, x: ir.Value, shape: Sequence[Dim]) -> ir.Value:
-    """Returns `x`, of local shape `shape`, with zero (false) where `kept` is false."""
-    dtype = x.dtype or FLOAT
-    return select(node.builder, kept, x, fill_value(dtype, 0), shape)
-
-
-def reduce(
-    node: LocalNode, op_type: str, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim]
-) -> ir.Value:
-    """Reduces local `x` of local shape `shape` over `axes`, which stay as dims of size 1."""
-    kept = reduced(shape, axes)
-    since = _AXES_INPUT_SINCE.get(op_type, _AXES_INPUT_DEFAULT)
-    if node.builder.opset >= since:
-        axes_value = node.builder.const(np.array(axes, np.int64))
-        return node.op(op_type, x, axes_value, shape=kept, keepdims=1)
-    return node.op(op_type, x, shape=kept, keepdims=1, axes=list(axes))
+def zero_unless(node: LocalNode, kept: ir.Value, x: ir.Value) -> ir.Value:
+    """Returns local `x` with zero (false) where `kept` is false."""
+    return select(node.builder, kept, x, fill_value(x.dtype or FLOAT, 0))
 
 
 def reduced(shape: Sequence[Dim], axes: Sequence[int]) -> list[Dim]:
@@ -143,16 +118,6 @@ def global_index(node: LocalNode, factor: str) -> ir.Value:
         length = length * size
         total = node.builder.reshape(total, [length])
     assert total is not None
-    return total
-
-
-def position(node: LocalNode, atoms: Atoms) -> ir.Value:
-    """Returns which of the parts that atoms cut is this rank's, first atom major, int64 [1]."""
-    total = node.builder.coord(atoms[0])
-    for atom in atoms[1:]:
-        size = node.builder.const([node.mesh.atoms[atom]])
-        total = node.op("Mul", total, size, dtype=INT64, shape=[1])
-        total = node.op("Add", total, node.builder.coord(atom), dtype=INT64, shape=[1])
     return total
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.builder import INT64, GraphBuilder
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.node_view import BodyFacts, NodeView
 from onnxpar.graph.padding_masks import mask_component
 from onnxpar.graph.plan import NodePlan, factor_sizes
@@ -19,7 +20,7 @@ Captured = tuple[ir.Value, Sharding, ir.Value, bool]
 
 PartitionBody = Callable[
     [
-        GraphBuilder,
+        LocalBuilder,
         BodyFacts,
         Mapping[str, NodePlan],
         Sequence[Captured],
@@ -49,7 +50,7 @@ class LocalNode:
 
     view: NodeView
     plan: NodePlan
-    builder: GraphBuilder
+    builder: LocalBuilder
     inputs: tuple[ir.Value | None, ...]
     zero: tuple[bool, ...]
     partition_body: PartitionBody
@@ -91,13 +92,6 @@ class LocalNode:
             not c.atoms or self.view.table.divisible(c.size, self.mesh.count(c.atoms))
             for c in self.components(factor)
         )
-
-    def coord_sum(self, atoms: Atoms) -> ir.Value:
-        """Sum of this rank's coordinates along `atoms`, int64 [1]; zero on one of a group."""
-        total = self.builder.coord(atoms[0])
-        for atom in atoms[1:]:
-            total = self.builder.op("Add", total, self.builder.coord(atom), dtype=INT64, shape=[1])
-        return total
 
     def split_factors(self, kind: str | None = None) -> tuple[str, ...]:
         """Factors that the plan splits, in the order of the rule; of one kind where it is given."""
@@ -142,7 +136,7 @@ class LocalNode:
             outputs,
             kept,
             domain=node.domain,
-            name=self.builder.fresh_node(self.view.name),
+            name=self.view.name,
             metadata=dict(node.metadata_props),
         )
         for value, source in zip(made, node.outputs, strict=True):
@@ -156,45 +150,47 @@ class LocalNode:
         *inputs: ir.Value | None,
         dtype: ir.DataType | None = None,
         shape: Sequence[Dim] | None = None,
-        **attributes: object,
+        **attributes: Any,
     ) -> ir.Value:
         """Emits a standard operator with one output; dtype defaults to the first input's."""
         return self.builder.op(op_type, *inputs, dtype=dtype, shape=shape, **attributes)
 
-    def all_reduce(
-        self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], reduction: str = "sum"
-    ) -> ir.Value:
-        """Emits an AllReduce of `x` (local shape `shape`) inside the node's local algorithm."""
+    def shape(self, value: ir.Value) -> tuple[Dim, ...]:
+        """Local shape of any local value."""
+        return self.builder.shape_of(value)
+
+    def all_reduce(self, x: ir.Value, atoms: Atoms, reduction: str = "sum") -> ir.Value:
+        """Emits an AllReduce of local `x` inside the node's local algorithm."""
         if not atoms:
             return x
         return self.builder.collective(
             "AllReduce",
             x,
             tuple(sorted(atoms)),
-            shape=shape,
-            moved=moved_bytes("all_reduce", self._bytes(x, shape), self.mesh.count(atoms)),
+            shape=self.shape(x),
+            moved=moved_bytes("all_reduce", self._bytes(x), self.mesh.count(atoms)),
             value=x.name or "",
             reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
             reduction=reduction,
         )
 
-    def all_gather(self, x: ir.Value, atoms: Atoms, shape: Sequence[Dim], axis: int) -> ir.Value:
-        """Emits an AllGather of `x` (local shape `shape`) along `axis`, first atom outermost."""
-        count = self.mesh.count(atoms)
+    def all_gather(self, x: ir.Value, atoms: Atoms, axis: int) -> ir.Value:
+        """Emits an AllGather of local `x` along `axis`, first atom outermost."""
+        count, shape = self.mesh.count(atoms), self.shape(x)
         return self.builder.collective(
             "AllGather",
             x,
             atoms,
             shape=[*shape[:axis], shape[axis] * count, *shape[axis + 1 :]],
-            moved=moved_bytes("all_gather", self._bytes(x, shape), count),
+            moved=moved_bytes("all_gather", self._bytes(x), count),
             value=x.name or "",
             reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
             axis=axis,
         )
 
-    def _bytes(self, x: ir.Value, shape: Sequence[Dim]) -> Dim:
+    def _bytes(self, x: ir.Value) -> Dim:
         total: Dim = int(x.dtype.itemsize) if x.dtype is not None else 1
-        for size in shape:
+        for size in self.shape(x):
             total = total * size
         return total
 

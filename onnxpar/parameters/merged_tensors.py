@@ -13,9 +13,10 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.name_patterns import SHOWN
+from onnxpar.graph.names import names_of
 from onnxpar.ops.operand_roles import is_identity, is_scale_or_bias, is_statistic
 from onnxpar.ops.registry import Registry
-from onnxpar.parameters.origin import copy_of, free_name, is_floating, is_uniform, names_of, sizes
+from onnxpar.parameters.origin import copy_of, is_floating, is_uniform, sizes
 
 
 def untie(model: ir.Model, registry: Registry) -> tuple[str, ...]:
@@ -31,7 +32,7 @@ def untie(model: ir.Model, registry: Registry) -> tuple[str, ...]:
     """
     graph = model.graph
     order = {id(node): i for i, node in enumerate(ir.traversal.RecursiveGraphIterator(graph))}
-    taken = names_of(graph)
+    names = names_of(graph, nodes=False)
     notices = []
     for name, value in list(graph.initializers.items()):
         uses = sorted(value.uses(), key=lambda use: (order[id(use[0])], use[1]))
@@ -44,7 +45,7 @@ def untie(model: ir.Model, registry: Registry) -> tuple[str, ...]:
         if places and len(places) == len(uses):
             places.pop(0)
         for node, index in places:
-            copy = copy_of(value, free_name(name, taken))
+            copy = copy_of(value, names.fresh(name))
             graph.register_initializer(copy)
             node.replace_input_with(index, copy)
             copies.append(copy)

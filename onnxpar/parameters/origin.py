@@ -5,6 +5,8 @@ from enum import StrEnum
 
 import onnx_ir as ir
 
+from onnxpar.graph.new_nodes import constant
+
 _ORIGIN = "onnxpar.origin"
 
 
@@ -66,27 +68,9 @@ def is_uniform(value: ir.Value) -> bool:
     return flat.size > 0 and all(bool((part == flat[0]).all()) for part in (flat[:64], flat))
 
 
-def names_of(graph: ir.Graph) -> set[str]:
-    """Returns the names of a graph's values, those of subgraphs included."""
-    names = {v.name or "" for v in (*graph.inputs, *graph.initializers.values())}
-    for node in ir.traversal.RecursiveGraphIterator(graph):
-        names |= {v.name or "" for v in (*node.inputs, *node.outputs) if v is not None}
-    return names
-
-
-def free_name(name: str, taken: set[str]) -> str:
-    """Returns `name.1`, `name.2`, … the first that is not taken, and takes it."""
-    count = 1
-    while f"{name}.{count}" in taken:
-        count += 1
-    taken.add(f"{name}.{count}")
-    return f"{name}.{count}"
-
-
 def copy_of(value: ir.Value, name: str) -> ir.Value:
     """Returns an initializer of the same elements and origin under another name."""
     assert value.const_value is not None and value.dtype is not None
-    tensor = ir.Tensor(value.const_value.numpy().copy(), dtype=value.dtype, name=name)
-    copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=tensor)
+    copy = constant(name, value.const_value.numpy(), value.dtype)
     copy.meta.update(value.meta)
     return copy

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import name_nodes, normalise
+from onnxpar.graph.names import names_of
 from onnxpar.ops.operand_roles import (
     is_instance_norm,
     is_layer_bias,
@@ -30,7 +31,6 @@ from onnxpar.parameters.origin import (
     Role,
     is_floating,
     is_uniform,
-    names_of,
     note_origin,
     origin_of,
     sizes,
@@ -212,7 +212,7 @@ def _parameters(model: ir.Model) -> list[ir.Value]:
 
 def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
     """Ties what an exporter folded from a table that indices are looked up in, such as a head."""
-    taken = names_of(model.graph)
+    names = names_of(model.graph, nodes=False)
     for first, *others in equal_tensors(_parameters(model), _LARGE):
         group = [first, *others]
         tables = [v for v in group if not _GENERATED.match(v.name or "")]
@@ -222,7 +222,7 @@ def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
         if not any(i == 0 and is_weight(n, i, registry) for n, i in uses):
             continue
         for value in group:
-            if value is not tables[0] and tie(model.graph, tables[0], value, taken):
+            if value is not tables[0] and tie(model.graph, tables[0], value, names):
                 yield (
                     f"initializer {value.name!r} has the elements of the table {tables[0].name!r} "
                     "and no name of its own: they are taken to be one parameter"

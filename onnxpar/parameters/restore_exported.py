@@ -23,10 +23,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.name_patterns import SHOWN
+from onnxpar.graph.names import names_of
+from onnxpar.graph.new_nodes import constant
 from onnxpar.ops.operand_roles import applied, inverted, is_statistic, missing_bias
 from onnxpar.ops.registry import Registry
 from onnxpar.parameters.folded_tensors import dims, doubt, functions_of, order, overlap
-from onnxpar.parameters.origin import Origin, Role, copy_of, free_name, names_of, note_origin
+from onnxpar.parameters.origin import Origin, Role, copy_of, note_origin
 from onnxpar.parameters.torch_metadata import PARAMETER, Signature, arguments_of
 from onnxpar.parameters.tying import put, tie
 from onnxpar.parameters.use_attribution import CONSTANT, UNKNOWN, Attribution, Initializer, Key
@@ -60,7 +62,7 @@ class _Restorer(Attribution):
         super().__init__(model.graph, signature, registry)
         self.graph = model.graph
         self.notices: list[str] = []
-        self.taken = names_of(self.graph)
+        self.names = names_of(self.graph, nodes=False)
 
     # -- biases ------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class _Restorer(Attribution):
         for operator in self.operators.values():
             biases = [p for p in operator.left if p.is_parameter]
             places = [n for n in operator.nodes if missing_bias(n, self.registry) is not None]
-            if len(biases) != 1 or len(places) != 1 or biases[0].target in self.taken:
+            if len(biases) != 1 or len(places) != 1 or biases[0].target in self.names:
                 continue
             (node,), (bias,) = places, biases
             weight = self.by_value.get(id(node.inputs[1]))
@@ -80,15 +82,9 @@ class _Restorer(Attribution):
             if not weight.own_key & read and weight.value.name not in arguments_of(node):
                 continue
             dtype = weight.value.dtype or ir.DataType.FLOAT
-            zeros = ir.Tensor(np.zeros(place[1], dtype.numpy()), dtype=dtype, name=bias.target)
-            value = ir.Value(
-                name=bias.target,
-                type=weight.value.type,
-                shape=ir.Shape([place[1]]),
-                const_value=zeros,
-            )
+            value = constant(bias.target, np.zeros(place[1]), dtype)
             self.graph.register_initializer(value)
-            self.taken.add(bias.target)
+            self.names.reserve([bias.target])
             if len(node.inputs) <= place[0]:
                 node.resize_inputs(place[0] + 1)
             node.replace_input_with(place[0], value)
@@ -136,12 +132,9 @@ class _Restorer(Attribution):
         """Returns a new initializer for uses that stand for other placeholders."""
         name, folded = tensor.value.name or "", tensor.folded
         first = self.signature.placeholders.get(min(key)) if len(key) == 1 else None
-        if first is not None and not folded and first.target not in self.taken:
+        if first is not None and not folded and first.target not in self.names:
             name = first.target
-            self.taken.add(name)
-        else:
-            name = free_name(name, self.taken)
-        value = copy_of(tensor.value, name)
+        value = copy_of(tensor.value, self.names.fresh(name))
         self.graph.register_initializer(value)
         known = self.signature.placeholders
         own = tuple(known[n] for n in sorted(key) if n in known)
@@ -167,27 +160,20 @@ class _Restorer(Attribution):
             array = inverted(function, array)
         if not np.isfinite(array.astype(np.float32)).all():
             return
-        name = target if target not in self.taken else free_name(target, self.taken)
-        self.taken.add(name)
-        source = ir.Value(
-            name=name,
-            type=value.type,
-            shape=value.shape,
-            const_value=ir.Tensor(array, dtype=value.dtype, name=name),
-        )
+        source = constant(self.names.fresh(target), array, value.dtype)
         made = source
         uses = list(value.uses())
         for function in chain:
             node = applied(function, made)
-            made = put(self.graph, node, made, self.taken)
+            made = put(self.graph, node, made, self.names)
         for node, index in uses:
             node.replace_input_with(index, made)
         del self.graph.initializers[value.name or ""]
         self.graph.register_initializer(source)
         tensor.value, tensor.functions = source, frozenset()
         self.notices.append(
-            f"initializer {value.name!r} is computed from the parameter {name!r} again, of which "
-            f"the exporter had folded {' and '.join(chain)}"
+            f"initializer {value.name!r} is computed from the parameter {source.name!r} again, of "
+            f"which the exporter had folded {' and '.join(chain)}"
         )
 
     def tie(self) -> None:
@@ -209,7 +195,7 @@ class _Restorer(Attribution):
         """Computes tensors from the one that they are rearranged of; returns what is in doubt."""
         doubtful: dict[int, Origin] = {}
         for tensor in others:
-            if tie(self.graph, base.value, tensor.value, self.taken):
+            if tie(self.graph, base.value, tensor.value, self.names):
                 self.notices.append(
                     f"initializer {tensor.value.name!r} is computed from {base.value.name!r} "
                     "again: the exporter had folded it, and they are one parameter"

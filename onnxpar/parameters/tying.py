@@ -10,21 +10,23 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.name_patterns import nearest
+from onnxpar.graph.names import Names, names_of
+from onnxpar.graph.new_nodes import constant
 from onnxpar.ops.operand_roles import reshaped, transposed
-from onnxpar.parameters.origin import free_name, is_floating, is_uniform, names_of, sizes
+from onnxpar.parameters.origin import is_floating, is_uniform, sizes
 
 _RANKS = 5
 """Permutations are tried up to this number of dims."""
 
 
-def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, taken: set[str]) -> bool:
+def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, names: Names) -> bool:
     """Replaces an initializer by what is computed from another, by Transpose and Reshape.
 
     Args:
         graph: The graph of both, which is changed.
         base: The initializer that stays.
         other: The one that goes.
-        taken: Names that new values must not have; theirs are added.
+        names: Names that new values must not have; theirs are added.
 
     Returns:
         Whether its elements are those of the other in some order of dims; else nothing is changed.
@@ -35,25 +37,19 @@ def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, taken: set[str]) -> bo
     perm, reshape = found
     made, shape = base, sizes(other)
     if perm is not None:
-        made = put(graph, transposed(made, perm), base, taken)
+        made = put(graph, transposed(made, perm), base, names)
     if reshape:
-        name = free_name(f"{base.name or ''}.sizes", taken)
-        constant = ir.Value(
-            name=name,
-            type=ir.TensorType(ir.DataType.INT64),
-            shape=ir.Shape([len(shape)]),
-            const_value=ir.tensor(np.array(shape, np.int64), name=name),
-        )
-        graph.register_initializer(constant)
-        made = put(graph, reshaped(made, constant), made, taken)
+        sized = constant(names.fresh(f"{base.name or ''}.sizes"), np.array(shape, np.int64))
+        graph.register_initializer(sized)
+        made = put(graph, reshaped(made, sized), made, names)
     other.replace_all_uses_with(made)
     del graph.initializers[other.name or ""]
     return True
 
 
-def put(graph: ir.Graph, node: ir.Node, of: ir.Value, taken: set[str]) -> ir.Value:
+def put(graph: ir.Graph, node: ir.Node, of: ir.Value, names: Names) -> ir.Value:
     """Puts a new node right behind its operand, names it, and returns its result."""
-    node.name = node.outputs[0].name = free_name(f"{of.name or ''}.again", taken)
+    node.name = node.outputs[0].name = names.fresh(f"{of.name or ''}.again")
     if of.dtype is not None:
         node.outputs[0].dtype = of.dtype
     maker = of.producer()
@@ -78,7 +74,7 @@ def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
         ModelError: A pair is malformed, names no floating-point initializer, or tensors whose
             elements differ.
     """
-    graph, taken, notices = model.graph, names_of(model.graph), []
+    graph, names, notices = model.graph, names_of(model.graph, nodes=False), []
     for text in pairs:
         known = [n for n, v in graph.initializers.items() if is_floating(v)]
         first, _, second = text.partition("=")
@@ -92,7 +88,7 @@ def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
                 )
         a, b = graph.initializers[first], graph.initializers[second]
         shapes = f"{list(sizes(a))} and {list(sizes(b))}"
-        if not tie(graph, a, b, taken):
+        if not tie(graph, a, b, names):
             raise ModelError(
                 f"--tie {text!r}: expected tensors of equal elements, maybe transposed, got "
                 f"different ones, of {shapes}"

@@ -8,8 +8,9 @@ import onnx_ir as ir
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.sharding import Sharding
 from onnxpar.facts.program import Program
-from onnxpar.graph.builder import GraphBuilder, ir_shape
+from onnxpar.graph.builder import ir_shape
 from onnxpar.graph.cleanup import remove_unused
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.node_view import BodyFacts
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.control.body_rule import is_zero
@@ -50,7 +51,7 @@ def body_partitioner(registry: Registry) -> PartitionBody:
 
 def _partition_body(
     registry: Registry,
-    builder: GraphBuilder,
+    builder: LocalBuilder,
     body: BodyFacts,
     plans: Mapping[str, NodePlan],
     captured: Sequence[Captured],
@@ -100,7 +101,7 @@ def _partition_body(
         entering.append(local)
         work.define(value.name or "", sharding, local, zero=False)
     for node in graph:
-        inner.scope(node.name or "")
+        inner.scope = node.name or ""
         work.write(node)
     leaving: list[ir.Value] = []
     for value, sharding in zip(graph.outputs, outputs, strict=True):

@@ -1,7 +1,7 @@
 """From a plan to the program of all ranks: one rank-generic graph."""
 
 from onnxpar.facts.program import Program
-from onnxpar.graph.builder import GraphBuilder
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import Plan, varying
 from onnxpar.partition.body_writer import body_partitioner
@@ -36,7 +36,7 @@ def partition(
         ShardingError: A node cannot be written for the sharding the plan gives it.
     """
     table = program.env.table
-    builder = GraphBuilder(plan.mesh, table, program.opset, varying(plan.inputs, table))
+    builder = LocalBuilder(table, program.opset, plan.mesh, varying(plan.inputs, table))
     return ProgramWriter(
         program,
         plan,

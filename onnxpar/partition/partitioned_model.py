@@ -14,7 +14,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol
 from onnxpar.facts.equalities import Equality
 from onnxpar.facts.index_ranges import IndexRange
-from onnxpar.graph.builder import GraphBuilder
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.plan import Plan
 from onnxpar.ops.registry import Registry
 from onnxpar.propagation.conflicts import Conflict
@@ -114,7 +114,7 @@ class PartitionedModel:
 
     program: str
     source: ir.Model
-    builder: GraphBuilder
+    builder: LocalBuilder
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphInput, ...]
     parameters: tuple[Parameter, ...]

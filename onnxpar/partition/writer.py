@@ -21,8 +21,9 @@ from onnxpar.facts.equalities import assumed_equalities
 from onnxpar.facts.index_ranges import demanded_ranges
 from onnxpar.facts.program import Program
 from onnxpar.graph.body_captures import open_node, read_by
-from onnxpar.graph.builder import GENERATED, PLACE, GraphBuilder, ir_shape
+from onnxpar.graph.builder import GENERATED, ir_shape
 from onnxpar.graph.cleanup import remove_unused
+from onnxpar.graph.local_builder import PLACE, LocalBuilder
 from onnxpar.graph.metadata_keys import CAPTURED
 from onnxpar.graph.padding_masks import mask_padding
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places
@@ -57,7 +58,7 @@ class ProgramWriter:
 
     program: Program
     plan: Plan
-    builder: GraphBuilder
+    builder: LocalBuilder
     partition_body: PartitionBody
     name: str = "model"
     states: States = STATELESS
@@ -100,7 +101,7 @@ class ProgramWriter:
         for name, value in graph.initializers.items():
             self._initializer(name, value)
         for node in graph:
-            self.builder.scope(node.name or "")
+            self.builder.scope = node.name or ""
             self.builder.place = self.places.nodes.get(node.name or "", 0)
             try:
                 self.write(node)
@@ -112,7 +113,7 @@ class ProgramWriter:
         used: set[str] = {v.name or "" for v in graph.inputs}
         for value in graph.outputs:
             name = value.name or ""
-            self.builder.scope(name)
+            self.builder.scope = name
             self.builder.place = self.places.outputs.get(name, 0)
             sharding = self.plan.outputs[name]
             local = self.get(value, sharding, f"output {name!r}")
@@ -201,6 +202,9 @@ class ProgramWriter:
             virtual = self.home.setdefault(name, virtual)
         self.versions.setdefault(name, {})[virtual, sharding] = local
         self.zero[name, sharding] = zero
+        if local.shape is not None and local not in self.builder.shapes:
+            here = sharding.local_shape(self.plan.mesh, self.env.table)
+            self.builder.note_shape(local, here)
         if sharding.partial or local.shape is None:
             return
         # Sizes that depend on data are read off the first whole value that has them.

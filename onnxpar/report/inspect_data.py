@@ -13,7 +13,7 @@ from onnxpar.core.rule import format_rule
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, dim_text
 from onnxpar.facts.program import Program
-from onnxpar.graph.builder import Collective
+from onnxpar.graph.local_builder import Collective
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.graph.shapes import ShapeEnv, shapes

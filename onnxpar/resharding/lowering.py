@@ -17,7 +17,8 @@ from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim, ceil_div
-from onnxpar.graph.builder import INT64, GraphBuilder
+from onnxpar.graph.builder import INT64
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.resharding.routes import OPERATORS, ReshardStep, Slot
 
 # For these onnxruntime 1.31 has a kernel of Pad on the CPU and on CUDA.
@@ -27,7 +28,7 @@ MIN_OPSET = 11
 
 
 def emit_reshard(
-    builder: GraphBuilder,
+    builder: LocalBuilder,
     value: ir.Value,
     steps: Sequence[ReshardStep],
     *,
@@ -56,7 +57,7 @@ def emit_reshard(
 
 
 class _Emitter:
-    def __init__(self, builder: GraphBuilder, step: ReshardStep, name: str, reason: str) -> None:
+    def __init__(self, builder: LocalBuilder, step: ReshardStep, name: str, reason: str) -> None:
         self.builder = builder
         self.mesh: Mesh = builder.mesh
         self.step = step
@@ -148,10 +149,11 @@ class _Emitter:
         missing = build.op("Sub", build.size(size), build.size(shape[axis]), dtype=INT64, shape=[1])
         before, shape = shape, [*shape[:axis], size, *shape[axis + 1 :]]
         if x.dtype not in PADDED:
-            parts = [build.shape(before[:axis]), missing, build.shape(before[axis + 1 :])]
+            parts = [build.sizes(before[:axis]), missing, build.sizes(before[axis + 1 :])]
             gap = build.op("Concat", *parts, dtype=INT64, shape=[len(shape)], axis=0)
-            zeros = build.op("ConstantOfShape", gap, dtype=ir.DataType.FLOAT)
-            zeros = build.op("Cast", zeros, dtype=x.dtype, to=x.dtype)
+            added = [*shape[:axis], as_dim(size - before[axis]), *shape[axis + 1 :]]
+            zeros = build.op("ConstantOfShape", gap, dtype=ir.DataType.FLOAT, shape=added)
+            zeros = build.cast(zeros, x.dtype)
             return build.op("Concat", x, zeros, shape=shape, axis=axis), shape
         ends = [0] * (len(shape) + axis), [0] * (len(shape) - axis - 1)
         parts = [build.const(np.array(ends[0], np.int64)), missing]
@@ -190,7 +192,9 @@ class _Emitter:
             run, local = atoms[first:last], levels[last]
             x, shape = self._pad(x, shape, axis, as_dim(local * self.mesh.count(run)))
             piece = self.builder.size(local)
-            start = self.builder.op("Mul", self._position(run), piece, dtype=INT64, shape=[1])
+            start = self.builder.op(
+                "Mul", self.builder.position(run), piece, dtype=INT64, shape=[1]
+            )
             stop = self.builder.op("Add", start, piece, dtype=INT64, shape=[1])
             shape = [*shape[:axis], local, *shape[axis + 1 :]]
             x = self._with_bounds().op(
@@ -199,7 +203,7 @@ class _Emitter:
             first = last
         return x, shape
 
-    def _with_bounds(self) -> GraphBuilder:
+    def _with_bounds(self) -> LocalBuilder:
         """The builder, for nodes whose bounds are computed in the graph."""
         if self.builder.opset < MIN_OPSET:
             raise ShardingError(
@@ -211,16 +215,6 @@ class _Emitter:
     def _is_even(self, levels: list[Dim], index: int) -> bool:
         parts = self.mesh.atoms[self.step.atoms[index]]
         return self.builder.table.equal(levels[index], levels[index + 1] * parts)
-
-    def _position(self, atoms: Atoms) -> ir.Value:
-        """This rank's position in its group over `atoms`, int64 [1]."""
-        build = self.builder
-        position = build.coord(atoms[0])
-        for atom in atoms[1:]:
-            parts = build.const([self.mesh.atoms[atom]])
-            scaled = build.op("Mul", position, parts, dtype=INT64, shape=[1])
-            position = build.op("Add", scaled, build.coord(atom), dtype=INT64, shape=[1])
-        return position
 
     def _pad_levels(
         self, x: ir.Value, shape: list[Dim], axis: int, levels: list[Dim]

@@ -13,6 +13,8 @@ import onnx_ir as ir
 
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
+from onnxpar.graph.names import Names
+from onnxpar.graph.new_nodes import twin
 from onnxpar.graph.pipeline_places import Copy, Places, virtual_stage_of
 
 
@@ -52,41 +54,19 @@ def virtual_stages_by_name(graph: ir.Graph) -> dict[str, int]:
 
 def _spread(graph: ir.Graph, computed_in: Mapping[ir.Node, tuple[int, ...]]) -> None:
     """Puts a copy of every node into each further virtual stage that computes it."""
-    taken = {node.name for node in graph}
+    names = Names(node.name for node in graph)
     versions: dict[int, dict[ir.Value, ir.Value]] = {}
     for node, (first, *others) in computed_in.items():
         node.metadata_props[VIRTUAL_STAGE] = str(first)
         for virtual in others:
-            twin = _twin(node, f"{node.name}@{virtual}", taken)
-            twin.metadata_props[VIRTUAL_STAGE] = str(virtual)
-            graph.insert_after(node, twin)
-            replace_reads(twin, versions.get(virtual, {}))
+            name = names.fresh(f"{node.name}@{virtual}")
+            copy = twin(node, node.inputs, name.removeprefix(node.name or ""))
+            copy.metadata_props[VIRTUAL_STAGE] = str(virtual)
+            graph.insert_after(node, copy)
+            replace_reads(copy, versions.get(virtual, {}))
             made = versions.setdefault(virtual, {})
-            made.update(zip(node.outputs, twin.outputs, strict=True))
+            made.update(zip(node.outputs, copy.outputs, strict=True))
         replace_reads(node, versions.get(first, {}))
-
-
-def _twin(node: ir.Node, name: str, taken: set[str | None]) -> ir.Node:
-    """A copy of a node without bodies, with outputs of its own."""
-    while name in taken:
-        name += "'"
-    taken.add(name)
-    twin = ir.Node(
-        node.domain,
-        node.op_type,
-        list(node.inputs),
-        list(node.attributes.values()),
-        overload=node.overload,
-        num_outputs=len(node.outputs),
-        name=name,
-    )
-    twin.metadata_props.update(node.metadata_props)
-    suffix = name.removeprefix(node.name or "")
-    for old, new in zip(node.outputs, twin.outputs, strict=True):
-        new.name = f"{old.name}{suffix}" if old.name else ""
-        new.type, new.shape = old.type, old.shape
-        new.metadata_props.update(old.metadata_props)
-    return twin
 
 
 def replace_reads(node: ir.Node, values: Mapping[ir.Value, ir.Value]) -> None:
@@ -114,12 +94,11 @@ def _copies(graph: ir.Graph, weights: Collection[str], stages: int) -> dict[str,
                 users = readers.setdefault(name, {}).setdefault(virtual_stage_of(node) % stages, [])
                 users.append(node)
     found = {}
+    titles = Names(graph.initializers)
     for name, by_stage in readers.items():
         value = graph.initializers[name]
         for stage in sorted(by_stage)[1:]:
-            title = f"{name}@{stage}"
-            while title in graph.initializers:
-                title += "'"
+            title = titles.fresh(f"{name}@{stage}")
             copy = ir.Value(
                 name=title, type=value.type, shape=value.shape, const_value=value.const_value
             )

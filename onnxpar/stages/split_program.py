@@ -15,8 +15,10 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.graph.body_captures import read_by
-from onnxpar.graph.builder import DOMAIN, PLACE
+from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.cleanup import remove_unused
+from onnxpar.graph.local_builder import PLACE
+from onnxpar.graph.new_nodes import twin
 from onnxpar.graph.pipeline_places import Copy, Places
 from onnxpar.partition.partitioned_model import Handed, PartitionedModel, States
 from onnxpar.stages.place_nodes import replace_reads
@@ -238,18 +240,6 @@ def _data_read(node: ir.Node) -> list[ir.Value]:
 
 def _copy(node: ir.Node, copied: dict[ir.Value, ir.Value]) -> ir.Node:
     """A copy of a node without bodies; what it makes is noted in `copied`."""
-    twin = ir.Node(
-        node.domain,
-        node.op_type,
-        [None if v is None else copied.get(v, v) for v in node.inputs],
-        list(node.attributes.values()),
-        overload=node.overload,
-        num_outputs=len(node.outputs),
-        name=node.name,
-    )
-    twin.metadata_props.update(node.metadata_props)
-    twin.meta.update(node.meta)
-    for old, new in zip(node.outputs, twin.outputs, strict=True):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
-        copied[old] = new
-    return twin
+    made = twin(node, [None if v is None else copied.get(v, v) for v in node.inputs])
+    copied.update(zip(node.outputs, made.outputs, strict=True))
+    return made

@@ -30,7 +30,7 @@ from onnxpar.core.rule import REPLICATED, format_rule
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.emit import write
 from onnxpar.facts.program import Program
-from onnxpar.graph.builder import COUNTERS
+from onnxpar.graph.local_builder import COUNTERS
 from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.partition.partition import partition

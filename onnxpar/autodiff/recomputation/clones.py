@@ -16,6 +16,7 @@ from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.sharding import Sharding
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
+from onnxpar.graph.names import Names
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, Plan
@@ -88,7 +89,7 @@ class _Recompute:
         self.plans = dict(self.old.plan.nodes)
         self.resharded = dict(self.old.plan.resharded)
         self.opset = next((v.opset for v in rules.views.values()), 1)
-        self.taken = set(self.plans) | set(self.shapes) | set(self.model.graph.initializers)
+        self.names = Names([*self.plans, *self.shapes, *self.model.graph.initializers])
 
     def run(self) -> Planned:
         graph = self.model.graph
@@ -235,7 +236,7 @@ class _Recompute:
         outputs = []
         for out in node.outputs:
             known = out.name or ""
-            fresh = self._fresh(f"{known}.recomputed") if known else ""
+            fresh = self.names.fresh(f"{known}.recomputed") if known else ""
             outputs.append(self._like(out, fresh))
             if known:
                 self.clones[known] = outputs[-1]
@@ -248,7 +249,7 @@ class _Recompute:
             list(node.attributes.values()),
             overload=node.overload,
             outputs=outputs,
-            name=self._fresh(f"{name}/recomputed"),
+            name=self.names.fresh(f"{name}/recomputed"),
             version=node.version,
         )
         self._place(clone, before, {**node.metadata_props, RECOMPUTED_FROM: name})
@@ -262,8 +263,8 @@ class _Recompute:
         want = self._barred(node, index, value)
         bar = (name, want, virtual_stage_of(before))
         if bar not in self.barriers:
-            kept = self._like(value, self._fresh(f"{name}.kept"))
-            name_of_node = self._fresh(f"{name}/Barrier")
+            kept = self._like(value, self.names.fresh(f"{name}.kept"))
+            name_of_node = self.names.fresh(f"{name}/Barrier")
             barrier = barrier_node(name_of_node, value, self._reached(before), kept)
             self._place(barrier, before, {})
             rule = barrier_rule(NodeView(barrier, self.env, self.opset))
@@ -312,14 +313,6 @@ class _Recompute:
         if name and known in self.contents:
             self.contents[name] = self.contents[known]
         return made
-
-    def _fresh(self, hint: str) -> str:
-        name, count = hint, 0
-        while name in self.taken:
-            count += 1
-            name = f"{hint}.{count}"
-        self.taken.add(name)
-        return name
 
     def _place(self, node: ir.Node, before: ir.Node, metadata: Mapping[str, str]) -> None:
         """Puts a node before a backward node, of whose gradient it is a part from then on."""

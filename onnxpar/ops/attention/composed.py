@@ -224,9 +224,9 @@ def attend(
         top = _reduce(node, "ReduceMax", scores, dims)
     if isinstance(node, LocalNode):
         assert top is not None
-        top = node.all_reduce(top, atoms, rows, "max")
+        top = node.all_reduce(top, atoms, "max")
         powers = node.op("Exp", node.op("Sub", scores, top, shape=dims), shape=dims)
-        total = node.all_reduce(_reduce(node, "ReduceSum", powers, dims), atoms, rows)
+        total = node.all_reduce(_reduce(node, "ReduceSum", powers, dims), atoms)
         shares = node.op("Div", powers, total, shape=dims)
     else:
         shares = node.op("Softmax", scores, shape=dims, axis=-1)

@@ -94,7 +94,7 @@ def contrib_rotary_local(node: LocalNode) -> Sequence[ir.Value]:
         last = node.builder.size(node.size("s") - 1)
         index = node.op("Min", global_index(node, "s"), last, dtype=INT64, shape=[length])
         positions = node.op("Add", index, node.input(1), dtype=INT64, shape=[length])
-        shape = node.builder.shape([batch, length])
+        shape = node.builder.sizes([batch, length])
         inputs[1] = node.op("Expand", positions, shape, dtype=INT64, shape=[batch, length])
     named = len(x) == 3 and node.view.attr("num_heads", 0)
     return node.copy(inputs, {"num_heads": int(node.local_size("h"))} if named else {})

@@ -72,7 +72,11 @@ def on_first(node: LocalNode, operand: int, atoms: Atoms) -> ir.Value:
     """Returns an operand that is to be added once: zero on all devices of a group but the first."""
     value = node.input(operand)
     first = node.op(
-        "Equal", node.coord_sum(atoms), node.builder.const([0]), dtype=ir.DataType.BOOL, shape=[1]
+        "Equal",
+        node.builder.position(atoms),
+        node.builder.const([0]),
+        dtype=ir.DataType.BOOL,
+        shape=[1],
     )
     zero = node.builder.const(0.0, value.dtype)
     return node.op("Where", first, value, zero, dtype=value.dtype, shape=node.in_shape(operand))

@@ -28,9 +28,7 @@ class Along:
 
 def entry(builder: GlobalBuilder, like: ir.Value, shape: Sequence[Dim], hint: str) -> ir.Value:
     """Returns a new input of a body, of the element type of `like`."""
-    value = ir.Value(name=builder.fresh(hint))
-    builder.declare(value, like.dtype, shape)
-    return value
+    return builder.declare(ir.Value(name=builder.fresh(hint)), like.dtype, shape)
 
 
 def slice_shape(shape: Sequence[Dim], axis: int) -> tuple[Dim, ...]:
@@ -177,7 +175,7 @@ def _rename(builder: GlobalBuilder, graph: ir.Graph) -> None:
         if value.name:
             value.name = builder.fresh(value.name)
     for node in graph:
-        node.name = builder.fresh_node(node.name or node.op_type)
+        node.name = builder.node_names.fresh(node.name or node.op_type)
         for body in bodies_of(node).values():
             _rename(builder, body)
 

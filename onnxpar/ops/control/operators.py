@@ -122,7 +122,7 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
             ],
             attributes,
             domain=view.node.domain,
-            name=node.builder.fresh_node(view.name),
+            name=view.name,
         )
 
     local.__doc__ = "The bodies, partitioned for the local shapes."

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.graph.new_nodes import constant
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.elementwise.cast_gradient import cast_gradient
-from onnxpar.ops.local_helpers import cast
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
 from onnxpar.ops.slots import IN_PLACE, REARRANGES
@@ -50,7 +50,7 @@ def cast_like_rule(view: NodeView) -> OpRule:
 
 def cast_like_local(node: LocalNode) -> Sequence[ir.Value]:
     """A Cast to the type of the second operand, which is then needed by nobody."""
-    return (cast(node, node.input(0), node.out_dtype(), node.out_shape()),)
+    return (node.builder.cast(node.input(0), node.out_dtype()),)
 
 
 def bit_cast_rule(view: NodeView) -> OpRule:
@@ -73,13 +73,7 @@ def fold_casts(graph: ir.Graph) -> None:
         dtype = None if like is None else like.dtype
         if value is None or tensor is None or dtype is None:
             continue
-        name = node.outputs[0].name
-        folded = ir.Value(
-            name=f"{name}.folded",
-            type=ir.TensorType(dtype),
-            shape=ir.Shape(tensor.numpy().shape),
-            const_value=ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=name),
-        )
+        folded = constant(f"{node.outputs[0].name}.folded", tensor.numpy(), dtype)
         graph.register_initializer(folded)
         ir.convenience.replace_all_uses_with(node.outputs[0], folded)
         graph.remove(node, safe=True)

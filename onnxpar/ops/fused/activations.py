@@ -107,7 +107,7 @@ def fused_gemm_local(node: LocalNode) -> Sequence[ir.Value]:
     attributes = {n: node.view.attr(n) for n in _PRODUCT if node.view.attr(n) is not None}
     part = node.op("Gemm", *operands, dtype=node.out_dtype(), shape=shape, **attributes)
     name, given = _activation(node.view)
-    return (node.op(name, node.all_reduce(part, atoms, shape), shape=shape, **given),)
+    return (node.op(name, node.all_reduce(part, atoms), shape=shape, **given),)
 
 
 def fused_gemm_body(node: BodyNode) -> Sequence[ir.Value]:

@@ -15,11 +15,9 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import (
-    cast,
     copy_or,
     count_of,
     normal_axis,
-    reduce,
     reduced,
     work_dtype,
 )
@@ -66,26 +64,26 @@ def _total(
         x = node.masked(x, 0, factor, 0)
     kept = reduced(shape, axes)
     atoms = tuple(a for factor in split for a in node.atoms(factor))
-    return node.all_reduce(reduce(node, "ReduceSum", x, axes, shape), atoms, kept), kept
+    return node.all_reduce(node.builder.reduce("ReduceSum", x, axes, keepdims=True), atoms), kept
 
 
 def softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """Forms y (dy - Σ dy y), the sum all-reduced: one number a row."""
     shape, wide = node.in_shape(0), work_dtype(node.out_dtype())
-    dy, y = (cast(node, node.input(i), wide, shape) for i in (0, 1))
+    dy, y = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     part = node.op("Mul", dy, y, shape=shape)
     total, _ = _total(node, part, (_axis(node.view),), shape)
     rest = node.op("Sub", dy, total, shape=shape)
-    return (cast(node, node.op("Mul", y, rest, shape=shape), node.out_dtype(), shape),)
+    return (node.builder.cast(node.op("Mul", y, rest, shape=shape), node.out_dtype()),)
 
 
 def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """Forms dy - exp(y) Σ dy, the sum all-reduced: one number a row."""
     shape, wide = node.in_shape(0), work_dtype(node.out_dtype())
-    dy, y = (cast(node, node.input(i), wide, shape) for i in (0, 1))
+    dy, y = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     total, _ = _total(node, dy, (_axis(node.view),), shape)
     share = node.op("Mul", node.op("Exp", y, shape=shape), total, shape=shape)
-    return (cast(node, node.op("Sub", dy, share, shape=shape), node.out_dtype(), shape),)
+    return (node.builder.cast(node.op("Sub", dy, share, shape=shape), node.out_dtype()),)
 
 
 def layer_norm_grad_rule(view: NodeView) -> OpRule:
@@ -112,9 +110,9 @@ def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     view, shape, wide = node.view, node.in_shape(0), work_dtype(node.out_dtype())
     axis = _axis(view)
     axes = tuple(range(axis, len(shape)))
-    dy, x = (cast(node, node.input(i), wide, shape) for i in (0, 1))
-    scale = cast(node, node.input(2), wide, node.in_shape(2))
-    mean, inverse = (cast(node, node.input(i), wide, node.in_shape(i)) for i in (3, 4))
+    dy, x = (node.builder.cast(node.input(i), wide) for i in (0, 1))
+    scale = node.builder.cast(node.input(2), wide)
+    mean, inverse = (node.builder.cast(node.input(i), wide) for i in (3, 4))
     centred = node.op("Sub", x, mean, shape=shape)
     normal = node.op("Mul", centred, inverse, shape=shape)
     along = node.op("Mul", dy, normal, shape=shape)
@@ -132,13 +130,10 @@ def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
             # A value of its own, since it loses its name; nobody reads it.
             x = node.op("Identity", x, shape=shape)
         elif axis:
-            x = reduce(node, "ReduceSum", x, range(axis), shape)
+            x = node.builder.reduce("ReduceSum", x, range(axis), keepdims=True)
             x = node.builder.reshape(x, node.out_shape(index))
         outputs.append(x)
-    return [
-        cast(node, value, node.out_dtype(index), node.out_shape(index))
-        for index, value in enumerate(outputs)
-    ]
+    return [node.builder.cast(value, node.out_dtype(index)) for index, value in enumerate(outputs)]
 
 
 DEFS = (

@@ -23,7 +23,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.image.interpolation import Interpolation, matrix, nearest, repeats
 from onnxpar.ops.image.resize_gradient import resize_gradient
-from onnxpar.ops.local_helpers import BOOL, cast, global_index, work_dtype
+from onnxpar.ops.local_helpers import BOOL, global_index, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 
@@ -210,7 +210,7 @@ def _part(
     sharding = node.plan.inputs[0]
     assert sharding is not None
     (component,) = sharding.dims[axis]
-    x = node.all_gather(x, component.atoms, shape, axis)
+    x = node.all_gather(x, component.atoms, axis)
     wide = [*shape[:axis], how.size, *shape[axis + 1 :]]
     held = _held(component, node.mesh, how.size)
     padded = int(local_size(component, node.mesh, node.view.table)) * node.mesh.count(
@@ -235,8 +235,8 @@ def _part(
     before = x.dtype
     weights = node.builder.const(matrix(how), kind)
     weights = node.op("Gather", weights, index, shape=[*length, how.size], axis=0)
-    x = along(node, cast(node, x, kind, wide), weights, axis, wide, length[0])
-    return cast(node, x, before, result)
+    x = along(node, node.builder.cast(x, kind), weights, axis, wide, length[0])
+    return node.builder.cast(x, before)
 
 
 def _held(component: Component, mesh: Mesh, size: int) -> np.ndarray:
@@ -277,7 +277,7 @@ def _rest(node: LocalNode, x: ir.Value, left: Mapping[int, object]) -> ir.Value:
     inputs[0] = x
     if scales is None:
         if any(out[p] != view.out_shape()[p] for p in places):
-            inputs[3] = node.builder.shape([out[p] for p in places])
+            inputs[3] = node.builder.sizes([out[p] for p in places])
         return node.copy(inputs)[0]
     given = [scales[p] if p in left else 1.0 for p in places]
     index = _scales_index(view)

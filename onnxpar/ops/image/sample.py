@@ -15,7 +15,7 @@ from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.image.sample_body import affine_body, grid_body, roi_body
-from onnxpar.ops.local_helpers import cast, locate, zero_unless
+from onnxpar.ops.local_helpers import locate, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, Missing, OpDef, expanded
 from onnxpar.ops.quantized.helpers import can_mask
@@ -50,11 +50,11 @@ def align_local(node: LocalNode) -> Sequence[ir.Value]:
     if not node.atoms(_IMAGE):
         return node.copy([node.input(0), rois, images, *rest])
     shape = node.in_shape(2)
-    place, inside = locate(node, _IMAGE, cast(node, images, INT64, shape), shape)
-    place = cast(node, place, images.dtype, shape)
+    place, inside = locate(node, _IMAGE, node.builder.cast(images, INT64), shape)
+    place = node.builder.cast(place, images.dtype)
     made = node.copy([node.input(0), rois, place, *rest])[0]
     inside = node.builder.reshape(inside, [*shape, 1, 1, 1])
-    return (zero_unless(node, inside, made, node.out_shape()),)
+    return (zero_unless(node, inside, made),)
 
 
 def crop_rule(view: NodeView) -> OpRule:

@@ -21,12 +21,9 @@ from onnxpar.ops.index.arg_max_gradient import top_k_gradient
 from onnxpar.ops.local_helpers import (
     BOOL,
     FLOAT,
-    cast,
     copy_or,
     global_index,
     normal_axis,
-    reduce,
-    reduced,
     written_out,
 )
 from onnxpar.ops.local_node import LocalNode
@@ -84,7 +81,7 @@ def hardmax_local(node: LocalNode) -> Sequence[ir.Value]:
     factor = axis_names(len(shape))[axis]
     found, index = _first(node, axis, factor, largest=True, last=False)
     hit = node.op("Equal", index, found, dtype=BOOL, shape=shape)
-    return (cast(node, hit, node.out_dtype(), shape),)
+    return (node.builder.cast(hit, node.out_dtype()),)
 
 
 def _places(node: LocalNode, factor: str, fill: str) -> ir.Value:
@@ -125,11 +122,10 @@ def _first(
     """
     shape = node.in_shape(0)
     x = node.masked(node.input(0), 0, factor, "lowest" if largest else "highest")
-    x = cast(node, x, _COMPARED_AS.get(x.dtype or FLOAT), shape)
-    kept = reduced(shape, [axis])
+    x = node.builder.cast(x, _COMPARED_AS.get(x.dtype or FLOAT))
     atoms = node.atoms(factor)
-    top = reduce(node, "ReduceMax" if largest else "ReduceMin", x, [axis], shape)
-    top = node.all_reduce(top, atoms, kept, "max" if largest else "min")
+    top = node.builder.reduce("ReduceMax" if largest else "ReduceMin", x, [axis], keepdims=True)
+    top = node.all_reduce(top, atoms, "max" if largest else "min")
     hit = node.op("Equal", x, top, dtype=BOOL, shape=shape)
     # Where nothing is equal, as to NaN, the end that is never better than a hit.
     size = node.builder.size(node.size(factor))
@@ -138,8 +134,8 @@ def _first(
     index = _places(node, factor, "lowest" if last else "highest")
     index = node.builder.reshape(index, [shape[axis], *[1] * (len(shape) - axis - 1)])
     found = node.op("Where", hit, index, other, dtype=INT64, shape=shape)
-    found = reduce(node, "ReduceMax" if last else "ReduceMin", found, [axis], shape)
-    return node.all_reduce(found, atoms, kept, "max" if last else "min"), index
+    found = node.builder.reduce("ReduceMax" if last else "ReduceMin", found, [axis], keepdims=True)
+    return node.all_reduce(found, atoms, "max" if last else "min"), index
 
 
 def arg_max_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -186,9 +182,9 @@ def top_k_local(node: LocalNode) -> Sequence[ir.Value]:
     else:
         tail = [1] * (len(shape) - axis - 1)
         index = node.builder.reshape(index, [shape[axis], *tail])
-        index = node.op("Expand", index, node.builder.shape(shape), shape=shape)
-    values = node.all_gather(values, atoms, shape, axis)
-    index = node.all_gather(index, atoms, shape, axis)
+        index = node.op("Expand", index, node.builder.sizes(shape), shape=shape)
+    values = node.all_gather(values, atoms, axis)
+    index = node.all_gather(index, atoms, axis)
     shape[axis] = shape[axis] * node.mesh.count(atoms)
     if len(components) > 1:
         # Parts interleave: of equal values the first must be that of the least index.

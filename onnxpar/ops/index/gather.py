@@ -17,7 +17,7 @@ from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.index.gather_gradient import INDEXED_SUM, gather_gradient
-from onnxpar.ops.local_helpers import cast, locate, normal_axis, zero_unless
+from onnxpar.ops.local_helpers import locate, normal_axis, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.onnxpar_functions import GATHER_GRAD, MIN_OPSET
@@ -54,7 +54,7 @@ def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     axis = normal_axis(node.view, node.view.attr("axis", 0), len(node.view.shape(0)))
     trailing = len(node.view.shape(0)) - axis - 1
     inside = node.builder.reshape(inside, [*node.in_shape(1), *[1] * trailing])
-    return (zero_unless(node, inside, rows, node.out_shape()),)
+    return (zero_unless(node, inside, rows),)
 
 
 def indexed_place(node: LocalNode, operand: int) -> tuple[ir.Value, ir.Value | None]:
@@ -75,7 +75,7 @@ def indexed_place(node: LocalNode, operand: int) -> tuple[ir.Value, ir.Value | N
             indices = node.masked(indices, operand, factor, 0, known_zero=node.zero[operand])
     if not node.atoms(_INDEXED):
         return indices, None
-    indices = cast(node, indices, INT64, shape)
+    indices = node.builder.cast(indices, INT64)
     indices = _wrapped(node, indices, _with_one(shape))
     place, inside = locate(node, _INDEXED, indices, _with_one(shape))
     return (place if shape else node.builder.reshape(place, shape)), inside
@@ -117,12 +117,12 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         )
     shape, rows = node.in_shape(1), node.in_shape(0)
     wide = _with_one(shape)
-    place = _wrapped(node, cast(node, node.input(1), INT64, shape), wide)
+    place = _wrapped(node, node.builder.cast(node.input(1), INT64), wide)
     updates = node.builder.reshape(node.input(0), [*wide, *rows[len(shape) :]])
     if node.atoms(_INDEXED):
         place, inside = locate(node, _INDEXED, place, wide)
         inside = node.builder.reshape(inside, [*wide, *[1] * (len(rows) - len(shape))])
-        updates = zero_unless(node, inside, updates, [*wide, *rows[len(shape) :]])
+        updates = zero_unless(node, inside, updates)
     out = node.out_shape()
     if node.builder.opset >= MIN_OPSET:
         # Zeros would be folded into a constant as large as the result.
@@ -138,7 +138,7 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def _zeros(node: LocalNode, dtype: ir.DataType | None, shape: Sequence[Dim]) -> ir.Value:
     zero = node.builder.const(np.array(0), dtype)
-    return node.op("Expand", zero, node.builder.shape(shape), shape=shape)
+    return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
 
 
 def gather_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:

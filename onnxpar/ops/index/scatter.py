@@ -28,7 +28,6 @@ from onnxpar.ops.index.scatter_gradient import (
 )
 from onnxpar.ops.local_helpers import (
     BOOL,
-    cast,
     copy_or,
     global_index,
     iota,
@@ -87,7 +86,7 @@ def _found(
     node: LocalNode, factor: str, indices: ir.Value, shape: Sequence[Dim]
 ) -> tuple[ir.Value, ir.Value]:
     """Where in this rank's shard indices lie that may count from the end, and whether they do."""
-    indices = cast(node, indices, INT64, shape)
+    indices = node.builder.cast(indices, INT64)
     negative = node.op("Less", indices, node.builder.const([0]), dtype=BOOL, shape=shape)
     wrapped = node.op("Add", indices, node.builder.size(node.size(factor)), shape=shape)
     indices = node.op("Where", negative, wrapped, indices, dtype=INT64, shape=shape)
@@ -131,7 +130,7 @@ def gather_elements_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy([node.input(0), indices])
     place, inside = _found(node, _INDEXED, indices, shape)
     (rows,) = node.copy([node.input(0), place])
-    return (zero_unless(node, inside, rows, shape),)
+    return (zero_unless(node, inside, rows),)
 
 
 def scatter_elements_rule(view: NodeView) -> OpRule:
@@ -182,10 +181,10 @@ def _once(node: LocalNode, places: Sequence[str]) -> ir.Value:
     if not atoms:
         return data
     one = node.builder.const([1])
-    first = node.op("Less", node.coord_sum(atoms), one, dtype=BOOL, shape=[1])
+    first = node.op("Less", node.builder.position(atoms), one, dtype=BOOL, shape=[1])
     if not node.in_shape(0):
         first = node.builder.reshape(first, [])
-    return zero_unless(node, first, data, node.in_shape(0))
+    return zero_unless(node, first, data)
 
 
 def _kept(
@@ -194,7 +193,7 @@ def _kept(
     """The writes, those of other devices' places changed to what leaves everything as it is."""
     assert updates.dtype is not None
     fill = fill_value(updates.dtype, _IDENTITY[reduction])
-    return select(node.builder, inside, updates, fill, shape)
+    return select(node.builder, inside, updates, fill)
 
 
 def _with_spare(node: LocalNode, data: ir.Value, axis: int) -> tuple[ir.Value, list[Dim]]:
@@ -202,7 +201,7 @@ def _with_spare(node: LocalNode, data: ir.Value, axis: int) -> tuple[ir.Value, l
     shape = list(node.in_shape(0))
     row = [*shape[:axis], 1, *shape[axis + 1 :]]
     zero = node.builder.const(np.array(0), data.dtype)
-    spare = node.op("Expand", zero, node.builder.shape(row), shape=row)
+    spare = node.op("Expand", zero, node.builder.sizes(row), shape=row)
     longer = [*shape[:axis], shape[axis] + 1, *shape[axis + 1 :]]
     return node.op("Concat", data, spare, shape=longer, axis=axis), longer
 
@@ -289,7 +288,7 @@ def _columns(
         if depth > 1:
             chosen = node.builder.const([position])
             column = node.op("Gather", indices, chosen, shape=shape, axis=len(lead))
-        column = cast(node, column, INT64, shape)
+        column = node.builder.cast(column, INT64)
         if node.atoms(factor):
             column, here = _found(node, factor, column, shape)
             inside = here if inside is None else node.op("And", inside, here, shape=shape)
@@ -303,7 +302,7 @@ def _counting(node: LocalNode, lead: Sequence[Dim], axis: int) -> ir.Value:
     line[axis] = lead[axis]
     shape = [*lead, 1]
     index = node.builder.reshape(iota(node, lead[axis]), line)
-    return node.op("Expand", index, node.builder.shape(shape), dtype=INT64, shape=shape)
+    return node.op("Expand", index, node.builder.sizes(shape), dtype=INT64, shape=shape)
 
 
 def _joined(node: LocalNode, columns: Sequence[ir.Value], lead: Sequence[Dim]) -> ir.Value:
@@ -324,7 +323,7 @@ def gather_nd_local(node: LocalNode) -> Sequence[ir.Value]:
     if inside is None:
         return (rows,)
     inside = node.builder.reshape(inside, [*lead, *[1] * (len(out) - len(lead))])
-    return (zero_unless(node, inside, rows, out),)
+    return (zero_unless(node, inside, rows),)
 
 
 def scatter_nd_rule(view: NodeView) -> OpRule:
@@ -397,10 +396,10 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     place, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
     batch, updates = int(node.view.attr("batch_dims", 0)), node.input(0)
     found = _columns(node, place, lead, node.plan.rule.outputs[0], batch)
-    columns, inside = found or ([cast(node, place, INT64, node.in_shape(1))], None)
+    columns, inside = found or ([node.builder.cast(place, INT64)], None)
     if inside is not None:
         there = node.builder.reshape(inside, [*lead, *[1] * (len(shape) - len(lead))])
-        updates = zero_unless(node, there, updates, shape)
+        updates = zero_unless(node, there, updates)
     columns = [*(_counting(node, lead, axis) for axis in range(batch)), *columns]
     out = node.out_shape()
     if len(columns) > 1:
@@ -409,7 +408,7 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     else:
         place = columns[0]
     zero = node.builder.const(np.array(0), updates.dtype)
-    start = node.op("Expand", zero, node.builder.shape(out), shape=out)
+    start = node.op("Expand", zero, node.builder.sizes(out), shape=out)
     return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
 
 
@@ -429,13 +428,13 @@ def one_hot_local(node: LocalNode) -> Sequence[ir.Value]:
     shape, out = node.in_shape(0), node.out_shape()
     axis = normal_axis(node.view, node.view.attr("axis", -1), len(out))
     wide = [*shape[:axis], 1, *shape[axis:]]
-    index = cast(node, node.builder.reshape(node.input(0), wide), INT64, wide)
+    index = node.builder.cast(node.builder.reshape(node.input(0), wide), INT64)
     negative = node.op("Less", index, node.builder.const([0]), dtype=BOOL, shape=wide)
     wrapped = node.op("Add", index, node.builder.size(node.size(_INDEXED)), shape=wide)
     index = node.op("Where", negative, wrapped, index, dtype=INT64, shape=wide)
     classes: list[Dim] = [out[axis], *[1] * (len(out) - axis - 1)]
     classes_value = node.builder.reshape(global_index(node, _INDEXED), classes)
-    hit = cast(node, node.op("Equal", index, classes_value, dtype=BOOL, shape=out), INT64, out)
+    hit = node.builder.cast(node.op("Equal", index, classes_value, dtype=BOOL, shape=out), INT64)
     # A lookup: onnxruntime has no Where for some of the types that the values may have.
     return (node.op("Gather", node.input(2), hit, dtype=node.out_dtype(), shape=out, axis=0),)
 

@@ -18,7 +18,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import BOOL, cast, count_of, locate, work_dtype
+from onnxpar.ops.local_helpers import BOOL, count_of, locate, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.loss.cross_entropy_gradient import (
     LOSS_GRAD,
@@ -92,7 +92,7 @@ def _fuses(node: LocalNode) -> bool:
 
 def _fused_loss(node: LocalNode) -> Sequence[ir.Value]:
     """The same operator in one pass over the scores, where training reads its second output."""
-    labels = cast(node, _safe_labels(node), INT64, node.in_shape(LABELS))
+    labels = node.builder.cast(_safe_labels(node), INT64)
     return node.builder.ops(
         CROSS_ENTROPY.name,
         [node.input(SCORES), labels],
@@ -138,7 +138,7 @@ class _Loss:
         node, view = self.node, self.node.view
         atoms = node.atoms(CLASSES)
         log_prob = self._log_prob(atoms)
-        labels = cast(node, node.input(LABELS), INT64, self.rows)
+        labels = node.builder.cast(node.input(LABELS), INT64)
         counted = self._counted(labels)
         place, inside = locate(node, CLASSES, labels, self.rows)
         if counted is not None:
@@ -146,7 +146,7 @@ class _Loss:
         picked = self._picked(log_prob, place)
         zero = node.builder.const(np.array(0), self.wide)
         picked = node.op("Where", inside, picked, zero, dtype=self.wide, shape=self.rows)
-        picked = node.all_reduce(picked, atoms, self.rows)
+        picked = node.all_reduce(picked, atoms)
         loss = node.op("Neg", picked, shape=self.rows)
         weight = self._weight(place, inside, counted, atoms)
         if weight is not None and view.has(WEIGHTS):
@@ -156,9 +156,9 @@ class _Loss:
             loss = self._total(loss)
             if reduction == "mean":
                 loss = node.op("Div", loss, self._denominator(weight), shape=[])
-        outputs = [cast(node, loss, node.out_dtype(), node.out_shape())]
+        outputs = [node.builder.cast(loss, node.out_dtype())]
         if _keeps_log_prob(view):
-            outputs.append(cast(node, log_prob, node.out_dtype(1), node.out_shape(1)))
+            outputs.append(node.builder.cast(log_prob, node.out_dtype(1)))
         elif len(view.node.outputs) > 1:
             outputs.append(log_prob)
         return outputs
@@ -171,10 +171,10 @@ class _Loss:
         shape = node.in_shape(SCORES)
         x = node.input(SCORES)
         if not self.softmax:
-            return cast(node, x, self.wide, shape)
+            return node.builder.cast(x, self.wide)
         if atoms:
             x = node.masked(x, SCORES, CLASSES, "lowest")
-        x = cast(node, x, self.wide, shape)
+        x = node.builder.cast(x, self.wide)
         if not atoms and node.builder.opset >= 13:
             return node.op("LogSoftmax", x, shape=shape, axis=1)
         return log_softmax(node, x, 1, atoms, shape)
@@ -211,13 +211,13 @@ class _Loss:
         node, rows = self.node, self.rows
         zero = node.builder.const(np.array(0), self.wide)
         if node.view.has(WEIGHTS):
-            weights = cast(node, node.input(WEIGHTS), self.wide, node.in_shape(WEIGHTS))
+            weights = node.builder.cast(node.input(WEIGHTS), self.wide)
             weight = node.op("Gather", weights, place, shape=rows, axis=0)
             weight = node.op("Where", inside, weight, zero, dtype=self.wide, shape=rows)
-            return node.all_reduce(weight, atoms, rows)
+            return node.all_reduce(weight, atoms)
         if counted is None:
             return None
-        return cast(node, counted, self.wide, rows)
+        return node.builder.cast(counted, self.wide)
 
     def _total(self, x: ir.Value) -> ir.Value:
         """The sum of a local tensor shaped as the labels, as a scalar."""
@@ -238,7 +238,7 @@ class _Loss:
         ):
             count = count_of(node, node.view.shape(LABELS), self.wide)
             return node.builder.reshape(count, [])
-        return node.all_reduce(self._total(weight), self._row_atoms(), [])
+        return node.all_reduce(self._total(weight), self._row_atoms())
 
 
 def loss_grad_rule(view: NodeView) -> OpRule:
@@ -277,24 +277,24 @@ class _LossGrad(_Loss):
         shape = node.in_shape(SCORES)
         fuses = self.softmax and _fuses(node)
         result = self._fused(shape) if fuses else self._composed(shape)
-        return (cast(node, result, node.out_dtype(), node.out_shape()),)
+        return (node.builder.cast(result, node.out_dtype()),)
 
     def _fused(self, shape: Sequence[Dim]) -> ir.Value:
         """One node, where every row of scores is whole and of weight 1 or none."""
-        node, rows = self.node, self.rows
-        labels = cast(node, node.input(LABELS), INT64, rows)
+        node = self.node
+        labels = node.builder.cast(node.input(LABELS), INT64)
         reduction = node.view.attr("reduction", "mean")
-        scale = cast(node, node.input(COTANGENT), self.wide, rows if reduction == "none" else [])
+        scale = node.builder.cast(node.input(COTANGENT), self.wide)
         if reduction == "mean":
             counted = self._counted(labels)
-            weight = None if counted is None else cast(node, counted, self.wide, rows)
+            weight = None if counted is None else node.builder.cast(counted, self.wide)
             scale = node.op("Div", scale, self._denominator(weight), shape=[])
         ignored = node.view.attr("ignore_index", _NO_LABEL)
         for factor in _rows(node):
             labels = node.masked(labels, LABELS, factor, ignored)
         return node.builder.ops(
             CROSS_ENTROPY_GRAD.name,
-            [scale, cast(node, node.input(SCORES), self.wide, shape), labels],
+            [scale, node.builder.cast(node.input(SCORES), self.wide), labels],
             [(self.wide, shape)],
             {
                 "reduction": "none" if reduction == "none" else "sum",
@@ -305,20 +305,20 @@ class _LossGrad(_Loss):
 
     def _composed(self, shape: Sequence[Dim]) -> ir.Value:
         node, rows, view = self.node, self.rows, self.node.view
-        labels = cast(node, node.input(LABELS), INT64, rows)
+        labels = node.builder.cast(node.input(LABELS), INT64)
         counted = self._counted(labels)
         place, inside = locate(node, CLASSES, labels, rows)
         if counted is not None:
             inside = node.op("And", inside, counted, shape=rows)
         weight = self._weight(place, inside, counted, node.atoms(CLASSES))
         plain = view.attr("reduction", "mean") == "none"
-        scale = cast(node, node.input(COTANGENT), self.wide, rows if plain else [])
+        scale = node.builder.cast(node.input(COTANGENT), self.wide)
         if view.attr("reduction", "mean") == "mean":
             scale = node.op("Div", scale, self._denominator(weight), shape=[])
         if weight is not None:
             scale = node.op("Mul", weight, scale, shape=rows)
         elif not plain:
-            scale = node.op("Expand", scale, node.builder.shape(rows), shape=rows)
+            scale = node.op("Expand", scale, node.builder.sizes(rows), shape=rows)
         zero = node.builder.const(np.array(0), self.wide)
         there = node.op("Where", inside, scale, zero, dtype=self.wide, shape=rows)
         column = [rows[0], 1, *rows[1:]]
@@ -338,8 +338,8 @@ class _LossGrad(_Loss):
         node = self.node
         zero = node.builder.const(np.array(0), self.wide)
         if not self.softmax:
-            return node.op("Expand", zero, node.builder.shape(shape), shape=shape)
-        log_prob = cast(node, node.input(SCORES), self.wide, shape)
+            return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
+        log_prob = node.builder.cast(node.input(SCORES), self.wide)
         part = node.op("Exp", log_prob, shape=shape)
         part = node.op("Mul", part, node.builder.reshape(scale, column), shape=shape)
         if counted is None:

@@ -15,7 +15,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import cast, reduce, reduced, work_dtype
+from onnxpar.ops.local_helpers import reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.batch_norm_gradient import BATCH_NORM_GRAD, batch_norm_gradient
 from onnxpar.ops.norm.split_statistics import (
@@ -72,25 +72,25 @@ def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     wide = work_dtype(dtype)
     channels = [shape[1]]
     axes = _axes(len(shape))
-    x = cast(node, node.input(0), wide, shape)
+    x = node.builder.cast(node.input(0), wide)
     sizes = [view.shape(0)[axis] for axis in axes]
     _, mean, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
     assert mean is not None
     statistics = [node.builder.reshape(value, channels) for value in (mean, variance)]
-    scale, bias = (cast(node, node.input(i), wide, channels) for i in (1, 2))
+    scale, bias = (node.builder.cast(node.input(i), wide) for i in (1, 2))
     epsilon = float(view.attr("epsilon", 1e-5))
     y = node.op("BatchNormalization", x, scale, bias, *statistics, shape=shape, epsilon=epsilon)
-    outputs = [cast(node, y, dtype, shape)]
+    outputs = [node.builder.cast(y, dtype)]
     momentum = float(view.attr("momentum", 0.9))
     for index in range(1, len(view.node.outputs)):
         value = statistics[index - 1]
         if momentum:
-            old = cast(node, node.input(index + 2), wide, channels)
+            old = node.builder.cast(node.input(index + 2), wide)
             kept_share, new_share = (node.builder.const(m, wide) for m in (momentum, 1 - momentum))
             old = node.op("Mul", old, kept_share, shape=channels)
             new = node.op("Mul", value, new_share, shape=channels)
             value = node.op("Add", old, new, shape=channels)
-        outputs.append(cast(node, value, node.out_dtype(index), channels))
+        outputs.append(node.builder.cast(value, node.out_dtype(index)))
     return outputs
 
 
@@ -117,16 +117,17 @@ def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     axes = _axes(len(shape))
     kept = reduced(shape, axes)
     mask, atoms = masker(node), split_atoms(node)
-    dy, x = (cast(node, node.input(i), wide, shape) for i in (0, 1))
+    dy, x = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     scale, mean, variance = (
-        node.builder.reshape(cast(node, node.input(i), wide, [shape[1]]), kept) for i in (2, 3, 4)
+        node.builder.reshape(node.builder.cast(node.input(i), wide), kept) for i in (2, 3, 4)
     )
     count = global_count(node, [view.shape(0)[axis] for axis in axes], wide)
     inverse = inverse_deviation(node, variance, float(view.attr("epsilon", 1e-5)), kept)
     centred = node.op("Sub", x, mean, shape=shape)
     along = node.op("Mul", dy, centred, shape=shape)
     counted = [
-        reduce(node, "ReduceSum", mask(values, False), axes, shape) for values in (dy, along)
+        node.builder.reduce("ReduceSum", mask(values, False), axes, keepdims=True)
+        for values in (dy, along)
     ]
     total, slope = _summed(node, counted, atoms, kept)
     slope = node.op("Mul", slope, inverse, shape=kept)
@@ -137,10 +138,7 @@ def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     rest = node.op("Sub", rest, node.op("Mul", centred, bend, shape=shape), shape=shape)
     found = [node.op("Mul", rest, step, shape=shape)]
     found += [node.builder.reshape(value, [shape[1]]) for value in (slope, total)]
-    return [
-        cast(node, value, node.out_dtype(index), node.out_shape(index))
-        for index, value in enumerate(found)
-    ]
+    return [node.builder.cast(value, node.out_dtype(index)) for index, value in enumerate(found)]
 
 
 def _summed(
@@ -151,7 +149,7 @@ def _summed(
         return list(parts)
     both = [len(parts), *shape[1:]]
     joined = node.builder.ops("Concat", list(parts), [(parts[0].dtype, both)], {"axis": 0})[0]
-    joined = node.all_reduce(joined, atoms, both)
+    joined = node.all_reduce(joined, atoms)
     return [
         node.op("Gather", joined, node.builder.const([index]), shape=shape, axis=0)
         for index in range(len(parts))

@@ -12,11 +12,9 @@ from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import (
     BOOL,
-    cast,
     copy_or,
     normal_axes,
     normal_axis,
-    reduce,
     reduced,
     work_dtype,
     written_out,
@@ -56,14 +54,14 @@ def instance_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     shape, dtype = node.in_shape(0), node.out_dtype()
     wide = work_dtype(dtype)
     axes = range(2, len(shape))
-    x = cast(node, node.input(0), wide, shape)
+    x = node.builder.cast(node.input(0), wide)
     y = _standardised(node, x, shape, axes, [node.view.shape(0)[axis] for axis in axes])
     aside = [1, shape[1], *[1] * len(axes)]
     scale, bias = (
-        node.builder.reshape(cast(node, node.input(i), wide, [shape[1]]), aside) for i in (1, 2)
+        node.builder.reshape(node.builder.cast(node.input(i), wide), aside) for i in (1, 2)
     )
     y = node.op("Add", node.op("Mul", y, scale, shape=shape), bias, shape=shape)
-    return (cast(node, y, dtype, shape),)
+    return (node.builder.cast(y, dtype),)
 
 
 def _standardised(
@@ -122,7 +120,7 @@ def group_norm_local(node: LocalNode) -> Sequence[ir.Value]:
         x = flat(node.builder.reshape(x, shape), known_zero)
         return node.builder.reshape(x, grouped)
 
-    x = node.builder.reshape(cast(node, node.input(0), wide, shape), grouped)
+    x = node.builder.reshape(node.builder.cast(node.input(0), wide), grouped)
     centred, _, variance = mean_and_variance(node, x, grouped, axes, sizes, mask)
     epsilon = float(view.attr("epsilon", 1e-5))
     inverse = inverse_deviation(node, variance, epsilon, reduced(grouped, axes))
@@ -130,11 +128,10 @@ def group_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     rest = [1] * len(shape[2:])
     aside = [1, groups, 1 if view.opset < 21 else inner, *rest]
     scale, bias = (
-        node.builder.reshape(cast(node, node.input(i), wide, node.in_shape(i)), aside)
-        for i in (1, 2)
+        node.builder.reshape(node.builder.cast(node.input(i), wide), aside) for i in (1, 2)
     )
     y = node.op("Add", node.op("Mul", y, scale, shape=grouped), bias, shape=grouped)
-    return (cast(node, node.builder.reshape(y, shape), dtype, shape),)
+    return (node.builder.cast(node.builder.reshape(y, shape), dtype),)
 
 
 # -- MeanVarianceNormalization and LpNormalization -------------------------------------------------
@@ -160,13 +157,13 @@ def mean_variance_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     """(x - mean) / (deviation + 1e-9), statistics summed over the parts."""
     shape, dtype = node.in_shape(0), node.out_dtype()
     wide, axes = work_dtype(dtype), _mvn_axes(node.view)
-    x = cast(node, node.input(0), wide, shape)
+    x = node.builder.cast(node.input(0), wide)
     sizes = [node.view.shape(0)[axis] for axis in axes]
     centred, _, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
     kept = reduced(shape, axes)
     deviation = node.op("Sqrt", variance, shape=kept)
     deviation = node.op("Add", deviation, node.builder.const(_MVN_EPSILON, wide), shape=kept)
-    return (cast(node, node.op("Div", centred, deviation, shape=shape), dtype, shape),)
+    return (node.builder.cast(node.op("Div", centred, deviation, shape=shape), dtype),)
 
 
 def _lp_axis(view: NodeView) -> int:
@@ -183,16 +180,16 @@ def lp_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     shape, dtype = node.in_shape(0), node.out_dtype()
     wide, axes = work_dtype(dtype), [_lp_axis(node.view)]
     x = masker(node)(node.input(0), node.zero[0])
-    x = cast(node, x, wide, shape)
+    x = node.builder.cast(x, wide)
     kept = reduced(shape, axes)
     one = node.view.attr("p", 2) == 1
-    part = reduce(node, "ReduceL1" if one else "ReduceSumSquare", x, axes, shape)
-    norm = node.all_reduce(part, split_atoms(node), kept)
+    part = node.builder.reduce("ReduceL1" if one else "ReduceSumSquare", x, axes, keepdims=True)
+    norm = node.all_reduce(part, split_atoms(node))
     if not one:
         norm = node.op("Sqrt", norm, shape=kept)
     none = node.op("Equal", norm, node.builder.const(0, wide), dtype=BOOL, shape=kept)
     norm = node.op("Where", none, node.builder.const(1, wide), norm, dtype=wide, shape=kept)
-    return (cast(node, node.op("Div", x, norm, shape=shape), dtype, shape),)
+    return (node.builder.cast(node.op("Div", x, norm, shape=shape), dtype),)
 
 
 # -- LRN -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxpar.graph.builder import GENERATED
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
+from onnxpar.graph.new_nodes import identity
 from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.local_helpers import work_dtype
@@ -144,11 +145,9 @@ def _infer(node: ir.Node) -> None:
         old = node.inputs[index]
         assert old is not None
         if out.is_graph_output() and node.graph is not None:
-            same = ir.Node("", "Identity", [old], name=f"{node.name}/{out.name}")
-            made = same.outputs[0]
-            made.name, made.type, made.shape = out.name, out.type, out.shape
+            same = identity(old, out.name or "", f"{node.name}/{out.name}")
             node.graph.append(same)
-            old = made
+            old = same.outputs[0]
         out.replace_all_uses_with(old, replace_graph_outputs=True)
     node.resize_outputs(1)
 

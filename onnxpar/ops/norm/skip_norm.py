@@ -14,7 +14,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.contrib_inference import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
-from onnxpar.ops.local_helpers import cast, reduced, work_dtype
+from onnxpar.ops.local_helpers import reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.split_statistics import inverse_deviation, masker, mean_and_variance
 from onnxpar.ops.operator import BY_BODY, LocalFn, OpDef
@@ -77,14 +77,14 @@ def _local(kind: _Kind) -> LocalFn:
         total = node.op("Add", node.input(0), node.input(1), shape=shape)
         if view.has(kind.bias):
             total = node.op("Add", total, node.input(kind.bias), shape=shape)
-        x = cast(node, total, wide, shape)
+        x = node.builder.cast(total, wide)
         axis = len(shape) - 1
         centred, mean, variance = mean_and_variance(
             node, x, shape, [axis], [view.shape(0)[axis]], masker(node), centre=kind.centre
         )
         kept = reduced(shape, [axis])
         inverse = inverse_deviation(node, variance, _epsilon(view), kept)
-        y = cast(node, node.op("Mul", centred, inverse, shape=shape), dtype, shape)
+        y = node.builder.cast(node.op("Mul", centred, inverse, shape=shape), dtype)
         y = node.op("Mul", y, node.input(2), shape=shape)
         if kind.centre and view.has(3):
             y = node.op("Add", y, node.input(3), shape=shape)
@@ -95,7 +95,7 @@ def _local(kind: _Kind) -> LocalFn:
             # One that nobody reads is a value of its own, since it has no name.
             if value is None or not out.name:
                 value = node.op("Identity", inverse, shape=kept)
-            outputs.append(cast(node, value, out.dtype if out.name else None, shape))
+            outputs.append(node.builder.cast(value, out.dtype if out.name else None))
         return outputs
 
     local.__doc__ = "Statistics summed over the parts, two numbers a row at most."

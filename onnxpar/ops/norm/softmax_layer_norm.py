@@ -9,7 +9,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
-from onnxpar.ops.local_helpers import cast, copy_or, normal_axis, reduce, reduced, work_dtype
+from onnxpar.ops.local_helpers import copy_or, normal_axis, reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.softmax_layer_norm_gradient import (
     layer_norm_gradient,
@@ -50,9 +50,9 @@ def _softmax(*, log: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
         x = node.input(0)
         for factor in node.split_factors("special"):
             x = node.masked(x, 0, factor, "lowest")
-        x = cast(node, x, work_dtype(x.dtype), shape)
+        x = node.builder.cast(x, work_dtype(x.dtype))
         y = _normalised(node, x, softmax_axes(node.view), split_atoms(node), shape, log=log)
-        return (cast(node, y, node.out_dtype(), shape),)
+        return (node.builder.cast(y, node.out_dtype()),)
 
     special.__doc__ = "The maximum, then the sum of powers, each all-reduced, one number a row."
     return special
@@ -68,10 +68,10 @@ def _normalised(
     log: bool,
 ) -> ir.Value:
     kept = reduced(shape, axes)
-    top = node.all_reduce(reduce(node, "ReduceMax", x, axes, shape), atoms, kept, "max")
+    top = node.all_reduce(node.builder.reduce("ReduceMax", x, axes, keepdims=True), atoms, "max")
     low = node.op("Sub", x, top, shape=shape)
     powers = node.op("Exp", low, shape=shape)
-    total = node.all_reduce(reduce(node, "ReduceSum", powers, axes, shape), atoms, kept)
+    total = node.all_reduce(node.builder.reduce("ReduceSum", powers, axes, keepdims=True), atoms)
     if log:
         return node.op("Sub", low, node.op("Log", total, shape=kept), shape=shape)
     return node.op("Div", powers, total, shape=shape)
@@ -131,14 +131,14 @@ def _normalised_local(
         view, shape, dtype = node.view, node.in_shape(0), node.out_dtype()
         axes = _norm_axes(view)
         wide = work_dtype(node.input(0).dtype)
-        x = cast(node, node.input(0), wide, shape)
+        x = node.builder.cast(node.input(0), wide)
         sizes = [view.shape(0)[axis] for axis in axes]
         centred, mean, variance = mean_and_variance(
             node, x, shape, axes, sizes, masker(node), centre=centre
         )
         kept = reduced(shape, axes)
         inverse = inverse_deviation(node, variance, float(view.attr("epsilon", 1e-5)), kept)
-        y = cast(node, node.op("Mul", centred, inverse, shape=shape), dtype, shape)
+        y = node.builder.cast(node.op("Mul", centred, inverse, shape=shape), dtype)
         if view.has(1):
             y = node.op("Mul", y, node.input(1), shape=shape)
         if view.has(2):
@@ -150,8 +150,7 @@ def _normalised_local(
             assert value is not None
             outputs.append(value)
         return [
-            cast(node, value, node.out_dtype(index), node.out_shape(index))
-            for index, value in enumerate(outputs)
+            node.builder.cast(value, node.out_dtype(index)) for index, value in enumerate(outputs)
         ]
 
     local.__doc__ = "Statistics summed over the parts, two numbers a row at most."

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.symbols import Dim, symbols_of
-from onnxpar.ops.local_helpers import count_of, reduce, reduced
+from onnxpar.ops.local_helpers import count_of, reduced
 from onnxpar.ops.local_node import LocalNode
 
 Mask = Callable[[ir.Value, bool], ir.Value]
@@ -88,7 +88,7 @@ def mean_and_variance(
     count = global_count(node, sizes, x.dtype)
 
     def average(op_type: str, values: ir.Value) -> ir.Value:
-        total = node.all_reduce(reduce(node, op_type, values, axes, shape), atoms, kept)
+        total = node.all_reduce(node.builder.reduce(op_type, values, axes, keepdims=True), atoms)
         return node.op("Div", total, count, shape=kept)
 
     if not centre:

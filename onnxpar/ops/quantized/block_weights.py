@@ -173,7 +173,7 @@ def gather_block_quantized_local(node: LocalNode) -> Sequence[ir.Value]:
     rank = len(node.view.shape(0))
     axis = normal_axis(node.view, node.view.attr("gather_axis", 0), rank)
     inside = node.builder.reshape(inside, [*node.in_shape(1), *[1] * (rank - axis - 1)])
-    return (zero_unless(node, inside, rows, node.out_shape()),)
+    return (zero_unless(node, inside, rows),)
 
 
 def gather_block_quantized_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:

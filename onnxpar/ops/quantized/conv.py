@@ -142,7 +142,7 @@ def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:
     if _GROUP in node.split_factors():
         attributes["group"] = ir.AttrInt64("group", int(node.local_size(_GROUP)))
     total = node.builder.ops("ConvInteger", operands, [(INT32, out)], attributes)[0]
-    total = node.all_reduce(total, node.atoms(_IN), out)
+    total = node.all_reduce(total, node.atoms(_IN))
     column = [1] * (len(out) - 2)
     if view.has(8):
         bias = node.builder.reshape(node.input(8), [*node.in_shape(8), *column])

@@ -13,12 +13,10 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import (
     FLOAT,
-    cast,
     copy_or,
     count_of,
     normal_axes,
     normal_axis,
-    reduce,
 )
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef, RuleFn
@@ -108,16 +106,16 @@ def mean_local(node: LocalNode) -> Sequence[ir.Value]:
     axes = _mean_axes(view)
     names = axis_names(len(shape))
     split = node.split_factors("special")
-    x = cast(node, node.input(0), INT32, shape)
+    x = node.builder.cast(node.input(0), INT32)
     for factor in split:
         x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
     kept = [1 if i in axes else size for i, size in enumerate(shape)]
-    total = reduce(node, "ReduceSum", x, axes, shape)
+    total = node.builder.reduce("ReduceSum", x, axes, keepdims=True)
     atoms = tuple(a for f in split for a in node.atoms(f))
-    total = node.all_reduce(total, atoms, kept)
+    total = node.all_reduce(total, atoms)
     sizes = [node.size(names[a]) for a in axes]
     if view.has(2):
-        point = cast(node, node.builder.reshape(node.input(2), [1]), INT32, [1])
+        point = node.builder.cast(node.builder.reshape(node.input(2), [1]), INT32)
         zeros = node.op("Mul", point, count_of(node, sizes, INT32), shape=[1])
         total = node.op("Sub", total, zeros, shape=kept)
     divisor = node.op(

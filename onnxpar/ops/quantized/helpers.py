@@ -13,7 +13,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import mask_component
-from onnxpar.ops.local_helpers import BOOL, FLOAT, cast, reduce
+from onnxpar.ops.local_helpers import BOOL, FLOAT
 from onnxpar.ops.local_node import LocalNode
 
 UINT8 = ir.DataType.UINT8
@@ -41,11 +41,11 @@ def ranged(
     zero, span, one = (node.builder.const(np.array(v, np.float32)) for v in (0, 255, 1))
     # Zero, which padding is, belongs to every range. The least is the greatest of the negated, so
     # that both ends travel together.
-    top = reduce(node, "ReduceMax", flat, [0], [_product(shape)])
-    low = reduce(node, "ReduceMin", flat, [0], [_product(shape)])
+    top = node.builder.reduce("ReduceMax", flat, [0], keepdims=True)
+    low = node.builder.reduce("ReduceMin", flat, [0], keepdims=True)
     low = node.op("Neg", low, shape=[1])
     ends = node.builder.ops("Concat", [top, low], [(FLOAT, [2])], {"axis": 0})[0]
-    ends = node.op("Max", node.all_reduce(ends, atoms, [2], "max"), zero, shape=[2])
+    ends = node.op("Max", node.all_reduce(ends, atoms, "max"), zero, shape=[2])
     places = (node.builder.const(np.array(i, np.int64)) for i in (0, 1))
     high, down = (node.op("Gather", ends, place, shape=[], axis=0) for place in places)
     scale = node.op("Div", node.op("Add", high, down, shape=[]), span, shape=[])
@@ -53,7 +53,7 @@ def ranged(
     scale = node.op("Where", is_flat, one, scale, dtype=FLOAT, shape=[])
     point = node.op("Div", down, scale, shape=[])
     point = node.op("Round", node.op("Clip", point, zero, span, shape=[]), shape=[])
-    point = cast(node, point, UINT8, [])
+    point = node.builder.cast(point, UINT8)
     made = node.op("QuantizeLinear", x, scale, point, dtype=UINT8, shape=shape)
     return made, scale, point
 
@@ -105,7 +105,7 @@ def filled(
         before = before * node.local_size(name)
     mask = valid_mask(node, factor)
     if before != 1:
-        mask = node.op("Expand", mask, node.builder.shape([before, length]), shape=[before, length])
+        mask = node.op("Expand", mask, node.builder.sizes([before, length]), shape=[before, length])
         mask = node.builder.reshape(mask, [before * length])
     mask = node.builder.reshape(mask, [before * length, *[1] * (len(shape) - axis - 1)])
     return node.op("Where", mask, x, point, dtype=x.dtype, shape=shape)
@@ -115,7 +115,7 @@ def requantised(
     node: LocalNode, total: ir.Value, scale: ir.Value, point: ir.Value | None, shape: Sequence[Dim]
 ) -> ir.Value:
     """Returns int32 sums times `scale`, rounded to the type and range of `point` (uint8)."""
-    real = node.op("Mul", cast(node, total, FLOAT, shape), scale, shape=shape)
+    real = node.op("Mul", node.builder.cast(total, FLOAT), scale, shape=shape)
     one = node.builder.const(np.array(1, np.float32))
     if point is None:
         point = node.builder.const(np.array(0, np.uint8))
@@ -139,11 +139,11 @@ def output_scale(
         out: Scale of one element of the result; None for 1.
         shape: Local shape of `right` and of what is returned.
     """
-    one = cast(node, node.builder.reshape(left, []), FLOAT, [])
-    both = node.op("Mul", one, cast(node, right, FLOAT, shape), shape=shape)
+    one = node.builder.cast(node.builder.reshape(left, []), FLOAT)
+    both = node.op("Mul", one, node.builder.cast(right, FLOAT), shape=shape)
     if out is None:
         return both
-    divisor = cast(node, node.builder.reshape(out, []), FLOAT, [])
+    divisor = node.builder.cast(node.builder.reshape(out, []), FLOAT)
     return node.op("Div", both, divisor, shape=shape)
 
 

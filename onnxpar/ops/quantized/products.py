@@ -14,7 +14,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
-from onnxpar.ops.local_helpers import FLOAT, cast
+from onnxpar.ops.local_helpers import FLOAT
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.quantized.helpers import (
@@ -126,7 +126,7 @@ def _integers(
 
 def _summed(node: LocalNode, left: ir.Value, right: ir.Value, *points: ir.Value | None) -> ir.Value:
     total = _integers(node, left, right, points)
-    return node.all_reduce(total, node.atoms(_K), node.out_shape())
+    return node.all_reduce(total, node.atoms(_K))
 
 
 def qlinear_rule(view: NodeView) -> OpRule:
@@ -177,7 +177,7 @@ def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
     scaled = node.input(7) if view.has(7) else None
     scale = output_scale(node, first, node.input(4), scaled, node.in_shape(4))
     if scaled is None:
-        return (node.op("Mul", cast(node, total, FLOAT, out), scale, shape=out),)
+        return (node.op("Mul", node.builder.cast(total, FLOAT), scale, shape=out),)
     return (requantised(node, total, scale, node.input(8) if view.has(8) else None, out),)
 
 
@@ -210,7 +210,7 @@ def _scaled(
 ) -> ir.Value:
     out = node.out_shape()
     scale = output_scale(node, left, node.input(right), None, node.in_shape(right))
-    y = node.op("Mul", cast(node, total, FLOAT, out), scale, shape=out)
+    y = node.op("Mul", node.builder.cast(total, FLOAT), scale, shape=out)
     return y if bias is None else node.op("Add", y, bias, shape=out)
 
 

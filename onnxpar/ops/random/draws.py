@@ -17,12 +17,13 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.builder import COUNTERS, DOMAIN, INT64
+from onnxpar.graph.builder import DOMAIN, INT64
+from onnxpar.graph.local_builder import COUNTERS
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import block_start
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import require_readable
-from onnxpar.ops.local_helpers import BOOL, FLOAT, cast, reduce, work_dtype, zero_unless
+from onnxpar.ops.local_helpers import BOOL, FLOAT, work_dtype, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, LocalFn, OpDef, RuleFn, for_ranks
 from onnxpar.ops.random.dropout_gradient import dropout_gradient, drops
@@ -51,23 +52,24 @@ def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
         idle_outputs = [node.op("Identity", node.input(0), shape=shape)]
         if len(node.view.node.outputs) > 1:
             true = node.builder.const(np.array(True))
-            mask = node.op("Expand", true, node.builder.shape(shape), dtype=BOOL, shape=shape)
+            mask = node.op("Expand", true, node.builder.sizes(shape), dtype=BOOL, shape=shape)
             idle_outputs.append(_masked(node, mask))
         return idle_outputs
     x = node.input(0)
     number = drawn(node, shape, "uniform")
     ratio = node.builder.const(np.array(0.5), FLOAT)
     if node.view.has(_RATIO):
-        ratio = cast(node, node.input(_RATIO), FLOAT, [])
+        ratio = node.builder.cast(node.input(_RATIO), FLOAT)
     kept = node.op("GreaterOrEqual", number, ratio, dtype=BOOL, shape=shape)
     if node.view.const(_TRAINING) is None:
         idle = node.op("Not", node.input(_TRAINING), shape=[])
         kept = node.op("Or", kept, idle, shape=shape)
-        ratio = node.op("Where", idle, node.builder.const(np.array(0), FLOAT), ratio, dtype=FLOAT)
+        none = node.builder.const(np.array(0), FLOAT)
+        ratio = node.op("Where", idle, none, ratio, dtype=FLOAT, shape=[])
     one = node.builder.const(np.array(1), FLOAT)
     scale = node.op("Reciprocal", node.op("Sub", one, ratio, shape=[]), shape=[])
-    scaled = node.op("Mul", x, cast(node, scale, x.dtype, []), shape=shape)
-    y = zero_unless(node, kept, scaled, shape)
+    scaled = node.op("Mul", x, node.builder.cast(scale, x.dtype), shape=shape)
+    y = zero_unless(node, kept, scaled)
     return [y, _masked(node, kept)] if len(node.view.node.outputs) > 1 else [y]
 
 
@@ -114,7 +116,7 @@ def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
     )[0]
     numbers = builder.ops(
         "Philox",
-        [key, builder.shape(local), builder.shape([c.size for c in parts]), _starts(node, parts)],
+        [key, builder.sizes(local), builder.sizes([c.size for c in parts]), _starts(node, parts)],
         [(FLOAT, local)],
         {"distribution": distribution, "dtype": int(FLOAT)},
         domain=DOMAIN,
@@ -156,11 +158,11 @@ def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], S
         factor = float(node.view.attr(scale, 1.0))
         if distribution == "uniform":
             factor -= low
-        x = cast(node, drawn(node, shape, distribution), dtype, shape)
+        x = node.builder.cast(drawn(node, shape, distribution), dtype)
         for op_type, number in (("Mul", factor), ("Add", low)):
             constant = node.builder.const(np.array(number), dtype)
             x = node.op(op_type, x, constant, dtype=dtype, shape=shape)
-        return (cast(node, x, node.out_dtype(), shape),)
+        return (node.builder.cast(x, node.out_dtype()),)
 
     local.__doc__ = f"Draws each element by its global index: {distribution}, {shift} and {scale}."
     return local
@@ -178,10 +180,10 @@ def bernoulli_local(node: LocalNode) -> Sequence[ir.Value]:
     """One where the element's random number is less than its probability."""
     shape = node.out_shape()
     dtype = work_dtype(node.input(0).dtype)
-    chance = cast(node, node.input(0), dtype, shape)
-    number = cast(node, drawn(node, shape, "uniform"), dtype, shape)
+    chance = node.builder.cast(node.input(0), dtype)
+    number = node.builder.cast(drawn(node, shape, "uniform"), dtype)
     hit = node.op("Less", number, chance, dtype=BOOL, shape=shape)
-    return (cast(node, hit, node.out_dtype(), shape),)
+    return (node.builder.cast(hit, node.out_dtype()),)
 
 
 def multinomial_rule(view: NodeView) -> OpRule:
@@ -194,24 +196,24 @@ def multinomial_local(node: LocalNode) -> Sequence[ir.Value]:
     shape = node.out_shape()
     rows, classes = node.in_shape(0)
     # In float64: a uniform number below 1, times the total, is then below the total.
-    x = cast(node, node.input(0), DOUBLE, [rows, classes])
-    top = reduce(node, "ReduceMax", x, [1], [rows, classes])
+    x = node.builder.cast(node.input(0), DOUBLE)
+    top = node.builder.reduce("ReduceMax", x, [1], keepdims=True)
     low = node.op("Sub", x, top, shape=[rows, classes])
     chances = node.op("Exp", low, shape=[rows, classes])
     ends = node.op("CumSum", chances, node.builder.const(1), shape=[rows, classes])
-    total = reduce(node, "ReduceSum", chances, [1], [rows, classes])
-    number = cast(node, drawn(node, shape, "uniform"), DOUBLE, shape)
+    total = node.builder.reduce("ReduceSum", chances, [1], keepdims=True)
+    number = node.builder.cast(drawn(node, shape, "uniform"), DOUBLE)
     place = node.op("Mul", number, total, shape=shape)
     tall = [*shape, classes]
     place = node.builder.reshape(place, [*shape, 1])
     ends = node.builder.reshape(ends, [rows, 1, classes])
     passed = node.op("Less", place, ends, dtype=BOOL, shape=tall)
-    passed = cast(node, node.op("Not", passed, shape=tall), INT64, tall)
-    count = reduce(node, "ReduceSum", passed, [2], tall)
+    passed = node.builder.cast(node.op("Not", passed, shape=tall), INT64)
+    count = node.builder.reduce("ReduceSum", passed, [2], keepdims=True)
     # The running sum and the total may differ in their last bits.
     last = node.builder.size(classes - 1)
     count = node.op("Min", node.builder.reshape(count, shape), last, shape=shape)
-    return (cast(node, count, node.out_dtype(), shape),)
+    return (node.builder.cast(count, node.out_dtype()),)
 
 
 _NORMAL = _noise("normal", "mean", "scale")

@@ -79,7 +79,7 @@ def _one_direction(node: LocalNode, inputs: list[ir.Value | None]) -> Sequence[i
     lengths = inputs[LENGTHS] if len(inputs) > LENGTHS else None
     if lengths is None:
         steps = node.builder.size(shape[times])
-        lengths = node.op("Expand", steps, node.builder.shape([shape[rows]]), shape=[shape[rows]])
+        lengths = node.op("Expand", steps, node.builder.sizes([shape[rows]]), shape=[shape[rows]])
     else:
         lengths = node.op("Cast", lengths, dtype=INT64, shape=[shape[rows]], to=int(INT64))
     one = node.builder.const([1])

@@ -15,7 +15,7 @@ from onnxpar.core.sharding import DimSharding, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import BOOL, copy_or, iota, normal_axes, position, reduce, reduced
+from onnxpar.ops.local_helpers import BOOL, copy_or, iota, normal_axes, reduced
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient
@@ -103,20 +103,22 @@ def _scan(
     where = node.builder.const(at)
     y = node.op(running.op_type, x, where, shape=shape, exclusive=int(exclusive), reverse=reverse)
     kept = reduced(shape, [at])
-    total = reduce(node, running.reduction, x, [at], shape)
+    total = node.builder.reduce(running.reduction, x, [at], keepdims=True)
     if atoms:
         count = node.mesh.count(atoms)
-        totals = node.all_gather(total, atoms, kept, at)
+        totals = node.all_gather(total, atoms, at)
         gathered = [*kept[:at], count, *kept[at + 1 :]]
         # Without the parts that come later, this one among them.
         side = "Greater" if reverse else "Less"
-        earlier = node.op(side, iota(node, count), position(node, atoms), dtype=BOOL, shape=[count])
+        earlier = node.op(
+            side, iota(node, count), node.builder.position(atoms), dtype=BOOL, shape=[count]
+        )
         earlier = node.builder.reshape(earlier, [count, *[1] * (len(shape) - at - 1)])
         nothing = node.builder.const(np.array(running.identity), x.dtype)
         before = node.op("Where", earlier, totals, nothing, dtype=x.dtype, shape=gathered)
-        before = reduce(node, running.reduction, before, [at], gathered)
+        before = node.builder.reduce(running.reduction, before, [at], keepdims=True)
         y = node.op(running.combine, y, before, shape=shape)
-        total = reduce(node, running.reduction, totals, [at], gathered)
+        total = node.builder.reduce(running.reduction, totals, [at], keepdims=True)
     if len(parts) == 1:
         return y
     rows = [*shape[:at], *shape[at + 1 :]]

@@ -13,10 +13,8 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import (
     BOOL,
-    cast,
     copy_or,
     count_of,
-    reduce,
     reduced_axes,
     work_dtype,
 )
@@ -80,7 +78,9 @@ def mean_local(node: LocalNode) -> Sequence[ir.Value]:
     assert axes is not None
     shape = node.in_shape(0)
     wide = work_dtype(node.out_dtype())
-    total = reduce(node, "ReduceSum", cast(node, node.input(0), wide, shape), axes, shape)
+    total = node.builder.reduce(
+        "ReduceSum", node.builder.cast(node.input(0), wide), axes, keepdims=True
+    )
     sizes = node.view.shape(0)
     kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
     count = count_of(node, [sizes[axis] for axis in axes], wide)
@@ -94,12 +94,12 @@ def _inner(node: LocalNode, fill: float | str) -> tuple[ir.Value, tuple[int, ...
     x = node.input(0)
     for factor in node.split_factors("special"):
         x = node.masked(x, 0, factor, fill, known_zero=node.zero[0])
-    return cast(node, x, work_dtype(x.dtype), node.in_shape(0)), axes
+    return node.builder.cast(x, work_dtype(x.dtype)), axes
 
 
 def _finish(node: LocalNode, x: ir.Value) -> Sequence[ir.Value]:
     x = node.builder.reshape(x, node.out_shape())
-    return (cast(node, x, node.out_dtype(), node.out_shape()),)
+    return (node.builder.cast(x, node.out_dtype()),)
 
 
 def _summed(op_type: str, last: str) -> Callable[[LocalNode], Sequence[ir.Value]]:
@@ -108,7 +108,7 @@ def _summed(op_type: str, last: str) -> Callable[[LocalNode], Sequence[ir.Value]
         shape = node.in_shape(0)
         kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
         atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
-        total = node.all_reduce(reduce(node, op_type, x, axes, shape), atoms, kept)
+        total = node.all_reduce(node.builder.reduce(op_type, x, axes, keepdims=True), atoms)
         return _finish(node, node.op(last, total, shape=kept))
 
     special.__doc__ = f"{op_type} of the local part, all-reduced, then {last}."
@@ -121,12 +121,12 @@ def log_sum_exp(node: LocalNode) -> Sequence[ir.Value]:
     shape = node.in_shape(0)
     kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
     atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
-    top = node.all_reduce(reduce(node, "ReduceMax", x, axes, shape), atoms, kept, "max")
+    top = node.all_reduce(node.builder.reduce("ReduceMax", x, axes, keepdims=True), atoms, "max")
     size = node.op("Abs", top, shape=kept)
     infinite = node.op("Equal", size, _number(node, x, "inf"), dtype=BOOL, shape=kept)
     top = node.op("Where", infinite, _number(node, x, "0"), top, dtype=x.dtype, shape=kept)
     powers = node.op("Exp", node.op("Sub", x, top, shape=shape), shape=shape)
-    total = node.all_reduce(reduce(node, "ReduceSum", powers, axes, shape), atoms, kept)
+    total = node.all_reduce(node.builder.reduce("ReduceSum", powers, axes, keepdims=True), atoms)
     return _finish(node, node.op("Add", node.op("Log", total, shape=kept), top, shape=kept))
 
 

@@ -20,6 +20,8 @@ from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.metadata_keys import EXPANDED_FROM
+from onnxpar.graph.names import Names, names_of
+from onnxpar.graph.new_nodes import constant
 from onnxpar.graph.node_view import NodeView, default_opset
 from onnxpar.ops.body_node import origin
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
@@ -47,9 +49,7 @@ def fold_sequences(model: ir.Model) -> bool:
     if not any(n.domain in ("", "ai.onnx") and n.op_type in _MAKERS for n in nodes):
         return False
     opset = default_opset(model.opset_imports)
-    names = {v.name or "" for v in model.graph.initializers.values()}
-    names |= {n.name or "" for n in nodes} | {v.name or "" for n in nodes for v in n.outputs}
-    fold = _Fold(opset, names)
+    fold = _Fold(opset, names_of(model.graph))
     fold.graph(model.graph)
     common.RemoveUnusedNodesPass()(model)
     return fold.changed
@@ -58,7 +58,7 @@ def fold_sequences(model: ir.Model) -> bool:
 @dataclass
 class _Fold:
     opset: int
-    names: set[str]
+    names: Names
     lists: dict[ir.Value, Items] = field(default_factory=dict)
     optional: dict[ir.Value, object] = field(default_factory=dict)
     changed: bool = False
@@ -89,7 +89,7 @@ class _Fold:
             inputs,
             ir.convenience.convert_attributes(attributes),
             num_outputs=count,
-            name=self.fresh(f"{before.name}/{op_type}"),
+            name=self.names.fresh(f"{before.name}/{op_type}"),
         )
         for index, value in enumerate(node.outputs):
             value.name = f"{node.name}:{index}"
@@ -100,25 +100,10 @@ class _Fold:
 
     def constant(self, before: ir.Node, array: Any) -> ir.Value:
         """A constant of int64."""
-        data = np.asarray(array, np.int64)
-        name = self.fresh(f"{before.name}/constant")
-        value = ir.Value(
-            name=name,
-            type=ir.TensorType(INT64),
-            shape=ir.Shape(data.shape),
-            const_value=ir.Tensor(data, name=name),
-        )
+        value = constant(self.names.fresh(f"{before.name}/constant"), array, INT64)
         assert isinstance(before.graph, ir.Graph)
         before.graph.register_initializer(value)
         return value
-
-    def fresh(self, name: str) -> str:
-        found, count = name, 0
-        while found in self.names:
-            count += 1
-            found = f"{name}.{count}"
-        self.names.add(found)
-        return found
 
     def with_axes(self, before: ir.Node, op_type: str, x: ir.Value, axis: int) -> ir.Value:
         """Squeeze or Unsqueeze of one axis."""
@@ -267,14 +252,14 @@ class _Fold:
             assert isinstance(node.graph, ir.Graph)
             for initializer in list(body.initializers.values()):
                 body.initializers.pop(initializer.name or "")
-                initializer.name = self.fresh(f"{node.name}/{place}/{initializer.name}")
+                initializer.name = self.names.fresh(f"{node.name}/{place}/{initializer.name}")
                 node.graph.register_initializer(initializer)
             for inner in made:
-                inner.name = self.fresh(f"{node.name}/{place}/{inner.name or inner.op_type}")
+                inner.name = self.names.fresh(f"{node.name}/{place}/{inner.name or inner.op_type}")
                 inner.metadata_props.update(origin(node))
                 for value in inner.outputs:
                     if value.name:
-                        value.name = self.fresh(f"{node.name}/{place}/{value.name}")
+                        value.name = self.names.fresh(f"{node.name}/{place}/{value.name}")
             node.graph.insert_before(node, made)
             for items, value in zip(results, outputs, strict=True):
                 items.append(value)
@@ -318,17 +303,10 @@ class _Fold:
             present = True
         else:
             return
-        array = np.array(present)
-        name = self.fresh(f"{node.name}/constant")
-        constant = ir.Value(
-            name=name,
-            type=ir.TensorType(ir.DataType.BOOL),
-            shape=ir.Shape([]),
-            const_value=ir.Tensor(array, name=name),
-        )
+        truth = constant(self.names.fresh(f"{node.name}/constant"), np.array(present))
         assert isinstance(node.graph, ir.Graph)
-        node.graph.register_initializer(constant)
-        self.replace(node, constant)
+        node.graph.register_initializer(truth)
+        self.replace(node, truth)
 
 
 _FOLDS: Mapping[str, Callable[[_Fold, ir.Node], None]] = MappingProxyType(

@@ -18,7 +18,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import replicated_rule, require_readable
 from onnxpar.ops.grad_node import GradNode
-from onnxpar.ops.local_helpers import cast, global_index, zero_unless
+from onnxpar.ops.local_helpers import global_index, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.slots import IN_PLACE
@@ -37,7 +37,7 @@ def shape_rule(view: NodeView) -> OpRule:
 
 def shape_local(node: LocalNode) -> Sequence[ir.Value]:
     """The global sizes, from the symbols' inputs."""
-    return (node.builder.shape(_shown(node.view)),)
+    return (node.builder.sizes(_shown(node.view)),)
 
 
 def size_rule(view: NodeView) -> OpRule:
@@ -67,7 +67,7 @@ def filled_local(node: LocalNode) -> Sequence[ir.Value]:
     """ConstantOfShape of the local shape."""
     if not node.plan.factors:
         return node.copy()
-    return node.copy([node.builder.shape(node.out_shape())])
+    return node.copy([node.builder.sizes(node.out_shape())])
 
 
 def range_rule(view: NodeView) -> OpRule:
@@ -82,7 +82,7 @@ def range_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy()
     shape = node.out_shape()
     dtype = node.out_dtype()
-    index = cast(node, global_index(node, "n"), dtype, shape)
+    index = node.builder.cast(global_index(node, "n"), dtype)
     steps = node.op("Mul", index, node.input(2), dtype=dtype, shape=shape)
     return (node.op("Add", steps, node.input(0), dtype=dtype, shape=shape),)
 
@@ -108,7 +108,7 @@ def eye_local(node: LocalNode) -> Sequence[ir.Value]:
     hit = node.op(
         "Equal", row, global_index(node, "b"), dtype=ir.DataType.BOOL, shape=[rows, columns]
     )
-    return (cast(node, hit, dtype or ir.DataType.FLOAT, [rows, columns]),)
+    return (node.builder.cast(hit, dtype or ir.DataType.FLOAT),)
 
 
 def trilu_rule(view: NodeView) -> OpRule:
@@ -132,7 +132,7 @@ def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
     kept = node.op(
         compare, global_index(node, column), rows, dtype=ir.DataType.BOOL, shape=shape[-2:]
     )
-    return (zero_unless(node, kept, x, shape),)
+    return (zero_unless(node, kept, x),)
 
 
 def trilu_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -150,7 +150,7 @@ def sizes_rule(view: NodeView) -> OpRule:
 
 def sizes_local(node: LocalNode) -> Sequence[ir.Value]:
     """The global sizes, from the symbols' inputs."""
-    return (node.builder.shape(node.view.env.contents[node.view.node.outputs[0].name or ""]),)
+    return (node.builder.sizes(node.view.env.contents[node.view.node.outputs[0].name or ""]),)
 
 
 DEFS = (

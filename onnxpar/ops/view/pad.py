@@ -121,7 +121,7 @@ def tile_local(node: LocalNode) -> Sequence[ir.Value]:
         1 if count == 1 else node.local_size(f"t_{name}")
         for name, count in zip(names, _repeats(node.view), strict=True)
     ]
-    return node.copy([node.input(0), node.builder.shape(repeats)])
+    return node.copy([node.input(0), node.builder.sizes(repeats)])
 
 
 def tiled_gradient(node: GradNode) -> Sequence[ir.Value | None]:

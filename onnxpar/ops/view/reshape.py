@@ -186,7 +186,7 @@ def reshape_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy()
     dims = [size if readable(node.view, (size,)) else -1 for size in node.out_shape()]
     zeros = {"allowzero": 1} if node.builder.opset >= 14 and -1 not in dims else {"allowzero": None}
-    return node.copy([node.input(0), node.builder.shape(dims)], zeros)
+    return node.copy([node.input(0), node.builder.sizes(dims)], zeros)
 
 
 def flatten_rule(view: NodeView) -> OpRule:

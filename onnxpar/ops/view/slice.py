@@ -83,7 +83,7 @@ def split_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy()
     pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
     if node.builder.opset >= 13:
-        return node.copy([node.input(0), node.builder.shape(pieces)])
+        return node.copy([node.input(0), node.builder.sizes(pieces)])
     if not all(isinstance(piece, int) for piece in pieces):
         # Equal pieces are what Split makes where no sizes are given.
         return node.copy(attributes={"split": None})
@@ -222,7 +222,7 @@ def expand_local(node: LocalNode) -> Sequence[ir.Value]:
     """Expands to the local shape."""
     if not node.plan.factors:
         return node.copy()
-    return node.copy([node.input(0), node.builder.shape(node.out_shape())])
+    return node.copy([node.input(0), node.builder.sizes(node.out_shape())])
 
 
 def where_rule(view: NodeView) -> OpRule:

@@ -18,7 +18,6 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
-from onnxpar.ops.local_helpers import reduce
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import Missing, OpDef
@@ -201,7 +200,7 @@ def _tap(
         return x
     begin, along, step = (node.builder.const(np.array(v, np.int64)) for v in (starts, axes, steps))
     made = [*shape[:2], *results]
-    return node.op("Slice", x, begin, node.builder.shape(ends), along, step, shape=made)
+    return node.op("Slice", x, begin, node.builder.sizes(ends), along, step, shape=made)
 
 
 def _summed(
@@ -212,7 +211,7 @@ def _summed(
     (y,) = node.builder.ops(
         "FusedMatMul", [dy, x], [(dy.dtype, made)], {"transB": 1}, domain=MICROSOFT
     )
-    return y if rows[0] == 1 else reduce(node, "ReduceSum", y, [0], made)
+    return y if rows[0] == 1 else node.builder.reduce("ReduceSum", y, [0], keepdims=True)
 
 
 def _unrolled(call: KernelCall) -> int:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import cast, count_of, reduce, work_dtype, written_out
+from onnxpar.ops.local_helpers import count_of, work_dtype, written_out
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.slots import FOLLOWS
@@ -37,11 +37,11 @@ def global_average_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy()
     shape, made = node.in_shape(0), node.out_shape()
     wide = work_dtype(node.out_dtype())
-    x = cast(node, node.input(0), wide, shape)
-    total = reduce(node, "ReduceSum", x, range(2, len(shape)), shape)
+    x = node.builder.cast(node.input(0), wide)
+    total = node.builder.reduce("ReduceSum", x, range(2, len(shape)), keepdims=True)
     count = count_of(node, node.view.shape(0)[2:], wide)
     mean = node.op("Div", total, count, shape=made)
-    return (cast(node, mean, node.out_dtype(), made),)
+    return (node.builder.cast(mean, node.out_dtype()),)
 
 
 def global_max_rule(view: NodeView) -> OpRule:
@@ -66,13 +66,13 @@ def global_lp_local(node: LocalNode) -> Sequence[ir.Value]:
     for factor in node.split_factors("special"):
         x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
     p = int(node.view.attr("p", 2))
-    x = node.op("Abs", cast(node, x, wide, shape), shape=shape)
+    x = node.op("Abs", node.builder.cast(x, wide), shape=shape)
     power = x if p == 1 else node.op("Pow", x, _number(node, p, wide), shape=shape)
-    total = reduce(node, "ReduceSum", power, range(2, len(shape)), shape)
+    total = node.builder.reduce("ReduceSum", power, range(2, len(shape)), keepdims=True)
     atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
-    total = node.all_reduce(total, atoms, made)
+    total = node.all_reduce(total, atoms)
     root = total if p == 1 else node.op("Pow", total, _number(node, 1 / p, wide), shape=made)
-    return (cast(node, root, node.out_dtype(), made),)
+    return (node.builder.cast(root, node.out_dtype()),)
 
 
 def _number(node: LocalNode, value: float, dtype: ir.DataType) -> ir.Value:

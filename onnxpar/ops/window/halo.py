@@ -49,7 +49,7 @@ from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.padding_masks import block_start, fill_value, select
-from onnxpar.ops.local_helpers import iota, position
+from onnxpar.ops.local_helpers import iota
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.resharding.lowering import emit_reshard
 from onnxpar.resharding.routes import cheapest_route, moved_bytes
@@ -278,7 +278,9 @@ def by_place(node: LocalNode, atoms: Atoms, table: Table) -> ir.Value:
     """Returns this device's row of a table with one row for each place among the atoms' devices."""
     constant = node.builder.const(np.ascontiguousarray(table))
     shape = [1, *table.shape[1:]]
-    return node.op("Gather", constant, position(node, atoms), dtype=INT64, shape=shape, axis=0)
+    return node.op(
+        "Gather", constant, node.builder.position(atoms), dtype=INT64, shape=shape, axis=0
+    )
 
 
 def places(node: LocalNode, atoms: Atoms, size: int) -> list[tuple[int, int, int]]:
@@ -437,7 +439,7 @@ def _selected(
     node: LocalNode, kept: ir.Value, x: ir.Value, shape: Sequence[Dim], fill: float | str
 ) -> ir.Value:
     dtype = x.dtype or ir.DataType.FLOAT
-    return select(node.builder, kept, x, fill_value(dtype, fill), shape)
+    return select(node.builder, kept, x, fill_value(dtype, fill))
 
 
 def _even_halos(node: LocalNode, split: DimSplit) -> tuple[int, int] | None:
@@ -486,7 +488,7 @@ def _neighbours(
         piece = _sent(node, piece, local, atoms, pairs)
         if fill != 0:
             outermost = node.builder.const([0 if side < 0 else count - 1])
-            edge = node.op("Equal", position(node, atoms), outermost, dtype=BOOL, shape=[1])
+            edge = node.op("Equal", node.builder.position(atoms), outermost, dtype=BOOL, shape=[1])
             inner = node.op("Not", edge, dtype=BOOL, shape=[1])
             piece = _selected(node, inner, piece, local, fill)
         pieces.insert(0 if side < 0 else len(pieces), piece)

@@ -168,7 +168,7 @@ def max_unpool_local(node: LocalNode) -> Sequence[ir.Value]:
     row = node.op("Mul", batch, node.builder.size(shape[1]), shape=[shape[0], 1, *ones])
     row = node.op("Mul", node.op("Add", row, channel, shape=rows), size, shape=rows)
     index = node.op("Add", where, row, dtype=INT64, shape=shape)
-    return node.copy([node.input(0), index, node.builder.shape(out)])
+    return node.copy([node.input(0), index, node.builder.sizes(out)])
 
 
 DEFS = (

@@ -147,7 +147,7 @@ def _tiled(
         tall += [shape[2 + d], 1]
         wide += [shape[2 + d], dim.kernel]
     dy = node.builder.reshape(dy, tall)
-    dy = node.op("Expand", dy, node.builder.shape(wide), shape=wide)
+    dy = node.op("Expand", dy, node.builder.sizes(wide), shape=wide)
     return node.builder.reshape(dy, node.out_shape())
 
 

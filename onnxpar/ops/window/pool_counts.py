@@ -19,7 +19,7 @@ from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import block_start
-from onnxpar.ops.local_helpers import cast, iota
+from onnxpar.ops.local_helpers import iota
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.window.geometry import Spatial, constant, split_dims
 from onnxpar.ops.window.halo import Table, by_place, places
@@ -101,7 +101,7 @@ def divided_by_counts(
             continue
         own = shape[2 + d]
         number = counts(node, dim, split.get(d, ()))
-        count = cast(node, number, x.dtype, [own])
+        count = node.builder.cast(number, x.dtype)
         kernel = node.builder.const(np.array([dim.kernel]), x.dtype)
         share = node.op("Div", kernel, count, shape=[own])
         share = node.builder.reshape(share, [own, *[1] * (len(dims) - d - 1)])

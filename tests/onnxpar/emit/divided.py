@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
-from onnxpar.graph.builder import GraphBuilder, ir_shape
+from onnxpar.graph.builder import ir_shape
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.plan import Plan
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
@@ -50,7 +51,7 @@ def graph_input(name: str, dtype: ir.DataType, sharding: Sharding, mesh: Mesh) -
 
 
 def assemble(
-    builder: GraphBuilder,
+    builder: LocalBuilder,
     inputs: Sequence[GraphInput],
     outputs: Mapping[str, tuple[ir.Value, Sharding]],
     parameters: Sequence[Parameter],
@@ -92,7 +93,7 @@ def assemble(
 
 def exposing(parameters: Sequence[Parameter], mesh: Mesh) -> PartitionedModel:
     """A model whose outputs are the local shards of its parameters."""
-    builder = GraphBuilder(mesh, SymbolTable({}), 21)
+    builder = LocalBuilder(SymbolTable({}), 21, mesh)
     outputs = {}
     for p in parameters:
         shape = p.sharding.local_shape(mesh)
@@ -105,14 +106,14 @@ def two_layers(mesh: Mesh, seed: int = 0) -> PartitionedModel:
     """relu(x @ up) @ down over the axes dp and tp: up by columns, down by rows, one AllReduce."""
     rng = np.random.default_rng(seed)
     dp, tp = mesh.axis_atoms("dp"), mesh.axis_atoms("tp")
-    builder = GraphBuilder(mesh, SymbolTable({"batch": Symbol(divisor=mesh.count(dp))}), 21)
+    builder = LocalBuilder(SymbolTable({"batch": Symbol(divisor=mesh.count(dp))}), 21, mesh)
     x = graph_input("x", ir.DataType.FLOAT, cut([(BATCH, dp)], [(8, [])]), mesh)
     up = rng.standard_normal((8, 16)).astype(np.float32)
     down = rng.standard_normal((16, 4)).astype(np.float32)
     first = parameter("up", up, cut([(8, [])], [(16, tp)]), mesh)
     second = parameter("down", down, cut([(16, tp)], [(4, [])]), mesh)
     rows = BATCH / mesh.count(dp)
-    builder.scope("/net")
+    builder.scope = "/net"
     hidden = builder.op("MatMul", x.local, first.local, shape=[rows, 16 // mesh.count(tp)])
     hidden = builder.op("Relu", hidden, shape=[rows, 16 // mesh.count(tp)])
     partial = builder.op("MatMul", hidden, second.local, shape=[rows, 4])

@@ -12,7 +12,7 @@ from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.emit import write
 from onnxpar.emit.rank_graph import describe_rank, emit_rank, fill, template
 from onnxpar.emit.weight_layout import layout
-from onnxpar.graph.builder import GraphBuilder
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.onnxpar.emit.divided import BATCH, assemble, cut, graph_input, two_layers
 
@@ -23,7 +23,7 @@ def collective(
     op: str, atoms: tuple[int, ...], mesh: Mesh = MESH, **more: object
 ) -> onnx.NodeProto:
     """The one collective of a graph, as rank 5 gets it."""
-    builder = GraphBuilder(mesh, SymbolTable({"batch": Symbol()}), 21)
+    builder = LocalBuilder(SymbolTable({"batch": Symbol()}), 21, mesh)
     x = graph_input("x", ir.DataType.FLOAT, cut([(BATCH, [])], [(8, [])]), mesh)
     pairs = more.pop("pairs", ())
     y = builder.collective(
@@ -117,7 +117,7 @@ def test_place_of_a_rank(mesh: Mesh, text: str) -> None:
 
 
 def test_system_inputs_follow_the_models_own_and_unused_ones_are_left_out() -> None:
-    builder = GraphBuilder(MESH, SymbolTable({"batch": Symbol(), "seq": Symbol()}), 21)
+    builder = LocalBuilder(SymbolTable({"batch": Symbol(), "seq": Symbol()}), 21, MESH)
     x = graph_input("x", ir.DataType.INT64, cut([(1, [])]), MESH)
     builder.coord(2)
     y = builder.op("Add", x.local, builder.coord(0), shape=[1])
@@ -129,7 +129,7 @@ def test_system_inputs_follow_the_models_own_and_unused_ones_are_left_out() -> N
 
 @pytest.mark.parametrize(("given", "written"), [(8, 11), (11, 11), (13, 13), (14, 13)])
 def test_ir_version_is_one_that_onnxruntime_reads(given: int, written: int) -> None:
-    builder = GraphBuilder(MESH, SymbolTable({}), 19)
+    builder = LocalBuilder(SymbolTable({}), 19, MESH)
     x = graph_input("x", ir.DataType.FLOAT, cut([(8, [])]), MESH)
     y = builder.op("Relu", x.local, shape=[8])
     pm = assemble(builder, [x], {"y": (y, cut([(8, [])]))}, [], ir_version=given)
@@ -150,7 +150,7 @@ def test_functions_that_are_called_come_along() -> None:
         function("Inner", "Relu", ""),
         function("Other", "Relu", ""),
     ]
-    builder = GraphBuilder(MESH, SymbolTable({}), 21)
+    builder = LocalBuilder(SymbolTable({}), 21, MESH)
     x = graph_input("x", ir.DataType.FLOAT, cut([(8, [])]), MESH)
     (y,) = builder.ops("Outer", [x.local], [(ir.DataType.FLOAT, [8])], domain="own")
     pm = assemble(builder, [x], {"y": (y, cut([(8, [])]))}, [], functions=functions)

@@ -28,7 +28,7 @@ from onnxpar.core.symbols import SymbolTable
 from onnxpar.emit import weight_files, weight_sources, write
 from onnxpar.emit.weight_files import LANES, Written, write_weights
 from onnxpar.emit.weight_layout import layout
-from onnxpar.graph.builder import GraphBuilder
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import Parameter
 from tests.onnxpar.emit.divided import assemble, cut, exposing, graph_input, parameter, two_layers
 
@@ -462,7 +462,7 @@ def test_header_length_comes_first(tmp_path: Path) -> None:
 
 
 def test_input_without_a_type_is_refused(tmp_path: Path) -> None:
-    builder = GraphBuilder(MESH, SymbolTable({}), 21)
+    builder = LocalBuilder(SymbolTable({}), 21, MESH)
     x = graph_input("x", ir.DataType.FLOAT, cut([(8, [])]), MESH)
     y = builder.op("Relu", x.local, shape=[8])
     y.type = None

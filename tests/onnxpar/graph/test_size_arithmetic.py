@@ -10,7 +10,7 @@ import sympy
 
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Dim, Symbol, SymbolTable, as_dim, dim_str
-from onnxpar.graph.builder import SYMBOL_PREFIX, GraphBuilder
+from onnxpar.graph.local_builder import SYMBOL_PREFIX, LocalBuilder
 from onnxpar_format.expressions import evaluate
 
 TABLE = SymbolTable({"a": Symbol(), "b": Symbol()})
@@ -19,7 +19,7 @@ VALUES = [{"a": a, "b": b} for a in (1, 2, 7, 12, 31) for b in (1, 3, 8, 10)]
 
 def computed(sizes: list[Dim], values: dict[str, int]) -> list[int]:
     """The sizes as onnxruntime computes them in a graph."""
-    builder = GraphBuilder(Mesh.of(dp=2), TABLE, 20)
+    builder = LocalBuilder(TABLE, 20, Mesh.of(dp=2))
     results = [builder.size(size) for size in sizes]
     inputs = list(builder.system_inputs.values())
     # A size that is a constant or a symbol alone is made by no node.

@@ -28,8 +28,9 @@ from onnxpar.facts.program import Program
 from onnxpar.frontend.expand import expand_by_body
 from onnxpar.frontend.load import normalise, symbol_table
 from onnxpar.graph.body_captures import bodies_of
-from onnxpar.graph.builder import DOMAIN, GraphBuilder, ir_shape
+from onnxpar.graph.builder import DOMAIN, ir_shape
 from onnxpar.graph.global_builder import GlobalBuilder
+from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
@@ -406,7 +407,7 @@ class GradProgram:
         nodes = {name: NodeSeed(name, factors)} if name in self.rules.by_node else {}
         seeds = Seeds(mesh, nodes, inputs)
         planned = propagate(self.program, seeds, self.done.links)
-        builder = GraphBuilder(mesh, self.env.table, self.model.opset_imports[""])
+        builder = LocalBuilder(self.env.table, self.model.opset_imports[""], mesh)
         kind = ProgramWriter if clean else _Dirty
         bodies = body_partitioner(self.program.registry)
         return kind(self.program, planned, builder, bodies).run()

@@ -22,7 +22,8 @@ from onnxpar.core.sharding import Component, DimSharding, Sharding, split
 from onnxpar.core.symbols import symbols_of
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import normalise, symbol_table
-from onnxpar.graph.builder import COORD_PREFIX, DOMAIN, SYMBOL_PREFIX, GraphBuilder
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import COORD_PREFIX, SYMBOL_PREFIX, LocalBuilder
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, shardings
 from onnxpar.graph.shapes import ShapeEnv, shapes
@@ -350,7 +351,7 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
             {n: held.get(n, whole[n]) for n in model.graph.initializers},
             {n: outputs[n] for n in (v.name or "" for v in model.graph.outputs)},
         ),
-        GraphBuilder(mesh, env.table, case.opset),
+        LocalBuilder(env.table, case.opset, mesh),
         body_partitioner(case.registry),
     )
     program = work.run()

@@ -17,7 +17,8 @@ from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding, split
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
-from onnxpar.graph.builder import COORD_PREFIX, SYMBOL_PREFIX, GraphBuilder, ir_shape
+from onnxpar.graph.builder import ir_shape
+from onnxpar.graph.local_builder import COORD_PREFIX, SYMBOL_PREFIX, LocalBuilder
 from onnxpar.resharding.lowering import emit_reshard, permutation
 from onnxpar.resharding.routes import ReshardStep, plan_reshard
 from tests.lockstep import COMBINE, Array, Lockstep
@@ -79,11 +80,11 @@ def run(
     table: SymbolTable = NONE,
     symbols: dict[str, int] | None = None,
     opset: int = 20,
-) -> GraphBuilder:
+) -> LocalBuilder:
     """Emits the steps, runs all devices, and compares what each one then holds."""
     symbols = symbols or {}
-    builder = GraphBuilder(mesh, table, opset)
-    builder.scope("reshard")
+    builder = LocalBuilder(table, opset, mesh)
+    builder.scope = "reshard"
     dtype = ir.DataType.from_numpy(array.dtype)
     local = ir.Value(
         name="x",
@@ -262,7 +263,7 @@ def test_every_type_is_padded_cut_and_moved(dtype: str) -> None:
 def test_bfloat16_is_padded_without_a_pad_kernel() -> None:
     mesh = Mesh.of(a=2)
     source, target = Sharding.replicated((5,)), Sharding.of((5,), [(0,)])
-    builder = GraphBuilder(mesh, NONE, 20)
+    builder = LocalBuilder(NONE, 20, mesh)
     local = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16), shape=ir.Shape([5]))
     steps = plan_reshard(source, target, mesh, NONE, 2)
     out = emit_reshard(builder, local, steps, dtype=ir.DataType.BFLOAT16, name="x", reason="test")
@@ -309,7 +310,7 @@ def test_a_permute_leaves_in_place_what_may_stay() -> None:
 
 def test_an_opset_without_computed_bounds_is_refused() -> None:
     mesh = Mesh.of(a=2)
-    builder = GraphBuilder(mesh, NONE, 9)
+    builder = LocalBuilder(NONE, 9, mesh)
     local = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([4]))
     steps = plan_reshard(Sharding.replicated((4,)), Sharding.of((4,), [(0,)]), mesh, NONE, 4)
     with pytest.raises(ShardingError, match=r"'x' is cut there .*opset 11 or later, got 9"):

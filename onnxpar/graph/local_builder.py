@@ -1,0 +1,344 @@
+"""Builds the rank-generic graph: nodes, shape arithmetic, and collectives chained by tokens.
+
+A rank-generic graph is the program of all ranks of a stage. What differs between ranks is either a
+small integer input (mesh coordinates; the global values of symbols are inputs too) or filled in at
+emission (the `group` of a collective, see `onnxpar.emit.rank_graph`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import sympy
+
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.mesh import Atoms, Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Dim, dim_str, symbols_of
+from onnxpar.graph.builder import DOMAIN, INT64, Builder
+
+SYMBOL_PREFIX = "onnxpar.symbol."
+COORD_PREFIX = "onnxpar.coord."
+COUNTERS = ("onnxpar.seed", "onnxpar.step", "onnxpar.micro_batch")
+"""System inputs that key random numbers; the runtime advances them."""
+LOSS_WEIGHT = "onnxpar.loss_weight"
+"""Input that scales the loss of a micro-batch, and so its gradients."""
+HYPER_PREFIX = "onnxpar.hyper."
+"""Begins the names of the scalars that an optimizer reads, such as the learning rate."""
+PLACE = "place"
+"""Key among a node's `meta`: the builder's `place` when it was built."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the rank-generic graph, for manifest, `inspect` and Netron.
+
+    Attributes:
+        op: Operator name in the domain `onnxpar`.
+        node: Name of its node.
+        value: Name of the global value that it moves.
+        atoms: Mesh atoms that span its groups.
+        bytes: Bytes that one rank sends (symbolic), by the count that `onnxpar_runtime` keeps too.
+        reason: The node and operand that want the value so.
+        before: Layout of the value before, for people.
+        after: Layout of the value after, for people.
+        stages: The pipeline stages whose ranks of one place on the mesh are the groups; empty for
+            groups within a stage.
+    """
+
+    op: str
+    node: str
+    value: str
+    atoms: Atoms
+    bytes: Dim
+    reason: str
+    before: str
+    after: str
+    stages: tuple[int, ...] = ()
+
+
+@dataclass
+class LocalBuilder(Builder):
+    """Collects the nodes of one rank-generic graph, whose shapes are local.
+
+    Attributes:
+        mesh: The device mesh.
+        varying: Of each symbol whose value differs between ranks, the atoms along which it does.
+        shapes: Local shape of each value whose rank is known.
+        place: Which program of a pipeline the nodes built from here on belong to, see
+            `onnxpar.graph.pipeline_places.Places`.
+    """
+
+    mesh: Mesh
+    varying: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    nodes: list[ir.Node] = field(default_factory=list)
+    initializers: list[ir.Value] = field(default_factory=list)
+    system_inputs: dict[str, ir.Value] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
+    shapes: dict[ir.Value, tuple[Dim, ...]] = field(default_factory=dict)
+    place: int = 0
+    _sizes: dict[tuple[Dim, ...], ir.Value] = field(default_factory=dict)
+    _bound: dict[str, Callable[[], ir.Value]] = field(default_factory=dict)
+    _token: ir.Value | None = None
+
+    def nested(self) -> "LocalBuilder":
+        """Returns a builder of a body inside the graph being built.
+
+        Constants and system inputs go to the outer graph, which the body reads; sizes that the body
+        computes stay in the body. Names are found once in all of them.
+        """
+        return replace(
+            self,
+            nodes=[],
+            collectives=list(self.collectives),
+            _sizes=dict(self._sizes),
+            _bound=dict(self._bound),
+        )
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def append(self, node: ir.Node) -> None:
+        """Puts a node behind all others."""
+        node.meta[PLACE] = self.place
+        self.nodes.append(node)
+
+    def hold(self, constant: ir.Value) -> None:
+        """Keeps a new constant among the initializers."""
+        self.initializers.append(constant)
+
+    def note_shape(self, value: ir.Value, shape: Sequence[Dim]) -> None:
+        """Keeps the local shape of a value."""
+        self.shapes[value] = tuple(shape)
+
+    def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
+        """Returns the local shape of a value; KeyError where it is not known."""
+        return self.shapes[value]
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        shape: Sequence[Dim] | None = None,
+        dtype: ir.DataType | None = None,
+        domain: str = "",
+        name: str | None = None,
+        **attributes: Any,
+    ) -> ir.Value:
+        """As of every builder.
+
+        Raises:
+            ShardingError: The model's opset does not have the operator yet.
+        """
+        if not domain and not _is_defined(op_type, self.opset):
+            raise ShardingError(
+                f"{self.scope}: to be divided it needs the operator {op_type}, which opset "
+                f"{self.opset} does not have; convert the model to opset 13 or newer"
+            )
+        return super().op(
+            op_type, *inputs, shape=shape, dtype=dtype, domain=domain, name=name, **attributes
+        )
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    def system_input(self, name: str) -> ir.Value:
+        """Returns the int64 input of shape [1] with this name, which the runtime fills."""
+        if name not in self.system_inputs:
+            self.system_inputs[name] = self.declare(ir.Value(name=name), INT64, [1])
+        return self.system_inputs[name]
+
+    def coord(self, atom: int) -> ir.Value:
+        """Returns this rank's coordinate along an atom, int64 [1]."""
+        return self.system_input(f"{COORD_PREFIX}{atom}")
+
+    def position(self, atoms: Atoms) -> ir.Value:
+        """Returns this rank's position in its group over `atoms`, first atom major, int64 [1]."""
+        total = self.coord(atoms[0])
+        for atom in atoms[1:]:
+            scaled = self.op("Mul", total, self.const([self.mesh.atoms[atom]]))
+            total = self.op("Add", scaled, self.coord(atom))
+        return total
+
+    def bind(self, symbol: str, value: ir.Value, axis: int) -> None:
+        """Tells where a symbol that is no input symbol is read: dim `axis` of a local value.
+
+        The dim must not be split, so that the local size is the global one. The first word stays.
+        """
+
+        def read() -> ir.Value:
+            whole = self.op("Shape", value, dtype=INT64, shape=[len(value.shape or ())])
+            return self.op("Slice", whole, self.const([axis]), self.const([axis + 1]), shape=[1])
+
+        self._bound.setdefault(symbol, read)
+
+    def size(self, expr: Dim) -> ir.Value:
+        """Returns one size as int64 [1].
+
+        Raises:
+            ShardingError: A symbol of the expression is neither an input's nor bound to a value.
+        """
+        return self.sizes([expr])
+
+    def computed_sizes(self, dims: tuple[Dim, ...]) -> ir.Value:
+        """Returns sizes by arithmetic on the symbols' inputs, each computed once."""
+        if dims not in self._sizes:
+            self._sizes[dims] = (
+                self._emit_size(dims[0])
+                if len(dims) == 1
+                else self.op("Concat", *map(self.size, dims), shape=[len(dims)], axis=0)
+            )
+        return self._sizes[dims]
+
+    def _emit_size(self, expr: sympy.Expr) -> ir.Value:
+        if expr.is_Symbol:
+            if expr.name in self._bound:
+                return self._bound[expr.name]()
+            if expr.name not in self.table:
+                raise ShardingError(
+                    f"{self.scope}: the size {expr.name!r} is known only when the model runs, and "
+                    "no value that is whole on every device has it"
+                )
+            return self.system_input(f"{SYMBOL_PREFIX}{expr.name}")
+        if isinstance(expr, sympy.floor | sympy.ceiling):
+            top, bottom = sympy.fraction(sympy.together(expr.args[0]))
+            numerator, denominator = self.size(top), self.size(bottom)
+            if isinstance(expr, sympy.ceiling):
+                less = self.op("Sub", denominator, self.const([1]), shape=[1])
+                numerator = self.op("Add", numerator, less)
+            if not all(self._at_least_zero(part) for part in (top, bottom)):
+                # Div rounds towards zero; a number without what Mod leaves is divided exactly.
+                rest = self.op("Mod", numerator, denominator, shape=[1])
+                numerator = self.op("Sub", numerator, rest, shape=[1])
+            return self.op("Div", numerator, denominator, shape=[1])
+        if expr.is_Mul and any(f.is_Rational and not f.is_Integer for f in expr.args):
+            top, bottom = sympy.fraction(expr)
+            return self.op("Div", self.size(top), self.size(bottom), shape=[1])
+        if expr.is_Add:
+            top, bottom = sympy.fraction(sympy.together(expr))
+            if bottom != 1:
+                return self.op("Div", self.size(top), self.size(bottom), shape=[1])
+        if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
+            base = self.size(expr.base)
+            total = base
+            for _ in range(int(expr.exp) - 1):
+                total = self.op("Mul", total, base, shape=[1])
+            return total
+        kinds = {sympy.Add: "Add", sympy.Mul: "Mul", sympy.Max: "Max", sympy.Min: "Min"}
+        if isinstance(expr, sympy.Mod):
+            return self.op("Mod", *(self.size(a) for a in expr.args), shape=[1])
+        kind = next((k for c, k in kinds.items() if isinstance(expr, c)), None)
+        if kind is None:
+            raise ShardingError(f"{self.scope}: cannot compute the size {expr} in a graph")
+        total = self.size(expr.args[0])
+        for arg in expr.args[1:]:
+            total = self.op(kind, total, self.size(arg), shape=[1])
+        return total
+
+    def _at_least_zero(self, expr: sympy.Expr) -> bool:
+        low, _ = self.table.bounds(int(expr) if expr.is_Integer else expr)
+        return low is not None and low >= 0
+
+    def after(self, x: ir.Value, others: Sequence[ir.Value]) -> ir.Value:
+        """Returns `x` as a value that is not there before the others are.
+
+        The runtime runs a node as soon as its operands are there, and nodes that it has fused after
+        all others, wherever they stand.
+        """
+        made = self.ops("Barrier", [x, *others], [(x.dtype, None)], domain=DOMAIN)[0]
+        made.shape = x.shape
+        if x in self.shapes:
+            self.shapes[made] = self.shapes[x]
+        return made
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def collective(
+        self,
+        op_type: str,
+        x: ir.Value,
+        atoms: Atoms,
+        *,
+        shape: Sequence[Dim],
+        moved: Dim,
+        value: str,
+        reason: str,
+        before: Sharding | None = None,
+        after: Sharding | None = None,
+        pairs: Sequence[tuple[int, int]] = (),
+        stages: Sequence[int] = (),
+        **attributes: object,
+    ) -> ir.Value:
+        """Appends a collective over the groups that `atoms` span, after all earlier collectives.
+
+        Args:
+            op_type: Operator of the domain `onnxpar`.
+            x: Local operand.
+            atoms: Atoms of the groups; the first varies slowest in the order of the group.
+            shape: Local shape of the result.
+            moved: Bytes that one rank sends.
+            value: Name of the global value, for people.
+            reason: Which node and operand want it.
+            before: Layout of the value before.
+            after: Layout of the value after.
+            pairs: For Permute: (source, destination) positions in the group.
+            stages: In place of atoms: the pipeline stages whose counterparts are a group.
+            attributes: Further attributes of the operator.
+
+        Raises:
+            ShardingError: The ranks of a group would move tensors of different sizes.
+        """
+        self._check_sizes(op_type, atoms, moved, value, reason)
+        texts = (
+            before.describe(self.mesh) if before else "",
+            after.describe(self.mesh) if after else "",
+        )
+        operands = ["X"] if self._token is None else ["X", "token"]
+        out, token = self.ops(
+            op_type,
+            [x] if self._token is None else [x, self._token],
+            [(x.dtype, shape), (ir.DataType.UINT8, [1])],
+            attributes,
+            domain=DOMAIN,
+            name=f"{self.scope}/{op_type}({value})",
+            metadata={
+                "input_names": str(operands),
+                "onnxpar.value": value,
+                "onnxpar.layout_before": texts[0],
+                "onnxpar.layout_after": texts[1],
+                "onnxpar.bytes_sent": dim_str(moved),
+                "onnxpar.reason": reason,
+            },
+        )
+        node = self.nodes[-1]
+        node.meta["atoms"] = tuple(atoms)
+        node.meta["pairs"] = tuple(pairs)
+        node.meta["stages"] = tuple(stages)
+        self._token = token
+        self.collectives.append(
+            Collective(
+                op_type, node.name or "", value, tuple(atoms), moved, reason, *texts, tuple(stages)
+            )
+        )
+        return out
+
+    def _check_sizes(self, op_type: str, atoms: Atoms, moved: Dim, value: str, reason: str) -> None:
+        for symbol in sorted(symbols_of(moved)) if self.varying else ():
+            over = self.varying.get(symbol, frozenset()) & set(atoms)
+            if over:
+                raise ShardingError(
+                    f"{reason}: {value!r} would be moved by {op_type} over "
+                    f"{self.mesh.describe(tuple(atoms))}, and its size has the symbol {symbol!r}, "
+                    f"which is per-rank along {self.mesh.describe(tuple(sorted(over)))}: choose a "
+                    "strategy that leaves it where it is, or give all ranks one size"
+                )
+
+
+@lru_cache(maxsize=1024)
+def _is_defined(op_type: str, opset: int) -> bool:
+    try:
+        onnx.defs.get_schema(op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return False
+    return True
