@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 from zoo_pytorch import DECAY, EPSILON, Arrays, Trained
 
-from onnxpar.ops.onnxpar_functions import ADAMW_STEP
+from onnxpar.ops.fused.updates import ADAMW_STEP
 from onnxpar_format.options import Settings
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup

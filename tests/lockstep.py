@@ -26,11 +26,13 @@ from onnxpar.graph.body_captures import every_node, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import COORD_PREFIX, COUNTERS, SYMBOL_PREFIX, LocalBuilder
 from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
-from onnxpar.ops.onnxpar_functions import FUNCTIONS, VERSION
+from onnxpar.ops.function import VERSION
+from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.norm_reference import OPERATORS as NORMS
 from tests.sliding_reference import OPERATORS as SLIDING
 
+FUNCTIONS = {d.op_type: d.function for d in REGISTRY.defs if d.function is not None}
 Array = NDArray[np.generic]
 Evaluate = Callable[[Mapping[str, Array]], dict[str, Array]]
 COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}

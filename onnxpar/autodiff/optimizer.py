@@ -27,17 +27,9 @@ from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.ops.collective.stage_sum import STAGE_SUM
+from onnxpar.ops.function import MIN_OPSET, Function, attach_functions
+from onnxpar.ops.fused.updates import ADAM_STEP, ADAMW_STEP, MOMENTUM_STEP, SGD_STEP, SQUARE_SUM
 from onnxpar.ops.local_helpers import DOUBLE, FLOAT, work_dtype
-from onnxpar.ops.onnxpar_functions import (
-    ADAM_STEP,
-    ADAMW_STEP,
-    MIN_OPSET,
-    MOMENTUM_STEP,
-    SGD_STEP,
-    SQUARE_SUM,
-    Function,
-    attach_functions,
-)
 from onnxpar.parameters.trainable import ParameterInfo
 
 GRAD_NORM = "onnxpar.grad_norm"
@@ -308,7 +300,7 @@ def _open(
 
 def _close(builder: GlobalBuilder) -> ir.Model:
     model = ir.Model(builder.graph, ir_version=_IR_VERSION)
-    attach_functions(model)
+    attach_functions(model, (SGD_STEP, MOMENTUM_STEP, ADAM_STEP, ADAMW_STEP, SQUARE_SUM))
     return model
 
 

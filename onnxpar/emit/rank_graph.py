@@ -21,8 +21,7 @@ from onnxpar.graph.body_captures import bodies_of, every_node, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import COORD_PREFIX, COUNTERS, SYMBOL_PREFIX
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
-from onnxpar.ops.device.cuda_functions import STANDARD, put
-from onnxpar.ops.onnxpar_functions import FUNCTIONS
+from onnxpar.ops.device.cuda_functions import put
 from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
 
 DOMAIN_VERSION = 1
@@ -233,7 +232,7 @@ def _form(pm: PartitionedModel, nodes: Sequence[ir.Node]) -> CudaForm:
     """
     if pm.source.functions:
         return CudaForm(pm.builder.opset)
-    return cuda_form(nodes, pm.builder.opset)
+    return cuda_form(nodes, pm.builder.opset, pm.registry)
 
 
 def _put_nodes(
@@ -264,7 +263,7 @@ def _formed(proto: onnx.NodeProto, node: ir.Node, form: CudaForm) -> list[onnx.N
         for nodes in made:
             inner.extend(nodes)
     if node in form.ours:
-        put(proto, form.opset, DOMAIN)
+        put(proto, form.ours[node], form.opset)
     if node not in form.wide:
         return [proto]
     before, after = [], []
@@ -402,7 +401,8 @@ def _called_functions(pm: PartitionedModel, form: CudaForm) -> list[ir.Function]
     """
     functions = dict(pm.source.functions)
     for node in every_node(pm.builder.nodes):
-        made = FUNCTIONS.get(node.op_type) if node.domain == DOMAIN else None
+        definition = pm.registry.of(node)
+        made = None if definition is None else definition.function
         if made is not None and node.op_identifier() not in functions:
             functions[node.op_identifier()] = made.made(form.opset)
     found: dict[tuple[str, str, str], ir.Function] = {}
@@ -416,5 +416,5 @@ def _called_functions(pm: PartitionedModel, form: CudaForm) -> list[ir.Function]
         if identifier in functions and identifier not in found:
             found[identifier] = functions[identifier]
             waiting.extend(functions[identifier])
-    stand = sorted({node.op_type for node in form.ours})
-    return [*found.values(), *(STANDARD[name].made(form.opset) for name in stand)]
+    stand = {function.name: function for function in form.ours.values()}
+    return [*found.values(), *(stand[name].made(form.opset) for name in sorted(stand))]

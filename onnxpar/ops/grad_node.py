@@ -18,7 +18,7 @@ from onnxpar.core.symbols import Dim, dim_str
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.ops.body_node import GlobalNode
-from onnxpar.ops.onnxpar_functions import MIN_OPSET, Function
+from onnxpar.ops.function import MIN_OPSET, Function
 
 
 class InnerGradients(Protocol):

@@ -12,6 +12,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyFn
+from onnxpar.ops.function import Function
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
@@ -86,6 +87,11 @@ class OpDef:
         broadcasts: Whether its operands are broadcast against one another, as numpy does.
         windowed: Whether it slides windows over the dims of its result from the third on, so that
             it has no result where these are empty.
+        function: Of an operator of `onnxpar`: its body, which graphs that call it carry.
+        device_function: The operator of `onnxpar`, as a function of its name, that stands for it on
+            GPUs where onnxruntime's CUDA provider has no kernel and the runtime's library has one.
+        refused: Returns why the CUDA provider refuses a node in spite of a kernel, because of an
+            attribute; None where it takes it.
     """
 
     domain: str
@@ -108,6 +114,9 @@ class OpDef:
     precision: Precision = FLOAT32
     broadcasts: bool = False
     windowed: bool = False
+    function: Function | None = None
+    device_function: Function | None = None
+    refused: Callable[[ir.Node], str | None] | None = None
 
 
 def written_only(view: NodeView) -> OpRule:

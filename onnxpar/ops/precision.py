@@ -39,7 +39,7 @@ def half_operands(
         return None
     half = definition.precision.half
     if not definition.precision.written_out and not (
-        has_kernel_in(node.op_type, opset, dtype) or stands_for_in(node.op_type, opset, dtype)
+        has_kernel_in(node.op_type, opset, dtype) or stands_for_in(definition, opset, dtype)
     ):
         return None
     schema = onnx.defs.get_schema(node.op_type, opset, "")

@@ -50,7 +50,7 @@ def _of_model(model: ir.Model, registry: Registry) -> Json:
         domain = "" if node.domain == "ai.onnx" else node.domain
         if node in marked or node.op_identifier() in model.functions:
             continue
-        reason = why_on_host(node, opsets.get(domain, 1))
+        reason = why_on_host(node, opsets.get(domain, 1), registry)
         if reason is not None:
             types = [type_name(v.type) if v is not None else None for v in node.inputs]
             found = {"name": node.name or "", "op_type": node.op_type, "domain": domain}

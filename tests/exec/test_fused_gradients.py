@@ -10,10 +10,12 @@ import pytest
 from onnx import helper
 
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.onnxpar_functions import FUNCTIONS, MIN_OPSET, VERSION
+from onnxpar.ops.function import MIN_OPSET, VERSION
+from onnxpar.ops.table import REGISTRY
 from onnxpar_runtime.library import custom_op_library
 from tests.lockstep import evaluator
 
+FUNCTIONS = {d.op_type: d.function for d in REGISTRY.defs if d.function is not None}
 Array = np.ndarray
 RNG = np.random.default_rng(7)
 ROWS, PLACES = np.array([3, -100, 0, 5, 3]), np.array([[3, 1], [1, 0], [5, 5]])

@@ -20,7 +20,7 @@ from onnxpar.autodiff.optimizer import OptimizerKind
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.load import normalise
-from onnxpar.ops.onnxpar_functions import attach_functions
+from onnxpar.ops.function import attach_functions
 from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar_format.options import VerifyOptions
@@ -75,7 +75,9 @@ def test_gradients_are_pytorchs_with_the_same_casts(exported: str) -> None:
         tensor = held[name].const_value
         assert tensor is not None
         weights[name] = torch.tensor(tensor.numpy().copy(), requires_grad=True)
-    attach_functions(found.program.model)
+    attach_functions(
+        found.program.model, (d.function for d in REGISTRY.defs if d.function is not None)
+    )
     products = [
         n for n in found.program.model.graph if n.op_type in ("MatMul", "Gemm", "FusedMatMul")
     ]

@@ -16,12 +16,13 @@ import onnx_ir as ir
 import onnxruntime
 from onnx import helper
 
-from onnxpar.ops.device.cuda_functions import STANDARD
+from onnxpar.ops.table import REGISTRY
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.options import cuda_options
 from tests.runtime.kernels.one_node import Attribute, model_of
 
+STANDARD = {d.op_type: d.device_function for d in REGISTRY.defs if d.device_function is not None}
 Array = np.ndarray
 CPU = "CPUExecutionProvider"
 

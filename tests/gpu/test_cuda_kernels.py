@@ -14,8 +14,8 @@ import onnxruntime
 import pytest
 from onnx import parser, shape_inference
 
-from onnxpar.facts.host_nodes import host_memory
 from onnxpar.ops.device.cuda_kernels import table_version, why_on_host
+from onnxpar.ops.operator import OpDef, written_only
 from onnxpar.ops.table import REGISTRY
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +138,10 @@ NEWER = [
 ]
 
 
+def _record(node: ir.Node) -> OpDef:
+    return REGISTRY.of(node) or OpDef(node.domain, node.op_type, 1, written_only)
+
+
 def one_node(text: str, opset: int = OPSET) -> onnx.ModelProto:
     inputs, body = text.split(" -> ")
     outputs = body.partition(" = ")[0].split(", ")
@@ -170,10 +174,10 @@ def test_what_is_said_of_nodes_is_what_the_provider_does(
         texts, models, json.loads(done.stdout), strict=True
     ):
         (node,) = ir.from_proto(shape_inference.infer_shapes(model)).graph
-        reason = why_on_host(node, 1 if node.domain else opset)
+        reason = why_on_host(node, 1 if node.domain else opset, REGISTRY)
         assert (reason is None) == (providers == [CUDA]), (text, reason, providers)
         if reason is None:
-            told = [i for i in host_memory(node, REGISTRY).reads if i < len(node.inputs)]
+            told = [i for i in _record(node).host_operands if i < len(node.inputs)]
             assert told == wanted, (text, told, wanted)
 
 
@@ -181,6 +185,6 @@ def test_results_that_stay_on_the_host_are_sizes() -> None:
     found = {
         text
         for text in NODES
-        if host_memory(next(iter(ir.from_proto(one_node(text)).graph)), REGISTRY).writes
+        if _record(next(iter(ir.from_proto(one_node(text)).graph))).reads_shape_only
     }
     assert {text.rpartition("= ")[2] for text in found} == {"Shape(x)", "Size(x)"}

@@ -7,16 +7,18 @@ older opset is written in that. What still has no kernel is written as an operat
 the runtime's library has one, or computed in float32, where 16 bits are what is missing.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import onnx
 import onnx_ir as ir
 
 from onnxpar.ops.body_node import difference
-from onnxpar.ops.device.cuda_functions import stands_for
+from onnxpar.ops.device.cuda_functions import function_for
 from onnxpar.ops.device.cuda_kernels import type_name, why_no_kernel, why_on_host
+from onnxpar.ops.function import Function
+from onnxpar.ops.registry import Registry
 
 _OLDEST = 21
 """The oldest opset that graphs are written in for the sake of kernels; none lost its kernel before.
@@ -31,37 +33,38 @@ class CudaForm:
 
     Attributes:
         opset: Version of the default domain.
-        ours: The nodes that are written as operators of the domain `onnxpar`.
+        ours: The nodes that are written as operators of the domain `onnxpar`, and as which.
         wide: The nodes whose operands and results of 16 bits are float32, with casts around them.
     """
 
     opset: int
-    ours: frozenset[ir.Node] = frozenset()
+    ours: Mapping[ir.Node, Function] = field(default_factory=dict)
     wide: frozenset[ir.Node] = frozenset()
 
 
-def cuda_form(nodes: Iterable[ir.Node], opset: int) -> CudaForm:
+def cuda_form(nodes: Iterable[ir.Node], opset: int, registry: Registry) -> CudaForm:
     """Returns the form in which most nodes have kernels, of equal ones that of the newest opset.
 
     Args:
         nodes: The nodes of a graph and of its bodies; types of values are known as far as possible.
         opset: Version of the default domain that they are of.
+        registry: The table of operators.
     """
     standard = [node for node in nodes if node.domain in ("", "ai.onnx")]
-    best, lacking = opset, _lacking(standard, opset)
+    best, lacking = opset, _lacking(standard, opset, registry)
     for version in range(opset - 1, _OLDEST - 1, -1):
         if not lacking or not all(_is_same(node, opset, version) for node in standard):
             break
-        found = _lacking(standard, version)
+        found = _lacking(standard, version, registry)
         if len(found) < len(lacking):
             best, lacking = version, found
-    ours = frozenset(filter(stands_for, lacking))
+    ours = {n: function for n in lacking if (function := function_for(n, registry)) is not None}
     rest = (node for node in lacking if node not in ours)
     return CudaForm(best, ours, frozenset(node for node in rest if _is_wider(node, best)))
 
 
-def _lacking(nodes: Sequence[ir.Node], opset: int) -> list[ir.Node]:
-    return [node for node in nodes if why_on_host(node, opset) is not None]
+def _lacking(nodes: Sequence[ir.Node], opset: int, registry: Registry) -> list[ir.Node]:
+    return [node for node in nodes if why_on_host(node, opset, registry) is not None]
 
 
 def is_narrow(value: ir.Value | None) -> bool:

@@ -1,11 +1,11 @@
 """Which nodes onnxruntime's CUDA provider has a kernel for, and which it computes on the CPU.
 
 What the provider has is in `cuda_kernels.json`, which `tools/cuda_kernels.py` reads out of it. What
-it refuses in spite of a kernel, because of an attribute, is written here.
+it refuses in spite of a kernel, because of an attribute, its record says (`OpDef.refused`).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
+from onnxpar.ops.registry import Registry
 
 _TABLE = "cuda_kernels.json"
 Types = Sequence[str | None]
@@ -91,7 +92,7 @@ def has_kernel_in(op_type: str, opset: int, dtype: ir.DataType) -> bool:
     )
 
 
-def why_on_host(node: ir.Node, opset: int) -> str | None:
+def why_on_host(node: ir.Node, opset: int, registry: Registry) -> str | None:
     """Returns why a node is computed on the CPU beside the CUDA provider; None where it is not.
 
     Nodes of the domain `onnxpar` have kernels on the device: the runtime's library brings them.
@@ -101,8 +102,10 @@ def why_on_host(node: ir.Node, opset: int) -> str | None:
     inputs = [type_name(v.type) if v is not None else None for v in node.inputs]
     outputs = [type_name(v.type) for v in node.outputs]
     reason = why_no_kernel(node.domain, node.op_type, opset, inputs, outputs)
-    refusal = _REFUSED.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-    return reason if reason or refusal is None else refusal(node)
+    definition = registry.of(node)
+    if reason or definition is None or definition.refused is None:
+        return reason
+    return definition.refused(node)
 
 
 def type_name(kind: ir.TypeProtocol | None) -> str | None:
@@ -116,44 +119,3 @@ def type_name(kind: ir.TypeProtocol | None) -> str | None:
     names = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
     dtype: ir.DataType = kind.dtype
     return names.get(dtype, dtype.name.lower())
-
-
-def _uneven_padding(node: ir.Node) -> str | None:
-    pads = node.attributes.get_ints("pads", ())
-    half = len(pads) // 2
-    if tuple(pads[:half]) != tuple(pads[half:]):
-        return "cuDNN has no transposed convolution with different padding before and after"
-    if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
-        return "the padding of auto_pad may differ before and after"
-    return None
-
-
-_ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
-    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
-    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"),
-    "RNN": ("tanh", "tanh"),
-}
-_PEEPHOLE = 7
-
-
-def _unusual_recurrence(node: ir.Node) -> str | None:
-    for name in ("activation_alpha", "activation_beta", "clip"):
-        if name in node.attributes:
-            return f"cuDNN has no {name}"
-    known = _ACTIVATIONS[node.op_type]
-    given = tuple(a.lower() for a in node.attributes.get_strings("activations", ()))
-    if given != known[: len(given)]:
-        return f"cuDNN has no activations {', '.join(given)}"
-    if node.attributes.get_int("input_forget", 0):
-        return "cuDNN does not couple the gates (input_forget)"
-    if node.attributes.get_int("linear_before_reset", 1) != 1:
-        return "cuDNN multiplies before it resets (linear_before_reset)"
-    if len(node.inputs) > _PEEPHOLE and node.inputs[_PEEPHOLE] is not None:
-        return "cuDNN has no peepholes"
-    return None
-
-
-_REFUSED: Mapping[str, Callable[[ir.Node], str | None]] = {
-    "ConvTranspose": _uneven_padding,
-    **dict.fromkeys(_ACTIVATIONS, _unusual_recurrence),
-}

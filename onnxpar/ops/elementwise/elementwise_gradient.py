@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
+from onnxpar.ops.fused.backward import GELU_GRAD, RELU_GRAD, SIGMOID_GRAD, TANH_GRAD
 from onnxpar.ops.grad_node import Gradient, GradNode
-from onnxpar.ops.onnxpar_functions import GELU_GRAD, RELU_GRAD, SIGMOID_GRAD, TANH_GRAD
 
 _BOOL = ir.DataType.BOOL
 Cotangents = Sequence[ir.Value | None]

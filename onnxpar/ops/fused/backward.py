@@ -1,11 +1,11 @@
 """The fused gradients that gradient rules emit: one node for a chain of elementwise operators.
 
-Their bodies in standard operators are in `onnxpar.ops.onnxpar_functions`. Where what is normalised
-together is split, a form of standard operators stands for the node, in which one number a row
-travels.
+Where what is normalised together is split, a form of standard operators stands for the node, in
+which one number a row travels.
 """
 
 from collections.abc import Sequence
+from math import log, pi, sqrt
 
 import onnx_ir as ir
 
@@ -14,6 +14,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.function import VERSION, Function
 from onnxpar.ops.local_helpers import (
     copy_or,
     count_of,
@@ -22,20 +23,149 @@ from onnxpar.ops.local_helpers import (
     work_dtype,
 )
 from onnxpar.ops.local_node import LocalNode
-from onnxpar.ops.onnxpar_functions import (
-    GELU_GRAD,
-    LAYER_NORMALIZATION_GRAD,
-    LOG_SOFTMAX_GRAD,
-    RELU_GRAD,
-    SIGMOID_GRAD,
-    SOFTMAX_GRAD,
-    TANH_GRAD,
-    VERSION,
-)
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.slots import IN_PLACE
 
 _ITSELF = Missing("it is a gradient itself")
+
+
+_GRADIENT = ("dy", "y")
+
+RELU_GRAD = Function(
+    "ReluGrad",
+    _GRADIENT,
+    ("dx",),
+    # y, a result of Relu, is never negative; CUDA has no Greater for bfloat16.
+    """
+    number = Constant<value = float {0.0}>()
+    zero = CastLike(number, dy)
+    positive = Cast<to = 9>(y)
+    dx = Where(positive, dy, zero)
+    """,
+)
+
+TANH_GRAD = Function(
+    "TanhGrad",
+    _GRADIENT,
+    ("dx",),
+    """
+    number = Constant<value = float {1.0}>()
+    one = CastLike(number, dy)
+    square = Mul(y, y)
+    slope = Sub(one, square)
+    dx = Mul(dy, slope)
+    """,
+)
+
+SIGMOID_GRAD = Function(
+    "SigmoidGrad",
+    _GRADIENT,
+    ("dx",),
+    """
+    number = Constant<value = float {1.0}>()
+    one = CastLike(number, dy)
+    part = Mul(dy, y)
+    rest = Sub(one, y)
+    dx = Mul(part, rest)
+    """,
+)
+
+GELU_GRAD = Function(
+    "GeluGrad",
+    ("dy", "x"),
+    ("dx",),
+    # dy (Φ(x) + x φ(x)); 2 φ(x) = exp(log √(2/π) - x²/2), and the half of all terms goes to dy.
+    f"""
+    number1 = Constant<value = double {{{sqrt(0.5)!r}}}>()
+    number2 = Constant<value = double {{{log(sqrt(2 / pi))!r}}}>()
+    number3 = Constant<value = double {{1.0}}>()
+    number4 = Constant<value = double {{0.5}}>()
+    root = CastLike(number1, x)
+    top = CastLike(number2, x)
+    one = CastLike(number3, x)
+    half = CastLike(number4, x)
+    t = Mul(x, root)
+    square = Mul(t, t)
+    power = Sub(top, square)
+    density = Exp(power)
+    distribution = Erf(t)
+    rise = Mul(x, density)
+    sum = Add(distribution, rise)
+    slope = Add(sum, one)
+    half_dy = Mul(dy, half)
+    dx = Mul(half_dy, slope)
+    """,
+)
+
+_AXIS = """
+    axis0 = Constant<value_int: int = @axis>()
+    one_dim = Constant<value = int64[1] {-1}>()
+    axes = Reshape(axis0, one_dim)
+"""
+
+SOFTMAX_GRAD = Function(
+    "SoftmaxGrad",
+    _GRADIENT,
+    ("dx",),
+    _AXIS
+    + """
+    part = Mul(dy, y)
+    total = ReduceSum<keepdims = 1>(part, axes)
+    share = Mul(y, total)
+    dx = Sub(part, share)
+    """,
+    ("axis",),
+)
+
+LOG_SOFTMAX_GRAD = Function(
+    "LogSoftmaxGrad",
+    _GRADIENT,
+    ("dx",),
+    _AXIS
+    + """
+    total = ReduceSum<keepdims = 1>(dy, axes)
+    softmax = Exp(y)
+    share = Mul(softmax, total)
+    dx = Sub(dy, share)
+    """,
+    ("axis",),
+)
+
+LAYER_NORMALIZATION_GRAD = Function(
+    "LayerNormalizationGrad",
+    ("dy", "x", "scale", "mean", "inv_std"),
+    ("dx", "dscale", "dbias"),
+    # The axis is counted from the end: -1 where the last dim alone is normalised. All axes are
+    # constants once the body stands in a graph, whatever the rank.
+    """
+    zero = Constant<value = int64 {0}>()
+    one = Constant<value = int64 {1}>()
+    axis0 = Constant<value_int: int = @axis>()
+    axes = Range(axis0, zero, one)
+    leading = Constant<value = int64[1] {0}>()
+    part = Shape(scale)
+    mean_t = CastLike(mean, x)
+    inverse = CastLike(inv_std, x)
+    centred = Sub(x, mean_t)
+    normal = Mul(centred, inverse)
+    along = Mul(dy, normal)
+    g = Mul(dy, scale)
+    both = Mul(along, scale)
+    mean_g = ReduceMean<keepdims = 1>(g, axes)
+    mean_both = ReduceMean<keepdims = 1>(both, axes)
+    rest = Sub(g, mean_g)
+    bend = Mul(normal, mean_both)
+    slope = Sub(rest, bend)
+    dx = Mul(slope, inverse)
+    along_rows = Flatten<axis: int = @axis>(along)
+    dy_rows = Flatten<axis: int = @axis>(dy)
+    along_sum = ReduceSum<keepdims = 0>(along_rows, leading)
+    dy_sum = ReduceSum<keepdims = 0>(dy_rows, leading)
+    dscale = Reshape(along_sum, part)
+    dbias = Reshape(dy_sum, part)
+    """,
+    ("axis",),
+)
 
 
 def elementwise_rule(view: NodeView) -> OpRule:
@@ -146,6 +276,7 @@ DEFS = (
             gradient=_ITSELF,
             keeps_zero=True,
             memory=IN_PLACE,
+            function=function,
         )
         for function in (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD)
     ),
@@ -157,6 +288,7 @@ DEFS = (
         copy_or(softmax_grad_local),
         gradient=_ITSELF,
         memory=IN_PLACE,
+        function=SOFTMAX_GRAD,
     ),
     OpDef(
         DOMAIN,
@@ -166,6 +298,7 @@ DEFS = (
         copy_or(log_softmax_grad_local),
         gradient=_ITSELF,
         memory=IN_PLACE,
+        function=LOG_SOFTMAX_GRAD,
     ),
     OpDef(
         DOMAIN,
@@ -175,5 +308,6 @@ DEFS = (
         copy_or(layer_norm_grad_local),
         gradient=_ITSELF,
         memory=IN_PLACE,
+        function=LAYER_NORMALIZATION_GRAD,
     ),
 )

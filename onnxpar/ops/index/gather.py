@@ -16,12 +16,12 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.function import MIN_OPSET, Function
 from onnxpar.ops.index.gather_gradient import INDEXED_SUM, gather_gradient
 from onnxpar.ops.local_helpers import locate, normal_axis, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
-from onnxpar.ops.onnxpar_functions import GATHER_GRAD, MIN_OPSET
-from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.operator import Missing, OpDef, for_ranks
 from onnxpar.ops.slots import FOLLOWS, Roles
 
 _INDEXED = "V"
@@ -148,6 +148,23 @@ def gather_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
     return [(1, -size, size - 1, None)]
 
 
+GATHER_GRAD = Function(
+    "GatherGrad",
+    ("dy", "indices", "data"),
+    ("dx",),
+    # Along dim 0, by indices counted from the front; of `data` only the shape is read.
+    """
+    number = Constant<value = float {0.0}>()
+    zero = CastLike(number, dy)
+    last = Constant<value = int64[1] {-1}>()
+    shape = Shape(data)
+    start = Expand(zero, shape)
+    place = Unsqueeze(indices, last)
+    dx = ScatterND<reduction = "add">(start, place, dy)
+    """,
+)
+
+
 DEFS = (
     OpDef(
         "",
@@ -170,4 +187,5 @@ DEFS = (
         gradient=Missing("it is a gradient itself"),
         cost=moves,
     ),
+    for_ranks(GATHER_GRAD.name, function=GATHER_GRAD),
 )

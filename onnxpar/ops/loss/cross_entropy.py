@@ -18,6 +18,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.function import MIN_OPSET, Function
 from onnxpar.ops.local_helpers import BOOL, count_of, locate, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.loss.cross_entropy_gradient import (
@@ -26,8 +27,7 @@ from onnxpar.ops.loss.cross_entropy_gradient import (
     softmax_cross_entropy_gradient,
 )
 from onnxpar.ops.norm.softmax_layer_norm import log_softmax
-from onnxpar.ops.onnxpar_functions import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, MIN_OPSET
-from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.operator import Missing, OpDef, for_ranks
 
 CLASSES = "C"
 SCORES, LABELS, WEIGHTS, COTANGENT = range(4)
@@ -370,6 +370,48 @@ def label_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
     return [(LABELS, 0, view.shape(SCORES)[1] - 1, view.attr("ignore_index"))]
 
 
+CROSS_ENTROPY = Function(
+    "SoftmaxCrossEntropyLoss",
+    ("scores", "labels"),
+    ("loss", "log_prob"),
+    """
+    loss, log_prob = SoftmaxCrossEntropyLoss<
+        reduction: string = @reduction, ignore_index: int = @ignore_index>(scores, labels)
+    """,
+    ("reduction", "ignore_index"),
+)
+
+CROSS_ENTROPY_GRAD = Function(
+    "SoftmaxCrossEntropyLossGrad",
+    ("dloss", "log_prob", "labels"),
+    ("dx",),
+    # Of a loss that is a sum ("sum", dloss one element) or not reduced ("none", dloss shaped as the
+    # labels): to spread dloss over the labels is right for both.
+    """
+    number = Constant<value = float {0.0}>()
+    zero = CastLike(number, log_prob)
+    none = Constant<value = int64 {0}>()
+    classes = Constant<value = int64[1] {1}>()
+    left_out = Constant<value_int: int = @ignore_index>()
+    ignored = Equal(labels, left_out)
+    rows = Shape(labels)
+    each = Expand(dloss, rows)
+    scale = Where(ignored, zero, each)
+    place = Where(ignored, none, labels)
+    column = Unsqueeze(place, classes)
+    counted = Not(ignored)
+    kept = Unsqueeze(counted, classes)
+    scales = Unsqueeze(scale, classes)
+    softmax = Exp(log_prob)
+    scaled = Mul(softmax, scales)
+    spread = Where(kept, scaled, zero)
+    hit = Neg(scales)
+    dx = ScatterElements<axis = 1, reduction = "add">(spread, column, hit)
+    """,
+    ("reduction", "ignore_index"),
+)
+
+
 DEFS = (
     OpDef(
         "",
@@ -397,4 +439,6 @@ DEFS = (
         loss_grad_local,
         gradient=Missing("it is a gradient itself"),
     ),
+    for_ranks(CROSS_ENTROPY.name, function=CROSS_ENTROPY),
+    for_ranks(CROSS_ENTROPY_GRAD.name, function=CROSS_ENTROPY_GRAD),
 )

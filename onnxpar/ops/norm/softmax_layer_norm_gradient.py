@@ -8,9 +8,9 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.fused.backward import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import work_dtype
-from onnxpar.ops.onnxpar_functions import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
 
 Axes = Callable[[NodeView], tuple[int, ...]]
 

@@ -7,7 +7,7 @@ and of a bidirectional network the directions: a device that has the backward on
 input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -106,6 +106,31 @@ def _one_direction(node: LocalNode, inputs: list[ir.Value | None]) -> Sequence[i
     return outputs
 
 
+_ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
+    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"),
+    "RNN": ("tanh", "tanh"),
+}
+_PEEPHOLE = 7
+
+
+def _unusual_recurrence(node: ir.Node) -> str | None:
+    for name in ("activation_alpha", "activation_beta", "clip"):
+        if name in node.attributes:
+            return f"cuDNN has no {name}"
+    known = _ACTIVATIONS[node.op_type]
+    given = tuple(a.lower() for a in node.attributes.get_strings("activations", ()))
+    if given != known[: len(given)]:
+        return f"cuDNN has no activations {', '.join(given)}"
+    if node.attributes.get_int("input_forget", 0):
+        return "cuDNN does not couple the gates (input_forget)"
+    if node.attributes.get_int("linear_before_reset", 1) != 1:
+        return "cuDNN multiplies before it resets (linear_before_reset)"
+    if len(node.inputs) > _PEEPHOLE and node.inputs[_PEEPHOLE] is not None:
+        return "cuDNN has no peepholes"
+    return None
+
+
 DEFS = tuple(
     OpDef(
         "",
@@ -116,6 +141,7 @@ DEFS = tuple(
         gradient=BY_BODY,
         cost=recurs,
         body=body,
+        refused=_unusual_recurrence,
         roles=Roles(weights=(1, 2), vectors=(3, 7) if op_type == "LSTM" else (3,)),
     )
     for op_type, body in BODIES.items()

@@ -118,6 +118,16 @@ def _transposed_bias(node: ir.Node, weight: Sequence[int]) -> int:
     return weight[1] * node.attributes.get_int("group", 1)
 
 
+def _uneven_padding(node: ir.Node) -> str | None:
+    pads = node.attributes.get_ints("pads", ())
+    half = len(pads) // 2
+    if tuple(pads[:half]) != tuple(pads[half:]):
+        return "cuDNN has no transposed convolution with different padding before and after"
+    if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
+        return "the padding of auto_pad may differ before and after"
+    return None
+
+
 DEFS = (
     OpDef(
         "",
@@ -141,6 +151,7 @@ DEFS = (
         cost=convolves(0, 1),
         roles=Roles(weights=(1,), vectors=(2,), product=True, bias_size=_transposed_bias),
         memory=Kernel(work=_columns),
+        refused=_uneven_padding,
         windowed=True,
         precision=HALF,
     ),

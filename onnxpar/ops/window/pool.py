@@ -12,6 +12,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.device.cuda_functions import itself
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.local_helpers import global_index, iota
 from onnxpar.ops.local_node import LocalNode
@@ -171,6 +172,15 @@ def max_unpool_local(node: LocalNode) -> Sequence[ir.Value]:
     return node.copy([node.input(0), index, node.builder.sizes(out)])
 
 
+_POOL = {
+    "auto_pad": "string",
+    "ceil_mode": "int",
+    "dilations": "ints",
+    "kernel_shape": "ints",
+    "pads": "ints",
+    "strides": "ints",
+}
+
 DEFS = (
     OpDef(
         "",
@@ -179,6 +189,7 @@ DEFS = (
         max_pool_rule,
         max_pool_local,
         gradient=max_pool_gradient,
+        device_function=itself("MaxPool", ("y", "indices"), **_POOL),
         windowed=True,
         precision=FOLLOWS,
     ),

@@ -21,7 +21,7 @@ from onnxpar.graph.metadata_keys import EXPANDED_FROM, EXPANDED_OPERANDS
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.body_node import BodyNode
-from onnxpar.ops.onnxpar_functions import attach_functions
+from onnxpar.ops.function import attach_functions
 from onnxpar.ops.operator import BY_BODY, OpDef, expanded
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
@@ -176,7 +176,7 @@ def test_differentiated_by_its_body(body: object) -> None:
     def mish_of(v: np.ndarray) -> np.ndarray:
         return np.asarray(v * np.tanh(np.log1p(np.exp(v))))
 
-    attach_functions(model)
+    attach_functions(model, (d.function for d in REGISTRY.defs if d.function is not None))
     evaluator = ReferenceEvaluator(ir.to_proto(model))
     loss, gradient = evaluator.run(None, {"x": x, "w": w})
     np.testing.assert_allclose(loss, mish_of(mish_of(x) * w).sum(), rtol=1e-12)

@@ -14,7 +14,7 @@ from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.body_captures import every_node
 from onnxpar.ops.device.cuda_form import cuda_form
-from onnxpar.ops.device.cuda_functions import STANDARD
+from onnxpar.ops.table import REGISTRY
 from onnxpar.report.device_placement import device_data
 from onnxpar.strategy import strategy_for
 from onnxpar.strategy.resolve_strategy import resolve
@@ -71,7 +71,7 @@ X = "float[2,3,8,8] x"
 )
 def test_forms(opset: int, inputs: str, body: str, expected: int, ours: tuple[str, ...]) -> None:
     nodes = list(graph(opset, inputs, body))
-    form = cuda_form(nodes, opset)
+    form = cuda_form(nodes, opset, REGISTRY)
     assert (form.opset, sorted(n.op_type for n in form.ours)) == (expected, sorted(ours))
 
 
@@ -88,7 +88,7 @@ def test_forms(opset: int, inputs: str, body: str, expected: int, ours: tuple[st
     ],
 )
 def test_what_has_kernels_in_float32_alone(inputs: str, body: str, wide: list[str]) -> None:
-    form = cuda_form(list(graph(24, inputs, body)), 24)
+    form = cuda_form(list(graph(24, inputs, body)), 24, REGISTRY)
     assert [n.op_type for n in form.wide] == wide
 
 
@@ -154,7 +154,7 @@ def test_what_is_written_computes_the_same_and_leaves_nothing_to_the_host(
     nodes = every_node(model.graph)
     assert sorted({n.op_type for n in nodes if n.domain == "onnxpar"}) == ours
     assert sorted(name for _, name, _ in model.functions) == ours
-    assert set(ours) <= set(STANDARD)
+    assert set(ours) <= {d.op_type for d in REGISTRY.defs if d.device_function is not None}
     assert device_data({"model": model})["programs"]["model"]["fallbacks"] == []
     x = np.random.default_rng(1).uniform(-1, 1, (2, 3, 8, 8)).astype(np.float32)
     want, got = (

@@ -64,14 +64,14 @@ def test_attributes_that_the_provider_refuses(
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
     node = ir.node(op_type, [x, x, x], attributes)
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    reason = why_on_host(node, 21)
+    reason = why_on_host(node, 21, REGISTRY)
     assert reason is None if expected is None else reason is not None and expected in reason
 
 
 def test_a_peephole_is_refused_and_operators_of_our_own_are_not() -> None:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
-    assert "peephole" in str(why_on_host(ir.node("LSTM", [x, x, x, *[None] * 4, x]), 21))
-    assert why_on_host(ir.node("Anything", [x], domain="onnxpar"), 1) is None
+    assert "peephole" in str(why_on_host(ir.node("LSTM", [x, x, x, *[None] * 4, x]), 21, REGISTRY))
+    assert why_on_host(ir.node("Anything", [x], domain="onnxpar"), 1, REGISTRY) is None
 
 
 def test_names_of_types() -> None:
