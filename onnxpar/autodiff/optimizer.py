@@ -2,7 +2,7 @@
 
 Every state is read and written element by element, so its new value may take the place of the old
 one. The formulas are those of `torch.optim` 2.13 (SGD, Adam, AdamW), one fused node for each
-parameter (`onnxpar.ops.onnxpar_functions`), and of LAMB (You et al., 2020, "Large Batch
+parameter (`onnxpar.ops.fused.updates`), and of LAMB (You et al., 2020, "Large Batch
 Optimization for Deep Learning", algorithm 2, with the identity for phi) in standard nodes. They are
 rearranged for fewer passes over memory; results differ from PyTorch's by rounding.
 

@@ -15,12 +15,12 @@ DrawsFn = Callable[[ir.Node], bool]
 
 
 def never(node: ir.Node) -> bool:
-    """No node of the operator does so."""
+    """No node."""
     return False
 
 
 def always(node: ir.Node) -> bool:
-    """Every node of the operator does so."""
+    """Every node."""
     return True
 
 

@@ -1,5 +1,6 @@
 """What each operator has, as plain data for `onnxpar ops`."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import onnx
 from onnxpar.ops.local_node import copy_node
 from onnxpar.ops.operator import FROM_RULE, ByBody, Missing, OpDef, expanded
 from onnxpar.ops.registry import Registry
+from onnxpar.ops.slots import Kernel, Precision, Roles, no_workspace
 from onnxpar.ops.table import REGISTRY
 
 _BODY = "of its body"
@@ -26,6 +28,7 @@ class OperatorRow:
         gradient: "yes", "of its body", or why there is none.
         cost: "yes", or where the cost comes from.
         keeps_zero: Whether zero padding stays zero.
+        slots: What the further slots of its record say, by the slot's name (`slot_words`).
     """
 
     domain: str
@@ -36,6 +39,7 @@ class OperatorRow:
     gradient: str
     cost: str
     keeps_zero: bool
+    slots: Mapping[str, str]
 
 
 def operator_table(registry: Registry = REGISTRY) -> list[OperatorRow]:
@@ -68,7 +72,15 @@ def _schemas() -> list[Any]:
 
 def _expanded_row(name: str, version: int) -> OperatorRow:
     return OperatorRow(
-        "", name, version, _first_line(expanded), _BODY, _BODY, FROM_RULE.reason, keeps_zero=False
+        "",
+        name,
+        version,
+        _first_line(expanded),
+        _BODY,
+        _BODY,
+        FROM_RULE.reason,
+        keeps_zero=False,
+        slots=slot_words(OpDef("", name, version, expanded)),
     )
 
 
@@ -82,6 +94,7 @@ def _row(definition: OpDef) -> OperatorRow:
         _slot(definition.gradient),
         _slot(definition.cost),
         definition.keeps_zero,
+        slot_words(definition),
     )
 
 
@@ -101,3 +114,65 @@ def _slot(slot: object) -> str:
 
 def _first_line(function: object) -> str:
     return (function.__doc__ or "").strip().split("\n")[0]
+
+
+def slot_words(definition: OpDef) -> dict[str, str]:
+    """Returns what the slots of a record say that have no field of their own in `OperatorRow`."""
+    return {name: words(getattr(definition, name)) for name, words in SLOT_WORDS.items()}
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _function(value: object) -> str:
+    return "none" if value is None else _first_line(value)
+
+
+def _operands(indices: tuple[int, ...]) -> str:
+    return ", ".join(map(str, indices)) or "none"
+
+
+def _roles(roles: Roles) -> str:
+    named = {
+        "weight": roles.weights,
+        "scale or bias": roles.vectors,
+        "scale or bias, where it is a vector": roles.row_vectors,
+        "running statistic": roles.statistics,
+    }
+    found = [f"{what}: {_operands(indices)}" for what, indices in named.items() if indices]
+    found += ["the operand in another layout"] if roles.rearranges else []
+    return "; ".join(found) or "none"
+
+
+def _memory(kernel: Kernel) -> str:
+    found = ["a view of its first operand"] if kernel.view else []
+    found += [f"result {output} over operand {operand}" for operand, output in kernel.over]
+    found += ["room to work in"] if kernel.work is not no_workspace else []
+    return ", ".join(found) or "memory of its own for each result"
+
+
+def _precision(precision: Precision) -> str:
+    if precision.half:
+        return "16 bits"
+    return "as its operands" if precision.follows else "float32"
+
+
+SLOT_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "indices": _function,
+    "body": _function,
+    "reads_bodies": _yes,
+    "carries_integers": _yes,
+    "draws": _first_line,
+    "host_operands": _operands,
+    "reads_shape_only": _yes,
+    "roles": _roles,
+    "memory": _memory,
+    "precision": _precision,
+    "broadcasts": _yes,
+    "windowed": _yes,
+    "function": lambda function: "none" if function is None else function.name,
+    "device_function": lambda function: "none" if function is None else function.name,
+    "refused": _function,
+}
+"""How each further slot of a record is told."""

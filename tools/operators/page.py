@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from onnxpar.report.operator_table import OperatorRow, operator_table
+from onnxpar.ops.operator import OpDef, written_only
+from onnxpar.report.operator_table import OperatorRow, operator_table, slot_words
 
 from .backend import CRASHED, FAILED, PASSED, WRONG, Outcome
 
@@ -127,8 +128,9 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
         f"- truly split, of the {results.divisible:,} with a dim larger than 1: "
         f"{results.split:,} ({share:.1f} %)\n",
         "## What each operator has\n",
-        "| operator | since | rule | local form | gradient | tests cut | left whole |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| operator | since | rule | local form | gradient | further slots | tests cut "
+        "| left whole |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *_operators(rows, results),
         "\n## What was left whole, and why\n",
         "The tests with a dim larger than 1 in which no node was split, by reason.\n",
@@ -154,9 +156,10 @@ _WORDS = {FAILED: "refused", WRONG: "wrong", CRASHED: "crashed"}
 _INTRODUCTION = """\
 What onnxpar knows of each operator: which of its dims may be split (the rule; its language is told
 in [Adding an operator](add_an_operator.md)), what a device computes where that is more than the
-same operator on its part (the local form), and whether training goes through it (the gradient).
-`onnxpar ops` prints the same of the version that is installed. An operator that stands here with no
-rule, or not at all, is expanded into the function body that ONNX gives it; without one it is
+same operator on its part (the local form), whether training goes through it (the gradient), and
+what else its record says (`OpDef` in `onnxpar/ops/operator.py` explains each slot).
+`onnxpar ops --json` prints the same of the version that is installed. An operator that stands here
+with no rule, or not at all, is expanded into the function body that ONNX gives it; without one it is
 computed whole on every device, and `onnxpar inspect` names it with the reason.
 """
 
@@ -171,9 +174,18 @@ def _operators(rows: Sequence[OperatorRow], results: Results) -> list[str]:
         here = newest[row.domain, row.op_type] == row.since_version
         known = here and (key in results.cut or key in results.left)
         counts = (results.cut.get(key, 0), results.left.get(key, 0)) if known else ("", "")
-        cells = (name, row.since_version, row.rule, row.local, row.gradient, *counts)
+        cells = (name, row.since_version, row.rule, row.local, row.gradient, _further(row), *counts)
         lines.append(f"| {' | '.join(_cell(str(c)) for c in cells)} |")
     return lines
+
+
+def _further(row: OperatorRow) -> str:
+    """What its record says in slots that most operators leave as they are."""
+    told = (f"{name}: {words}" for name, words in row.slots.items() if words != _USUAL[name])
+    return "; ".join(told).replace("_", " ")
+
+
+_USUAL = slot_words(OpDef("", "", 1, written_only))
 
 
 def _cell(text: str) -> str:

@@ -115,6 +115,7 @@ _PEEPHOLE = 7
 
 
 def _unusual_recurrence(node: ir.Node) -> str | None:
+    """Activations, peepholes or an order of steps that cuDNN has not."""
     for name in ("activation_alpha", "activation_beta", "clip"):
         if name in node.attributes:
             return f"cuDNN has no {name}"

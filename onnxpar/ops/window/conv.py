@@ -119,6 +119,7 @@ def _transposed_bias(node: ir.Node, weight: Sequence[int]) -> int:
 
 
 def _uneven_padding(node: ir.Node) -> str | None:
+    """Padding that differs before and after."""
     pads = node.attributes.get_ints("pads", ())
     half = len(pads) // 2
     if tuple(pads[:half]) != tuple(pads[half:]):

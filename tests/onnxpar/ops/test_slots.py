@@ -1,0 +1,97 @@
+"""Every operator fills every slot of its record, or says why it does not."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+from onnxpar.ops.local_node import copy_node
+from onnxpar.ops.operator import UNWRITTEN, ByBody, Missing, OpDef, written_only
+from onnxpar.ops.slots import FLOAT32, VIEW, Precision, Roles, always
+from onnxpar.ops.table import REGISTRY
+from onnxpar.report.operator_table import OperatorRow, operator_table, slot_words
+
+OPS = Path(__file__).parents[3] / "onnxpar" / "ops"
+
+
+def faults(definition: OpDef) -> list[str]:
+    """What is wrong with the slots of a record, alone and together."""
+    gradient, cost, precision = definition.gradient, definition.cost, definition.precision
+    memory, roles = definition.memory, definition.roles
+    divided = definition.rule is not written_only
+    places = (*definition.host_operands, *roles.weights, *roles.vectors, *roles.statistics)
+    wrong = {
+        "no gradient, and no reason why": gradient is UNWRITTEN,
+        "missing for no reason": any(
+            isinstance(slot, Missing) and not slot.reason for slot in (gradient, cost)
+        ),
+        "the rule says nothing of itself": not definition.rule.__doc__,
+        "the local form says nothing of itself": not definition.local.__doc__,
+        "what draws random numbers is copied": definition.draws is always
+        and definition.local is copy_node,
+        "a body is asked for that nobody has": isinstance(gradient, ByBody)
+        and definition.body is None
+        and not has_body(definition),
+        "it is made 16 bits and follows its operands": precision.half and precision.follows,
+        "16 bits for what ONNX does not define": precision != FLOAT32
+        and not has_schema(definition),
+        "a view lies over an operand": memory.view and memory.over,
+        "operands are named twice": len(set(places)) != len(places),
+        "an operand that ONNX's schema has not": has_schema(definition)
+        and any(place >= arity(definition) for place in places),
+        "a slot that says nothing": not all(slot_words(definition).values()),
+        "it stands for ranks and is priced": not divided and not isinstance(cost, Missing),
+        "it reads shapes and elements": definition.reads_shape_only and definition.host_operands,
+    }
+    return [what for what, holds in wrong.items() if holds]
+
+
+def has_schema(definition: OpDef) -> bool:
+    return not definition.domain and onnx.defs.has(definition.op_type)
+
+
+def has_body(definition: OpDef) -> bool:
+    if not has_schema(definition):
+        return False
+    schema = onnx.defs.get_schema(definition.op_type)
+    return schema.has_function or schema.has_context_dependent_function
+
+
+def arity(definition: OpDef) -> int:
+    return int(onnx.defs.get_schema(definition.op_type).max_input)
+
+
+@pytest.mark.parametrize(
+    "definition", REGISTRY.defs, ids=lambda d: f"{d.domain}:{d.op_type}:{d.since_version}"
+)
+def test_every_slot_is_filled(definition: OpDef) -> None:
+    assert faults(definition) == []
+
+
+def test_each_fault_is_seen() -> None:
+    def changed(op_type: str, **slots: object) -> list[str]:
+        (definition,) = (d for d in REGISTRY.defs if (d.domain, d.op_type) == ("", op_type))
+        return faults(replace(definition, **slots))  # type: ignore[arg-type]
+
+    assert changed("Add", gradient=UNWRITTEN) == ["no gradient, and no reason why"]
+    assert changed("Add", gradient=Missing("")) == ["missing for no reason"]
+    assert changed("Add", cost=Missing("")) == ["missing for no reason"]
+    assert changed("Add", draws=always) == ["what draws random numbers is copied"]
+    assert changed("Reshape", host_operands=(2,)) == ["an operand that ONNX's schema has not"]
+    assert changed("Conv", roles=Roles(weights=(1,), vectors=(1,))) == ["operands are named twice"]
+    assert changed("Reshape", memory=replace(VIEW, over=((0, 0),))) == [
+        "a view lies over an operand"
+    ]
+    assert changed("Shape", host_operands=(0,)) == ["it reads shapes and elements"]
+    half = Precision(half=frozenset({"T"}), follows=True)
+    assert changed("MatMul", precision=half) == ["it is made 16 bits and follows its operands"]
+
+
+def test_every_slot_is_shown() -> None:
+    """A slot that is added to the record is told by `onnxpar ops --json`, too."""
+    slots = {field.name for field in fields(OpDef)}
+    row = next(r for r in operator_table() if r.op_type == "Conv")
+    assert slots == ({field.name for field in fields(OperatorRow)} - {"slots"}) | set(row.slots)
+    assert row.slots["roles"] == "weight: 1; scale or bias: 2"
+    assert row.slots["precision"] == "16 bits"
