@@ -159,8 +159,8 @@ in [Adding an operator](add_an_operator.md)), what a device computes where that 
 same operator on its part (the local form), whether training goes through it (the gradient), and
 what else its record says (`OpDef` in `onnxpar/ops/operator.py` explains each slot).
 `onnxpar ops --json` prints the same of the version that is installed. An operator that stands here
-with no rule, or not at all, is expanded into the function body that ONNX gives it; without one it is
-computed whole on every device, and `onnxpar inspect` names it with the reason.
+with no rule, or not at all, is expanded into the function body that ONNX gives it; without one it
+is computed whole on every device, and `onnxpar inspect` names it with the reason.
 """
 
 
