@@ -1,57 +1,25 @@
 """A strategy for a model: searched for, compared with the plain ones, explained."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from onnxpar.api.shard_model import analyse
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
-from onnxpar.core.machine import Machine
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
-from onnxpar.facts.program import Program
 from onnxpar.frontend.load import load
-from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.parameters.recognise import read_parameters
+from onnxpar.report.found_strategy import FoundStrategy
 from onnxpar.search.decide import decide
-from onnxpar.search.find_plan import Found, Told
-from onnxpar.search.rival_plans import Objective, Pricing, Way
+from onnxpar.search.find_plan import Told
+from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import SEARCH
-
-
-@dataclass(frozen=True)
-class FoundStrategy:
-    """What `plan_strategy` found.
-
-    Attributes:
-        found: The search's result, or the preset that it did not better.
-        plan: The plan of the whole program that follows from it.
-        ways: That plan, then those found for other numbers of stages, then the presets.
-        data: The content of a strategy file that says the plan.
-        machine: The machine that it is for.
-        objective: What made it the best.
-        program: The program that is planned.
-    """
-
-    found: Found
-    plan: Plan
-    ways: tuple[Way, ...]
-    data: dict[str, Any]
-    machine: Machine
-    objective: Objective
-    program: Program
-
-    @property
-    def devices(self) -> int:
-        """Number of devices, of all stages."""
-        staged = self.ways[0].staged
-        return self.plan.mesh.size * (staged.split.stages if staged is not None else 1)
 
 
 def plan_strategy(

@@ -1,13 +1,17 @@
 """Options that several commands have, each declared once, and commands that take them together."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.mixed_precision import parse_compute
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
 from onnxpar_format.options import Option
 
@@ -28,74 +32,6 @@ Constraints = Annotated[
 ]
 TRAINING = "Training"
 """Title of the options of training where a command has others."""
-LabelInput = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Input of the model that has the labels. Default: a new input, labels.",
-        rich_help_panel=TRAINING,
-    ),
-]
-IgnoreIndex = Annotated[
-    int | None,
-    typer.Option(
-        help="Label that does not count, for softmax_cross_entropy.", rich_help_panel=TRAINING
-    ),
-]
-Trainable = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GLOB",
-        help="Train these tensors too, though they may be constants or --freeze matches them; may "
-        "be repeated.",
-        rich_help_panel=TRAINING,
-    ),
-]
-Freeze = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GLOB",
-        help="Do not train these parameters; may be repeated.",
-        rich_help_panel=TRAINING,
-    ),
-]
-Tie = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="A=B",
-        help="Train these two tensors of equal elements, maybe transposed, as one, A; may be "
-        "repeated.",
-        rich_help_panel=TRAINING,
-    ),
-]
-Compute = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TYPE",
-        help="float16 or bfloat16: compute products of a float32 model in it; parameters stay "
-        "float32. bfloat16 runs on CUDA alone.",
-        rich_help_panel=TRAINING,
-    ),
-]
-OptimizerParallelLevel = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=3,
-        metavar="LEVEL",
-        help="What replicas of a parameter share, instead of holding it all: 1 moments, 2 "
-        "gradients too, 3 parameters too; 0 nothing. Default: what the strategy says, else 0.",
-    ),
-]
-Recompute = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="WHAT",
-        help="What the backward pass computes again instead of keeping it: a pattern of nodes, "
-        "layers (all that repeat), layers=K (each K-th), or auto=BYTES (the least with which a "
-        "device holds so much); may be repeated. Default: what the strategy says, else nothing.",
-    ),
-]
 RecomputeCommunication = Annotated[
     str,
     typer.Option(
@@ -103,6 +39,112 @@ RecomputeCommunication = Annotated[
         help="Whether results of collectives among what is recomputed are kept.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What `shard` and `plan` are told of training."""
+
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOSS",
+            help="What training minimises: softmax_cross_entropy, mse, mae or bce of the first "
+            "output (or of another, as in mse:NAME), or output:NAME, a scalar of the model.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    label_input: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Input of the model that has the labels. Default: a new input, labels.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    ignore_index: Annotated[
+        int | None,
+        typer.Option(
+            help="Label that does not count, for softmax_cross_entropy.", rich_help_panel=TRAINING
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="sgd, momentum, adam, adamw or lamb. `plan` takes adamw by default.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    trainable: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Train these tensors too, though they may be constants or --freeze matches them; "
+            "may be repeated.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Do not train these parameters; may be repeated.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A=B",
+            help="Train these two tensors of equal elements, maybe transposed, as one, A; may be "
+            "repeated.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="float16 or bfloat16: compute products of a float32 model in it; parameters stay "
+            "float32. bfloat16 runs on CUDA alone.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    optimizer_parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            metavar="LEVEL",
+            help="What replicas of a parameter share, instead of holding it all: 1 moments, 2 "
+            "gradients too, 3 parameters too; 0 nothing. Default: what the strategy says, else 0.",
+        ),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Returns what was given, by the name of the option."""
+        values = {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def spec(self, loss: str, optimizer: str) -> TrainingSpec:
+        """Returns what is trained and how.
+
+        Args:
+            loss: The loss.
+            optimizer: The optimizer, where none was given.
+
+        Raises:
+            OnnxparError: An option is malformed.
+        """
+        return TrainingSpec(
+            parse_loss(loss, label_input=self.label_input, ignore_index=self.ignore_index),
+            parse_optimizer(self.optimizer or optimizer),
+            tuple(self.trainable or ()),
+            tuple(self.freeze or ()),
+            compute=None if self.compute is None else parse_compute(self.compute),
+            ties=tuple(self.tie or ()),
+        )
 
 
 def takes_options(function: Callable[..., None]) -> Callable[..., None]:

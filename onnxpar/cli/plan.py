@@ -6,9 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -23,33 +23,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from onnxpar.api.plan_strategy import FoundStrategy, plan_strategy, searching
-from onnxpar.autodiff.append_loss import parse_loss
-from onnxpar.autodiff.mixed_precision import parse_compute
-from onnxpar.autodiff.optimizer import parse_optimizer
-from onnxpar.autodiff.training_program import TrainingSpec
-from onnxpar.cli.options import (
-    TRAINING,
-    AsJson,
-    Compute,
-    Devices,
-    Freeze,
-    IgnoreIndex,
-    LabelInput,
-    OptimizerParallelLevel,
-    Tie,
-    Trainable,
-)
+from onnxpar.api.plan_strategy import plan_strategy, searching
+from onnxpar.cli.options import AsJson, Devices, TrainingOptions, takes_options
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.core.errors import ModelError, StrategyError
 from onnxpar.core.machine import parse_bytes
-from onnxpar.cost.price import NodePrice, Price
 from onnxpar.emit import check_file, new_file
 from onnxpar.frontend.load import read
-from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
-from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Told
-from onnxpar.search.rival_plans import FOUND, Way
+from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, bytes_text, seconds_text
+from onnxpar.search.find_plan import Told
+from onnxpar.search.rival_plans import Way
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.presets import AUTO
 from onnxpar.strategy.save import write_strategy
@@ -58,20 +42,17 @@ from onnxpar.strategy.validation_errors import in_words, problem
 
 WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
-AIMS = ("little communication for the computing done", "memory", "speed")
-"""What each level seeks."""
-EXACT = 1e-4
-"""A gap that is shown as none."""
-REPLICATED = "computed whole"
-"""The row of nodes that no device shares with another."""
-_DIGITS = re.compile(r"(\d+)")
+OPTIMIZER = "adamw"
+"""What is planned for where a loss is given and no optimizer."""
 
 
+@takes_options
 def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to plan for.")],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The strategy file to write.")
     ],
+    training: TrainingOptions,
     devices: Devices = None,
     strategy: Annotated[
         str | None,
@@ -104,27 +85,6 @@ def command(
             help="The size to plan for, or constraints; may be repeated.",
         ),
     ] = None,
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LOSS",
-            help="Plan training by this loss, as `shard --train`.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="sgd, momentum, adam, adamw or lamb.", rich_help_panel=TRAINING
-        ),
-    ] = "adamw",
-    label_input: LabelInput = None,
-    ignore_index: IgnoreIndex = None,
-    trainable: Trainable = None,
-    freeze: Freeze = None,
-    tie: Tie = None,
-    compute: Compute = None,
-    optimizer_parallel: OptimizerParallelLevel = None,
     stages: Annotated[
         str | None,
         typer.Option(metavar="N|auto", help="Pipeline stages; auto tries all that fit."),
@@ -140,61 +100,39 @@ def command(
     with blamed_on_model(model):
         proto = read(model)
     wanted = searching(strategy_for(strategy, devices, proto, f"model {str(model)!r}", AUTO))
-    of_training = {
-        "--label-input": label_input,
-        "--ignore-index": ignore_index,
-        "--trainable": trainable,
-        "--freeze": freeze,
-        "--tie": tie,
-        "--compute": compute,
-    }
-    stated = {name: value for name, value in of_training.items() if value is not None}
-    if loss is None and (stated or optimizer_parallel is not None):
-        first = next(iter(stated), "--optimizer-parallel")
-        raise ModelError(f"{first}: it is for training; expected --loss as well")
-    if optimizer_parallel is not None:
-        wanted = wanted.at_level(optimizer_parallel)
-    given: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
+    if training.loss is None and (given := [n for n in training.given() if n != "--optimizer"]):
+        raise ModelError(f"{given[0]}: it is for training; expected --loss as well")
+    if training.optimizer_parallel is not None:
+        wanted = wanted.at_level(training.optimizer_parallel)
+    search: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
     try:
-        given["memory"] = None if memory is None else parse_bytes(memory)
+        search["memory"] = None if memory is None else parse_bytes(memory)
     except ValueError as error:
         raise StrategyError(f"--memory: {error}") from None
-    entry = _entry(wanted, given, sizes)
-    training = None
-    if loss is not None:
-        training = TrainingSpec(
-            parse_loss(loss, label_input=label_input, ignore_index=ignore_index),
-            parse_optimizer(optimizer),
-            tuple(trainable or ()),
-            tuple(freeze or ()),
-            compute=None if compute is None else parse_compute(compute),
-            ties=tuple(tie or ()),
-        )
+    entry = _entry(wanted, search, sizes)
     with _progress() as told, _uncollected():
         planned = plan_strategy(
             model,
             replace(wanted, search=entry),
             symbols=parse_symbols(constraints),
-            training=training,
+            training=None if training.loss is None else training.spec(training.loss, OPTIMIZER),
             stages=_stages(stages, wanted),
             micro_batches=micro_batches,
             told=told,
         )
-    data = _data(planned, entry)
     with new_file(out) as file:
-        file.write_text(write_strategy(planned.data, _head(planned, entry)), encoding="utf-8")
+        file.write_text(write_strategy(planned.data, planned.summary(entry)), encoding="utf-8")
     if json_output:
-        print(json.dumps(data, indent=1))
+        print(json.dumps(planned.report(entry), indent=1))
         return
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
         # Names would be cut to fit 80 columns.
         console.width = WIDE
-    training_options = _again(loss, optimizer, stated) if loss is not None else ""
     _print(planned, console)
     console.print(f"written       {out}", markup=False)
     console.print(
-        f"next          onnxpar shard {model} --strategy {out}{training_options} -o DIR",
+        f"next          onnxpar shard {model} --strategy {out}{_again(training)} -o DIR",
         markup=False,
     )
 
@@ -233,12 +171,16 @@ def _progress() -> Iterator[Told]:
         yield told
 
 
-def _again(loss: str, optimizer: str, stated: Mapping[str, Any]) -> str:
-    """The options with which `shard` trains what was planned."""
-    words = ["--train", "--loss", loss, "--optimizer", optimizer]
-    for name, value in stated.items():
-        for one in value if isinstance(value, list) else [value]:
-            words += [name, str(one)]
+def _again(training: TrainingOptions) -> str:
+    """The options with which `shard` trains what was planned; the level is in the file."""
+    if training.loss is None:
+        return ""
+    given = {"--loss": training.loss, "--optimizer": OPTIMIZER} | training.given()
+    words = ["--train"]
+    for name, value in given.items():
+        if name != "--optimizer-parallel":
+            for one in value if isinstance(value, list) else [value]:
+                words += [name, str(one)]
     return f" {shlex.join(words)}"
 
 
@@ -289,107 +231,20 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
         raise StrategyError(f"--{flag}: {in_words(name)}{problem(first)}") from None
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """A row of what a run or a micro-batch costs a device.
-
-    Attributes:
-        name: Names of its nodes, with `*` for numbers that they differ in; or what it is that no
-            node does.
-        strategy: How their operands lie.
-        local: The shapes of a node's results on a device.
-        nodes: How many there are.
-        computing: Seconds of computing.
-        communication: Seconds of communication.
-        made: Bytes of their results.
-    """
-
-    name: str
-    strategy: str = ""
-    local: tuple[tuple[int, ...], ...] = ()
-    nodes: int = 0
-    computing: float = 0.0
-    communication: float = 0.0
-    made: int = 0
-
-
-# -- what is printed -----------------------------------------------------------------------------
-
-
-def _head(planned: FoundStrategy, entry: SearchEntry) -> str:
-    best = planned.ways[0]
-    assert best.price is not None
-    sizes = ", ".join(f"{n}={s}" for n, s in entry.sizes.items()) or "typical sizes"
-    count = best.staged.split.stages if best.staged is not None else 1
-    stages = f" in each of {count} stages" if count > 1 else ""
-    runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
-    by = f"Found by {entry.algorithm}"
-    if not best.name.startswith(FOUND):
-        by = f"The preset {best.name}, which {entry.algorithm} does not better,"
-    return (
-        f"{by} for {planned.plan.mesh.size} devices{stages} "
-        f"({planned.machine.name}), {sizes}.\n"
-        f"A step{runs}: {_seconds(best.seconds)}; {_bytes(best.peak)} on a device."
-    )
-
-
-def _data(planned: FoundStrategy, entry: SearchEntry) -> dict[str, Any]:
-    best = planned.ways[0].price
-    assert best is not None
-    return {
-        "machine": planned.machine.name,
-        "devices": planned.devices,
-        "algorithm": entry.algorithm,
-        "sizes": dict(entry.sizes),
-        "memory_limit": planned.objective.limit,
-        "stopped_by_clock": planned.found.timed,
-        "ways": [
-            {
-                "name": way.name,
-                "seconds": way.seconds if way.price else None,
-                "computing": way.price.computing if way.price else None,
-                "communicating": way.price.communicating if way.price else None,
-                "held_bytes": way.held if way.price else None,
-                "peak_bytes": way.peak if way.price else None,
-                "micro_batches": way.micro_batches,
-                "stages": [asdict(stage) for stage in way.staged.stages] if way.staged else [],
-                "reason": way.reason,
-            }
-            for way in planned.ways
-        ],
-        "layers": [asdict(layer) for layer in _layers(best, planned.plan)],
-        "meshes": [
-            {
-                "axes": dict(c.axes),
-                "seconds": None if c.reason else c.seconds,
-                "bound": c.bound,
-                "gap": c.gap if c.bound else None,
-                "memory": c.memory,
-                "elapsed": c.elapsed,
-                "limit": c.limit if c.limit < UNLIMITED else None,
-                "reason": c.reason,
-            }
-            for c in planned.found.candidates
-        ],
-        "strategy": planned.data,
-    }
-
-
 def _print(planned: FoundStrategy, console: Console) -> None:
-    best, limit = planned.ways[0].price, planned.objective.limit
-    assert best is not None
+    limit = planned.objective.limit
     columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
     layers = Table(*columns, title=None)
-    rows = _layers(best, planned.plan)
+    rows = planned.layers()
     for row in rows:
         layers.add_row(
             escape(row.name),
             escape(row.strategy),
             " ".join("x".join(map(str, shape)) for shape in row.local if shape),
             str(row.nodes or ""),
-            _seconds(row.computing),
-            _seconds(row.communication),
-            _bytes(row.made),
+            seconds_text(row.computing),
+            seconds_text(row.communication),
+            bytes_text(row.made),
         )
     console.print(layers)
     if all(row.name == REPLICATED or not row.nodes for row in rows):
@@ -405,14 +260,14 @@ def _print(planned: FoundStrategy, console: Console) -> None:
         # In stages, of all of them: a micro-batch goes through one after another.
         ways.add_row(
             way.name,
-            _seconds(way.seconds),
-            _seconds(way.price.computing),
-            _seconds(way.price.communicating),
-            _bytes(way.peak),
-            "" if way.fits(limit) else f"more than {_bytes(limit)}",
+            seconds_text(way.seconds),
+            seconds_text(way.price.computing),
+            seconds_text(way.price.communicating),
+            bytes_text(way.peak),
+            "" if way.fits(limit) else f"more than {bytes_text(limit)}",
         )
     console.print(ways)
-    console.print(escape(_why(planned)))
+    console.print(escape(planned.reason()))
     if planned.found.timed:
         console.print("The clock stopped a search: on another machine another plan may be found.")
 
@@ -425,118 +280,8 @@ def _print_stages(way: Way, console: Console) -> None:
         stages.add_row(
             str(number),
             str(stage.nodes),
-            _seconds(stage.seconds),
-            _seconds(stage.moving),
-            _bytes(stage.peak),
+            seconds_text(stage.seconds),
+            seconds_text(stage.moving),
+            bytes_text(stage.peak),
         )
     console.print(stages)
-
-
-def _why(planned: FoundStrategy) -> str:
-    best, objective = planned.ways[0], planned.objective
-    assert best.price is not None
-    fitting = [w for w in planned.ways[1:] if w.fits(objective.limit)]
-    proof = _proof(planned.found.chosen)
-    if not fitting:
-        rest = f"no other way fits into {_bytes(objective.limit)}"
-        return f"{best.name} is taken; {rest if planned.ways[1:] else 'there is no other'}{proof}."
-    rival = min(fitting, key=objective.rank)
-    assert rival.price is not None
-    ratio = rival.seconds / best.seconds if best.seconds else 1.0
-    less = rival.price.communicating - best.price.communicating
-    more = (
-        ""
-        if best.staged
-        else f", {_seconds(abs(less))} {'more' if less >= 0 else 'less'} of it communication"
-    )
-    if objective.level == 1:
-        more += f", and {rival.peak / max(best.peak, 1):.2f} times the memory"
-    if objective.rank(rival) < objective.rank(best):
-        return (
-            f"{best.name} is best for {AIMS[objective.level]} of what keeps all that is fixed; "
-            f"{rival.name}, which does not, takes {ratio:.2f} times as long{more}{proof}."
-        )
-    if objective.rank(rival) == objective.rank(best):
-        return f"{best.name} is best for {AIMS[objective.level]}, and so is {rival.name}{proof}."
-    return (
-        f"{best.name} is best for {AIMS[objective.level]}; the next best is {rival.name}: it takes "
-        f"{ratio:.2f} times as long{more}{proof}."
-    )
-
-
-def _proof(chosen: Candidate) -> str:
-    """What an exact search proved on the mesh that won: by the sum that it takes the least of."""
-    if not chosen.bound:
-        return ""
-    axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
-    if chosen.limit < UNLIMITED:
-        # The search counts memory without lifetimes, so its limit is not the device's.
-        axes += f" that holds at most {_bytes(chosen.limit)}, as the search counts,"
-    gap = f"{100 * chosen.gap:.2f} %"
-    if chosen.gap > GAP:
-        return f"; the search of the mesh {axes} stopped early: another may be {gap} better"
-    if chosen.gap < EXACT:
-        return f"; no other on the mesh {axes} is better, which is proved"
-    return f"; no other on the mesh {axes} is more than {gap} better, which is proved"
-
-
-def _layers(best: Price, plan: Plan) -> list[LayerRow]:
-    """Nodes by layer, then what is no node's: the rows' seconds sum to those of the plan.
-
-    Nodes are of one layer whose names are alike but for numbers, and that are divided alike.
-    """
-    groups: dict[tuple[str, str, object], list[NodePrice]] = {}
-    whole: list[NodePrice] = []
-    for node in best.nodes:
-        chosen = plan.nodes[node.name]
-        if not chosen.factors and not node.moving:
-            whole.append(node)
-            continue
-        strategy = " ".join(
-            s.describe(plan.mesh) for s in chosen.inputs if s is not None and s.rank
-        )
-        groups.setdefault((_DIGITS.sub("*", node.name), strategy, node.local), []).append(node)
-    found = [
-        _layer(_common([n.name for n in nodes]), strategy, nodes)
-        for (_, strategy, _), nodes in groups.items()
-    ]
-    if whole:
-        found.append(replace(_layer(REPLICATED, "", whole), local=()))
-    rest = (
-        LayerRow("outputs", communication=best.outputs),
-        LayerRow("gradients", communication=best.gradients),
-        LayerRow("optimizer", computing=best.updating),
-    )
-    return [*found, *(row for row in rest if row.computing or row.communication)]
-
-
-def _common(names: list[str]) -> str:
-    """Returns names that are alike but for numbers as one, with `*` for numbers that differ."""
-    parts = zip(*(_DIGITS.split(name) for name in names), strict=True)
-    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
-
-
-def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> LayerRow:
-    return LayerRow(
-        name,
-        strategy,
-        nodes[0].local,
-        len(nodes),
-        sum(n.computing for n in nodes),
-        sum(n.work.special + n.moving for n in nodes),
-        sum(n.made for n in nodes),
-    )
-
-
-def _seconds(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} us"
-
-
-def _bytes(size: float) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"

@@ -1,6 +1,7 @@
 """`onnxpar shard`: one ONNX file for each rank."""
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,23 +11,15 @@ from rich.markup import escape
 
 from onnxpar.api.divide_training import DividedTraining
 from onnxpar.api.shard_model import Summary, shard_model
-from onnxpar.autodiff.append_loss import parse_loss
-from onnxpar.autodiff.mixed_precision import parse_compute
-from onnxpar.autodiff.optimizer import StateKind, parse_optimizer
+from onnxpar.autodiff.optimizer import StateKind
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import (
     TRAINING,
-    Compute,
     Constraints,
     Devices,
-    Freeze,
-    IgnoreIndex,
-    LabelInput,
-    OptimizerParallelLevel,
-    Recompute,
     RecomputeCommunication,
-    Tie,
-    Trainable,
+    TrainingOptions,
+    takes_options,
 )
 from onnxpar.core.errors import ModelError, SymbolError
 from onnxpar.core.symbols import Symbol
@@ -35,11 +28,46 @@ from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
 SHOWN = 5
 
 
+@dataclass(frozen=True)
+class _TrainingOptions(TrainingOptions):
+    """What `shard` is told of training beside what `plan` is told, too."""
+
+    decay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Weight decay for these too. Default: parameters of two dims or more.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    no_decay: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
+    ] = None
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="What the backward pass computes again instead of keeping it: a pattern of nodes, "
+            "layers (all that repeat), layers=K (each K-th), or auto=BYTES (the least with which a "
+            "device holds so much); may be repeated. Default: what the strategy says, else "
+            "nothing.",
+        ),
+    ] = None
+
+    def spec(self, loss: str, optimizer: str) -> TrainingSpec:
+        """Returns what is trained and how, with the choice of what decays."""
+        decay, no_decay = tuple(self.decay or ()), tuple(self.no_decay or ())
+        return replace(super().spec(loss, optimizer), decay=decay, no_decay=no_decay)
+
+
+@takes_options
 def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to divide.")],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Directory to write, whole or not.")
     ],
+    training: _TrainingOptions,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -64,77 +92,18 @@ def command(
     train: Annotated[
         bool, typer.Option("--train", help="Write programs that train the model.")
     ] = False,
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LOSS",
-            help="What is minimised: softmax_cross_entropy, mse, mae or bce of the first output "
-            "(or of another, as in mse:NAME), or output:NAME, a scalar of the model.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    label_input: LabelInput = None,
-    ignore_index: IgnoreIndex = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="sgd, momentum, adam, adamw or lamb.", rich_help_panel=TRAINING
-        ),
-    ] = None,
-    trainable: Trainable = None,
-    freeze: Freeze = None,
-    tie: Tie = None,
-    decay: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Weight decay for these too. Default: parameters of two dims or more.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    no_decay: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
-    ] = None,
-    compute: Compute = None,
-    optimizer_parallel: OptimizerParallelLevel = None,
-    recompute: Recompute = None,
     recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:
     """Cut a model into one program for each device."""
-    wanted = {
-        "--loss": loss,
-        "--label-input": label_input,
-        "--ignore-index": ignore_index,
-        "--optimizer": optimizer,
-        "--trainable": trainable,
-        "--freeze": freeze,
-        "--tie": tie,
-        "--decay": decay,
-        "--no-decay": no_decay,
-        "--compute": compute,
-        "--optimizer-parallel": optimizer_parallel,
-        "--recompute": recompute,
-    }
-    training = None
+    given, spec = training.given(), None
     if train:
-        if loss is None or optimizer is None:
-            missing = "--loss" if loss is None else "--optimizer"
+        if training.loss is None or training.optimizer is None:
+            missing = "--loss" if training.loss is None else "--optimizer"
             raise ModelError(f"--train: expected {missing} as well, got none")
-        training = TrainingSpec(
-            parse_loss(loss, label_input=label_input, ignore_index=ignore_index),
-            parse_optimizer(optimizer),
-            tuple(trainable or ()),
-            tuple(freeze or ()),
-            tuple(decay or ()),
-            tuple(no_decay or ()),
-            None if compute is None else parse_compute(compute),
-            tuple(tie or ()),
-        )
-    else:
-        given = [name for name, value in wanted.items() if value is not None]
-        if given:
-            raise ModelError(f"{given[0]}: it is for training; expected --train as well")
+        spec = training.spec(training.loss, training.optimizer)
+    elif given:
+        raise ModelError(f"{next(iter(given))}: it is for training; expected --train as well")
+    recompute = training.recompute
     summary = shard_model(
         model,
         strategy,
@@ -144,8 +113,8 @@ def command(
         ranks=rank,
         dump=dump,
         force=force,
-        training=training,
-        optimizer_parallel=optimizer_parallel,
+        training=spec,
+        optimizer_parallel=training.optimizer_parallel,
         recompute=parse_recompute(recompute, recompute_communication) if recompute else None,
     )
     _print(summary, rank or range(summary.report["devices"]))

@@ -1,0 +1,244 @@
+"""A strategy that was found, and why: what `onnxpar plan` tells."""
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from onnxpar.core.machine import Machine
+from onnxpar.cost.price import NodePrice
+from onnxpar.facts.program import Program
+from onnxpar.graph.plan import Plan
+from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Found
+from onnxpar.search.rival_plans import FOUND, Objective, Way
+from onnxpar.strategy.schema import SearchEntry
+
+AIMS = ("little communication for the computing done", "memory", "speed")
+"""What each level seeks."""
+EXACT = 1e-4
+"""A gap that is shown as none."""
+REPLICATED = "computed whole"
+"""The row of nodes that no device shares with another."""
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A row of what a run or a micro-batch costs a device.
+
+    Attributes:
+        name: Names of its nodes, with `*` for numbers that they differ in; or what it is that no
+            node does.
+        strategy: How their operands lie.
+        local: The shapes of a node's results on a device.
+        nodes: How many there are.
+        computing: Seconds of computing.
+        communication: Seconds of communication.
+        made: Bytes of their results.
+    """
+
+    name: str
+    strategy: str = ""
+    local: tuple[tuple[int, ...], ...] = ()
+    nodes: int = 0
+    computing: float = 0.0
+    communication: float = 0.0
+    made: int = 0
+
+
+@dataclass(frozen=True)
+class FoundStrategy:
+    """What `plan_strategy` found.
+
+    Attributes:
+        found: The search's result, or the preset that it did not better.
+        plan: The plan of the whole program that follows from it.
+        ways: That plan, then those found for other numbers of stages, then the presets.
+        data: The content of a strategy file that says the plan.
+        machine: The machine that it is for.
+        objective: What made it the best.
+        program: The program that is planned.
+    """
+
+    found: Found
+    plan: Plan
+    ways: tuple[Way, ...]
+    data: dict[str, Any]
+    machine: Machine
+    objective: Objective
+    program: Program
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, of all stages."""
+        staged = self.ways[0].staged
+        return self.plan.mesh.size * (staged.split.stages if staged is not None else 1)
+
+    def layers(self) -> list[LayerRow]:
+        """Returns nodes by layer, then what is no node's; the seconds sum to those of the plan.
+
+        Nodes are of one layer whose names are alike but for numbers, and that are sharded alike.
+        """
+        best, plan = self.ways[0].price, self.plan
+        assert best is not None
+        groups: dict[tuple[str, str, object], list[NodePrice]] = {}
+        whole: list[NodePrice] = []
+        for node in best.nodes:
+            chosen = plan.nodes[node.name]
+            if not chosen.factors and not node.moving:
+                whole.append(node)
+                continue
+            strategy = " ".join(
+                s.describe(plan.mesh) for s in chosen.inputs if s is not None and s.rank
+            )
+            groups.setdefault((_DIGITS.sub("*", node.name), strategy, node.local), []).append(node)
+        found = [
+            _layer(_common([n.name for n in nodes]), strategy, nodes)
+            for (_, strategy, _), nodes in groups.items()
+        ]
+        if whole:
+            found.append(replace(_layer(REPLICATED, "", whole), local=()))
+        rest = (
+            LayerRow("outputs", communication=best.outputs),
+            LayerRow("gradients", communication=best.gradients),
+            LayerRow("optimizer", computing=best.updating),
+        )
+        return [*found, *(row for row in rest if row.computing or row.communication)]
+
+    def summary(self, entry: SearchEntry) -> str:
+        """Returns two lines: by what it was found, and what it costs."""
+        best = self.ways[0]
+        assert best.price is not None
+        sizes = ", ".join(f"{n}={s}" for n, s in entry.sizes.items()) or "typical sizes"
+        count = best.staged.split.stages if best.staged is not None else 1
+        stages = f" in each of {count} stages" if count > 1 else ""
+        runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
+        by = f"Found by {entry.algorithm}"
+        if not best.name.startswith(FOUND):
+            by = f"The preset {best.name}, which {entry.algorithm} does not better,"
+        return (
+            f"{by} for {self.plan.mesh.size} devices{stages} "
+            f"({self.machine.name}), {sizes}.\n"
+            f"A step{runs}: {seconds_text(best.seconds)}; {bytes_text(best.peak)} on a device."
+        )
+
+    def report(self, entry: SearchEntry) -> dict[str, Any]:
+        """Returns what `onnxpar plan --json` prints."""
+        return {
+            "machine": self.machine.name,
+            "devices": self.devices,
+            "algorithm": entry.algorithm,
+            "sizes": dict(entry.sizes),
+            "memory_limit": self.objective.limit,
+            "stopped_by_clock": self.found.timed,
+            "ways": [
+                {
+                    "name": way.name,
+                    "seconds": way.seconds if way.price else None,
+                    "computing": way.price.computing if way.price else None,
+                    "communicating": way.price.communicating if way.price else None,
+                    "held_bytes": way.held if way.price else None,
+                    "peak_bytes": way.peak if way.price else None,
+                    "micro_batches": way.micro_batches,
+                    "stages": [asdict(stage) for stage in way.staged.stages] if way.staged else [],
+                    "reason": way.reason,
+                }
+                for way in self.ways
+            ],
+            "layers": [asdict(layer) for layer in self.layers()],
+            "meshes": [
+                {
+                    "axes": dict(c.axes),
+                    "seconds": None if c.reason else c.seconds,
+                    "bound": c.bound,
+                    "gap": c.gap if c.bound else None,
+                    "memory": c.memory,
+                    "elapsed": c.elapsed,
+                    "limit": c.limit if c.limit < UNLIMITED else None,
+                    "reason": c.reason,
+                }
+                for c in self.found.candidates
+            ],
+            "strategy": self.data,
+        }
+
+    def reason(self) -> str:
+        """Returns why it was chosen, for people."""
+        best, objective = self.ways[0], self.objective
+        assert best.price is not None
+        fitting = [w for w in self.ways[1:] if w.fits(objective.limit)]
+        proof = _proof(self.found.chosen)
+        if not fitting:
+            rest = f"no other way fits into {bytes_text(objective.limit)}"
+            return f"{best.name} is taken; {rest if self.ways[1:] else 'there is no other'}{proof}."
+        rival = min(fitting, key=objective.rank)
+        assert rival.price is not None
+        ratio = rival.seconds / best.seconds if best.seconds else 1.0
+        less = rival.price.communicating - best.price.communicating
+        more = ""
+        if not best.staged:
+            word = "more" if less >= 0 else "less"
+            more = f", {seconds_text(abs(less))} {word} of it communication"
+        if objective.level == 1:
+            more += f", and {rival.peak / max(best.peak, 1):.2f} times the memory"
+        chosen = f"{best.name} is best for {AIMS[objective.level]}"
+        if objective.rank(rival) < objective.rank(best):
+            return (
+                f"{chosen} of what keeps all that is fixed; {rival.name}, which does not, takes "
+                f"{ratio:.2f} times as long{more}{proof}."
+            )
+        if objective.rank(rival) == objective.rank(best):
+            return f"{chosen}, and so is {rival.name}{proof}."
+        return (
+            f"{chosen}; the next best is {rival.name}: it takes {ratio:.2f} times as long{more}"
+            f"{proof}."
+        )
+
+
+def _proof(chosen: Candidate) -> str:
+    """What an exact search proved on the mesh that won: by the sum that it takes the least of."""
+    if not chosen.bound:
+        return ""
+    axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
+    if chosen.limit < UNLIMITED:
+        # The search counts memory without lifetimes, so its limit is not the device's.
+        axes += f" that holds at most {bytes_text(chosen.limit)}, as the search counts,"
+    gap = f"{100 * chosen.gap:.2f} %"
+    if chosen.gap > GAP:
+        return f"; the search of the mesh {axes} stopped early: another may be {gap} better"
+    if chosen.gap < EXACT:
+        return f"; no other on the mesh {axes} is better, which is proved"
+    return f"; no other on the mesh {axes} is more than {gap} better, which is proved"
+
+
+def _common(names: list[str]) -> str:
+    """Returns names that are alike but for numbers as one, with `*` for numbers that differ."""
+    parts = zip(*(_DIGITS.split(name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+
+
+def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> LayerRow:
+    return LayerRow(
+        name,
+        strategy,
+        nodes[0].local,
+        len(nodes),
+        sum(n.computing for n in nodes),
+        sum(n.work.special + n.moving for n in nodes),
+        sum(n.made for n in nodes),
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a time in the unit that suits it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us"
+
+
+def bytes_text(size: float) -> str:
+    """Returns a number of bytes in the unit that suits it."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
