@@ -29,7 +29,7 @@ def train(directory: Path, batches: Sequence[Arrays], rate: float) -> Trained:
         gradients = [state for state in states.values() if state.kind == "gradient"]
         decays = _decays(group.manifest)
         parameters = {
-            g.parameter: (prod(int(size) for size in g.spec.shape), g.parameter in decays)
+            g.parameter: (prod(int(size) for size in g.shape), g.parameter in decays)
             for g in gradients
         }
         losses = [

@@ -10,12 +10,11 @@ parallel changes how buffers lie, and nothing else (`onnxpar.cost.optimizer_para
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import onnx_ir as ir
 
 from onnxpar.autodiff.append_loss import LossInfo, append_loss, append_metrics
-from onnxpar.autodiff.optimizer import StateKind, state_name
+from onnxpar.autodiff.optimizer import state_name
 from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.autodiff.recomputation.selection import Measure, recomputed
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
@@ -48,8 +47,7 @@ from onnxpar.stages.state_buffers import Buffers
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import SEARCH
-
-Json = dict[str, Any]
+from onnxpar_format.manifest import Loss, StateKind, Training
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class DividedTraining:
     """
 
     programs: tuple[PartitionedModel, ...]
-    manifest: Json
+    manifest: Training
     selection: Selection
     unreached: Mapping[str, str]
     shards: Shards
@@ -148,18 +146,19 @@ def divide_training(
         )
         programs = (*training.programs, *evaluated.programs, *rest)
         pipeline = staging.pipeline([training, evaluated], rest)
-    entry = {
-        "loss": _loss_entry(prepared.loss),
-        "optimizer": {"kind": str(spec.optimizer)},
-        "states": [
-            state_entry(b.item, str(b.kind), b.parameter, b.stages, summed=b.summed)
-            for b in buffers.all(updates)
-        ],
-        "compute": prepared.compute,
-        "tensors": prepared.selection.entries(prepared.unreached),
-        "notices": list(prepared.notices),
-        "spec": asdict(spec),
-    }
+    states = [
+        state_entry(b.item, b.kind, b.parameter, b.stages, summed=b.summed)
+        for b in buffers.all(updates)
+    ]
+    entry = Training(
+        loss=_loss_entry(prepared.loss),
+        optimizer=spec.optimizer,
+        states={state.name: state for state in states},
+        compute=prepared.compute,
+        tensors=prepared.selection.told(prepared.unreached),
+        notices=tuple(prepared.notices),
+        spec=asdict(spec),
+    )
     return DividedTraining(
         programs,
         entry,
@@ -250,14 +249,10 @@ def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
             )
 
 
-def _loss_entry(info: LossInfo) -> Json:
+def _loss_entry(info: LossInfo) -> Loss:
     count = info.count
-    return {
-        "kind": str(info.spec.kind),
-        "labels": info.labels,
-        "ignore_index": info.spec.ignore_index,
-        "count": count if count is None or isinstance(count, int) else dim_str(count),
-    }
+    size = count if count is None or isinstance(count, int) else dim_str(count)
+    return Loss(info.spec.kind, info.labels, info.spec.ignore_index, size)
 
 
 # -- the other programs --------------------------------------------------------------------------

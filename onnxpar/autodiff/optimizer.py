@@ -31,6 +31,7 @@ from onnxpar.ops.function import MIN_OPSET, Function, attach_functions
 from onnxpar.ops.fused.updates import ADAM_STEP, ADAMW_STEP, MOMENTUM_STEP, SGD_STEP, SQUARE_SUM
 from onnxpar.ops.local_helpers import DOUBLE, FLOAT, work_dtype
 from onnxpar.parameters.trainable import ParameterInfo
+from onnxpar_format.manifest import StateKind
 
 GRAD_NORM = "onnxpar.grad_norm"
 HYPER = "onnxpar.hyper."
@@ -51,26 +52,6 @@ class OptimizerKind(StrEnum):
     ADAM = "adam"
     ADAMW = "adamw"
     LAMB = "lamb"
-
-
-class StateKind(StrEnum):
-    """What a buffer between runs is for.
-
-    Attributes:
-        PARAMETER: A trained parameter.
-        GRADIENT: Its gradient, summed over the micro-batches of a step so far.
-        MICRO_GRADIENT: Its gradient of one micro-batch, where a step has several.
-        MOMENT1: The momentum, or the mean of gradients.
-        MOMENT2: The mean of squared gradients.
-        STATISTIC: A running statistic of the model, which every micro-batch updates.
-    """
-
-    PARAMETER = "parameter"
-    GRADIENT = "gradient"
-    MICRO_GRADIENT = "micro_gradient"
-    MOMENT1 = "moment1"
-    MOMENT2 = "moment2"
-    STATISTIC = "statistic"
 
 
 _PREFIXES = {

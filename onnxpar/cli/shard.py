@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from onnxpar.api.divide_training import DividedTraining
 from onnxpar.api.shard_model import Summary, shard_model
-from onnxpar.autodiff.optimizer import StateKind
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import (
     TRAINING,
@@ -24,6 +23,7 @@ from onnxpar.cli.options import (
 from onnxpar.core.errors import ModelError, SymbolError
 from onnxpar.core.symbols import Symbol
 from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
+from onnxpar_format.manifest import StateKind
 
 SHOWN = 5
 
@@ -216,7 +216,7 @@ def _trained(training: DividedTraining, device: str) -> list[str]:
             "shared",
             [f"{t.name}, by {', '.join(t.used_by)}" for t in selection.shared(unreached)],
         ),
-        ("notice", list(training.manifest["notices"])),
+        ("notice", list(training.manifest.notices)),
     )
     for title, texts in groups:
         lines += [f"{title:<14}{text}" for text in texts[:SHOWN]]

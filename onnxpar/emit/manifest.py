@@ -1,11 +1,10 @@
-"""The manifest: what the runtime, `inspect` and checkpoints know of an artifact directory.
+"""The manifest of an artifact directory, from programs and weights.
 
-Schema 1. Sizes are integers or integer arithmetic over the symbols' names (`onnxpar.core.symbols`);
-a symbol whose name is no identifier is written in its safe form throughout. Parameters list
-explicit boxes of indices, so that a reader needs no sharding algebra.
+A symbol whose name is no identifier is written in its safe form throughout.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
@@ -19,8 +18,6 @@ from onnxpar.emit.atomic_directory import GENERATOR
 from onnxpar.emit.rank_graph import used_system_inputs
 from onnxpar.emit.weight_files import Written
 from onnxpar.emit.weight_layout import WeightLayout
-from onnxpar.facts.equalities import Equality
-from onnxpar.facts.index_ranges import IndexRange
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import (
     COORD_PREFIX,
@@ -28,7 +25,6 @@ from onnxpar.graph.local_builder import (
     HYPER_PREFIX,
     LOSS_WEIGHT,
     SYMBOL_PREFIX,
-    Collective,
 )
 from onnxpar.partition.partitioned_model import (
     GraphInput,
@@ -36,11 +32,30 @@ from onnxpar.partition.partitioned_model import (
     PartitionedModel,
     PipelinePrograms,
 )
-from onnxpar_format.boxes import Interval
-
-SCHEMA = 1
-
-Json = dict[str, Any]
+from onnxpar_format.entries import (
+    CollectiveEntry,
+    DimComponent,
+    EqualSizes,
+    FileEntry,
+    HandedEntry,
+    HandedInEntry,
+    IndexRangeEntry,
+    ParameterEntry,
+    ProgramEntry,
+    ShardFile,
+    StateOutput,
+    SymbolEntry,
+    SystemInput,
+    TensorEntry,
+)
+from onnxpar_format.manifest import (
+    ONE_STAGE,
+    SCHEMA,
+    ManifestContents,
+    Replicated,
+    StateEntry,
+    Training,
+)
 
 
 def manifest(
@@ -53,10 +68,10 @@ def manifest(
     model_name: str,
     strategy: Mapping[str, Any],
     report: Mapping[str, Any],
-    training: Mapping[str, Any] | None = None,
+    training: Training | None = None,
     pipeline: PipelinePrograms | None = None,
-) -> Json:
-    """Returns the manifest as plain data.
+) -> ManifestContents:
+    """Returns the manifest.
 
     Args:
         models: The programs, all of one mesh.
@@ -71,36 +86,30 @@ def manifest(
         pipeline: How the programs make up a pipeline, where they do.
     """
     mesh = models[0].plan.mesh
-    contents: Json = {
-        "schema": SCHEMA,
-        "generator": f"{GENERATOR} {__version__}",
-        "model": model_name,
-        "mesh": {"axes": [[n, s] for n, s in mesh.axes], "atoms": list(mesh.atoms)},
-        "devices": mesh.size * models[0].stages,
-        "symbols": {
+    devices = mesh.size * models[0].stages
+    programs = [_program(pm, graphs[pm.program]) for pm in models]
+    programs += [_whole(pm, devices) for pm in (pipeline.whole if pipeline else ())]
+    return ManifestContents(
+        schema=SCHEMA,
+        generator=f"{GENERATOR} {__version__}",
+        model=model_name,
+        axes=tuple(mesh.axes),
+        atoms=mesh.atoms,
+        devices=devices,
+        symbols={
             safe_name(name): _symbol(name, pm.symbols) for pm in models for name in pm.symbols
         },
-        "programs": {pm.program: _program(pm, graphs[pm.program]) for pm in models},
-        "parameters": {
+        programs={program.name: program for program in programs},
+        parameters={
             name: _parameter(parameters[name], layout, files, models[0]) for name in layout.shards
         },
-        "files": {n: {"sha256": f.sha256, "bytes": f.size} for n, f in sorted(files.items())},
-        "strategy": dict(strategy),
-        "replicated": [
-            {"node": node, "op_type": op_type, "reason": reason}
-            for pm in models
-            for node, op_type, reason in pm.replicated
-        ],
-        "report": dict(report),
-    }
-    if training is not None:
-        contents["training"] = dict(training)
-    if pipeline is not None:
-        contents["programs"] |= {
-            pm.program: _whole(pm, mesh.size * models[0].stages) for pm in pipeline.whole
-        }
-        contents["pipeline"] = dict(pipeline.entry)
-    return contents
+        files={name: FileEntry(f.sha256, f.size) for name, f in sorted(files.items())},
+        strategy=strategy,
+        replicated=tuple(Replicated(*node) for pm in models for node in pm.replicated),
+        report=report,
+        training=training,
+        pipeline=pipeline.entry if pipeline else None,
+    )
 
 
 def dtype_name(dtype: ir.DataType) -> str:
@@ -110,15 +119,12 @@ def dtype_name(dtype: ir.DataType) -> str:
     )
 
 
-def _symbol(name: str, symbols: Mapping[str, Symbol]) -> Json:
+def _symbol(name: str, symbols: Mapping[str, Symbol]) -> SymbolEntry:
     symbol = symbols[name]
-    keys = ("min", "max", "divisor", "remainder", "unique", "per_rank")
-    entry: Json = {key: getattr(symbol, key) for key in keys}
     # Names of one unique object are one size, which the runtime must check: the plan relies on it.
     first = min(other for other in symbols if symbols[other] is symbol)
-    if symbol.unique and first != name:
-        entry["same_as"] = safe_name(first)
-    return entry
+    same_as = safe_name(first) if symbol.unique and first != name else None
+    return SymbolEntry(**vars(symbol), same_as=same_as)
 
 
 def _size(size: Dim) -> int | str:
@@ -138,105 +144,118 @@ def _bytes(size: Dim) -> int | str:
     return f"({dim_str(over)})/({dim_str(under)})"
 
 
-def _dims(sharding: Sharding) -> list[list[Json]]:
-    return [[{"size": _size(c.size), "atoms": list(c.atoms)} for c in dim] for dim in sharding.dims]
+def _dims(sharding: Sharding) -> tuple[tuple[DimComponent, ...], ...]:
+    return tuple(tuple(DimComponent(_size(c.size), c.atoms) for c in d) for d in sharding.dims)
 
 
-def _tensor(item: GraphInput) -> Json:
+def _shape(sharding: Sharding) -> tuple[int | str, ...]:
+    return tuple(_size(s) for s in sharding.shape)
+
+
+def _tensor(item: GraphInput) -> TensorEntry:
+    return TensorEntry(item.name, _dtype(item), _shape(item.sharding), _dims(item.sharding))
+
+
+def _dtype(item: GraphInput) -> str:
     if item.local.dtype is None:
         raise ArtifactError(f"{item.name!r}: the element type of this input or output is not known")
-    return {
-        "name": item.name,
-        "dtype": dtype_name(item.local.dtype),
-        "shape": [_size(s) for s in item.sharding.shape],
-        "dims": _dims(item.sharding),
-    }
+    return dtype_name(item.local.dtype)
 
 
 def state_entry(
-    item: GraphInput, kind: str, parameter: str, stages: Sequence[int] = (), *, summed: bool = False
-) -> Json:
+    item: GraphInput, kind: str, parameter: str, stages: tuple[int, ...] = (), *, summed: bool
+) -> StateEntry:
     """Returns the manifest's entry of a buffer that the runtime keeps between runs.
 
     Args:
         item: The buffer.
         kind: What it is for.
         parameter: The parameter that it belongs to.
-        stages: The pipeline stages that hold it; all where there is no pipeline.
+        stages: The pipeline stages that hold it; none where there is no pipeline.
         summed: Whether its value is the sum of what these stages hold.
     """
-    entry: Json = {
-        **_tensor(item),
-        "kind": kind,
-        "parameter": parameter,
-        "partial": list(item.sharding.partial),
-    }
-    if stages:
-        entry |= {"stages": list(stages), "partial_stages": summed}
-    return entry
+    return StateEntry(
+        **vars(_tensor(item)),
+        kind=kind,
+        parameter=parameter,
+        partial=item.sharding.partial,
+        stages=stages or ONE_STAGE,
+        partial_stages=summed if stages else None,
+    )
 
 
-def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> Json:
+def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry:
     states = pm.states
-    data = [i for i in pm.inputs if _is_data(i, pm)]
     scalars = [i.name for i in pm.inputs if _is_scalar(i.name)]
     scalars += [value.name or "" for value in used_system_inputs(pm)]
-    entry: Json = {
-        "files": list(graphs),
-        "inputs": [_tensor(item) for item in data],
-        "outputs": [_tensor(item) for item in pm.outputs if item.name not in states.outputs],
-        "system_inputs": [_system_input(name) for name in scalars],
-        "collectives": [_collective(c) for c in pm.builder.collectives],
-        "equal_sizes": [_equality(e) for e in pm.equalities],
-        "index_ranges": [_range(r) for r in pm.ranges],
-    }
+    more: dict[str, Any] = {}
     if states.inputs or states.outputs:
         fed = [p.name for p in pm.parameters if p.fed]
-        entry["state_inputs"] = [i.name for i in pm.inputs if i.name in states.inputs] + fed
-        entry["state_outputs"] = [
-            {"name": i.name, "state": states.outputs[i.name]}
+        more["state_inputs"] = (*(i.name for i in pm.inputs if i.name in states.inputs), *fed)
+        more["state_outputs"] = tuple(
+            StateOutput(i.name, states.outputs[i.name])
             for i in pm.outputs
             if i.name in states.outputs
-        ]
+        )
     if pm.stages > 1:
-        entry["handed_in"] = [
-            {**_handed(h.local, pm.symbols), "from": h.source} for h in pm.handed_in
-        ]
-        entry["handed_out"] = [_handed(h.local, pm.symbols) for h in pm.handed_out]
-    return entry
+        more["handed_in"] = tuple(
+            HandedInEntry(**vars(_handed(h.local, pm.symbols)), source=h.source)
+            for h in pm.handed_in
+        )
+        more["handed_out"] = tuple(_handed(h.local, pm.symbols) for h in pm.handed_out)
+    whole = _whole(pm, len(graphs))
+    return replace(
+        whole,
+        files=tuple(graphs),
+        system_inputs=tuple(_system_input(name) for name in scalars),
+        collectives=tuple(
+            CollectiveEntry(**{**vars(c), "bytes": _bytes(c.bytes)}) for c in pm.builder.collectives
+        ),
+        index_ranges=tuple(
+            IndexRangeEntry(**{**vars(r), "low": _size(r.low), "high": _size(r.high)})
+            for r in pm.ranges
+        ),
+        **more,
+    )
 
 
-def _whole(pm: PartitionedModel, devices: int) -> Json:
+def _whole(pm: PartitionedModel, devices: int) -> ProgramEntry:
     """The entry of a program that a pipeline's programs make up: inputs and outputs, no graphs."""
-    return {
-        "files": [None] * devices,
-        "inputs": [_tensor(i) for i in pm.inputs if _is_data(i, pm)],
-        "outputs": [_tensor(i) for i in pm.outputs if i.name not in pm.states.outputs],
-        "system_inputs": [],
-        "collectives": [],
-        "equal_sizes": [_equality(e) for e in pm.equalities],
-        "index_ranges": [],
-    }
+    return ProgramEntry(
+        name=pm.program,
+        files=(None,) * devices,
+        inputs=tuple(
+            _tensor(i)
+            for i in pm.inputs
+            if i.name not in pm.states.inputs and not _is_scalar(i.name)
+        ),
+        outputs=tuple(_tensor(i) for i in pm.outputs if i.name not in pm.states.outputs),
+        system_inputs=(),
+        collectives=(),
+        equal_sizes=tuple(
+            EqualSizes(
+                e.node,
+                e.op_type,
+                (e.left.value, e.right.value),
+                (e.left.dim, e.right.dim),
+                (_size(e.left.size), _size(e.right.size)),
+            )
+            for e in pm.equalities
+        ),
+        index_ranges=(),
+    )
 
 
-def _is_data(item: GraphInput, pm: PartitionedModel) -> bool:
-    return item.name not in pm.states.inputs and not _is_scalar(item.name)
-
-
-def _handed(value: ir.Value, symbols: Mapping[str, Symbol]) -> Json:
+def _handed(value: ir.Value, symbols: Mapping[str, Symbol]) -> HandedEntry:
     """A local tensor that goes from program to program; its shape, where symbols tell it."""
     if value.dtype is None:
         raise ArtifactError(f"{value.name!r}: the element type of a value between stages")
-    shape: list[int | str] | None = None
-    if value.shape is not None:
-        shape = []
-        for dim in value.shape:
-            size = dim if isinstance(dim, int) else as_dim(dim.value or "")
-            if not isinstance(size, int) and any(n not in symbols for n in symbols_of(size)):
-                shape = None
-                break
-            shape.append(_size(size))
-    return {"name": value.name or "", "dtype": dtype_name(value.dtype), "shape": shape}
+    sizes = [dim if isinstance(dim, int) else as_dim(dim.value or "") for dim in value.shape or ()]
+    told = value.shape is not None and all(
+        name in symbols for size in sizes if not isinstance(size, int) for name in symbols_of(size)
+    )
+    shape = tuple(_size(size) for size in sizes) if told else None
+    return HandedEntry(value.name or "", dtype_name(value.dtype), shape)
 
 
 def _is_scalar(name: str) -> bool:
@@ -244,56 +263,19 @@ def _is_scalar(name: str) -> bool:
     return name == LOSS_WEIGHT or name.startswith(HYPER_PREFIX)
 
 
-def _system_input(name: str) -> Json:
+def _system_input(name: str) -> SystemInput:
     if name.startswith(SYMBOL_PREFIX):
-        symbol = safe_name(name.removeprefix(SYMBOL_PREFIX))
-        return {"name": name, "kind": "symbol", "symbol": symbol}
+        return SystemInput(name, "symbol", symbol=safe_name(name.removeprefix(SYMBOL_PREFIX)))
     if name.startswith(COORD_PREFIX):
-        return {"name": name, "kind": "coordinate", "atom": int(name.removeprefix(COORD_PREFIX))}
+        return SystemInput(name, "coordinate", atom=int(name.removeprefix(COORD_PREFIX)))
     if name in COUNTERS:
-        return {"name": name, "kind": "counter", "counter": name.removeprefix(f"{DOMAIN}.")}
+        return SystemInput(name, "counter", counter=name.removeprefix(f"{DOMAIN}."))
     if name == LOSS_WEIGHT:
-        return {"name": name, "kind": "loss_weight"}
+        return SystemInput(name, "loss_weight")
     if name.startswith(HYPER_PREFIX):
         hyper = name.removeprefix(HYPER_PREFIX)
-        return {"name": name, "kind": "hyperparameter", "hyperparameter": hyper}
+        return SystemInput(name, "hyperparameter", hyperparameter=hyper)
     raise ArtifactError(f"system input {name!r} is of no known kind")
-
-
-def _collective(collective: Collective) -> Json:
-    return {
-        "op": collective.op,
-        "node": collective.node,
-        "value": collective.value,
-        "atoms": list(collective.atoms),
-        "stages": list(collective.stages),
-        "bytes": _bytes(collective.bytes),
-        "reason": collective.reason,
-        "before": collective.before,
-        "after": collective.after,
-    }
-
-
-def _equality(equality: Equality) -> Json:
-    sides = (equality.left, equality.right)
-    return {
-        "node": equality.node,
-        "op_type": equality.op_type,
-        "values": [side.value for side in sides],
-        "dims": [side.dim for side in sides],
-        "sizes": [_size(side.size) for side in sides],
-    }
-
-
-def _range(demand: IndexRange) -> Json:
-    return {
-        "node": demand.node,
-        "op_type": demand.op_type,
-        "input": demand.input,
-        "low": _size(demand.low),
-        "high": _size(demand.high),
-        "ignored": demand.ignored,
-    }
 
 
 def _parameter(
@@ -301,29 +283,24 @@ def _parameter(
     layout: WeightLayout,
     files: Mapping[str, Written],
     pm: PartitionedModel,
-) -> Json:
+) -> ParameterEntry:
     sharding, mesh = parameter.sharding, pm.plan.mesh
     dtype = parameter.source.dtype
     assert dtype is not None, "layout() refuses parameters without a type"
-    return {
-        "dtype": dtype_name(dtype),
-        "shape": [_size(s) for s in sharding.shape],
-        "dims": _dims(sharding),
-        "shards": [
-            {
-                "ranks": list(shard.ranks),
-                "file": shard.file,
-                "boxes": [
-                    {"global": _intervals(box.source), "local": _intervals(box.local)}
-                    for box in sharding.sized(mesh).boxes(shard.ranks[0] % mesh.size, padded=True)
-                ],
-                "local_shape": list(shard.shape),
-            }
+    sized = sharding.sized(mesh)
+    return ParameterEntry(
+        name=parameter.name,
+        dtype=dtype_name(dtype),
+        shape=_shape(sharding),
+        dims=_dims(sharding),
+        shards=tuple(
+            ShardFile(
+                shard.ranks,
+                shard.file,
+                sized.boxes(shard.ranks[0] % mesh.size, padded=True),
+                shard.shape,
+            )
             for shard in layout.shards[parameter.name]
             if shard.file in files
-        ],
-    }
-
-
-def _intervals(box: Sequence[Interval]) -> list[list[int]]:
-    return [list(interval) for interval in box]
+        ),
+    )

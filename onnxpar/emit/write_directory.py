@@ -17,6 +17,8 @@ from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_files import Written, write_weights
 from onnxpar.emit.weight_layout import layout
 from onnxpar.partition.partitioned_model import Parameter, PartitionedModel, PipelinePrograms
+from onnxpar_format.manifest import Training
+from onnxpar_format.records import to_json
 
 MAX_PROTOBUF = 2**31 - 1
 """Bytes; the largest message that protobuf writes."""
@@ -37,7 +39,7 @@ def write(
     strategy: Mapping[str, Any] | None = None,
     strategy_file: str | None = None,
     model_name: str,
-    training: Mapping[str, Any] | None = None,
+    training: Training | None = None,
     pipeline: PipelinePrograms | None = None,
 ) -> None:
     """Writes programs of one mesh as an artifact directory, whole or not at all.
@@ -54,7 +56,7 @@ def write(
         strategy: The strategy as resolved, as JSON.
         strategy_file: The same as a strategy file, written beside the manifest.
         model_name: Name of the model, for people.
-        training: What the runtime must know to train, as JSON.
+        training: What the runtime must know to train.
         pipeline: How the programs make up a pipeline, where they do.
 
     Raises:
@@ -109,7 +111,7 @@ def write(
             pipeline=pipeline,
         )
         with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
-            stream.write(_json(contents) + "\n")
+            stream.write(_json(to_json(contents)) + "\n")
         for names in graphs.values():
             # Graphs of the other ranks differ in numbers only.
             first = next((name for name in names if name is not None), None)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
 
 import onnx_ir as ir
 
@@ -13,6 +12,7 @@ from onnxpar.core.name_patterns import SHOWN, nearest
 from onnxpar.ops.operand_roles import is_statistic, reads_elements
 from onnxpar.ops.registry import Registry
 from onnxpar.parameters.origin import Origin, Role, is_floating, origin_of, sizes
+from onnxpar_format.manifest import TrainingTensor
 
 FROZEN = "frozen"
 CONSTANT = "constant"
@@ -48,29 +48,6 @@ class ParameterInfo:
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """An initializer of the model and whether it is trained.
-
-    Attributes:
-        name: Its name.
-        elements: How many elements it has.
-        trained: Whether it is trained.
-        parameter: Whether it is a parameter, trained or not; others are constants and statistics.
-        reason: Why it is not trained; empty where it is.
-        rule: By what that is known.
-        used_by: Names of the nodes that read it, each once, in the order of the graph.
-    """
-
-    name: str
-    elements: int
-    trained: bool
-    parameter: bool
-    reason: str
-    rule: str
-    used_by: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Counts:
     """How much is trained, of all parameters.
 
@@ -99,10 +76,10 @@ class Selection:
     """
 
     trained: tuple[ParameterInfo, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TrainingTensor, ...]
     doubtful: Mapping[str, str]
 
-    def told(self, unreached: Mapping[str, str]) -> tuple[Tensor, ...]:
+    def told(self, unreached: Mapping[str, str]) -> tuple[TrainingTensor, ...]:
         """Returns all tensors, those chosen that the loss does not depend on with that reason.
 
         Args:
@@ -121,24 +98,9 @@ class Selection:
         trained = [t.elements for t in told if t.trained]
         return Counts(sum(trained), sum(t.elements for t in told), len(trained), len(told))
 
-    def shared(self, unreached: Mapping[str, str]) -> tuple[Tensor, ...]:
+    def shared(self, unreached: Mapping[str, str]) -> tuple[TrainingTensor, ...]:
         """Returns the tensors that are trained and that more than one node reads."""
         return tuple(t for t in self.told(unreached) if t.trained and len(t.used_by) > 1)
-
-    def entries(self, unreached: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Returns the manifest's list of tensors."""
-        return [
-            {
-                "name": t.name,
-                "elements": t.elements,
-                "trained": t.trained,
-                "parameter": t.parameter,
-                "reason": t.reason,
-                "rule": t.rule,
-                "used_by": list(t.used_by),
-            }
-            for t in self.told(unreached)
-        ]
 
     def ask(self, reached: Iterable[str]) -> None:
         """Raises ModelError where a tensor in doubt is one that a gradient reaches."""
@@ -197,7 +159,7 @@ def select(
         readers = {id(node): node for node, _ in value.uses() if reads_elements(node, registry)}
         used_by = [n.name or "" for n in sorted(readers.values(), key=lambda n: order[id(n)])]
         tensors.append(
-            Tensor(
+            TrainingTensor(
                 name,
                 prod(sizes(value)),
                 not reason,

@@ -6,7 +6,6 @@ and `onnxpar.emit` into a directory of files.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import onnx_ir as ir
 
@@ -18,6 +17,7 @@ from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.plan import Plan
 from onnxpar.ops.registry import Registry
 from onnxpar.propagation.conflicts import Conflict
+from onnxpar_format.manifest import Pipeline
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class PipelinePrograms:
     """
 
     whole: tuple[PartitionedModel, ...]
-    entry: Mapping[str, Any]
+    entry: Pipeline
     assign: Mapping[str, int]
 
     def shown(self, programs: Sequence[PartitionedModel]) -> tuple[PartitionedModel, ...]:

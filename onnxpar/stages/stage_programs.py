@@ -23,6 +23,7 @@ from onnxpar.stages.split_program import StageProgram, split
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.schema import PipelineEntry
+from onnxpar_format.manifest import Pipeline
 
 Json = dict[str, Any]
 ZERO_BUBBLE = "zb-h1"
@@ -159,16 +160,19 @@ class Staging:
             split: The programs that were split.
             updates: The programs that update states, `<name>.<number>`.
         """
-        programs: dict[str, list[Json]] = {s.whole.program: list(s.entries) for s in split}
-        for pm in updates:
-            programs.setdefault(pm.program.rpartition(".")[0], []).append({"update": pm.program})
-        entry = {
-            "stages": self.entry.stages,
-            "chunks": self.entry.chunks,
-            "schedule": self.entry.schedule,
-            "micro_batches": self.entry.micro_batches or self.entry.stages,
-            "programs": programs,
+        parts: dict[str, tuple[Mapping[str, str | None], ...]] = {
+            s.whole.program: s.entries for s in split
         }
+        for pm in updates:
+            name = pm.program.rpartition(".")[0]
+            parts[name] = (*parts.get(name, ()), {"update": pm.program})
+        entry = Pipeline(
+            stages=self.entry.stages,
+            chunks=self.entry.chunks,
+            schedule=self.entry.schedule,
+            micro_batches=self.entry.micro_batches or self.entry.stages,
+            parts=parts,
+        )
         return PipelinePrograms(tuple(s.whole for s in split), entry, self.assign)
 
 

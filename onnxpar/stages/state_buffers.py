@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from onnxpar.autodiff.optimizer import (
     OptimizerKind,
-    StateKind,
     StateProgram,
     accumulation_model,
     optimizer_model,
@@ -29,6 +28,7 @@ from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import GraphInput, PartitionedModel, States
 from onnxpar.propagation.propagate import propagate
 from onnxpar.strategy.schema import PipelineEntry
+from onnxpar_format.manifest import StateKind
 
 Json = dict[str, Any]
 _GRADIENTS = (StateKind.GRADIENT, StateKind.MICRO_GRADIENT)

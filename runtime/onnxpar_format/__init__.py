@@ -1,7 +1,9 @@
-"""What transformer and runtime share: the arithmetic and the words of the files between them.
+"""The files that the transformer writes and the runtime reads and writes: their records and sizes.
 
-Takes values of symbols and shardings of known size; gives sizes, shards and element types, with no
-package but numpy (and its bfloat16). Both sides import it, and it imports neither. Begin with
-`boxes` for which elements of a tensor a rank holds, and with `expressions` for sizes; `options` has
-what the command line asks of the runtime.
+Takes the JSON of a manifest or a checkpoint, and gives frozen dataclasses, and back; an error names
+the file, the place in it, what is expected and what is there. It also has the arithmetic that both
+sides share: sizes as expressions in symbols, and which elements of a sharded tensor a rank holds.
+It imports neither side, and nothing but numpy and its bfloat16 (`ml_dtypes`). Begin with `manifest`
+and `checkpoint`; `records` turns their dataclasses into JSON and back, `boxes` has shards,
+`expressions` sizes, `dtypes` element types.
 """

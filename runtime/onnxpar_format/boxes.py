@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.records import Check, Key
+
 Array = NDArray[Any]
-Interval = tuple[int, int]
+Interval = Annotated[
+    tuple[int, int], Check("0 <= start <= stop of [start, stop]", lambda i: 0 <= i[0] <= i[1])
+]
 """Indices of a dim: `[start, stop)`."""
 
 Component = tuple[int, tuple[int, ...]]
@@ -86,7 +90,7 @@ class ShardSlices:
 class ShardBox:
     """A box of indices of a global tensor and where it lies in the shard, an interval a dim."""
 
-    source: tuple[Interval, ...]
+    source: Annotated[tuple[Interval, ...], Key(("global",))]
     local: tuple[Interval, ...]
 
 

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import coordinates
 from onnxpar_format.dtypes import onnx_code
+from onnxpar_format.entries import ProgramEntry, SystemInput
 from onnxpar_format.expressions import ExpressionError
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
 from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError, first_line
 from onnxpar_runtime.inputs import Feeds
-from onnxpar_runtime.manifest import Manifest, ProgramEntry, SystemInput
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
 from onnxpar_runtime.tensors import to_host, to_ort
@@ -344,7 +345,7 @@ class Executor:
 
         Args:
             feeds: The inputs.
-            counters: Values of `manifest.COUNTERS`.
+            counters: Values of `onnxpar_format.entries.COUNTERS`.
             numbers: Values of the hyperparameters by name, and of `LOSS_WEIGHT`.
             redirect: States by the name of the state in whose place they are written.
             read: Bring the outputs to the host. Otherwise a GPU is not waited for.
@@ -448,7 +449,7 @@ class Executor:
             entry, memory = number.entry, number.memory
             if entry.counter is not None:
                 memory[...] = counters[entry.counter]
-            elif entry.loss_weight:
+            elif entry.kind == "loss_weight":
                 memory[...] = numbers[LOSS_WEIGHT]
             elif entry.hyperparameter is not None:
                 memory[...] = numbers[entry.hyperparameter]
@@ -522,7 +523,7 @@ class Executor:
             return np.array([self._coordinates[entry.atom]], np.int64)
         if entry.counter is not None:
             return np.zeros(1, np.int64)
-        return np.zeros((), np.float32 if entry.loss_weight else np.float64)
+        return np.zeros((), np.float32 if entry.kind == "loss_weight" else np.float64)
 
     def _bind_outputs(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
         binding.io.clear_binding_outputs()

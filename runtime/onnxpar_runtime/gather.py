@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.inputs import cut_of
-from onnxpar_runtime.manifest import Manifest, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 
 Array = NDArray[Any]
 # MPI counts are 32-bit in Open MPI 5.0; bytes are sent in pieces well below 2^31.
@@ -124,7 +125,7 @@ def _pieces(array: Array) -> list[NDArray[np.uint8]]:
 def join_outputs(
     rank: Rank,
     manifest: Manifest,
-    made: Mapping[TensorSpec, int],
+    made: Mapping[TensorEntry, int],
     parts: Mapping[str, Array],
     values: Mapping[str, int],
 ) -> dict[str, Array] | None:
@@ -153,7 +154,7 @@ def join_outputs(
 
 
 def _local_shape(
-    rank: Rank, manifest: Manifest, spec: TensorSpec, part: Array | None
+    rank: Rank, manifest: Manifest, spec: TensorEntry, part: Array | None
 ) -> tuple[int, ...] | None:
     """Returns the local shape, which ranks of other stages than the one that makes it are told."""
     if manifest.stages == 1:

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import ShardSlices, SizedSharding
+from onnxpar_format.entries import ProgramEntry, TensorEntry
 from onnxpar_format.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.cuda import Staged
 from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
-from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert
 from onnxpar_runtime.symbol_checks import (
     bind_local_symbols,
@@ -42,7 +43,7 @@ class Feeds:
 
 def cut_of(
     manifest: Manifest,
-    spec: TensorSpec,
+    spec: TensorEntry,
     values: Mapping[str, int],
     local: tuple[int, ...] | None = None,
 ) -> SizedSharding:
@@ -155,7 +156,7 @@ class Inputs:
         check_index_ranges(self.program, local, values)
         return Feeds(values, local)
 
-    def _cut(self, spec: TensorSpec, values: Mapping[str, int]) -> SizedSharding:
+    def _cut(self, spec: TensorEntry, values: Mapping[str, int]) -> SizedSharding:
         return cut_of(self.manifest, spec, values)
 
     def _local_symbols(

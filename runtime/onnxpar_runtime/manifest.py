@@ -1,74 +1,24 @@
-"""Reads `manifest.json` (schema 1) of an artifact directory into frozen data, and validates it.
+"""An artifact directory: what its manifest says, and where its files are."""
 
-The manifest is the only thing that the runtime knows of the transformer's decisions: mesh, symbols,
-programs with their inputs and outputs, parameters as explicit boxes of indices, files with
-checksums.
-"""
-
-import hashlib
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from onnxpar_format.entries import ProgramEntry
+from onnxpar_format.manifest import ManifestContents, Training, read_manifest
+from onnxpar_format.records import FormatError
 from onnxpar_runtime.errors import ArtifactError
-from onnxpar_runtime.manifest_entries import (
-    COUNTERS,
-    Collective,
-    Contents,
-    EqualSizes,
-    FileEntry,
-    Handed,
-    HandedIn,
-    IndexRange,
-    Loss,
-    Parameter,
-    Pipeline,
-    ProgramEntry,
-    ShardFile,
-    State,
-    StateOutput,
-    SymbolEntry,
-    SystemInput,
-    TensorSpec,
-    Training,
-    TrainingTensor,
-    VirtualStage,
-)
-from onnxpar_runtime.manifest_parser import SCHEMA, read_contents
-
-__all__ = [
-    "COUNTERS",
-    "FILE_NAME",
-    "SCHEMA",
-    "Collective",
-    "Contents",
-    "EqualSizes",
-    "FileEntry",
-    "Handed",
-    "HandedIn",
-    "IndexRange",
-    "Loss",
-    "Manifest",
-    "Parameter",
-    "Pipeline",
-    "ProgramEntry",
-    "ShardFile",
-    "State",
-    "StateOutput",
-    "SymbolEntry",
-    "SystemInput",
-    "TensorSpec",
-    "Training",
-    "TrainingTensor",
-    "VirtualStage",
-]
-
-FILE_NAME = "manifest.json"
+from onnxpar_runtime.files import check_sizes, check_sum
 
 
 @dataclass(frozen=True)
-class Manifest(Contents):
-    """An artifact directory's contents, read from its manifest."""
+class Manifest(ManifestContents):
+    """An artifact directory's contents, read from its manifest.
+
+    Attributes:
+        directory: The directory.
+    """
+
+    directory: Path = field(kw_only=True)
 
     @staticmethod
     def load(directory: str | Path) -> "Manifest":
@@ -79,25 +29,13 @@ class Manifest(Contents):
                 malformed or of another schema.
         """
         root = Path(directory)
-        path = root / FILE_NAME
-        if not root.is_dir():
-            raise ArtifactError(f"{root}: no such directory")
         try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ArtifactError(
-                f"{root}: not an artifact directory, it has no {FILE_NAME} (is it the output of "
-                "`onnxpar shard`?)"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArtifactError(f"{path}: cannot be read: {error}") from None
-        try:
-            raw = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ArtifactError(f"{path}: not valid JSON: {error}") from None
-        manifest = Manifest(**vars(read_contents(path, root, raw)))
-        manifest.check_files()
-        return manifest
+            contents = read_manifest(root)
+        except FormatError as error:
+            raise ArtifactError(str(error)) from None
+        check_sizes(root, contents.files, "manifest", ArtifactError)
+        values = {f.name: getattr(contents, f.name) for f in fields(contents)}
+        return Manifest(**values, directory=root)
 
     def program(self, name: str) -> ProgramEntry:
         """Returns a program by name.
@@ -156,18 +94,7 @@ class Manifest(Contents):
             )
         return self.directory / name
 
-    def check_files(self) -> None:
-        """Raises ArtifactError unless every file is there with the size that the manifest says."""
-        for name, entry in self.files.items():
-            entry.check_size(self.directory / name, "manifest", ArtifactError)
-
     def verify_files(self) -> None:
         """Raises ArtifactError unless every file's SHA-256 is the manifest's; reads every byte."""
         for name, entry in self.files.items():
-            with (self.directory / name).open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != entry.sha256:
-                raise ArtifactError(
-                    f"{self.directory / name}: changed, expected SHA-256 {entry.sha256}, "
-                    f"got {digest}"
-                )
+            check_sum(self.directory / name, entry, ArtifactError)

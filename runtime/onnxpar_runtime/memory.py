@@ -18,10 +18,10 @@ from math import prod
 from typing import Any
 
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.manifest import FROM_FILES
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.library import load_library
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.manifest_entries import FROM_FILES
 
 _INSTALLING = threading.Lock()
 
@@ -97,7 +97,7 @@ def weight_bytes(manifest: Manifest, rank: int) -> int:
     states = manifest.training.states.values() if manifest.training is not None else ()
     trained = {s.parameter for s in states if s.kind in FROM_FILES}
     return sum(
-        prod(shard.local_shape) * DTYPES[parameter.spec.dtype].dtype.itemsize
+        prod(shard.local_shape) * DTYPES[parameter.dtype].dtype.itemsize
         for name, parameter in manifest.parameters.items()
         if name not in trained
         for shard in parameter.shards

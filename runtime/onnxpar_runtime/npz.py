@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES, lossless
+from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.manifest import TensorSpec
 
 Array = NDArray[Any]
 
 
-def convert(specs: Sequence[TensorSpec], feeds: Mapping[str, Array]) -> dict[str, Array]:
+def convert(specs: Sequence[TensorEntry], feeds: Mapping[str, Array]) -> dict[str, Array]:
     """Returns the arrays in the inputs' order, C-contiguous and of the inputs' dtypes.
 
     Only conversions that lose nothing are made: integers widen to integers, floats to floats.

@@ -6,6 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from onnxpar_format.entries import COUNTERS, ProgramEntry, TensorEntry
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import Device
@@ -14,7 +15,7 @@ from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.gather import join_outputs
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.launch import ranks_in_words
-from onnxpar_runtime.manifest import COUNTERS, Manifest, ProgramEntry, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import peak_bytes, weight_bytes
 from onnxpar_runtime.pipeline.forward import Forward
 
@@ -68,7 +69,7 @@ class Session:
         self._own_world, self.rank = own_rank(self.manifest, rank)
         self._loader = Loader(self.rank, device, ort_options, custom_ops, measured)
         self._runs: Executor | Forward
-        self._made: Mapping[TensorSpec, int]
+        self._made: Mapping[TensorEntry, int]
         self.program: ProgramEntry = self.manifest.program(program)
         pipeline = self.manifest.pipeline
         if pipeline is not None and program in pipeline.programs:

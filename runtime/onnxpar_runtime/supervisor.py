@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from onnxpar_format.manifest import FILE_NAME
 from onnxpar_runtime.checkpoint.folder import resolve, whole_steps
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import (
@@ -27,7 +28,7 @@ from onnxpar_runtime.launch import (
     mpirun_environment,
     ranks_in_words,
 )
-from onnxpar_runtime.manifest import FILE_NAME, Manifest
+from onnxpar_runtime.manifest import Manifest
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 8.0

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.entries import ProgramEntry, SymbolEntry, TensorEntry
 from onnxpar_format.expressions import (
     ExpressionError,
     Size,
@@ -16,12 +17,11 @@ from onnxpar_format.expressions import (
     names_of,
 )
 from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.manifest import ProgramEntry, SymbolEntry, TensorSpec
 
 Shape = tuple[int, ...]
 
 
-def bind_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, int]:
+def bind_symbols(specs: Sequence[TensorEntry], shapes: Mapping[str, Shape]) -> dict[str, int]:
     """Returns the value of every symbol that the global shapes of the inputs tell.
 
     A dim that is a bare name binds it; every other dim, and every further use, is checked.
@@ -68,7 +68,7 @@ def bind_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) -> di
 
 
 def bind_local_symbols(
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorEntry],
     shapes: Mapping[str, Shape],
     atoms: Sequence[int],
     symbols: Mapping[str, SymbolEntry],
@@ -167,7 +167,7 @@ def check_index_ranges(
             )
 
 
-def _told(size: Size, values: Mapping[str, int], inputs: Sequence[TensorSpec]) -> str:
+def _told(size: Size, values: Mapping[str, int], inputs: Sequence[TensorEntry]) -> str:
     """Returns a size and where it comes from: `3 (batch = 3, dim 0 of input 'x')`."""
     places = {
         name: f", dim {index} of input {spec.name!r}"

@@ -5,15 +5,16 @@ from math import floor, prod
 from typing import Any
 
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import CollectiveEntry, HandedEntry
 from onnxpar_format.expressions import ExpressionError, evaluate_exact
 from onnxpar_runtime.group import Ranks
-from onnxpar_runtime.manifest import Collective, Handed, Manifest
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.values import read_values
 
 _NOT_KNOWN = "?"
 
 
-def collectives(manifest: Manifest, program: str, stage: int) -> tuple[Collective, ...]:
+def collectives(manifest: Manifest, program: str, stage: int) -> tuple[CollectiveEntry, ...]:
     """Returns what the ranks of a stage issue in one run of a program on one micro-batch.
 
     What is sent to other stages is among it, as `Send`.
@@ -45,17 +46,18 @@ def collectives(manifest: Manifest, program: str, stage: int) -> tuple[Collectiv
     return tuple(issued)
 
 
-def _send(value: Handed, source: int, target: int) -> Collective:
+def _send(value: HandedEntry, source: int, target: int) -> CollectiveEntry:
     size: str | int = _NOT_KNOWN
     if value.shape is not None:
         item = DTYPES[value.dtype].dtype.itemsize
         item *= prod(n for n in value.shape if isinstance(n, int))
         size = "*".join([str(item), *(f"({n})" for n in value.shape if isinstance(n, str))])
-    return Collective(
+    return CollectiveEntry(
         op="Send",
         node="",
         value=value.name,
         atoms=(),
+        stages=None,
         bytes=size,
         reason=f"virtual stage {target} reads what {source} makes",
         before="",

@@ -124,7 +124,7 @@ def test_what_of_a_model_can_be_divided(here: Path, capsys: pytest.CaptureFixtur
     ("content", "message"),
     [
         (None, "not an artifact directory"),
-        ("{", "not readable"),
+        ("{", "not valid JSON"),
         ("[]", "expected a report"),
         ('{"report": {"nodes": []}}', "expected a report"),
     ],

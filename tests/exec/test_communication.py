@@ -12,9 +12,10 @@ import transformer
 
 from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
+from onnxpar_format.entries import CollectiveEntry
 from onnxpar_format.expressions import evaluate_exact
 from onnxpar_format.options import VerifyOptions
-from onnxpar_runtime.manifest import Collective, Manifest
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
 from tests import block_models
 from tests.block_models import CHANNELS, HIDDEN, VOCAB
@@ -40,7 +41,7 @@ DECODERS: dict[str, Callable[[], ir.Model]] = {
 SIZES = {"batch": 2, "seq": 5}
 
 
-def is_statistic(collective: Collective, tokens: int, ways: int) -> bool:
+def is_statistic(collective: CollectiveEntry, tokens: int, ways: int) -> bool:
     """Whether it sends one float for each token, 2·(n-1)/n times as a ring does."""
     return evaluate_exact(collective.bytes, SIZES) == Fraction(2 * 4 * tokens * (ways - 1), ways)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from onnxpar_format.checkpoint import FILE_NAME, Progress
 from onnxpar_runtime import TrainerGroup
-from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint, Progress
+from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.reshard import merge
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError

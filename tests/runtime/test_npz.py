@@ -10,14 +10,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.manifest import Manifest, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import check_writable, convert, read_npz, write_npz
 from tests.runtime import hand_made
 
 
-def spec(dtype: str) -> TensorSpec:
-    return TensorSpec("x", dtype, (2,), (((2, ()),),))
+def spec(dtype: str) -> TensorEntry:
+    return TensorEntry("x", dtype, (2,), (((2, ()),),))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import onnx
 import pytest
 
 from onnxpar import shard_model
+from onnxpar_format.entries import COUNTERS
 from onnxpar_runtime.group import ThreadsGroup
-from onnxpar_runtime.manifest import COUNTERS
 
 MODEL = """
   <ir_version: 10, opset_import: ["" : 20]>

@@ -2,8 +2,8 @@
 
 import pytest
 
+from onnxpar_format.entries import EqualSizes, ProgramEntry, SymbolEntry, TensorEntry
 from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.manifest import EqualSizes, ProgramEntry, SymbolEntry, TensorSpec
 from onnxpar_runtime.symbol_checks import (
     bind_local_symbols,
     bind_symbols,
@@ -12,9 +12,9 @@ from onnxpar_runtime.symbol_checks import (
 )
 
 
-def spec(name: str, *shape: int | str, atoms: tuple[int, ...] = ()) -> TensorSpec:
+def spec(name: str, *shape: int | str, atoms: tuple[int, ...] = ()) -> TensorEntry:
     dims = tuple(((size, atoms if i == 0 else ()),) for i, size in enumerate(shape))
-    return TensorSpec(name, "float32", shape, dims)
+    return TensorEntry(name, "float32", shape, dims)
 
 
 IDS, MASK = spec("ids", "batch", "seq"), spec("mask", "8*batch", "seq", 4)

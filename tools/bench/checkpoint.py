@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from shard import peak_memory
 
-from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
+from onnxpar_format.checkpoint import GENERATOR, SCHEMA, CheckpointContents, Progress
 from onnxpar_runtime.checkpoint.folder import finish, write_file
 from onnxpar_runtime.checkpoint.layout import stored_tensors
 from onnxpar_runtime.checkpoint.reshard import merge, reshard
@@ -88,10 +88,12 @@ def synthetic(folder: Path, manifest: Manifest) -> Path:
         entries = [Entry(t.name, t.dtype, s.shape) for t, s in own]
         files[file] = write_file(folder / file, _bytes(entries, rng, sums))
     tensors = {name: replace(tensor, sum=sums[name]) for name, tensor in tensors.items()}
-    checkpoint = Checkpoint(folder, "synthetic", "adamw", manifest.devices, Progress(1, 1, 1), {},
-                            tensors, files)  # fmt: skip
+    contents = CheckpointContents(
+        SCHEMA, GENERATOR, "synthetic", "adamw", manifest.devices, Progress(1, 1, 1), {},
+        tensors, files,
+    )  # fmt: skip
     target = folder.with_name("source")
-    finish(folder, replace(checkpoint, directory=target), target)
+    finish(folder, contents, target)
     return target
 
 

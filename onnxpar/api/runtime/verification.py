@@ -11,8 +11,9 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import SymbolError
 from onnxpar.core.symbols import Symbol
+from onnxpar_format.manifest import FILE_NAME
 from onnxpar_format.options import VerifyOptions
-from onnxpar_runtime.manifest import FILE_NAME, Manifest
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz
 from onnxpar_runtime.verify import compare
 from onnxpar_runtime.verify.findings import Case

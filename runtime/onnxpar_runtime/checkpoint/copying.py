@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import ShardBox
+from onnxpar_format.checkpoint import StoredShard, StoredTensor
 from onnxpar_format.dtypes import DTYPES
-from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
+from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.errors import CheckpointError, InputError
 from onnxpar_runtime.tensor_file import read_tensors
 

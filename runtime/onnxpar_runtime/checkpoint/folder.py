@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint
+from onnxpar_format.checkpoint import FILE_NAME, CheckpointContents
+from onnxpar_format.entries import FileEntry
 from onnxpar_runtime.errors import CheckpointError
-from onnxpar_runtime.manifest_entries import FileEntry
 
 _STEP = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
@@ -122,13 +122,13 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     return FileEntry(digest.hexdigest(), size)
 
 
-def finish(partial: Path, checkpoint: Checkpoint, target: Path) -> None:
+def finish(partial: Path, contents: CheckpointContents, target: Path) -> None:
     """Writes the manifest of a folder whose files are whole, and gives it its name.
 
     Raises:
         CheckpointError: It cannot be written, or the name is taken.
     """
-    write_file(partial / FILE_NAME, [checkpoint.text().encode()])
+    write_file(partial / FILE_NAME, [contents.text().encode()])
     try:
         sync_folder(partial)
         partial.rename(target)

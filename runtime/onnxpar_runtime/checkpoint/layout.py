@@ -10,26 +10,26 @@ from itertools import product
 from math import prod
 
 from onnxpar_format.boxes import SizedSharding, coordinates
-from onnxpar_runtime.checkpoint.contents import StoredShard, StoredTensor
+from onnxpar_format.checkpoint import StoredShard, StoredTensor
+from onnxpar_format.manifest import StateEntry
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.manifest_entries import State
 
 TRANSIENT = ("gradient", "micro_gradient")
 """Kinds of states that mean nothing between steps."""
 
 
-def kept_states(manifest: Manifest) -> list[State]:
+def kept_states(manifest: Manifest) -> list[StateEntry]:
     """Returns the states that a checkpoint has, by name."""
     states = manifest.trained().states
     return [states[name] for name in sorted(states) if states[name].kind not in TRANSIENT]
 
 
-def cut_of(manifest: Manifest, state: State) -> SizedSharding:
+def cut_of(manifest: Manifest, state: StateEntry) -> SizedSharding:
     """Returns how a state is cut over the ranks."""
-    return state.spec.cut(manifest.atoms, {})
+    return state.cut(manifest.atoms, {})
 
 
-def held_states(manifest: Manifest, rank: int) -> list[State]:
+def held_states(manifest: Manifest, rank: int) -> list[StateEntry]:
     """Returns the states that a checkpoint has and a rank holds a part of, by name."""
     stage = manifest.stage_of(rank)
     return [state for state in kept_states(manifest) if stage in state.stages]
@@ -51,7 +51,7 @@ class Written:
         rank: Who writes it.
     """
 
-    state: State
+    state: StateEntry
     cut: SizedSharding
     place: int
     rank: int
@@ -82,9 +82,9 @@ def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
 
     Sums are zero: what is in the tensors is not known here.
     """
-    shards: dict[str, list[StoredShard]] = {s.spec.name: [] for s in kept_states(manifest)}
+    shards: dict[str, list[StoredShard]] = {s.name: [] for s in kept_states(manifest)}
     for part in written(manifest):
-        shards[part.state.spec.name].append(
+        shards[part.state.name].append(
             StoredShard(
                 rank_file(part.rank),
                 part.cut.unpadded_shape(part.place),
@@ -92,14 +92,14 @@ def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
             )
         )
     return {
-        state.spec.name: StoredTensor(
-            state.spec.name,
+        state.name: StoredTensor(
+            state.name,
             state.kind,
             state.parameter,
-            state.spec.dtype,
+            state.dtype,
             cut_of(manifest, state).shape,
-            tuple(shards[state.spec.name]),
             0,
+            tuple(shards[state.name]),
         )
         for state in kept_states(manifest)
     }

@@ -21,8 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import ShardBox
+from onnxpar_format.checkpoint import (
+    GENERATOR,
+    SCHEMA,
+    CheckpointContents,
+    StoredShard,
+    StoredTensor,
+)
 from onnxpar_format.dtypes import DTYPES
-from onnxpar_runtime.checkpoint.contents import Checkpoint, StoredShard, StoredTensor
+from onnxpar_format.entries import FileEntry
+from onnxpar_format.manifest import FROM_FILES
+from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.copying import Box, Source
 from onnxpar_runtime.checkpoint.folder import cannot_write, finish, resolve, write_file
 from onnxpar_runtime.checkpoint.layout import rank_file, stored_tensors
@@ -30,7 +39,6 @@ from onnxpar_runtime.checkpoint.restore import check_fits
 from onnxpar_runtime.checkpoint.sums import modulus, sum_of
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.manifest_entries import FROM_FILES, FileEntry
 from onnxpar_runtime.tensor_file import Entry, header
 
 Bytes = NDArray[np.uint8]
@@ -158,7 +166,17 @@ def _write(
                 for name, parts in _by_file(checkpoint, tensors).items()
             }
         summed = {n: replace(t, sum=files.sums.get(n, 0)) for n, t in tensors.items()}
-        made = replace(checkpoint, directory=target, devices=devices, tensors=summed, files=entries)
+        made = CheckpointContents(
+            schema=SCHEMA,
+            generator=GENERATOR,
+            model=checkpoint.model,
+            optimizer=checkpoint.optimizer,
+            devices=devices,
+            progress=checkpoint.progress,
+            run=checkpoint.run,
+            tensors=summed,
+            files=entries,
+        )
         finish(partial, made, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

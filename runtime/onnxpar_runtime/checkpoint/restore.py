@@ -56,14 +56,14 @@ def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Raises CheckpointError unless a checkpoint has just the states of an artifact directory."""
     where = f"{checkpoint.directory} does not fit {manifest.directory}"
     optimizer = manifest.trained().optimizer
-    wanted = {state.spec.name: state for state in kept_states(manifest)}
+    wanted = {state.name: state for state in kept_states(manifest)}
     wrong = []
     for name, state in wanted.items():
         tensor, shape = checkpoint.tensors.get(name), cut_of(manifest, state).shape
-        expected = f"expected {state.kind} {name!r} {state.spec.dtype} {list(shape)}"
+        expected = f"expected {state.kind} {name!r} {state.dtype} {list(shape)}"
         if tensor is None:
             wrong.append(f"{expected}, got none")
-        elif (tensor.kind, tensor.dtype, tensor.shape) != (state.kind, state.spec.dtype, shape):
+        elif (tensor.kind, tensor.dtype, tensor.shape) != (state.kind, state.dtype, shape):
             wrong.append(f"{expected}, got {tensor.kind} {tensor.dtype} {list(tensor.shape)}")
     wrong += [f"got {t.kind} {n!r}, which it has not" for n, t in checkpoint.tensors.items()
               if n not in wanted]  # fmt: skip
@@ -97,10 +97,10 @@ def load_states(
         source = Source(checkpoint)
         for state in held_states(manifest, rank.index):
             cut = cut_of(manifest, state)
-            part = np.zeros(cut.local_shape, DTYPES[state.spec.dtype].dtype)
+            part = np.zeros(cut.local_shape, DTYPES[state.dtype].dtype)
             boxes = cut.boxes(rank.index % manifest.stage_devices, padded=True)
-            source.fill(checkpoint.tensors[state.spec.name], part, boxes)
-            put(state.spec.name, part)
+            source.fill(checkpoint.tensors[state.name], part, boxes)
+            put(state.name, part)
 
     together_for_long(rank, load)
 

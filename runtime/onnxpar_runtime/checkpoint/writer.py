@@ -21,9 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.checkpoint import GENERATOR, SCHEMA, CheckpointContents, Progress, StoredTensor
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import FileEntry
 from onnxpar_runtime.agree import together, together_for_long
-from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress, StoredTensor
 from onnxpar_runtime.checkpoint.folder import (
     cannot_write,
     finish,
@@ -38,8 +39,8 @@ from onnxpar_runtime.checkpoint.layout import Written, rank_file, stored_tensors
 from onnxpar_runtime.checkpoint.sums import modulus, sum_of
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
+from onnxpar_runtime.files import check_sizes
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.manifest_entries import FileEntry
 from onnxpar_runtime.tensor_file import Entry, header, raw_bytes
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class Checkpointer:
             if part.rank == rank.index:
                 self._mine.append(part)
         # The larger elements first, so that all of them are aligned.
-        self._mine.sort(key=lambda part: -DTYPES[part.state.spec.dtype].dtype.itemsize)
+        self._mine.sort(key=lambda part: -DTYPES[part.state.dtype].dtype.itemsize)
         self._tensors: dict[str, StoredTensor] = stored_tensors(manifest) if not rank.index else {}
         self._open = ExitStack()
         try:
@@ -177,9 +178,9 @@ class Checkpointer:
         self._last = progress.step
         start = time.perf_counter()
         if not self._copies:
-            self._copies = [self._source.copy_memory(p.state.spec.name) for p in self._mine]
+            self._copies = [self._source.copy_memory(p.state.name) for p in self._mine]
         for part, array in zip(self._mine, self._copies, strict=True):
-            self._source.copy_state(part.state.spec.name, array)
+            self._source.copy_state(part.state.name, array)
         log.info("copied step %d in %.3f s", progress.step, time.perf_counter() - start)
         self._own_done.clear()
         self._thread = threading.Thread(
@@ -261,7 +262,7 @@ class Checkpointer:
         self._source.finish_copies()
         arrays = [_valid(part, a) for part, a in zip(self._mine, self._copies, strict=True)]
         entries = [
-            Entry(part.state.spec.name, part.state.spec.dtype, array.shape)
+            Entry(part.state.name, part.state.dtype, array.shape)
             for part, array in zip(self._mine, arrays, strict=True)
         ]
         name = rank_file(self._rank.index)
@@ -285,8 +286,9 @@ class Checkpointer:
             for name, number in left["sums"].items():
                 sums[name] = (sums[name] + number) % modulus(self._tensors[name].itemsize)
             mark.unlink()
-        checkpoint = Checkpoint(
-            directory=partial,
+        contents = CheckpointContents(
+            schema=SCHEMA,
+            generator=GENERATOR,
             model=self._manifest.model,
             optimizer=self._manifest.trained().optimizer,
             devices=self._manifest.devices,
@@ -295,9 +297,9 @@ class Checkpointer:
             tensors={name: replace(t, sum=sums[name]) for name, t in self._tensors.items()},
             files=files,
         )
-        checkpoint.check_files()
+        check_sizes(partial, files, "checkpoint", CheckpointError)
         target = self._root / step_name(progress.step)
-        finish(partial, replace(checkpoint, directory=target), target)
+        finish(partial, contents, target)
         prune(self._root, self._keep)
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.inputs import Feeds
-from onnxpar_runtime.manifest import Manifest, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
 
@@ -41,7 +42,7 @@ class Forward:
             return self._executors[name]
 
         self._stages = VirtualStages(manifest, program, loader.rank, load, self._inbox)
-        self.made: Mapping[TensorSpec, int] = self._stages.made
+        self.made: Mapping[TensorEntry, int] = self._stages.made
 
     def run(self, feeds: Feeds, counters: Mapping[str, int]) -> dict[str, Array]:
         """Returns local arrays of the outputs that this rank's stage makes.
@@ -50,7 +51,7 @@ class Forward:
 
         Args:
             feeds: This rank's part of the inputs.
-            counters: Values of `manifest.COUNTERS`.
+            counters: Values of `onnxpar_format.entries.COUNTERS`.
 
         Raises:
             RankError: A rank failed.

@@ -9,8 +9,10 @@ they are.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from onnxpar_format.entries import HandedEntry, HandedInEntry
+from onnxpar_format.manifest import VirtualStage
 from onnxpar_runtime.errors import ArtifactError
-from onnxpar_runtime.manifest import Handed, HandedIn, Manifest, VirtualStage
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.schedule import Edge, Kind, Payload
 
 Ends = tuple[Payload, int, int]
@@ -30,7 +32,7 @@ class Values:
     """
 
     stages: tuple[VirtualStage, ...]
-    messages: Mapping[Ends, tuple[Handed, ...]]
+    messages: Mapping[Ends, tuple[HandedEntry, ...]]
     kept: tuple[frozenset[str], ...]
     readers: tuple[Mapping[str, int], ...]
 
@@ -65,7 +67,7 @@ def read_values(manifest: Manifest, program: str) -> Values:
         for index, stage in enumerate(stages)
         for kind, name in _kinds(stage).items()
     }
-    messages: dict[Ends, dict[str, Handed]] = {}
+    messages: dict[Ends, dict[str, HandedEntry]] = {}
     kept: list[set[str]] = [set() for _ in stages]
     readers: list[dict[str, int]] = [{} for _ in stages]
     for target, stage in enumerate(stages):
@@ -110,13 +112,13 @@ def _allowed(source: int, maker: Kind, target: int, reader: Kind) -> bool:
     return maker is not Kind.BACKWARD_WEIGHT and reader is not Kind.FORWARD and source > target
 
 
-def _wrong_way(manifest: Manifest, name: str, value: HandedIn) -> ArtifactError:
+def _wrong_way(manifest: Manifest, name: str, value: HandedInEntry) -> ArtifactError:
     return ArtifactError(
         f"{manifest.directory}: programs.{name}: takes {value.name!r} from {value.source!r}, "
         "expected a program that runs before it in every schedule"
     )
 
 
-def _order(item: tuple[Ends, dict[str, Handed]]) -> tuple[str, int, int]:
+def _order(item: tuple[Ends, dict[str, HandedEntry]]) -> tuple[str, int, int]:
     (payload, source, target), _ = item
     return payload.value, source, target

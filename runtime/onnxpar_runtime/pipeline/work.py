@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import HandedEntry, TensorEntry
 from onnxpar_format.expressions import ExpressionError, evaluate
+from onnxpar_format.manifest import Pipeline, VirtualStage
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import ArtifactError, RankError
 from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.inputs import Feeds
-from onnxpar_runtime.manifest import Handed, Manifest, Pipeline, TensorSpec, VirtualStage
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.carriers import (
     Carrier,
     DeviceCarrier,
@@ -163,7 +165,7 @@ class VirtualStages:
         Args:
             schedule: Name of the schedule.
             micro_batches: The micro-batches.
-            counters: Values of `manifest.COUNTERS` but for the number of the micro-batch.
+            counters: Values of `onnxpar_format.entries.COUNTERS`, the micro-batch left out.
             writes: Where states are written, if not in their own place.
             trace: Notes what is computed, if given.
 
@@ -246,7 +248,7 @@ class VirtualStages:
             kept = to_ort(value) if self._queue is None else value
             self._keep(message.target, message.micro_batch, handed.name, kept)
 
-    def _expected(self, value: Handed, index: int) -> Expected:
+    def _expected(self, value: HandedEntry, index: int) -> Expected:
         """Returns type and shape of a value; they are worked out once for each set of sizes."""
         symbols = self._micro[index].feeds.values
         key = tuple(symbols.items())
@@ -258,7 +260,7 @@ class VirtualStages:
             known[value.name] = self._worked_out(value, symbols)
         return known[value.name]
 
-    def _worked_out(self, value: Handed, symbols: Mapping[str, int]) -> Expected:
+    def _worked_out(self, value: HandedEntry, symbols: Mapping[str, int]) -> Expected:
         dtype = DTYPES[value.dtype].dtype
         if value.shape is None:
             return Expected(value.name, dtype, None)
@@ -298,7 +300,7 @@ class VirtualStages:
         if self._writes is not None:
             self._writes.after(virtual, redirect)
 
-    def _check(self, value: Handed, made: Any, index: int) -> None:
+    def _check(self, value: HandedEntry, made: Any, index: int) -> None:
         """Raises RankError where a value is not as the manifest promises to its readers."""
         shape = self._expected(value, index).shape
         if shape is not None and tuple(made.shape()) != shape:
@@ -328,7 +330,7 @@ def _makes(manifest: Manifest, name: str) -> bool:
 
 def _made(
     manifest: Manifest, program: str, stages: Sequence[VirtualStage], count: int
-) -> dict[TensorSpec, int]:
+) -> dict[TensorEntry, int]:
     """Returns the outputs of a program, and the stage that makes each.
 
     Raises:

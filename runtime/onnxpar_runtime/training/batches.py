@@ -15,9 +15,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.entries import SymbolEntry, TensorEntry
 from onnxpar_format.expressions import Size, bare_name
 from onnxpar_runtime.errors import InputError, LaunchError
-from onnxpar_runtime.manifest import Manifest, SymbolEntry, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.sources import (
     Arrays,
     Place,
@@ -47,7 +48,7 @@ class BatchDim:
     symbol: SymbolEntry = _FREE
 
     @staticmethod
-    def of(manifest: Manifest, specs: Sequence[TensorSpec]) -> "BatchDim":
+    def of(manifest: Manifest, specs: Sequence[TensorEntry]) -> "BatchDim":
         """Returns that of a program with these inputs, whose samples are their dim 0.
 
         Raises:
@@ -247,7 +248,7 @@ def steps_of(
 def steps_from(
     stream: Stream,
     request: Request,
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorEntry],
     accumulate: int,
     dim: BatchDim,
 ) -> Iterator[Step]:
@@ -275,7 +276,7 @@ def steps_from(
         yield Step(micro, sum(counts))
 
 
-def _count(arrays: Arrays, specs: Sequence[TensorSpec], where: str) -> int:
+def _count(arrays: Arrays, specs: Sequence[TensorEntry], where: str) -> int:
     """Returns the number of samples of a batch."""
     first = specs[0].name
     if first not in arrays or np.ndim(arrays[first]) == 0:
@@ -291,7 +292,7 @@ def _pieces(
     count: int,
     ranks: int,
     accumulate: int,
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorEntry],
     dim: BatchDim,
     where: str,
 ) -> list[dict[str, Any]]:
@@ -389,7 +390,7 @@ class TrainingData:
     """
 
     source: Source
-    specs: Sequence[TensorSpec]
+    specs: Sequence[TensorEntry]
     dim: BatchDim
     batch: int | None
     accumulate: int
@@ -419,7 +420,7 @@ class TrainingData:
 
 def training_data(
     source: Source,
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorEntry],
     dim: BatchDim,
     *,
     batch: int | None,
@@ -457,7 +458,7 @@ class EvaluationData:
     """
 
     source: Source
-    specs: Sequence[TensorSpec]
+    specs: Sequence[TensorEntry]
     dim: BatchDim
     batch: int | None
     seed: int
@@ -476,7 +477,7 @@ class EvaluationData:
 
 def evaluation_data(
     source: Source,
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorEntry],
     dim: BatchDim,
     *,
     batch: int | None = None,

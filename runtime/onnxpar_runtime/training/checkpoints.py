@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
+from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.restore import check_run, load_states
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import LaunchError

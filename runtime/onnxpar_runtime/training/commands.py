@@ -12,9 +12,11 @@ from typing import Any, cast
 
 from numpy.typing import NDArray
 
+from onnxpar_format.checkpoint import Progress
+from onnxpar_format.manifest import FROM_FILES
 from onnxpar_format.options import EvaluationRun, Execution, TrainingRun
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.checkpoint.contents import Checkpoint, Progress
+from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin, start
@@ -22,7 +24,6 @@ from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.interrupts import told_when_terminated
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.manifest_entries import FROM_FILES
 from onnxpar_runtime.npz import check_writable
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
@@ -340,10 +341,8 @@ def save(trainer: Trainer, path: str | Path) -> None:
     Every rank must call it.
     """
     states = [s for s in trainer.training.states.values() if s.kind in FROM_FILES]
-    entries = [
-        Entry(s.parameter, s.spec.dtype, tuple(int(n) for n in s.spec.shape)) for s in states
-    ]
-    gathered = (trainer.gather(s.spec.name) for s in states)
+    entries = [Entry(s.parameter, s.dtype, tuple(int(n) for n in s.shape)) for s in states]
+    gathered = (trainer.gather(s.name) for s in states)
 
     def write() -> None:
         try:

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import block, coordinates
+from onnxpar_format.entries import TensorEntry
 from onnxpar_format.expressions import ExpressionError, evaluate
+from onnxpar_format.manifest import Loss
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, SymbolValueError
 from onnxpar_runtime.inputs import Feeds, Inputs
-from onnxpar_runtime.manifest import Loss, TensorSpec
 from onnxpar_runtime.npz import convert
 from onnxpar_runtime.symbol_checks import bind_symbols, check_equal_sizes, check_symbols
 from onnxpar_runtime.training.sources import Arrays, Batch
@@ -58,7 +59,7 @@ def prepare(inputs: Inputs, loss: Loss, batch: Batch) -> Prepared:
 
 
 def _mean_over(
-    loss: Loss, specs: Sequence[TensorSpec], arrays: Arrays, values: Mapping[str, int]
+    loss: Loss, specs: Sequence[TensorEntry], arrays: Arrays, values: Mapping[str, int]
 ) -> int:
     """Returns what the mean loss of global arrays is over.
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from onnxpar_format.manifest import Training
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.launch import mpirun_place
-from onnxpar_runtime.manifest import Training
 from onnxpar_runtime.npz import check_writable
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any, Protocol
 
+from onnxpar_format.checkpoint import Progress
 from onnxpar_runtime.agree import agree
-from onnxpar_runtime.checkpoint.contents import Progress
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import (
     InputError,

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding
+from onnxpar_format.manifest import StateEntry, Training
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import LaunchError, ReplicaError
-from onnxpar_runtime.manifest import State, Training
 
 SAMPLE = 16
 """States that one check compares; the next check takes the next ones."""
@@ -128,7 +128,7 @@ def _told(contents: Mapping[int, Sequence[int]]) -> str:
     return f"expected replicas that are equal bit for bit, but {' and '.join(groups)} differ"
 
 
-def _is_replicated(state: State) -> bool:
+def _is_replicated(state: StateEntry) -> bool:
     return "gradient" not in state.kind
 
 

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.inputs import Feeds
-from onnxpar_runtime.manifest import Manifest, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.trace import Steps, Trace, median_bubble
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
@@ -68,7 +69,7 @@ class Runner(Protocol):
         """Returns inputs of the training on their way to where it computes. Any thread may ask."""
 
     @property
-    def outputs(self) -> Mapping[TensorSpec, int]:
+    def outputs(self) -> Mapping[TensorEntry, int]:
         """The outputs of the evaluation, and the stage that makes each."""
 
     def load(self, program: str) -> None:
@@ -148,7 +149,7 @@ class OneStage:
         self._manifest, self._programs = manifest, programs
 
     @property
-    def outputs(self) -> Mapping[TensorSpec, int]:
+    def outputs(self) -> Mapping[TensorEntry, int]:
         """As `Runner`."""
         return dict.fromkeys(self._manifest.program(EVALUATION).outputs, 0)
 
@@ -251,7 +252,7 @@ class Pipelined:
         return self._stages[program]
 
     @property
-    def outputs(self) -> Mapping[TensorSpec, int]:
+    def outputs(self) -> Mapping[TensorEntry, int]:
         """As `Runner`."""
         return self._through(EVALUATION).made
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import block, coordinates
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import ProgramEntry, TensorEntry
 from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.manifest import Manifest, ProgramEntry, TensorSpec
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert, read_npz
 from onnxpar_runtime.symbol_checks import (
     bind_symbols,
@@ -59,7 +60,7 @@ class Place:
 
 
 def places(
-    specs: Sequence[TensorSpec], atoms: Sequence[int], rank: int, labels: str | None
+    specs: Sequence[TensorEntry], atoms: Sequence[int], rank: int, labels: str | None
 ) -> dict[str, Place]:
     """Returns the rank's place in dim 0 of each input that is split there by rows.
 
@@ -147,7 +148,7 @@ class Stream:
 Source = Samples | Stream
 
 
-def per_sample(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
+def per_sample(specs: Sequence[TensorEntry]) -> tuple[str, ...]:
     """Returns the inputs with one row a sample: those whose dim 0 is the first input's dim 0.
 
     Raises:
@@ -160,7 +161,7 @@ def per_sample(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
 
 def open_source(
     text: str,
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorEntry],
     labels: str | None,
     part: str = "train",
     option: str = "--data",
@@ -200,7 +201,7 @@ def open_source(
     raise InputError(f"{name}: expected {FORMS}")
 
 
-def samples(name: str, arrays: Arrays, specs: Sequence[TensorSpec]) -> Samples:
+def samples(name: str, arrays: Arrays, specs: Sequence[TensorEntry]) -> Samples:
     """Returns samples of arrays named as the inputs, converted to their dtypes without loss.
 
     Raises:
@@ -254,7 +255,7 @@ def _classified(
     name: str,
     images: NDArray[np.float32],
     classes: NDArray[np.int64],
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorEntry],
     labels: str | None,
 ) -> Samples:
     """Returns images and classes as the two inputs of a classifier."""
@@ -289,7 +290,7 @@ def _classified(
     return Samples(name, {s.name: rows[s.name] for s in specs}, {}, len(images))
 
 
-def _image_size(name: str, spec: TensorSpec) -> tuple[int, int]:
+def _image_size(name: str, spec: TensorEntry) -> tuple[int, int]:
     """Returns height and width of the images that an input takes."""
     sizes = [size for size in spec.shape[1:] if size != 1]
     if all(isinstance(size, int) for size in sizes):

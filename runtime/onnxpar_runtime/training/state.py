@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding, coordinates
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.manifest import FROM_FILES, StateEntry
 from onnxpar_runtime.cuda import copy_in
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import ArtifactError, InputError
 from onnxpar_runtime.executor import Loader
-from onnxpar_runtime.manifest import Manifest, State
-from onnxpar_runtime.manifest_entries import FROM_FILES
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.tensors import to_host, to_ort
 
@@ -44,12 +44,12 @@ class States:
         self._loader = loader
         self._rank = loader.rank.index
         self._stage = manifest.stage_of(self._rank)
-        self._states: Mapping[str, State] = manifest.trained().states
+        self._states: Mapping[str, StateEntry] = manifest.trained().states
         self._files: dict[str, Mapping[str, Array]] = {}
         self._values: dict[str, Any] = {}
         self._host: dict[str, Array] = {}  # the memory of `_values`, on the CPU
 
-    def __getitem__(self, name: str) -> State:
+    def __getitem__(self, name: str) -> StateEntry:
         """Returns what the manifest says about a state; raises InputError if it knows none such."""
         if name not in self._states:
             raise InputError(f"no state {name!r}; the artifact has {sorted(self._states)}")
@@ -65,7 +65,7 @@ class States:
 
     def cut(self, name: str) -> SizedSharding:
         """Returns how a state is cut."""
-        return self[name].spec.cut(self._manifest.atoms, {})
+        return self[name].cut(self._manifest.atoms, {})
 
     def value(self, name: str) -> Any:
         """Returns the OrtValue of a state, always the same one.
@@ -82,7 +82,7 @@ class States:
                     f"state {name!r} is held by the stages {list(state.stages)}, and rank "
                     f"{self._rank} is of stage {self._stage}"
                 )
-            dtype, shape = DTYPES[state.spec.dtype], self.cut(name).local_shape
+            dtype, shape = DTYPES[state.dtype], self.cut(name).local_shape
             initial = self._initial(state, shape)
             if self._loader.device is Device.CPU:
                 memory = aligned_zeros(shape, dtype.dtype)
@@ -110,7 +110,7 @@ class States:
 
     def memory(self, name: str) -> Array:
         """Returns host memory for this rank's part of a state, into which copying is fast."""
-        dtype, shape = DTYPES[self[name].spec.dtype].dtype, self.cut(name).local_shape
+        dtype, shape = DTYPES[self[name].dtype].dtype, self.cut(name).local_shape
         queue = self._loader.queue
         return np.empty(shape, dtype) if queue is None else queue.pinned(shape, dtype)
 
@@ -142,7 +142,7 @@ class States:
 
     def clear(self, name: str) -> None:
         """Makes this rank's part of a state zero."""
-        self.set(name, np.zeros((), DTYPES[self[name].spec.dtype].dtype))
+        self.set(name, np.zeros((), DTYPES[self[name].dtype].dtype))
 
     def reset(self) -> None:
         """Makes every state what it was in the beginning."""
@@ -165,13 +165,13 @@ class States:
             whole = np.broadcast_to(part, self.cut(name).local_shape)
             copy_in(self._values[name].data_ptr(), np.asarray(whole, order="C"))
 
-    def _initial(self, state: State, shape: tuple[int, ...]) -> Array:
+    def _initial(self, state: StateEntry, shape: tuple[int, ...]) -> Array:
         """Returns what a state begins with: its shard, or zeros that take no memory."""
         if state.kind in FROM_FILES:
             return self._weights(state, shape)
-        return np.broadcast_to(np.zeros((), DTYPES[state.spec.dtype].dtype), shape)
+        return np.broadcast_to(np.zeros((), DTYPES[state.dtype].dtype), shape)
 
-    def _weights(self, state: State, shape: tuple[int, ...]) -> Array:
+    def _weights(self, state: StateEntry, shape: tuple[int, ...]) -> Array:
         """Returns this rank's shard of a parameter, which lies in a file."""
         name = state.parameter
         shards = self._manifest.parameters[name].shards
@@ -185,7 +185,7 @@ class States:
             except InputError as error:
                 raise ArtifactError(str(error)) from None
         array = self._files[file].get(name)
-        wanted = DTYPES[state.spec.dtype].dtype
+        wanted = DTYPES[state.dtype].dtype
         if array is None or array.shape != shape or array.dtype != wanted:
             got = "nothing" if array is None else f"{array.dtype} {array.shape}"
             raise ArtifactError(f"{where}: expected {wanted} {shape} in {file}, got {got}")

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES, lossless
+from onnxpar_format.entries import COUNTERS
+from onnxpar_format.manifest import FROM_FILES, Training
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
@@ -27,8 +29,7 @@ from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError,
 from onnxpar_runtime.executor import LOSS_WEIGHT
 from onnxpar_runtime.gather import gather_to_root, join_outputs
 from onnxpar_runtime.inputs import Inputs
-from onnxpar_runtime.manifest import COUNTERS, Manifest, Training
-from onnxpar_runtime.manifest_entries import FROM_FILES
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.pipeline.trace import write_trace
 from onnxpar_runtime.pipeline.work import Micro
@@ -409,7 +410,7 @@ class Trainer:
     def _weighs(self) -> bool:
         """Whether the evaluation takes a weight of the loss."""
         parts = [self.manifest.program(name) for name in self.manifest.parts(EVALUATION)]
-        return any(s.loss_weight for part in parts for s in part.system_inputs)
+        return any(s.kind == "loss_weight" for part in parts for s in part.system_inputs)
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -501,7 +502,7 @@ class Trainer:
         stage = min(state.stages)
         if self.manifest.stage_of(self.rank.index) != stage:
             part = None
-        first, dtype = stage * self.manifest.stage_devices, DTYPES[state.spec.dtype].dtype
+        first, dtype = stage * self.manifest.stage_devices, DTYPES[state.dtype].dtype
         return gather_to_root(self.rank, states.cut(name), part, first, dtype)
 
     def load_parameters(self, arrays: Mapping[str, Array]) -> None:
@@ -561,7 +562,7 @@ class Trainer:
 
     def _part(self, name: str, array: Array) -> Array:
         states = self._states
-        cut, dtype = states.cut(name), DTYPES[states[name].spec.dtype].dtype
+        cut, dtype = states.cut(name), DTYPES[states[name].dtype].dtype
         converted = lossless(array, dtype)
         if converted is None or array.shape != cut.shape:
             raise InputError(

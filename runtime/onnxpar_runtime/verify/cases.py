@@ -5,9 +5,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from onnxpar_format.entries import ProgramEntry, SymbolEntry
 from onnxpar_format.expressions import bare_name
 from onnxpar_runtime.errors import InputError, SymbolValueError
-from onnxpar_runtime.manifest import Manifest, ProgramEntry, SymbolEntry
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert
 from onnxpar_runtime.symbol_checks import bind_symbols, check_equal_sizes, check_symbols
 

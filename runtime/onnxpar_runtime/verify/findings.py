@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.entries import TensorEntry
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.group import Ranks
-from onnxpar_runtime.manifest import TensorSpec
 from onnxpar_runtime.traffic import compare_bytes
 
 Array = NDArray[Any]
@@ -127,7 +127,7 @@ class Findings:
 
     def outputs(
         self,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[TensorEntry],
         expected: Mapping[str, Array],
         got: Mapping[str, Array],
         where: str = "",

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import ProgramEntry, TensorEntry
 from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.manifest import ProgramEntry, TensorSpec
 from onnxpar_runtime.verify.references import Reference, reference_run
 
 Array = NDArray[Any]
@@ -99,7 +99,7 @@ def random_feeds(
     return feeds
 
 
-def _shape(spec: TensorSpec, values: Mapping[str, int]) -> tuple[int, ...]:
+def _shape(spec: TensorEntry, values: Mapping[str, int]) -> tuple[int, ...]:
     try:
         return tuple(evaluate(size, values) for size in spec.shape)
     except ExpressionError as error:
@@ -187,7 +187,7 @@ def index_spans(
         floats |= {s.name: np.ones_like(floats[s.name]) for s in integers}
         usual = _shapes(reference_run(reference, floats, values))
 
-    def admits(spec: TensorSpec, value: int) -> bool:
+    def admits(spec: TensorEntry, value: int) -> bool:
         feeds = dict(floats)
         feeds[spec.name] = np.full_like(feeds[spec.name], value)
         try:
@@ -211,7 +211,7 @@ def index_spans(
 
 
 def _limit(
-    admits: Callable[[int], bool], spec: TensorSpec, base: int, known: Span | None
+    admits: Callable[[int], bool], spec: TensorEntry, base: int, known: Span | None
 ) -> int | None:
     """Returns the smallest value above `base`, which is admitted, that is not, as far as asked."""
     top = min(_MAX_INDEX, int(np.iinfo(DTYPES[spec.dtype].dtype).max))

@@ -9,9 +9,10 @@ import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
+from onnxpar_format.manifest import FILE_NAME
 from onnxpar_runtime.errors import ArtifactError, InputError
 from onnxpar_runtime.group import ThreadsGroup
-from onnxpar_runtime.manifest import FILE_NAME, Manifest
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]

@@ -28,9 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.manifest import StateEntry
 from onnxpar_format.options import Settings, VerifyOptions
 from onnxpar_runtime.errors import ArtifactError, TrainingError
-from onnxpar_runtime.manifest import Manifest, State
+from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training import limits
 from onnxpar_runtime.training.group import TrainerGroup
@@ -79,12 +80,10 @@ def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
     return whole
 
 
-def _parameters(states: Mapping[str, State]) -> dict[str, str]:
+def _parameters(states: Mapping[str, StateEntry]) -> dict[str, str]:
     """Returns the parameters among the states, with type and shape as a text."""
     return {
-        s.parameter: f"{s.spec.dtype}{list(s.spec.shape)}"
-        for s in states.values()
-        if s.kind == "parameter"
+        s.parameter: f"{s.dtype}{list(s.shape)}" for s in states.values() if s.kind == "parameter"
     }
 
 
@@ -303,7 +302,7 @@ class Comparison:
                 # largest gradient, and what gradients moved that jump.
                 size = float(np.abs(wanted[parameter]).max(initial=0.0))
                 allowed = 2 * allowed + size * 2 * moved / max(expected.grad_norm, tiny)
-            tensor, unit = tensors[parameter], _unit(self.states[name].spec.dtype)
+            tensor, unit = tensors[parameter], _unit(self.states[name].dtype)
             kind = self.hyper.parameters.kind
             limit = limits.after_step(kind, allowed, tensor, work.hyper, work.step, unit)
             for state, difference, part in self._apart(where, parameter, tensor, limit):
@@ -333,10 +332,10 @@ class Comparison:
     def _kind(self, kind: str) -> dict[str, str]:
         return {s.parameter: n for n, s in self.states.items() if s.kind == kind}
 
-    def _unit(self, state: State) -> float:
+    def _unit(self, state: StateEntry) -> float:
         """Returns the unit of rounding of what is computed for a state."""
         compute = self.ranks.manifest.trained().compute
-        return max(_unit(state.spec.dtype), _unit(compute or state.spec.dtype))
+        return max(_unit(state.dtype), _unit(compute or state.dtype))
 
     def _of_one(self, name: str) -> Array:
         return self.one.members[0].state(name).astype(np.float64)
@@ -370,7 +369,7 @@ class Comparison:
             scale = float(np.abs(wanted[parameter]).max(initial=0.0))
             rounding = limits.NOISE_ULPS * self._unit(state) * largest
             noise[parameter] = (
-                self.found.rtol(state.spec.dtype) * scale + rounding + self.found.options.atol
+                self.found.rtol(state.dtype) * scale + rounding + self.found.options.atol
             )
         return noise
 
@@ -381,7 +380,7 @@ class Comparison:
         for name, array in running.items():
             state = self.states[name]
             scale = float(np.abs(array).max(initial=0.0))
-            rtol = self.found.rtol(state.spec.dtype)
+            rtol = self.found.rtol(state.dtype)
             bounds[name] = limits.of_statistic(rtol, scale, largest, self._unit(state))
         return bounds
 
@@ -415,7 +414,7 @@ class Comparison:
         top, worst = 0.0, ""
         for parameter, (difference, same) in found.items():
             name = self._kind("gradient")[parameter]
-            rtol = self.found.rtol(self.states[name].spec.dtype)
+            rtol = self.found.rtol(self.states[name].dtype)
             scale = noise[parameter] / rtol if rtol else np.abs(wanted[parameter]).max(initial=0.0)
             relative = float(difference / scale) if scale else difference
             self.found.note(name, difference, relative)

@@ -12,6 +12,7 @@ from onnxpar.frontend.load import load
 from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.parameters.trainable import Counts, Selection, select
+from onnxpar_format.manifest import TrainingTensor
 from tests.onnxpar.parameters.declared import read
 
 MODEL = """g (float[n, 4] x, int64[n] ids) => (float[n, 4] y)
@@ -159,17 +160,17 @@ def test_patterns_that_match_nothing(option: str, pattern: str, message: str) ->
 def test_what_the_loss_does_not_reach_is_told() -> None:
     selection = chosen(sample(), freeze=["b1"])
     unreached = {"table": "behind ArgMax"}
-    entries = {entry["name"]: entry for entry in selection.entries(unreached)}
-    assert entries["table"] == {
-        "name": "table",
-        "elements": 12,
-        "trained": False,
-        "parameter": True,
-        "reason": "behind ArgMax",
-        "rule": "it is the weight of node 'look'",
-        "used_by": ["look"],
-    }
-    assert entries["b1"]["reason"] == "frozen"
+    entries = {entry.name: entry for entry in selection.told(unreached)}
+    assert entries["table"] == TrainingTensor(
+        name="table",
+        elements=12,
+        trained=False,
+        parameter=True,
+        reason="behind ArgMax",
+        rule="it is the weight of node 'look'",
+        used_by=("look",),
+    )
+    assert entries["b1"].reason == "frozen"
     assert selection.counts(unreached) == Counts(37, 53, 4, 6)
 
 

@@ -18,8 +18,8 @@ def put(boxes: tuple[ShardBox, ...], part: NDArray[np.int64], whole: NDArray[np.
 
 def test_replicas_share_the_work_and_no_element_is_written_twice(tmp_path: Path) -> None:
     manifest = Manifest.load(regression(tmp_path / "a", ranks=2))
-    assert [s.spec.name for s in kept_states(manifest)] == ["onnxpar.moment1.w", "w"]
-    assert [(part.state.spec.name, part.rank) for part in written(manifest)] == [
+    assert [s.name for s in kept_states(manifest)] == ["onnxpar.moment1.w", "w"]
+    assert [(part.state.name, part.rank) for part in written(manifest)] == [
         ("onnxpar.moment1.w", 0),
         ("w", 1),
     ]

@@ -17,10 +17,11 @@ from safetensors.numpy import load_file
 
 from onnxpar.cli import main
 from onnxpar.strategy import Strategy
+from onnxpar_format.checkpoint import FILE_NAME, Progress
 from onnxpar_format.options import Saving, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import reshard as module
-from onnxpar_runtime.checkpoint.contents import FILE_NAME, Checkpoint, Progress
+from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.folder import resolve
 from onnxpar_runtime.checkpoint.reshard import export_weights, merge, pieces_of, reshard
 from onnxpar_runtime.checkpoint.writer import Checkpointer

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxpar_format.entries import SymbolEntry, TensorEntry
 from onnxpar_runtime.errors import InputError, LaunchError
-from onnxpar_runtime.manifest_entries import SymbolEntry, TensorSpec
 from onnxpar_runtime.training.batches import (
     Ahead,
     BatchDim,
@@ -24,8 +24,8 @@ from onnxpar_runtime.training.batches import (
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, places
 from onnxpar_runtime.training.sources import samples as samples_of
 
-X = TensorSpec("x", "float32", ("batch", 2), ((("batch", (0,)),), ((2, ()),)))
-MASK = TensorSpec("mask", "float32", (2,), (((2, ()),),))
+X = TensorEntry("x", "float32", ("batch", 2), ((("batch", (0,)),), ((2, ()),)))
+MASK = TensorEntry("mask", "float32", (2,), (((2, ()),),))
 
 
 def dim(**constraint: int) -> BatchDim:
@@ -181,8 +181,8 @@ def test_evaluation_keeps_the_order_of_the_source() -> None:
 @pytest.mark.parametrize("atoms", [(2,), (3,), (2, 2)])
 def test_a_rank_gets_its_own_rows(atoms: tuple[int, ...]) -> None:
     by = tuple(range(len(atoms)))
-    split = TensorSpec("x", "float32", ("batch", 2), ((("batch", by),), ((2, ()),)))
-    whole = TensorSpec("labels", "int64", ("batch",), ((("batch", by),),))
+    split = TensorEntry("x", "float32", ("batch", 2), ((("batch", by),), ((2, ()),)))
+    whole = TensorEntry("labels", "int64", ("batch",), ((("batch", by),),))
     arrays = {
         "x": np.arange(22, dtype=np.float32).reshape(11, 2),
         "labels": np.arange(11),

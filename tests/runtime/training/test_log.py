@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from onnxpar_format.manifest import Loss, Training, TrainingTensor
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.manifest_entries import Loss, Training, TrainingTensor
 from onnxpar_runtime.training.log import Reporter, StepRecord, on_terminal, what_is_trained
 
 RECORD = StepRecord(
@@ -122,7 +122,7 @@ def test_what_is_trained() -> None:
         tensor("d", False),
         tensor("e", False, "constant"),
     )
-    lines = what_is_trained(Training(loss, "adamw", {}, tensors, ("untied x",), {}))
+    lines = what_is_trained(Training(loss, "adamw", {}, None, tensors, ("untied x",), {}))
     assert lines == [
         "training 2,000 of 4,000 parameters, 2 of 4 tensors, with adamw on softmax_cross_entropy",
         "not trained: c (1,000): frozen",
@@ -135,5 +135,5 @@ def test_what_is_trained() -> None:
 def test_long_lists_are_cut() -> None:
     loss = Loss("mse", None, None, None)
     tensors = tuple(tensor(f"t{i}", False, "frozen") for i in range(8))
-    lines = what_is_trained(Training(loss, "sgd", {}, tensors, (), {}))
+    lines = what_is_trained(Training(loss, "sgd", {}, None, tensors, (), {}))
     assert len(lines) == 7 and lines[-1] == "not trained: and 3 more"

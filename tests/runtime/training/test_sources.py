@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from onnxpar_format.entries import TensorEntry
 from onnxpar_format.expressions import Size
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.manifest import TensorSpec
 from onnxpar_runtime.training.images import resize
 from onnxpar_runtime.training.sources import Request, Samples, Stream, open_source, per_sample
 from tests.runtime.mnist import mnist
 
 
-def spec(name: str, dtype: str, *shape: Size) -> TensorSpec:
-    return TensorSpec(name, dtype, shape, tuple(((size, ()),) for size in shape))
+def spec(name: str, dtype: str, *shape: Size) -> TensorEntry:
+    return TensorEntry(name, dtype, shape, tuple(((size, ()),) for size in shape))
 
 
 LABELS = spec("labels", "int64", "batch")
@@ -23,7 +23,7 @@ IMAGES = spec("x", "float32", "batch", 1, 28, 28)
 ONCE = Request(epoch=1, seed=0, batch_size=None, train=True)
 
 
-def opened(text: str, *specs: TensorSpec, part: str = "train") -> Samples:
+def opened(text: str, *specs: TensorEntry, part: str = "train") -> Samples:
     source = open_source(text, specs, "labels", part)
     assert isinstance(source, Samples)
     return source
@@ -79,7 +79,7 @@ def test_digits_in_the_dtypes_of_the_inputs(dtype: str) -> None:
         ((spec("x", "float32", "b", "h", "w"), LABELS), r"got 'x' \['b', 'h', 'w'\]"),
     ],
 )
-def test_digits_that_do_not_fit(specs: tuple[TensorSpec, ...], message: str) -> None:
+def test_digits_that_do_not_fit(specs: tuple[TensorEntry, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_source("digits", specs, "labels")
 

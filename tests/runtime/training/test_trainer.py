@@ -462,7 +462,7 @@ def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
         ),
         (
             lambda raw: raw["training"]["states"][0].update(parameter="v"),
-            "'w'.parameter: expected one of the parameters, got 'v'",
+            "'w'.parameter: expected one of the parameters .*, got 'v'",
         ),
         (
             lambda raw: raw["training"]["states"][0]["dims"][0][0].update(size="n"),
@@ -470,7 +470,7 @@ def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
         ),
         (lambda raw: raw["training"].pop("loss"), "training: 'loss' is missing"),
         (lambda raw: raw["training"]["loss"].update(labels=3), "labels: expected str, got 3"),
-        (lambda raw: raw["training"].update(notices=[1]), "notices: expected a list of names"),
+        (lambda raw: raw["training"].update(notices=[1]), r"notices\[0\]: expected str, got 1"),
         (lambda raw: raw["programs"].pop("optimizer_model"), "no program 'optimizer_model'"),
         (
             lambda raw: raw["parameters"]["w"]["shards"][1].update(ranks=[0]),

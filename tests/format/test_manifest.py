@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from onnxpar_format.entries import SymbolEntry
 from onnxpar_runtime.errors import ArtifactError
-from onnxpar_runtime.manifest import Manifest, SymbolEntry
+from onnxpar_runtime.manifest import Manifest
 from tests.runtime import hand_made
 
 Edit = Callable[[dict[str, Any]], object]
@@ -51,7 +52,10 @@ def test_load(tmp_path: Path) -> None:
         (lambda m: m["symbols"]["batch"].update(same_as="b"), "batch.same_as: expected one of"),
         (lambda m: program(m)["files"].pop(), "2 entries, one a rank"),
         (lambda m: program(m)["files"].__setitem__(0, "../x.onnx"), "without folders"),
-        (lambda m: program(m)["files"].__setitem__(0, "x.onnx"), "not under 'files'"),
+        (
+            lambda m: program(m)["files"].__setitem__(0, "x.onnx"),
+            "files: expected one of the files [",
+        ),
         (lambda m: program(m)["inputs"][0].update(dtype="float8"), "'x'.dtype: expected one of"),
         (lambda m: program(m)["inputs"][0]["dims"].pop(), "'x'.shape: expected 1 sizes"),
         (lambda m: program(m)["inputs"][0]["dims"][1][0].update(atoms=[0]), "at most once"),
@@ -64,7 +68,13 @@ def test_load(tmp_path: Path) -> None:
         (lambda m: program(m).update(equal_sizes={}), "equal_sizes: expected list, got {}"),
         (
             lambda m: program(m).update(equal_sizes=[{"values": ["a"], "dims": [0], "sizes": [1]}]),
-            "equal_sizes: expected two values, two dims and two sizes",
+            "equal_sizes[0]: 'node' is missing",
+        ),
+        (
+            lambda m: program(m).update(
+                equal_sizes=[{"node": "n", "op_type": "Add", "values": ["a"], "dims": [0]}]
+            ),
+            "equal_sizes[0].values: expected 2 items, got ['a']",
         ),
         (lambda m: m["files"]["rank0000.model.onnx"].update(sha256="0"), "64 hexadecimal digits"),
     ],

@@ -1,0 +1,354 @@
+"""What a manifest says of symbols, tensors, programs, parameters and files.
+
+Sizes are integers or integer arithmetic over the symbols' names. The order of fields here is their
+order in the file.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from onnxpar_format.boxes import ShardBox, SizedSharding
+from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.expressions import Size, evaluate
+from onnxpar_format.records import KEYED, NONE_GIVEN, OPTIONAL, Check, Key, Problem
+
+COUNTERS = ("seed", "step", "micro_batch")
+"""What random numbers are keyed by, next to the node that draws them."""
+
+
+def one_of(values: Sequence[str]) -> Check:
+    """Returns the check of a text that is one of some."""
+    return Check(f"one of {[str(v) for v in values]}", frozenset(values).__contains__)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name is that of a file in the folder itself."""
+    # onnxruntime refuses external data outside a model's folder, and a manifest from elsewhere
+    # must not make the runtime read other people's files.
+    return name not in ("", ".", "..") and "/" not in name and "\\" not in name
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+FileName = Annotated[str, Check("a file name without folders", is_file_name)]
+Digest = Annotated[str, Check("64 hexadecimal digits", _is_digest)]
+ElementName = Annotated[str, one_of(sorted(DTYPES))]
+"""ONNX's name of the element type in lower case (`float32`)."""
+Positive = Annotated[int, Check("a number >= 1", lambda number: number >= 1)]
+
+
+@dataclass(frozen=True)
+class SymbolEntry:
+    """Constraint of a symbolic dim: its value is divisor·N + remainder, N ≥ 1, in [min, max].
+
+    Attributes:
+        min: Smallest value.
+        max: Largest value; no limit unless it is larger than `min`.
+        divisor: The d of d·N + r.
+        remainder: The r of d·N + r, 0 ≤ r < d.
+        unique: Whether every use is the same number.
+        per_rank: Whether data-parallel ranks may have different values.
+        same_as: Another symbol whose value this one must have.
+    """
+
+    min: int = 1
+    max: int = 0
+    divisor: int = 1
+    remainder: int = 0
+    unique: bool = False
+    per_rank: bool = False
+    same_as: Annotated[str | None, OPTIONAL] = None
+
+    @property
+    def constraint(self) -> str:
+        """The constraint for people: `8*N, N >= 1, at most 512`."""
+        text = "N" if self.divisor == 1 else f"{self.divisor}*N"
+        text += f" + {self.remainder}" if self.remainder else ""
+        text += ", N >= 1"
+        if self.min > self.divisor + self.remainder:
+            text += f", at least {self.min}"
+        return text + (f", at most {self.max}" if self.max > self.min else "")
+
+    def admits(self, value: int) -> bool:
+        """Whether the constraint holds for `value`."""
+        if value < max(self.min, self.divisor + self.remainder):
+            return False
+        if self.max > self.min and value > self.max:
+            return False
+        return value % self.divisor == self.remainder
+
+    def admissible(self, start: int, count: int) -> list[int]:
+        """Returns up to `count` admissible values from `start` on, ascending."""
+        first = max(start, self.min, self.divisor + self.remainder)
+        first += (self.remainder - first) % self.divisor
+        values = range(first, first + count * self.divisor, self.divisor)
+        return [v for v in values if self.admits(v)]
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong with it."""
+        if self.divisor < 1 or not 0 <= self.remainder < self.divisor:
+            yield "", "divisor >= 1 and 0 <= remainder < divisor", vars(self)
+
+
+class DimComponent(NamedTuple):
+    """A component of a dim: its size, and the atoms that split it."""
+
+    size: Size
+    atoms: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One input, output, state or parameter: name, element type, and global shape with sharding.
+
+    Attributes:
+        name: Name in the original model and in the rank's graph.
+        dtype: Name of the element type.
+        shape: Global shape as size expressions.
+        dims: Components of each dim.
+    """
+
+    name: str
+    dtype: ElementName
+    shape: tuple[Size, ...]
+    dims: tuple[tuple[DimComponent, ...], ...]
+
+    @property
+    def split_atoms(self) -> tuple[int, ...]:
+        """The atoms that split it."""
+        return tuple(a for dim in self.dims for _, atoms in dim for a in atoms)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong between fields."""
+        if not all(self.dims):
+            yield ".dims", "a list of components a dim", self.dims
+        if len(self.dims) != len(self.shape):
+            yield ".shape", f"{len(self.dims)} sizes", self.shape
+
+    def cut(
+        self,
+        atoms: tuple[int, ...],
+        values: Mapping[str, int],
+        local: tuple[int, ...] | None = None,
+    ) -> SizedSharding:
+        """Returns how the tensor is sharded when the symbols have these values.
+
+        Args:
+            atoms: Sizes of the mesh's atoms.
+            values: Values of the symbols.
+            local: Local shape of a shard, which gives the size of a dim that is not split and whose
+                expression has a symbol without a value (a size that depends on data).
+
+        Raises:
+            ExpressionError: A size cannot be evaluated and `local` does not give it.
+        """
+        dims: list[tuple[tuple[int, tuple[int, ...]], ...]] = []
+        for index, dim in enumerate(self.dims):
+            if len(dim) == 1 and not dim[0][1] and local is not None:
+                dims.append(((local[index], ()),))
+            else:
+                dims.append(tuple((evaluate(size, values), by) for size, by in dim))
+        return SizedSharding(atoms, tuple(dims))
+
+
+@dataclass(frozen=True)
+class SystemInput:
+    """An input that the runtime fills.
+
+    Symbols, coordinates and counters are int64 of shape [1]; the loss weight is a float32 scalar, a
+    hyperparameter a float64 scalar.
+
+    Attributes:
+        name: Name in the rank's graph.
+        kind: Which of the following says what it takes; a loss weight is what the loss is
+            multiplied by.
+        symbol: The symbol whose global value it takes.
+        atom: The atom whose coordinate of the rank it takes.
+        counter: The session's counter that it takes.
+        hyperparameter: The hyperparameter that it takes (`lr`).
+    """
+
+    name: str
+    kind: Annotated[
+        str, one_of(("symbol", "coordinate", "counter", "loss_weight", "hyperparameter"))
+    ]
+    symbol: Annotated[str | None, OPTIONAL] = None
+    atom: Annotated[int | None, OPTIONAL] = None
+    counter: Annotated[str | None, OPTIONAL] = None
+    hyperparameter: Annotated[str | None, OPTIONAL] = None
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong between fields."""
+        if self.kind == "counter" and self.counter not in COUNTERS:
+            yield "", f"one of the counters {list(COUNTERS)}", self.counter
+        if self.kind == "hyperparameter" and self.hyperparameter is None:
+            yield ".hyperparameter", "its name", None
+
+
+@dataclass(frozen=True)
+class CollectiveEntry:
+    """A collective operator of the program: what it sends, over which atoms, and why.
+
+    Attributes:
+        op: Operator of the domain `onnxpar`.
+        node: Name of the node.
+        value: Name of the global value.
+        atoms: Atoms that span its groups.
+        stages: The pipeline stages that span its groups; none for groups within a stage.
+        bytes: Bytes that a rank sends, as a size expression (may be fractional).
+        reason: Node and operand that want it.
+        before: Layout before.
+        after: Layout after.
+    """
+
+    op: str
+    node: str
+    value: str
+    atoms: tuple[int, ...]
+    stages: tuple[int, ...] | None
+    bytes: Size
+    reason: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class EqualSizes:
+    """Two dims of the operands of a node that every rank takes to be of one size.
+
+    Attributes:
+        node: Name of the node.
+        op_type: Its operator.
+        values: Names of the two global values.
+        dims: Which dim of each.
+        sizes: Its size as an expression.
+    """
+
+    node: str
+    op_type: str
+    values: tuple[str, str]
+    dims: tuple[int, int]
+    sizes: tuple[Size, Size]
+
+
+@dataclass(frozen=True)
+class IndexRangeEntry:
+    """What a node demands of the elements of an input that it reads as indices.
+
+    Attributes:
+        node: Name of the node.
+        op_type: Its operator.
+        input: Name of the input.
+        low: Least element, as an expression.
+        high: Greatest element, as an expression.
+        ignored: An element that is admitted as well, or None.
+    """
+
+    node: str
+    op_type: str
+    input: str
+    low: Size
+    high: Size
+    ignored: int | None
+
+
+@dataclass(frozen=True)
+class StateOutput:
+    """An output of a graph that replaces the value of a state.
+
+    Attributes:
+        name: Name of the output in the rank's graph.
+        state: The state whose buffer receives it.
+    """
+
+    name: str
+    state: str
+
+
+@dataclass(frozen=True)
+class HandedEntry:
+    """A tensor that a program of a pipeline hands to others, of the same micro-batch.
+
+    Attributes:
+        name: Name of the graph's output, and of the input of those that read it.
+        dtype: Name of the element type.
+        shape: Local sizes as expressions; None where the symbols do not tell them.
+    """
+
+    name: str
+    dtype: ElementName
+    shape: tuple[Size, ...] | None
+
+
+@dataclass(frozen=True)
+class HandedInEntry(HandedEntry):
+    """A tensor that a program of a pipeline takes from another.
+
+    Attributes:
+        source: The program that makes it.
+    """
+
+    source: Annotated[str, Key(("from",))]
+
+
+@dataclass(frozen=True)
+class ProgramEntry:
+    """One program of the artifact, a graph per rank.
+
+    Attributes:
+        name: `model`, …
+        files: Graph file of each rank, None where it was not written.
+        inputs: Inputs with global shapes.
+        outputs: Outputs with global shapes; never partial.
+        system_inputs: Inputs that the runtime fills.
+        collectives: In the order in which every rank issues them.
+        equal_sizes: What a run must check, since nothing but the operators says it.
+        index_ranges: Likewise, of the elements of inputs.
+        state_inputs: Graph inputs that are states, by the state's name.
+        state_outputs: Graph outputs that are new values of states.
+        handed_in: Graph inputs that other programs of the pipeline make.
+        handed_out: Graph outputs that other programs of the pipeline read.
+    """
+
+    name: Annotated[str, KEYED]
+    files: tuple[FileName | None, ...]
+    inputs: tuple[TensorEntry, ...]
+    outputs: tuple[TensorEntry, ...]
+    system_inputs: tuple[SystemInput, ...]
+    collectives: tuple[CollectiveEntry, ...]
+    equal_sizes: Annotated[tuple[EqualSizes, ...], OPTIONAL] = NONE_GIVEN
+    index_ranges: Annotated[tuple[IndexRangeEntry, ...], OPTIONAL] = NONE_GIVEN
+    state_inputs: Annotated[tuple[str, ...], OPTIONAL] = NONE_GIVEN
+    state_outputs: Annotated[tuple[StateOutput, ...], OPTIONAL] = NONE_GIVEN
+    handed_in: Annotated[tuple[HandedInEntry, ...], OPTIONAL] = NONE_GIVEN
+    handed_out: Annotated[tuple[HandedEntry, ...], OPTIONAL] = NONE_GIVEN
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One unique shard of a parameter: who holds it, where it is stored, which boxes it has."""
+
+    ranks: tuple[int, ...]
+    file: FileName
+    boxes: tuple[ShardBox, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParameterEntry(TensorEntry):
+    """A parameter and its shards. It may be of any element type: onnxruntime reads it, not we."""
+
+    name: Annotated[str, KEYED]
+    dtype: str
+    shards: tuple[ShardFile, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Checksum (hexadecimal SHA-256) and size in bytes of a file of the directory."""
+
+    sha256: Digest
+    bytes: int

@@ -1,0 +1,432 @@
+"""`manifest.json` (schema 1) of an artifact directory: all that it says, and what must hold of it.
+
+The manifest is the only thing that the runtime knows of the transformer's decisions: mesh, symbols,
+programs with their inputs and outputs, parameters as explicit boxes of indices, files with
+checksums. The order of fields here is their order in the file.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+from onnxpar_format.entries import (
+    FileEntry,
+    ParameterEntry,
+    Positive,
+    ProgramEntry,
+    SymbolEntry,
+    TensorEntry,
+    is_file_name,
+    one_of,
+)
+from onnxpar_format.expressions import Size
+from onnxpar_format.records import (
+    LISTED,
+    OPTIONAL,
+    Absent,
+    FormatError,
+    Key,
+    Problem,
+    from_json,
+    load_json,
+)
+
+FILE_NAME = "manifest.json"
+SCHEMA = 1
+
+
+class StateKind(StrEnum):
+    """What a buffer between runs is for.
+
+    Attributes:
+        PARAMETER: A trained parameter.
+        GRADIENT: Its gradient, summed over the micro-batches of a step so far.
+        MICRO_GRADIENT: Its gradient of one micro-batch, where a step has several.
+        MOMENT1: The momentum, or the mean of gradients.
+        MOMENT2: The mean of squared gradients.
+        STATISTIC: A running statistic of the model, which every micro-batch updates.
+    """
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    MICRO_GRADIENT = "micro_gradient"
+    MOMENT1 = "moment1"
+    MOMENT2 = "moment2"
+    STATISTIC = "statistic"
+
+
+FROM_FILES: tuple[str, ...] = (StateKind.PARAMETER, StateKind.STATISTIC)
+"""Kinds of states that are weights of the model."""
+
+
+@dataclass(frozen=True)
+class VirtualStage:
+    """The programs of one virtual stage.
+
+    Attributes:
+        forward: Name of the program of the forward.
+        backward: That of the backward; None where nothing is differentiated.
+        weight: The part of the backward that no other stage waits for; None where it is whole.
+    """
+
+    forward: str
+    backward: str | None = None
+    weight: str | None = None
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """Names of the programs, in the order in which a micro-batch runs through them."""
+        return tuple(n for n in (self.forward, self.backward, self.weight) if n is not None)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a pipeline, each on a mesh of its own.
+
+    Virtual stage s is chunk s // stages of stage s % stages. The rank at a place on the mesh of a
+    stage exchanges values with those at the same place of other stages.
+
+    Attributes:
+        stages: Number of stages.
+        chunks: Virtual stages of each stage.
+        schedule: Name of the schedule.
+        micro_batches: Micro-batches of a step, unless another number is asked for.
+        parts: The programs that each program consists of. One that runs through the stages has for
+            each virtual stage its `forward` and perhaps `backward` and `weight`; one that works on
+            states alone has an `update` for each stage (the optimizer's) or virtual stage (the
+            accumulation's).
+    """
+
+    stages: Positive
+    chunks: Positive
+    schedule: str
+    micro_batches: Positive
+    parts: Annotated[Mapping[str, tuple[Mapping[str, str | None], ...]], Key(("programs",))]
+
+    @property
+    def virtual_stages(self) -> int:
+        """Their number."""
+        return self.stages * self.chunks
+
+    @property
+    def programs(self) -> dict[str, tuple[VirtualStage, ...]]:
+        """Of each program that runs through the stages its parts, by virtual stage."""
+        return {
+            name: tuple(
+                VirtualStage(p["forward"] or "", p.get("backward"), p.get("weight")) for p in parts
+            )
+            for name, parts in self.parts.items()
+            if name not in self.updates
+        }
+
+    @property
+    def updates(self) -> dict[str, tuple[str, ...]]:
+        """Of each program that works on states alone its parts, by stage or virtual stage."""
+        return {
+            name: tuple(part["update"] or "" for part in parts)
+            for name, parts in self.parts.items()
+            if all("update" in part for part in parts)
+        }
+
+    def part_problems(self) -> Iterator[Problem]:
+        """Yields what is wrong with the parts."""
+        for name, parts in self.parts.items():
+            kind = "update" if all("update" in part for part in parts) else "forward"
+            for part in parts:
+                if part.get(kind) is None:
+                    yield f".pipeline.programs.{name}", f"a program under {kind!r}", part
+            allowed = {self.virtual_stages, self.stages if kind == "update" else 0} - {0}
+            if len(parts) not in allowed:
+                expected = f"{' or '.join(map(str, sorted(allowed)))} entries"
+                yield f".pipeline.programs.{name}", expected, len(parts)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss that is trained on.
+
+    Attributes:
+        kind: `softmax_cross_entropy`, `mse`, `mae`, `bce`, or `output` for one of the model's own.
+        labels: Name of the input with the labels, or None.
+        ignore_index: The label that does not count, or None.
+        count: What its mean is over, as a size expression; None where that is not known, and a
+            batch counts by its rows.
+    """
+
+    kind: str
+    labels: str | None
+    ignore_index: int | None
+    count: Size | None
+
+
+ONE_STAGE = Absent((0,))
+
+
+@dataclass(frozen=True)
+class StateEntry(TensorEntry):
+    """A tensor that the runtime keeps between runs, on the device, and updates in place.
+
+    Attributes:
+        name: Its name.
+        dtype: Name of the element type.
+        shape: Global shape, of integers.
+        dims: Components of each dim, of integers.
+        kind: What it is for.
+        parameter: The parameter that it is, or belongs to; of a statistic the statistic itself.
+        partial: Atoms over whose ranks the stored values have still to be added up.
+        stages: The stages of the pipeline that hold it.
+        partial_stages: Whether those stages' values have still to be added up; None without a
+            pipeline.
+    """
+
+    kind: Annotated[str, one_of(tuple(StateKind))]
+    parameter: str
+    partial: tuple[int, ...]
+    stages: Annotated[tuple[int, ...], OPTIONAL] = ONE_STAGE
+    partial_stages: Annotated[bool | None, OPTIONAL] = None
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong between fields."""
+        yield from super().problems()
+        sizes = [n for dim in self.dims for n, _ in dim]
+        if not all(isinstance(n, int) for n in sizes):
+            yield ".dims", "integer sizes", sizes
+
+
+@dataclass(frozen=True)
+class TrainingTensor:
+    """A weight of the model, and whether it is trained.
+
+    Attributes:
+        name: Its name.
+        elements: Number of its elements.
+        trained: Whether the optimizer changes it.
+        parameter: Whether it is a parameter; others are constants and running statistics.
+        reason: Why it is not trained; empty where it is.
+        rule: By what that is known.
+        used_by: Names of the nodes that read it.
+    """
+
+    name: str
+    elements: int
+    trained: bool
+    parameter: bool
+    reason: str
+    rule: str
+    used_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What an artifact for training says beside its programs.
+
+    Attributes:
+        loss: The loss.
+        optimizer: Kind of the optimizer: `sgd`, `momentum`, `adam`, `adamw` or `lamb`.
+        states: By name.
+        compute: The 16-bit type that products are computed in, with float32 parameters; None where
+            there is none.
+        tensors: The weights, trained or not.
+        notices: What the user should hear of.
+        spec: What was asked for, as the transformer understood it.
+    """
+
+    loss: Loss
+    optimizer: Annotated[str, Key(("optimizer", "kind"))]
+    states: Annotated[Mapping[str, StateEntry], LISTED]
+    compute: str | None
+    tensors: tuple[TrainingTensor, ...]
+    notices: tuple[str, ...]
+    spec: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A node that every rank computes whole, with the reason."""
+
+    node: str
+    op_type: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ManifestContents:
+    """What a manifest says.
+
+    Attributes:
+        schema: Version of the format.
+        generator: Name and version of what wrote it.
+        model: Name of the model.
+        axes: Named mesh axes with their sizes, major first.
+        atoms: Sizes of the atoms, major first.
+        devices: Number of ranks.
+        symbols: Constraints by name.
+        programs: By name.
+        parameters: By name.
+        files: Checksums by file name.
+        strategy: The strategy as resolved.
+        replicated: Nodes that every rank computes whole.
+        report: What else the transformer has to tell.
+        training: What there is to say about training; None where the artifact is for inference.
+        pipeline: The stages; None where there is one.
+    """
+
+    schema: int
+    generator: str
+    model: str
+    axes: Annotated[tuple[tuple[str, int], ...], Key(("mesh", "axes"))]
+    atoms: Annotated[tuple[int, ...], Key(("mesh", "atoms"))]
+    devices: int
+    symbols: Mapping[str, SymbolEntry]
+    programs: Mapping[str, ProgramEntry]
+    parameters: Mapping[str, ParameterEntry]
+    files: Mapping[str, FileEntry]
+    strategy: Mapping[str, Any]
+    replicated: tuple[Replicated, ...]
+    report: Mapping[str, Any] | None
+    training: Annotated[Training | None, OPTIONAL] = None
+    pipeline: Annotated[Pipeline | None, OPTIONAL] = None
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return 1 if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def stage_devices(self) -> int:
+        """Number of ranks of a stage."""
+        return self.devices // self.stages
+
+    def stage_of(self, rank: int) -> int:
+        """Returns the stage of a rank."""
+        return rank // self.stage_devices
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong between the parts."""
+        if self.devices < 1 or self.devices % self.stages:
+            expected = f"a divisor of the {self.devices} devices"
+            yield ".pipeline.stages", expected, self.stages
+        if prod(self.atoms) != self.stage_devices or any(a < 2 for a in self.atoms):
+            expected = f"integers > 1 whose product is {self.stage_devices}"
+            yield ".mesh.atoms", expected, list(self.atoms)
+        for name, symbol in self.symbols.items():
+            if symbol.same_as is not None:
+                yield from self._known(f".symbols.{name}.same_as", "symbols", symbol.same_as)
+        for name in self.files:
+            if not is_file_name(name):
+                yield ".files", "a file name without folders", name
+        for name, program in self.programs.items():
+            yield from self._program_problems(f".programs.{name}", program)
+        for name, parameter in self.parameters.items():
+            place = f".parameters.{name}"
+            yield from self._tensor_problems(place, parameter)
+            for shard in parameter.shards:
+                yield from self._known(f"{place}.shards", "files", shard.file)
+                if any(not 0 <= rank < self.devices for rank in shard.ranks):
+                    yield f"{place}.shards", f"ranks from 0 to {self.devices - 1}", shard.ranks
+        for state in (self.training.states if self.training else {}).values():
+            yield from self._state_problems(f".training.states {state.name!r}", state)
+        if self.pipeline is not None:
+            yield from self._pipeline_problems(self.pipeline)
+
+    def _known(self, place: str, what: str, name: str | None) -> Iterator[Problem]:
+        """Names are those of symbols, files, programs or parameters."""
+        known: Mapping[str, object] = getattr(self, what)
+        if name not in known:
+            yield place, f"one of the {what} {sorted(known)}", name
+
+    def _tensor_problems(self, place: str, tensor: TensorEntry) -> Iterator[Problem]:
+        if not self._are_atoms(tensor.split_atoms):
+            yield f"{place}.dims", "each atom of the mesh at most once", list(tensor.split_atoms)
+
+    def _are_atoms(self, used: tuple[int, ...]) -> bool:
+        return len(set(used)) == len(used) and {*used} <= {*range(len(self.atoms))}
+
+    def _program_problems(self, place: str, program: ProgramEntry) -> Iterator[Problem]:
+        if len(program.files) != self.devices:
+            yield f"{place}.files", f"{self.devices} entries, one a rank", program.files
+        for file in program.files:
+            if file is not None:
+                yield from self._known(f"{place}.files", "files", file)
+        for key, tensors in (("inputs", program.inputs), ("outputs", program.outputs)):
+            for tensor in tensors:
+                yield from self._tensor_problems(f"{place}.{key} {tensor.name!r}", tensor)
+        for entry in program.system_inputs:
+            at = f"{place}.system_inputs {entry.name!r}"
+            if entry.kind == "symbol":
+                yield from self._known(at, "symbols", entry.symbol)
+            if entry.kind == "coordinate" and entry.atom not in range(len(self.atoms)):
+                yield at, f"an atom from 0 to {len(self.atoms) - 1}", entry.atom
+        states = self.training.states if self.training else {}
+        for name in (*program.state_inputs, *(o.state for o in program.state_outputs)):
+            if name not in states:
+                yield place, "states of 'training'", name
+
+    def _state_problems(self, place: str, state: StateEntry) -> Iterator[Problem]:
+        yield from self._tensor_problems(place, state)
+        if not self._are_atoms((*state.split_atoms, *state.partial)):
+            yield f"{place}.partial", "atoms that do not split it, once each", list(state.partial)
+        yield from self._known(f"{place}.parameter", "parameters", state.parameter)
+        every = list(range(self.stages))
+        held = state.stages
+        if not held or not {*held} <= {*every} or len(set(held)) != len(held):
+            yield f"{place}.stages", f"different stages of {every}", list(held)
+
+    def _pipeline_problems(self, pipeline: Pipeline) -> Iterator[Problem]:
+        """The parts are programs, have graphs on their stages alone, and fit together."""
+        yield from pipeline.part_problems()
+        for name in pipeline.programs:
+            yield from self._known(f".pipeline.programs.{name}", "programs", name)
+        for stages in pipeline.programs.values():
+            for index, stage in enumerate(stages):
+                for name in stage.programs:
+                    yield from self._part_problems(name, index % pipeline.stages)
+        for updates in pipeline.updates.values():
+            for index, name in enumerate(updates):
+                yield from self._part_problems(name, index % pipeline.stages)
+
+    def _part_problems(self, name: str, stage: int) -> Iterator[Problem]:
+        yield from self._known(".pipeline.programs", "programs", name)
+        ranks = [r for r, file in enumerate(self.programs[name].files) if file is not None]
+        if any(self.stage_of(rank) != stage for rank in ranks):
+            expected = f"files for the ranks of stage {stage} alone"
+            yield f".programs.{name}.files", expected, ranks
+        for value in self.programs[name].handed_in:
+            source = self.programs.get(value.source)
+            made = source and {(v.name, v.dtype, v.shape) for v in source.handed_out}
+            if not made or (value.name, value.dtype, value.shape) not in made:
+                place = f".programs.{name}.handed_in {value.name!r}"
+                yield place, f"{value.source!r} to hand it out alike", value
+
+
+def manifest_json(directory: Path) -> Any:
+    """Returns the content of a directory's manifest, which need not be valid.
+
+    Raises:
+        FormatError: There is no such directory, it has no manifest, or one that is no JSON.
+    """
+    if not directory.is_dir():
+        raise FormatError(f"{directory}: no such directory")
+    missing = (
+        f"not an artifact directory, it has no {FILE_NAME} (is it the output of `onnxpar shard`?)"
+    )
+    return load_json(directory / FILE_NAME, missing)
+
+
+def read_manifest(directory: Path) -> ManifestContents:
+    """Reads and validates a directory's manifest.
+
+    Raises:
+        FormatError: It is missing, malformed, or of another schema.
+    """
+    raw, path = manifest_json(directory), directory / FILE_NAME
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if type(schema) is int and schema != SCHEMA:
+        raise FormatError(
+            f"{path}: expected schema {SCHEMA}, got {schema}: it was written by another version of "
+            "onnxpar; run `onnxpar shard` again"
+        )
+    return from_json(ManifestContents, raw, f"{path}: manifest")

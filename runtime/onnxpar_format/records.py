@@ -1,0 +1,301 @@
+"""Frozen dataclasses to JSON and back, by the types of their fields.
+
+A record is a frozen dataclass, or a named tuple, of numbers, texts, tuples, mappings and other
+records. Its fields in their order are the JSON object. What a type does not say, a mark in
+`Annotated` says: `Check`, `Key`, `KEYED`, `LISTED` or `OPTIONAL`. Conditions on several fields are
+in the record's method `problems`. A field that may be None may be missing. Keys that are not known
+are ignored.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+R = TypeVar("R")
+
+Problem = tuple[str, str, object]
+"""What is wrong with a record: the place in it (`.dims`), what is expected there, what is there."""
+
+
+class FormatError(Exception):
+    """A file that is not what its format says; the message names file, place, expected and got."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition on a field: what is expected, for people, and whether a value is that."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Key:
+    """The keys, from the outermost, under which a field stands; by default its name."""
+
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A mark on a field that needs no arguments."""
+
+    meaning: str
+
+
+KEYED = Mark("the field is the key under which a mapping has the record")
+LISTED = Mark("the mapping of records by name stands as a list of them")
+OPTIONAL = Mark("the key may be missing, and is where the field is its very default")
+
+
+class Absent(tuple[Any, ...]):
+    """The default of an optional tuple: equal to others with these elements, but not written."""
+
+
+NONE_GIVEN = Absent()
+
+
+class _Checked(Protocol):
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong between fields."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    path: tuple[str, ...]
+    read: "_Read"
+    default: Any
+    marks: tuple[Any, ...]
+
+
+_Read = Callable[[Any, str], Any]
+_PLAIN: Mapping[Any, tuple[type, ...]] = {
+    int: (int,),
+    str: (str,),
+    bool: (bool,),
+    float: (int, float),
+}
+
+
+def load_json(path: Path, missing: str) -> Any:
+    """Returns the content of a file.
+
+    Args:
+        path: The file.
+        missing: What to say where its folder has none.
+
+    Raises:
+        FormatError: It cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(f"{path.parent}: {missing}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not valid JSON: {error}") from None
+
+
+def from_json(kind: type[R], raw: Any, place: str) -> R:
+    """Returns the record that plain data says.
+
+    Args:
+        kind: The record's class.
+        raw: The data.
+        place: What the data is, for messages: each begins with it.
+
+    Raises:
+        FormatError: The data is not as the record's fields and checks say.
+    """
+    read: _Read = _reader(cast(Any, kind))
+    return cast(R, read(raw, place))
+
+
+def to_json(value: Any) -> Any:
+    """Returns a record, or what holds records, as plain data."""
+    if _is_record(type(value)):
+        found: dict[str, Any] = {}
+        for field in _fields(cast(Any, type(value))):
+            item = getattr(value, field.name)
+            if KEYED in field.marks or (OPTIONAL in field.marks and item is field.default):
+                continue
+            into = found
+            for key in field.path[:-1]:
+                into = into.setdefault(key, {})
+            listed = LISTED in field.marks
+            into[field.path[-1]] = to_json(tuple(item.values()) if listed else item)
+        return found
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    return value
+
+
+def failure(place: str, expected: str, got: object) -> FormatError:
+    """Returns the error for a place that has something else than expected."""
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return FormatError(f"{place}: expected {expected}, got {shown}")
+
+
+def _is_record(hint: Any) -> bool:
+    return is_dataclass(hint) or hasattr(hint, "_fields")
+
+
+@lru_cache
+def _fields(kind: Any) -> tuple[_Field, ...]:
+    declared: Mapping[str, Field[Any]] = getattr(kind, "__dataclass_fields__", {})
+    found = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        key = next((m for m in marks if isinstance(m, Key)), Key((name,)))
+        default = declared[name].default if name in declared else MISSING
+        if OPTIONAL not in marks:
+            # What has no value may be missing, whatever else a record has for a default.
+            plain = get_args(hint)[0] if marks else hint
+            default = None if NoneType in get_args(plain) else MISSING
+        found.append(_Field(name, key.path, _reader(hint), default, marks))
+    return tuple(found)
+
+
+@lru_cache
+def _reader(hint: Any) -> _Read:
+    """Returns what reads values of a type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _marked(arguments[0], arguments[1:])
+    if hint is Any:
+        return lambda raw, place: raw
+    if _is_record(hint):
+        return lambda raw, place: _record(hint, raw, place)
+    if origin is tuple:
+        return _tuple(arguments)
+    if origin is Mapping:
+        return _mapping(arguments[1])
+    if NoneType in arguments:
+        # `Union[x]` is x.
+        inner = _reader(Union[tuple(a for a in arguments if a is not NoneType)])  # noqa: UP007
+        return lambda raw, place: None if raw is None else inner(raw, place)
+    return _plain(arguments if origin in (Union, UnionType) else (hint,))
+
+
+def _plain(kinds: tuple[Any, ...]) -> _Read:
+    """Of one of the plain types; a boolean is no number."""
+    allowed = tuple(t for kind in kinds for t in _PLAIN[kind])
+    names = " or ".join(kind.__name__ for kind in kinds)
+
+    def read(raw: Any, place: str) -> Any:
+        if not isinstance(raw, allowed) or (isinstance(raw, bool) and bool not in allowed):
+            raise failure(place, names, raw)
+        try:
+            return float(cast(float, raw)) if float in allowed else raw
+        except OverflowError:
+            raise failure(place, "a number of 64 bits", raw) from None
+
+    return read
+
+
+def _tuple(arguments: tuple[Any, ...]) -> _Read:
+    items = [_reader(a) for a in arguments if a is not ...]
+    count = None if arguments[-1:] == (...,) else len(items)
+
+    def read(raw: Any, place: str) -> Any:
+        if not isinstance(raw, list):
+            raise failure(place, "list", raw)
+        if count is None:
+            return tuple(items[0](item, _item(place, i, item)) for i, item in enumerate(raw))
+        if len(raw) != count:
+            raise failure(place, f"{count} items", raw)
+        return tuple(
+            each(item, f"{place}[{i}]")
+            for i, (each, item) in enumerate(zip(items, raw, strict=True))
+        )
+
+    return read
+
+
+def _item(place: str, index: int, raw: Any) -> str:
+    """The place of a list's item: its name where it has one."""
+    name = raw.get("name") if isinstance(raw, dict) else None
+    return f"{place} {name!r}" if isinstance(name, str) else f"{place}[{index}]"
+
+
+def _mapping(hint: Any) -> _Read:
+    if _is_record(hint):
+        return lambda raw, place: {
+            key: _record(hint, item, f"{place}.{key}", key)
+            for key, item in _object(raw, place).items()
+        }
+    read = _reader(hint)
+    return lambda raw, place: {
+        key: read(item, f"{place}.{key}") for key, item in _object(raw, place).items()
+    }
+
+
+def _marked(hint: Any, marks: tuple[Any, ...]) -> _Read:
+    checks = [m for m in marks if isinstance(m, Check)]
+    inner = _tuple((get_args(hint)[1], ...)) if LISTED in marks else _reader(hint)
+
+    def read(raw: Any, place: str) -> Any:
+        value = inner(raw, place)
+        if LISTED in marks:
+            found = {item.name: item for item in value}
+            if len(found) != len(value):
+                names = [item.name for item in value]
+                twice = next(name for name in names if names.count(name) > 1)
+                raise failure(place, "each name once", twice)
+            return found
+        for check in checks:
+            if not check.holds(value):
+                raise failure(place, check.expected, raw)
+        return value
+
+    return read
+
+
+def _object(raw: Any, place: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise failure(place, "an object", raw)
+    return raw
+
+
+def _record(kind: Any, raw: Any, place: str, name: str | None = None) -> Any:
+    _object(raw, place)
+    values: dict[str, Any] = {}
+    for field in _fields(kind):
+        if KEYED in field.marks:
+            values[field.name] = name
+            continue
+        inside, at = raw, place
+        for key in field.path:
+            if key not in _object(inside, at):
+                if field.default is MISSING:
+                    raise FormatError(f"{at}: {key!r} is missing")
+                values[field.name] = field.default
+                break
+            inside, at = inside[key], f"{at}.{key}"
+        else:
+            values[field.name] = field.read(inside, at)
+    made: Any = kind(**values)
+    if hasattr(made, "problems"):
+        checked: _Checked = made
+        for where, expected, got in checked.problems():
+            raise failure(f"{place}{where}", expected, got)
+    return made

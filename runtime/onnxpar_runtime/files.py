@@ -1,0 +1,41 @@
+"""Checks the files of a directory against the checksums that its manifest has of them."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from onnxpar_format.entries import FileEntry
+from onnxpar_runtime.errors import OnnxparRuntimeError
+
+
+def check_sizes(
+    directory: Path, files: Mapping[str, FileEntry], owner: str, error: type[OnnxparRuntimeError]
+) -> None:
+    """Raises `error` unless every file is there with its size.
+
+    Args:
+        directory: Where the files are.
+        files: The files by name.
+        owner: What names them, for the message.
+        error: What is raised.
+    """
+    for name, entry in files.items():
+        path = directory / name
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise error(f"{path}: missing, though the {owner} names it") from None
+        if size != entry.bytes:
+            state = "truncated" if size < entry.bytes else "changed"
+            raise error(f"{path}: {state}, expected {entry.bytes} bytes, got {size} bytes")
+
+
+def check_sum(path: Path, entry: FileEntry, error: type[OnnxparRuntimeError]) -> None:
+    """Raises `error` unless a file's SHA-256 is as said; reads every byte."""
+    try:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as failed:
+        raise error(f"{path}: cannot be read: {failed.strerror or failed}") from None
+    if digest != entry.sha256:
+        raise error(f"{path}: changed, expected SHA-256 {entry.sha256}, got {digest}")
