@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Lists what onnxpar says to its users: error messages, help texts, and all other prose in strings.
+
+    tools/messages.py                      # everything in onnxpar/ and runtime/onnxpar_runtime/
+    tools/messages.py onnxpar/cli          # only these files or folders
+    tools/messages.py --kind error --kind help
+
+Each line reads `path:line: kind: text`. The kinds are:
+
+- `error`: text inside a `raise` statement.
+- `help`: a `help=` argument, or the docstring of a command.
+- `text`: any other string of three words or more: notices, reasons, lines of reports, and messages
+  that a helper function builds.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("onnxpar", "runtime/onnxpar_runtime")
+KINDS = ("error", "help", "text")
+_WORDS = 3
+
+
+@dataclass(frozen=True)
+class Message:
+    """One string in the source that a user may read.
+
+    Attributes:
+        path: The file, relative to the repository.
+        line: The line on which the string begins.
+        kind: One of `KINDS`.
+        text: The string; an interpolated expression stands in braces.
+    """
+
+    path: str
+    line: int
+    kind: str
+    text: str
+
+
+def messages(folders: Sequence[str] = FOLDERS) -> Iterator[Message]:
+    """Yields the messages of every Python file in `folders`, by file and line."""
+    for folder in folders:
+        start = ROOT / folder
+        for path in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
+            tree = ast.parse(path.read_text())
+            name = str(path.relative_to(ROOT))
+            found = [*_strings(tree, "text", _docstrings(tree)), *_commands(tree)]
+            for line, kind, text in sorted(found):
+                yield Message(name, line, kind, " ".join(text.split()))
+
+
+def _docstrings(tree: ast.Module) -> frozenset[ast.AST]:
+    # A string that is a statement of its own documents what stands around or above it.
+    return frozenset(
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+
+
+def _commands(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            decorated = any(ast.unparse(call).startswith("app.") for call in node.decorator_list)
+            text = ast.get_docstring(node)
+            if text and (decorated or node.name == "command"):
+                yield node.body[0].lineno, "help", text
+
+
+def _strings(
+    node: ast.AST, kind: str, skipped: frozenset[ast.AST]
+) -> Iterator[tuple[int, str, str]]:
+    """Yields line, kind and text of each string below `node` that is not in `skipped`."""
+    if node in skipped:
+        return
+    if isinstance(node, ast.Raise):
+        kind = "error"
+    elif isinstance(node, ast.keyword) and node.arg == "help":
+        kind = "help"
+    text = _text(node)
+    if text is None:
+        for child in ast.iter_child_nodes(node):
+            yield from _strings(child, kind, skipped)
+    elif len(text.split()) >= (_WORDS if kind == "text" else 2):
+        assert isinstance(node, ast.expr)
+        yield node.lineno, kind, text
+
+
+def _text(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            f"{{{ast.unparse(part.value)}}}"
+            if isinstance(part, ast.FormattedValue)
+            else str(part.value)
+            for part in node.values
+            if isinstance(part, ast.FormattedValue | ast.Constant)
+        )
+    return None
+
+
+def main() -> None:
+    """Prints the messages that the arguments ask for."""
+    parser = argparse.ArgumentParser(description="List the messages of onnxpar.")
+    parser.add_argument("folders", nargs="*", default=FOLDERS, help="files or folders to read")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind; repeatable")
+    arguments = parser.parse_args()
+    for message in messages(arguments.folders):
+        if message.kind in (arguments.kind or KINDS):
+            print(f"{message.path}:{message.line}: {message.kind}: {message.text}")
+
+
+if __name__ == "__main__":
+    main()
