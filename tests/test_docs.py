@@ -214,7 +214,7 @@ def test_the_export_shown_keeps_every_parameter(
     # The other tensor is the rate of the Dropout.
     assert "trained       118,794 of 118,795 parameters, in 10 of 11 tensors" in told
     assert "Dropout nodes" not in told  # exported in training mode
-    assert len(re.findall("^notice .* stood for several", told, re.MULTILINE)) == 2
+    assert len(re.findall("^notice .* was shared by several", told, re.MULTILINE)) == 2
 
 
 def python(kind: str, page: str) -> list[str]:

@@ -145,7 +145,7 @@ def append_loss(model: ir.Model, spec: LossSpec) -> LossInfo:
     builder = _builder(model, LOSS)
     for name in (LOSS, LOSS_WEIGHT):
         if builder.fresh(name) != name:
-            raise ModelError(f"the name {name!r} is reserved, but the model uses it")
+            raise ModelError(f"the model uses the reserved name {name!r}")
     if spec.kind is LossKind.OUTPUT:
         loss, labels, count = _own_loss(builder, source), None, None
     else:
@@ -233,11 +233,11 @@ def _opset(model: ir.Model) -> int:
 def _check_spec(spec: LossSpec) -> None:
     if spec.ignore_index is not None and spec.kind is not LossKind.SOFTMAX_CROSS_ENTROPY:
         raise ModelError(
-            f"loss {spec.kind}: an ignored label is only for {LossKind.SOFTMAX_CROSS_ENTROPY}"
+            f"loss {spec.kind}: --ignore-index needs the loss {LossKind.SOFTMAX_CROSS_ENTROPY}"
         )
     if spec.kind is LossKind.OUTPUT and spec.label_input is not None:
         raise ModelError(
-            f"loss {spec.kind}:{spec.output}: it takes no labels, got the label input "
+            f"loss {spec.kind}:{spec.output}: this loss takes no labels, got the label input "
             f"{spec.label_input!r}"
         )
 
@@ -269,8 +269,9 @@ def _find_output(graph: ir.Graph, spec: LossSpec) -> ir.Value:
             raise ModelError(f"{what}: the size of dim {axis} is unknown")
     if spec.kind is LossKind.SOFTMAX_CROSS_ENTROPY and len(value.shape) not in (2, 3):
         raise ModelError(
-            f"{what}: expected [N, C] or [batch, positions, C], the classes last, got "
-            f"{_shape_text(value)}; other forms can be a node of the model (--loss output:NAME)"
+            f"{what}: expected [N, C] or [batch, positions, C] with the classes last, got "
+            f"{_shape_text(value)}; for other forms, compute the loss in the model (--loss "
+            "output:NAME)"
         )
     return value
 
@@ -286,8 +287,8 @@ def _labels(builder: GlobalBuilder, spec: LossSpec, source: ir.Value) -> ir.Valu
         if builder.fresh(LABELS) != LABELS:
             hint = "name it with --label-input" if LABELS in inputs else "rename it in the model"
             raise ModelError(
-                f"loss {spec.kind}: the new input {LABELS!r} would have a name that the model "
-                f"uses already; {hint}"
+                f"loss {spec.kind}: the new input {LABELS!r} has a name that the model already "
+                f"uses; {hint}"
             )
         known = builder.shape_of(source)
         return builder.add_input(LABELS, dtype, known[:-1] if classes else known)

@@ -2,8 +2,8 @@
 
 The backward program is appended to the forward one, operator by operator, from the loss to the
 parameters, by the gradient rules of `onnxpar.ops`. It runs before partitioning: collectives need no
-gradients, backward operators are divided by the same rules as forward ones, and the link from each
-cotangent to its primal, which is kept, lets the planner lay a cotangent out as its primal lies.
+gradients, backward operators are sharded by the same rules as forward ones, and the link from each
+cotangent to its primal, which is kept, lets the planner lay a cotangent out like its primal.
 (Griewank & Walther, Evaluating Derivatives, 2008; the accumulation order is that of the reversed
 topological order of the nodes.)
 """
@@ -89,15 +89,13 @@ class _Autodiff:
         graph = self.model.graph
         self.opset = default_opset(self.model.opset_imports)
         if self.opset < MIN_OPSET:
-            raise ModelError(
-                f"gradients need opset {MIN_OPSET} at least, the model has {self.opset}"
-            )
+            raise ModelError(f"gradients: expected opset {MIN_OPSET} or later, got {self.opset}")
         self.builder = GlobalBuilder.over(graph, self.opset, self.env)
         named = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
         self.sources: dict[str, ir.Value] = {}
         for name in self.variables:
             if name not in named:
-                raise ModelError(f"{name!r}: no parameter or input of the model to train")
+                raise ModelError(f"{name!r}: expected a parameter or input of the model to train")
             self.sources[name] = named[name]
 
     def run(self) -> Differentiated:
@@ -123,7 +121,7 @@ class _Autodiff:
                     walk.parts[value] = [self._zero(name, value)]
                 gradients[name] = self._output(walk, name, value)
             elif value in stopped & reached:
-                unreached[name] = "the loss depends on it only through what has no derivative"
+                unreached[name] = "the loss depends on it only through nodes without a derivative"
             else:
                 unreached[name] = "the loss does not depend on it"
         return Differentiated(self.builder.env, walk.links, gradients, unreached)
@@ -135,7 +133,7 @@ class _Autodiff:
                     if value.dtype is None or not value.dtype.is_floating_point():
                         raise ModelError(f"loss {self.loss!r}: expected a float, got {value.dtype}")
                     return value
-        raise ModelError(f"loss {self.loss!r}: no node makes it")
+        raise ModelError(f"loss {self.loss!r}: no node computes it")
 
     def _static_shape(self, loss: ir.Value) -> tuple[int, ...]:
         shape = self.builder.shapes.get(loss.name or "")
@@ -279,7 +277,7 @@ class _Backward:
         if wrong or (want is not None and len(want) != len(have)):
             raise RuleError(
                 f"node {node.name!r} ({node.op_type}): the gradient of input {index} must be "
-                f"{value.dtype} {want}, its rule made {made.dtype} {have}"
+                f"{value.dtype} {want}, but its rule computed {made.dtype} {have}"
             )
 
     def link(self, cotangent: ir.Value, primal: ir.Value) -> None:

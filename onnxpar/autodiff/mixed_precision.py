@@ -27,7 +27,7 @@ COMPUTE_TYPES: Mapping[str, ir.DataType] = {
 
 
 def parse_compute(text: str) -> str:
-    """Returns the name of a type to compute in; ModelError where it is none of `COMPUTE_TYPES`."""
+    """Returns the name of a type to compute in; ModelError if not in `COMPUTE_TYPES`."""
     if text not in COMPUTE_TYPES:
         known = ", ".join(COMPUTE_TYPES)
         raise ModelError(f"--compute: expected one of {known}, got {text!r}")
@@ -159,7 +159,7 @@ class _Precision:
         if not count:
             raise ModelError(
                 f"--compute {self.dtype.name.lower()}: expected products of float32 matrices in "
-                "the model, found none"
+                "the model, got none"
             )
         self._widen_elsewhere()
         return count

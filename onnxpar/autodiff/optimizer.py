@@ -245,7 +245,7 @@ def accumulation_model(
 
 
 def parse_optimizer(kind: OptimizerKind | str) -> OptimizerKind:
-    """Returns the optimizer of a name; ModelError where there is none of it."""
+    """Returns the optimizer of a name; ModelError where there is none."""
     known = [k.value for k in OptimizerKind]
     if kind not in known:
         raise ModelError(f"--optimizer: expected one of {', '.join(known)}, got {str(kind)!r}")

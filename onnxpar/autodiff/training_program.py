@@ -117,14 +117,16 @@ def prepare_training(
     idle = idle_dropouts(model.graph)
     if idle:
         notices.append(
-            f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and drop "
-            "nothing; export the model in training mode to train with them"
+            f"{len(idle)} Dropout nodes ({idle[0]!r}, …) were exported for inference and have "
+            "no effect; to train with dropout, export the model in training mode"
         )
     selection = select(
         model, recognised.registry, spec.trainable, spec.freeze, spec.decay, spec.no_decay
     )
     if not selection.trained:
-        raise ModelError("nothing to train: no floating-point parameter is left")
+        raise ModelError(
+            "nothing to train: the model has no floating-point parameter that is not frozen"
+        )
     frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
     notices += _told_forms(model.graph, frozen)
     selection, compute = _in_half(model, selection, spec, recognised.registry)
@@ -160,7 +162,7 @@ def prepare_training(
     }
     return TrainingProgram(
         Program.of(model, found.env, recognised.registry),
-        # A statistic leaves as it lies, as a gradient leaves split as its parameter.
+        # A statistic leaves in its current layout, as a gradient leaves split as its parameter.
         {**found.links, **{new: (old,) for new, old in running.updated.items()}},
         info,
         found.gradients,
@@ -175,8 +177,8 @@ def prepare_training(
 
 
 _ON_CPU = {
-    "float16": "on the CPU onnxruntime computes it in float32, as fast and as exact as that",
-    "bfloat16": "it runs on CUDA alone; onnxruntime has no kernels for it on the CPU",
+    "float16": "on the CPU, onnxruntime computes it in float32, with the same speed and precision",
+    "bfloat16": "it runs on CUDA only; onnxruntime has no CPU kernels for it",
 }
 
 
@@ -208,14 +210,14 @@ def _told_forms(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:
     texts = (
         (
             found.put,
-            "were exported for inference and are trained by the statistics of each "
-            "micro-batch; the running ones are kept, and used in evaluation",
+            "were exported for inference; training uses the statistics of each micro-batch, and "
+            "evaluation the running statistics",
         ),
-        (found.fixed, "keep to their running statistics, which are frozen, in training too"),
+        (found.fixed, "use their frozen running statistics in training too"),
         (
             found.stuck,
-            "stay in the form in which they were exported: their running statistics are "
-            "computed in the graph, or they stand in a body of control flow",
+            "keep their exported form: their running statistics are computed in the graph, or "
+            "they are in a control-flow body",
         ),
     )
     return [

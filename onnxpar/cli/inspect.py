@@ -329,7 +329,7 @@ def _row(table: Table, *cells: str) -> None:
 
 
 def _layout(item: Json) -> tuple[str, str, str, str]:
-    layout = item["sharding"] or "as it lies"
+    layout = item["sharding"] or "in its current layout"
     if item["partial"]:
         layout += f", partial {item['partial']['reduction']} over {item['partial']['over']}"
     pieces = "" if item["strategy"] is None else ",".join(map(str, item["strategy"]))

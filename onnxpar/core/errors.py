@@ -36,7 +36,7 @@ class SymbolError(OnnxparError):
 
 
 class CallError(OnnxparError):
-    """An array given to a divided function that is missing or does not fit it."""
+    """An array given to a sharded function that is missing or does not fit it."""
 
 
 class RuleError(OnnxparError):

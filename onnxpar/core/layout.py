@@ -23,7 +23,7 @@ REPLICATED = "None"
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one tensor lies on a device matrix.
+    """How one tensor is placed on a device matrix.
 
     Attributes:
         device_matrix: Sizes of the matrix, outermost first.
@@ -65,7 +65,7 @@ class TensorLayout:
         Args:
             device_matrix: Sizes, outermost first.
             tensor_map: For each dim the number of a matrix dim counted from the right, from 0; -1
-                is a whole dim; a sequence is several matrix dims, outermost first.
+                is a replicated dim; a sequence is several matrix dims, outermost first.
 
         Raises:
             StrategyError: A number that the matrix does not have, or one that is used twice.
@@ -115,7 +115,7 @@ class Layout:
 
     Attributes:
         device_matrix: Sizes, integers of at least 1, outermost first.
-        alias_name: As many different names; "None" stands for a whole dim and may not be one.
+        alias_name: As many different names; "None" stands for a replicated dim and may not be one.
 
     Raises:
         StrategyError: Anything else.

@@ -114,8 +114,8 @@ class Mesh:
         for small, large in pairwise(chain):
             if large % small:
                 raise MeshError(
-                    f"device matrices {cuts[small]} and {cuts[large]} cannot be used together on "
-                    f"{devices} devices in one device order: one cuts the devices after {small}, "
+                    f"device matrices {cuts[small]} and {cuts[large]} cannot be combined on "
+                    f"{devices} devices in one device order: one splits the devices after {small}, "
                     f"the other after {large}, and {small} does not divide {large}"
                 )
         atoms = tuple(p for small, large in pairwise(chain) for p in prime_factors(large // small))
@@ -132,7 +132,7 @@ class Mesh:
         return tuple(prod(self.atoms[i + 1 :]) for i in range(len(self.atoms)))
 
     def axis_size(self, name: str) -> int:
-        """Returns the size of the named axis; MeshError where there is none of that name."""
+        """Returns the size of the named axis; MeshError where there is none."""
         for axis, size in self.axes:
             if axis == name:
                 return size
@@ -168,7 +168,7 @@ class Mesh:
             index += 1
         if position != before or span != size:
             raise MeshError(
-                f"a factor of {size} after {before} is not a run of the mesh's atoms {self.atoms}"
+                f"a factor of {size} after {before} is not a run of atoms of the mesh {self.atoms}"
             )
         return tuple(range(first, index))
 

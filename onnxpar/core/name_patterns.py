@@ -72,7 +72,7 @@ def match(
 
 
 def check_symbol_sizes(sizes: Mapping[str, int], table: SymbolTable, where: str) -> None:
-    """Checks sizes to plan for: a plan for others would be one that no run can be.
+    """Checks sizes for planning: a plan for others would be one that no run can be.
 
     Args:
         sizes: The user's sizes, by symbol.

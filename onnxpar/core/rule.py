@@ -7,8 +7,8 @@ A rule names the loop indices (*factors*) of an operator, dim by dim, as einsum 
 
 Operands are separated by commas. A dim is a factor (`m`), several factors that a reshape merged,
 major first (`(b s)`), or `1`: a dim that is never split, such as one that broadcasts. An operand
-may also be one word: `.` is needed whole on every device, `*` is taken as it lies (the local form
-does not read its elements), `-` is an optional operand that is absent.
+may also be one word: `.` must be replicated on every device, `*` is taken in its current layout
+(the local form does not read its elements), `-` is an optional operand that is absent.
 
 Clauses after `;`:
 
@@ -66,7 +66,7 @@ class OpRule:
             the reduction (sum, max, min, prod) over which a split leaves those outputs partial
             that do not have the factor.
         linear: `(reduction, operands)`: those operands may be partial together, all others being
-            whole over the partial atoms; the outputs are then partial in the same way.
+            replicated over the partial atoms; the outputs are then partial in the same way.
         sizes: Sizes of the factors that stand only in merged dims.
         scaled: The special or reduced factors that have another size in each operand, and are a dim
             of their own there. Their one size, where one is asked for, is that of the first output.
@@ -146,7 +146,9 @@ def _parse(text: str) -> OpRule:
             raise RuleError(f"rule {text!r}: unknown clause {head!r}")
         for factor in rest.split():
             if factor not in kinds:
-                raise RuleError(f"rule {text!r}: clause {clause!r} names no factor of the rule")
+                raise RuleError(
+                    f"rule {text!r}: clause {clause!r} does not name a factor of the rule"
+                )
             if head == SCALED and kinds[factor] in REDUCTIONS:
                 scaled.add(factor)
                 continue
@@ -161,11 +163,11 @@ def _parse(text: str) -> OpRule:
         if kind == PARALLEL and not any(held):
             raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and in no clause")
         if kind in REDUCTIONS and held and all(held):
-            raise RuleError(f"rule {text!r}: reduced factor {factor!r} stands in every output")
+            raise RuleError(f"rule {text!r}: reduced factor {factor!r} is in every output")
     for operand in (*inputs, *outputs):
         for names in operand.dims:
             if len(names) > 1 and scaled.intersection(names):
-                raise RuleError(f"rule {text!r}: a scaled factor stands in a merged dim")
+                raise RuleError(f"rule {text!r}: a scaled factor is in a merged dim")
     return OpRule(inputs, outputs, MappingProxyType(kinds), tuple(linear), scaled=frozenset(scaled))
 
 
@@ -185,7 +187,7 @@ def _operand(text: str, rule: str) -> Operand:
         raise RuleError(f"rule {rule!r}: cannot read {text!r}")
     flat = [f for dim in dims for f in dim]
     if len(set(flat)) != len(flat):
-        raise RuleError(f"rule {rule!r}: a factor stands twice in operand {text!r}")
+        raise RuleError(f"rule {rule!r}: a factor appears twice in operand {text!r}")
     return Operand(tuple(dims))
 
 
@@ -197,7 +199,9 @@ def _linear(words: Sequence[str], count: int, rule: str) -> list[tuple[str, froz
     except ValueError:
         raise RuleError(f"rule {rule!r}: operands of 'linear' are numbers") from None
     if not all(0 <= o < count for o in operands):
-        raise RuleError(f"rule {rule!r}: 'linear' names operand {words[1]}, there are {count}")
+        raise RuleError(
+            f"rule {rule!r}: 'linear' names operand {words[1]}, but the rule has {count}"
+        )
     reductions = REDUCTIONS if words[0] == "any" else (words[0],)
     return [(reduction, operands) for reduction in reductions]
 

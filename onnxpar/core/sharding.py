@@ -1,4 +1,4 @@
-"""The sharding of one tensor: which atoms split each dim, and over which it is a pending reduction.
+"""The sharding of one tensor: which atoms split each dim, and over which it is partial.
 
 A dim is a list of *components*, major first, whose sizes multiply to the dim's size: a dim that a
 reshape merged from `(batch, heads)` is split by `dp` in its major and by `tp` in its minor
@@ -39,13 +39,13 @@ DimSharding = tuple[Component, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one tensor lies on the mesh. Atoms that are not named replicate it.
+    """How one tensor is placed on the mesh. Atoms that are not named replicate it.
 
     Attributes:
         dims: One tuple of components for each dim of the tensor.
-        partial: Atoms, ascending, over which the value is a pending reduction: the tensor is the
+        partial: Atoms, ascending, over which the value is partial: the tensor is the
             reduction of what the devices hold.
-        reduction: The reduction that `partial` waits for: sum, max, min or prod.
+        reduction: The reduction over `partial`: sum, max, min or prod.
     """
 
     dims: tuple[DimSharding, ...]
@@ -72,7 +72,7 @@ class Sharding:
         partial: Iterable[int] = (),
         reduction: str = "sum",
     ) -> "Sharding":
-        """Returns the sharding that splits dim i of `shape` by `atoms[i]`, one component a dim."""
+        """Returns the sharding that splits dim i of `shape` by `atoms[i]`, a component per dim."""
         dims = tuple((Component(s, tuple(a)),) for s, a in zip(shape, atoms, strict=True))
         return Sharding(dims, tuple(sorted(partial)), reduction)
 
@@ -116,9 +116,9 @@ class Sharding:
             raise ShardingError(f"{what}: reduction must be one of {REDUCTIONS}")
         for atom in used:
             if not 0 <= atom < len(mesh.atoms):
-                raise ShardingError(f"{what}: atom {atom} is not of the mesh {mesh.atoms}")
+                raise ShardingError(f"{what}: atom {atom} is not an atom of the mesh {mesh.atoms}")
         if len(set(used)) != len(used):
-            raise ShardingError(f"{what}: an atom may split a tensor once, got {used}")
+            raise ShardingError(f"{what}: an atom may shard a tensor once, got {used}")
 
     def local_shape(self, mesh: Mesh, table: SymbolTable | None = None) -> tuple[Dim, ...]:
         """Returns the shape, padding included, that every device holds."""
@@ -229,7 +229,7 @@ def split(
 def join(
     shards: Sequence[NDArray[np.generic]], sharding: Sharding, mesh: Mesh
 ) -> NDArray[np.generic]:
-    """Returns the whole tensor from every device's shard, pending reductions applied.
+    """Returns the whole tensor from every device's shard, with partial values reduced.
 
     Raises:
         ShardingError: The number of shards is not the number of devices, or a shape is wrong.

@@ -51,7 +51,7 @@ class Work:
 class _Moves:
     """Seconds in which data moves, and those before in which ranks wait for one another.
 
-    `room`: bytes of what is there only in between, where a dim goes through being whole.
+    `room`: bytes of what is there only in between, where a dim goes through being replicated.
     """
 
     seconds: float
@@ -151,7 +151,7 @@ class CostModel:
         Infinity where that is impossible: the target waits for a reduction that is not partial.
 
         Args:
-            source: How the value lies.
+            source: The layout of the value.
             target: How it is wanted.
             itemsize: Bytes of an element.
             met: Whether the ranks come from another collective, not from computing.
@@ -186,7 +186,7 @@ class CostModel:
                 found = _Moves(
                     sum(m.seconds for m in moves),
                     max(m.wait for m in moves),
-                    # Padded before it is cut, if need be: into a copy.
+                    # Padded before it is split, if need be: into a copy.
                     sum(self.elements(b) for a, b in ways[:-1] if a != b)
                     * itemsize
                     * (2 if uneven else 1),
@@ -259,7 +259,7 @@ class CostModel:
         Args:
             rule: Its rule.
             view: What its rule saw.
-            plan: How it is divided.
+            plan: How it is sharded.
             count: Counts what its operator computes and moves; the rule's factors where None.
         """
         operands = tuple(
@@ -286,7 +286,7 @@ class CostModel:
         Args:
             rule: Its rule.
             view: What its rule saw.
-            plan: How it is divided.
+            plan: How it is sharded.
             trained: The operands whose cotangents are made.
         """
         uneven = {f for f, parts in plan.factors.items() if not all(map(self._even, parts))}

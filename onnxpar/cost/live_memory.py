@@ -2,8 +2,8 @@
 
 A program is a sequence of steps in the order of execution. A value is alive from the step that
 makes it to the last one that reads it; then its memory is given back at once, as the runtime's
-sessions do. Views lie where their operand lies, and some kernels write over an operand that nobody
-reads any more (`onnxpar.ops.slots`).
+sessions do. Views share the memory of their operand, and some kernels write over an operand that
+nobody reads any more (`onnxpar.ops.slots`).
 
 Steps come from a plan of the undivided program (`onnxpar.cost.price`), where only the sharding of
 each value is known, or from the program that was made of it (`onnxpar.partition.program_memory`),

@@ -93,7 +93,7 @@ class Shards:
         return self.shards.get(parameter, whole) if self.options.level >= level else whole
 
     def parameter(self, name: str) -> Sharding:
-        """Returns how a parameter lies between runs."""
+        """Returns the layout of a parameter between runs."""
         return self._at(PARAMETERS, name)
 
     def moment(self, parameter: str) -> Sharding:
@@ -101,7 +101,7 @@ class Shards:
         return self._at(MOMENTS, parameter)
 
     def gradient(self, parameter: str) -> Sharding:
-        """Returns how a gradient lies between runs, possibly partial."""
+        """Returns the layout of a gradient between runs, possibly partial."""
         leaves = self.plan.outputs[self.gradients[parameter]]
         shard = self._at(GRADIENTS, parameter)
         if shard == self.plan.parameters[parameter]:
@@ -110,7 +110,7 @@ class Shards:
         return shard.with_partial((a for a in leaves.partial if a not in taken), leaves.reduction)
 
     def training(self, program: Program) -> "ShardedPlan":
-        """Returns the training program's plan with gradients and parameters as they lie.
+        """Returns the training plan, with gradients and parameters in their current layout.
 
         A gradient is reduced and split as soon as it is made.
         """
@@ -128,7 +128,7 @@ class Shards:
         return ShardedPlan(plan, laid.gathered)
 
     def laid(self, plan: Plan, program: Program) -> "ShardedPlan":
-        """Returns the plan of a program with parameters as they lie.
+        """Returns the plan of a program with parameters in their current layout.
 
         What only rearranges a shard (a transpose, a cast) is computed of the shard, and gathered
         in its place: gathered first, the rearranged parameter would be kept for all its readers.

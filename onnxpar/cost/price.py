@@ -172,7 +172,7 @@ class _Pricing:
         for index, value in enumerate(node.inputs):
             want = chosen.inputs[index] if index < len(chosen.inputs) else None
             source = "" if value is None else value.name or ""
-            # Of what is taken as it lies only the sizes are asked for.
+            # Of what is taken in its current layout only the sizes are asked for.
             if source not in self.made or want is None or rule.inputs[index].mode == ANY:
                 reads.append("")
                 continue

@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all."""
+"""A directory that appears complete or not at all."""
 
 import errno
 import fcntl
@@ -52,7 +52,7 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
                 free = shutil.disk_usage(temporary).free
                 if free < need:
                     raise ArtifactError(
-                        f"{out}: not enough room on its disk: expected {need} bytes, got {free}"
+                        f"{out}: not enough space on its disk: expected {need} bytes, got {free}"
                     )
                 yield temporary
                 interrupts.hold()
@@ -90,13 +90,13 @@ def _may_become(out: Path, force: bool) -> bool:
         raise cannot_write(out, error) from error
     if present and not force:
         raise ArtifactError(
-            f"{out}: exists and is not empty; --force replaces an artifact directory"
+            f"{out}: exists and is not empty; use --force to replace an artifact directory"
         )
     foreign = sorted(present - _own_files(out)) if present else []
     if foreign:
         raise ArtifactError(
-            f"{out}: --force replaces only artifact directories that hold nothing else; "
-            f"{foreign[0]!r} is not of one"
+            f"{out}: --force only replaces a directory that contains nothing but artifacts; "
+            f"{foreign[0]!r} is not an artifact"
             + (f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else "")
         )
     # Renaming asks leave of the parent only, and an immutable folder is found when all is written.
@@ -138,7 +138,7 @@ def _make_beside(out: Path) -> tuple[Path, int]:
         # Another writer took it for a stale one between the two calls, or it cannot be opened.
         with suppress(OSError):
             temporary.rmdir()
-    raise ArtifactError(f"{out}: a directory made in {out.parent} cannot be opened")
+    raise ArtifactError(f"{out}: a new directory in {out.parent} cannot be opened")
 
 
 def _lock(folder: Path) -> int | None:
@@ -200,7 +200,7 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
 
 
 def cannot_write(out: Path, error: OSError) -> ArtifactError:
-    """Returns what is told of a directory or a file that could not be written, and why."""
+    """Returns what is reported of a directory or a file that could not be written, and why."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(f"{out}: the disk is full ({error.strerror}); nothing was written")
     if error.errno == errno.EFBIG:

@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""A file that appears complete or not at all."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from onnxpar.emit.atomic_directory import cannot_write
 def new_file(out: Path) -> Iterator[Path]:
     """Gives a path to write to that becomes `out` when the block ends without an exception.
 
-    It lies beside `out` under a hidden name until then. A device or a pipe is no file that could be
+    It lies beside `out` under a hidden name until then. A device or a pipe is not a file that could
+    be
     half written: it is given as it is.
 
     Args:

@@ -77,7 +77,7 @@ def manifest(
         models: The programs, all of one mesh.
         graphs: By program, the graph file of each rank, None where it was not written.
         parameters: By name.
-        layout: Where each shard lies; shards in files that were not written are left out.
+        layout: Where each shard is stored; shards in files that were not written are left out.
         files: Every file that was written.
         model_name: Name of the model, for people.
         strategy: The strategy as resolved.
@@ -158,7 +158,7 @@ def _tensor(item: GraphInput) -> TensorEntry:
 
 def _dtype(item: GraphInput) -> str:
     if item.local.dtype is None:
-        raise ArtifactError(f"{item.name!r}: the element type of this input or output is not known")
+        raise ArtifactError(f"{item.name!r}: the element type of this input or output is unknown")
     return dtype_name(item.local.dtype)
 
 
@@ -275,7 +275,7 @@ def _system_input(name: str) -> SystemInput:
     if name.startswith(HYPER_PREFIX):
         hyper = name.removeprefix(HYPER_PREFIX)
         return SystemInput(name, "hyperparameter", hyperparameter=hyper)
-    raise ArtifactError(f"system input {name!r} is of no known kind")
+    raise ArtifactError(f"system input {name!r} has an unknown kind")
 
 
 def _parameter(

@@ -28,7 +28,7 @@ DOMAIN_VERSION = 1
 WIDE = int(ir.DataType.FLOAT)
 _SHAPE_SIZE = 64
 _SCALES = 8
-"""Numbers of a Resize's scales at most, one a dim."""
+"""Numbers of a Resize's scales at most, one per dim."""
 MIN_IR_VERSION = 11
 """The first version with multi-device fields."""
 MAX_IR_VERSION = 13
@@ -41,7 +41,7 @@ class Template:
 
     Attributes:
         model: The partitioned model it is made from.
-        layout: Where each weight lies.
+        layout: Where each weight is stored.
         proto: The graph; `fill` writes into it, so it is one rank's at a time.
         collectives: Each node that has a group: its position in the graph, and the node.
         weights: `(parameter, position among the initializers)` of each weight kept in a file.
@@ -64,7 +64,7 @@ def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
     alone; they are not read here. To write several ranks, use one `template` and `fill` it.
 
     Raises:
-        ArtifactError: The rank is not of the mesh, or a parameter cannot be stored.
+        ArtifactError: The rank is not in the mesh, or a parameter cannot be stored.
     """
     held = {p.name: (pm.stage,) for p in pm.parameters}
     proto = fill(template(pm, layout(pm.parameters, pm.plan.mesh, held)), rank)
@@ -182,7 +182,7 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
     The graph returned is the template's own: it is valid until the next call.
 
     Raises:
-        ArtifactError: The rank is not of the mesh.
+        ArtifactError: The rank is not in the mesh.
     """
     pm, mesh = form.model, form.model.plan.mesh
     if rank not in pm.ranks:
@@ -297,7 +297,7 @@ def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
 
 
 def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:
-    """Returns how a node of the undivided model lies on the mesh, for people."""
+    """Returns the layout of a node of the undivided model, for people."""
     plan = pm.plan.nodes.get(node.name or "")
     if plan is None or node.domain == DOMAIN:
         return {}
@@ -340,7 +340,7 @@ def _put_parameter(
     if parameter.name not in places.shards:
         # Text: ONNX allows no external data for it.
         if source.const_value is None or parameter.sharding.split_atoms:
-            raise ArtifactError(f"parameter {parameter.name!r} has no place in the weight files")
+            raise ArtifactError(f"parameter {parameter.name!r} is not in the weight files")
         ir.serde.serialize_tensor_into(proto, source.const_value)
         proto.name = parameter.local.name or parameter.name
         return

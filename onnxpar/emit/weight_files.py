@@ -66,7 +66,7 @@ def write_weights(
 
     Args:
         parameters: The parameters, in any order; those without a place are left out.
-        layout: Where each shard lies.
+        layout: Where each shard is stored.
         folder: An existing folder.
         ranks: Write only what these ranks read; None: everything.
         chunk: Bytes of a shard at a time.

@@ -85,7 +85,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """All weight files and what lies where in them.
+    """All weight files and what is stored where in them.
 
     Attributes:
         files: By name.
@@ -169,12 +169,12 @@ _Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[Block, ...], int, tuple[int
 def _kind(parameter: Parameter) -> ir.DataType:
     dtype = parameter.source.dtype
     if dtype is None:
-        raise ArtifactError(f"parameter {parameter.name!r}: its element type is not known")
+        raise ArtifactError(f"parameter {parameter.name!r}: its element type is unknown")
     if not stored_dtype(dtype)[1] and parameter.sharding.split_atoms:
         raise ArtifactError(
             f"parameter {parameter.name!r}: its elements of type {dtype.name.lower()} are packed "
-            f"{8 // dtype.bitwidth} to a byte and cannot be split, got strategy "
-            f"{parameter.sharding.dims}; leave it whole"
+            f"{8 // dtype.bitwidth} to a byte and cannot be sharded, got strategy "
+            f"{parameter.sharding.dims}; replicate it"
         )
     return dtype
 
@@ -186,8 +186,8 @@ def _cut(parameter: Parameter, mesh: Mesh, stages: Sequence[int]) -> list[_Cut]:
         isinstance(c.size, int) or c.size.is_Integer for dim in sharding.dims for c in dim
     ):
         raise ArtifactError(
-            f"parameter {parameter.name!r}: expected a sharding of known sizes without a partial "
-            f"reduction, got {sharding.describe(mesh)} of {sharding.shape}"
+            f"parameter {parameter.name!r}: expected a sharding with known sizes that is not "
+            f"partial, got {sharding.describe(mesh)} of {sharding.shape}"
         )
     dtype = _kind(parameter)
     sized = sharding.sized(mesh)

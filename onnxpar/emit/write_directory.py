@@ -42,7 +42,7 @@ def write(
     training: Training | None = None,
     pipeline: PipelinePrograms | None = None,
 ) -> None:
-    """Writes programs of one mesh as an artifact directory, whole or not at all.
+    """Writes programs of one mesh as an artifact directory, completely or not at all.
 
     Memory stays bounded by a few chunks of a weight (where the model holds its weights itself, by
     a copy of the largest for each thread), not by the model.
@@ -65,7 +65,7 @@ def write(
     """
     mesh = models[0].plan.mesh
     if any(pm.plan.mesh != mesh for pm in models):
-        raise ArtifactError("the programs of one directory must be cut for one mesh")
+        raise ArtifactError("all programs of one directory must use one mesh")
     devices = mesh.size * models[0].stages
     chosen = sorted(set(range(devices) if ranks is None else ranks))
     if not chosen or chosen[0] < 0 or chosen[-1] >= devices:
@@ -135,7 +135,7 @@ def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:
             if other.sharding != parameter.sharding or other.source.dtype != parameter.source.dtype:
                 mesh = pm.plan.mesh
                 raise ArtifactError(
-                    f"parameter {parameter.name!r} is cut in two ways: "
+                    f"parameter {parameter.name!r} is sharded in two ways: "
                     f"{other.sharding.describe(mesh)} and, in {pm.program!r}, "
                     f"{parameter.sharding.describe(mesh)}"
                 )
@@ -174,7 +174,7 @@ def _pretty(item: Any, indent: str) -> str:
     """Returns JSON in which only what does not fit on a line is broken into lines.
 
     What has a line break inside did not fit, so neither does what holds it: each item is written
-    once, however deep it lies.
+    once, however deep it is.
     """
     inner = indent + " "
     if isinstance(item, dict):

@@ -40,7 +40,7 @@ class Equality:
 def assumed_equalities(program: Program) -> tuple[Equality, ...]:
     """Returns the equalities between operands that rules assume and nothing proves.
 
-    Each pair of sizes is told once. Pairs of integers are left out (shape inference has compared
+    Each pair of sizes is listed once. Pairs of integers are left out (shape inference has compared
     them), and sizes that depend on data, which no runtime knows beforehand.
     """
     rules, table = program.rules, program.env.table

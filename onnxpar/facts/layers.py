@@ -35,7 +35,7 @@ def carriers(nodes: Iterable[ir.Node], registry: Registry) -> list[ir.Node]:
     """Returns the nodes whose results depend on elements of a graph input and on a weight.
 
     A position bias, made of a weight and of how long the input is, is none. A weight is an
-    initializer of a floating type that is no scalar.
+    initializer of a floating type that is not a scalar.
 
     Args:
         nodes: Nodes in topological order, with all that they read from one another.

@@ -44,7 +44,7 @@ class Dumper:
             lines.append(f"{node.name} ({node.op_type}){'  pinned' if chosen.pinned else ''}")
             for value, sharding in zip(node.inputs, chosen.inputs, strict=False):
                 if value is not None:
-                    text = sharding.describe(plan.mesh) if sharding else "as it lies"
+                    text = sharding.describe(plan.mesh) if sharding else "in its current layout"
                     lines.append(f"    in  {value.name}: {text}")
             for value, sharding in zip(node.outputs, chosen.outputs, strict=True):
                 lines.append(f"    out {value.name}: {sharding.describe(plan.mesh)}")

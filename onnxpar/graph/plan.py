@@ -25,7 +25,7 @@ class NodePlan:
     Attributes:
         rule: The node's sharding rule.
         factors: Components of each factor that is split; others are whole.
-        inputs: Sharding that each input must have (None: absent, or taken as it lies).
+        inputs: Sharding that each input must have (None: absent, or taken in its current layout).
         outputs: Sharding in which each output is made.
         reason: Empty, or why the node is replicated.
         pinned: Whether the user set it.

@@ -158,7 +158,7 @@ def order(functions: frozenset[str], value: ir.Value) -> list[str]:
 
 
 def dims(value: ir.Value, functions: frozenset[str], registry: Registry) -> int:
-    """Returns how many dims the parameter had of which a tensor was folded.
+    """Returns how many dims the parameter had from which a tensor was folded.
 
     Weights of products keep theirs, as does what the module computed without a rearrangement; other
     tensors are vectors to which the translation gives dims of one element.

@@ -99,7 +99,8 @@ def _notice(value: ir.Value, copies: Sequence[ir.Value]) -> str:
     ]
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     return (
-        f"initializer {value.name!r} (all elements {number:g}) stood for several scales, biases or "
-        "statistics, since exporters merge equal tensors; each place has its own now: "
+        f"initializer {value.name!r} (all elements {number:g}) was shared by several scales, "
+        "biases or statistics, because exporters merge equal tensors; each use now has its own "
+        "copy: "
         f"{', '.join(places[:SHOWN])}{more}"
     )

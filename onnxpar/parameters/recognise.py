@@ -43,9 +43,10 @@ _EXACT = "export_torch"
 """The producer whose marks are exact: `models/export_torch.py` merges and folds no parameter."""
 
 _TRACED = (
-    "the exporter that traces (dynamo=False) does not write which tensors are parameters, buffers, "
-    "tied, or computed from others: names and places decide, and what it merged or folded is "
-    "trained as it stands; torch.onnx.export(dynamo=True, optimize=False) writes all of it"
+    "the tracing exporter (dynamo=False) does not record which tensors are parameters, buffers, "
+    "tied, or computed from others. onnxpar infers this from their names and uses, and trains "
+    "merged or folded tensors as they are. torch.onnx.export(dynamo=True, optimize=False) "
+    "records all of it"
 )
 _LARGE = 64
 """Elements from which equal tensors are no accident."""
@@ -157,7 +158,7 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Re
         role = Role.PARAMETER if kind == PARAMETER else Role.CONSTANT
         return Origin(role, f"PyTorch's exporter marks it {kind}")
     if signature.placeholders:
-        return Origin(Role.CONSTANT, "no parameter of the PyTorch module is in it")
+        return Origin(Role.CONSTANT, "it contains no parameter of the PyTorch module")
     elements = prod(sizes(value))
     uses = list(_uses(value, registry))
     last = re.split(r"[./:]", re.sub(r"(\.\d+|:\d+)+$", "", name))[-1]
@@ -165,7 +166,7 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Re
     if uses and all(is_statistic(node, index, registry) for node, index in uses):
         return Origin(Role.CONSTANT, "it is a running statistic")
     if (_PARAMETER.search(last) or _NORM.search(name)) and not generated:
-        return Origin(Role.PARAMETER, "its name is that of a parameter")
+        return Origin(Role.PARAMETER, "it has the name of a parameter")
     if elements > 1:
         for node, index in uses:
             if is_weight(node, index, registry):
@@ -173,9 +174,9 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Re
     if generated and elements and is_uniform(value):
         for node, index in uses:
             if is_instance_norm(node) and index > 0:
-                return Origin(Role.CONSTANT, "exporters write group norms with it")
+                return Origin(Role.CONSTANT, "exporters use it to express a group norm")
     if not elements:
-        return Origin(Role.CONSTANT, "it has no element")
+        return Origin(Role.CONSTANT, "it is empty")
     for node, index in uses:
         if is_layer_bias(node, index, registry):
             return Origin(Role.PARAMETER, f"it is the scale or bias of node {node.name!r}")
@@ -190,7 +191,7 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Re
 
 def _doubt(uses: Sequence[tuple[ir.Node, int]]) -> str:
     readers = ", ".join(f"{node.name!r} ({node.op_type})" for node, _ in uses[:_SHOWN])
-    return f"neither its name nor its place, at {readers or 'no node'}, tells what it is"
+    return f"neither its name nor its use, at {readers or 'no node'}, shows what it is"
 
 
 def _uses(value: ir.Value, registry: Registry) -> Iterator[tuple[ir.Node, int]]:
@@ -225,7 +226,7 @@ def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
             if value is not tables[0] and tie(model.graph, tables[0], value, names):
                 yield (
                     f"initializer {value.name!r} has the elements of the table {tables[0].name!r} "
-                    "and no name of its own: they are taken to be one parameter"
+                    "and no name of its own: both are treated as one parameter"
                 )
 
 
@@ -239,6 +240,6 @@ def _equal(model: ir.Model) -> Iterator[str]:
         more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
         pair = f"{groups[0][0].name}={groups[0][1].name}"
         yield (
-            f"parameters have equal elements and are trained as several: {shown}{more}; where they "
-            f"are one in the module, say so: --tie {pair}"
+            f"parameters have equal elements but are trained separately: {shown}{more}; if the "
+            f"module has them tied, pass --tie {pair}"
         )

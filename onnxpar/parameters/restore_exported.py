@@ -35,7 +35,7 @@ from onnxpar.parameters.use_attribution import CONSTANT, UNKNOWN, Attribution, I
 
 _ASK = "when it was exported; optimize=False avoids that"
 _MARKED = "PyTorch's exporter marks it {}"
-_NO_PARAMETER = "no parameter of the PyTorch module is in it"
+_NO_PARAMETER = "it contains no parameter of the PyTorch module"
 
 
 def restore(model: ir.Model, signature: Signature, registry: Registry) -> tuple[str, ...]:
@@ -93,8 +93,8 @@ class _Restorer(Attribution):
             self.by_value[id(value)] = tensor
             operator.left.remove(bias)
             self.notices.append(
-                f"bias {bias.target!r} of node {node.name!r} is back: the exporter had dropped it, "
-                "since it was zero"
+                f"bias {bias.target!r} of node {node.name!r} was restored: the exporter had "
+                "dropped it because it was zero"
             )
 
     # -- uses --------------------------------------------------------------------------------------
@@ -124,8 +124,9 @@ class _Restorer(Attribution):
             if names:
                 shown = ", ".join(repr(name) for name in names)
                 self.notices.append(
-                    f"initializer {tensor.value.name!r} stood for several tensors of the module, "
-                    f"which the exporter had merged since they were equal; they are back: {shown}"
+                    f"initializer {tensor.value.name!r} was shared by several tensors of the "
+                    "module, which the exporter had merged because they were equal; they were "
+                    f"restored: {shown}"
                 )
 
     def _copy(self, tensor: Initializer, key: Key) -> ir.Value:
@@ -172,8 +173,8 @@ class _Restorer(Attribution):
         self.graph.register_initializer(source)
         tensor.value, tensor.functions = source, frozenset()
         self.notices.append(
-            f"initializer {value.name!r} is computed from the parameter {source.name!r} again, of "
-            f"which the exporter had folded {' and '.join(chain)}"
+            f"initializer {value.name!r} is again computed from the parameter {source.name!r}: "
+            f"the exporter had folded {' and '.join(chain)}"
         )
 
     def tie(self) -> None:
@@ -197,14 +198,14 @@ class _Restorer(Attribution):
         for tensor in others:
             if tie(self.graph, base.value, tensor.value, self.names):
                 self.notices.append(
-                    f"initializer {tensor.value.name!r} is computed from {base.value.name!r} "
-                    "again: the exporter had folded it, and they are one parameter"
+                    f"initializer {tensor.value.name!r} is again computed from "
+                    f"{base.value.name!r}: the exporter had folded it, and both are one parameter"
                 )
             elif not base.folded or overlap(base.functions) or overlap(tensor.functions):
                 names = tuple(p.target for p in tensor.own)
                 why = f"{base.value.name!r} stands for {', '.join(names)} as well"
                 doubtful[id(tensor.value)] = Origin(
-                    Role.DOUBTFUL, f"{why}: they came apart {_ASK}", names=names
+                    Role.DOUBTFUL, f"{why}: they were separated {_ASK}", names=names
                 )
         return doubtful
 
@@ -216,7 +217,7 @@ class _Restorer(Attribution):
         if unknown:
             return Origin(
                 Role.DOUBTFUL,
-                f"it stands for {unknown[0]!r} of the module, whose source was lost {_ASK}",
+                f"it comes from {unknown[0]!r} of the module, whose source was lost {_ASK}",
             )
         placeholders = [self.signature.placeholders[name] for name in sorted(tensor.key)]
         names = ", ".join(p.target for p in placeholders)
@@ -230,7 +231,7 @@ class _Restorer(Attribution):
         if tensor.rewritten:
             return Origin(
                 Role.DOUBTFUL,
-                f"a batch norm was multiplied into it, or the like, {_ASK}",
+                f"it was fused with another tensor, such as a batch norm, {_ASK}",
             )
         if not tensor.folded:
             return Origin(Role.PARAMETER, _MARKED.format(PARAMETER))
@@ -258,7 +259,7 @@ class _Restorer(Attribution):
             return ()
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return (
-            f"the file lacks {', '.join(names[:SHOWN])}{more} of the PyTorch module's parameters: "
-            "unused, another name of a tied one, or dropped by the exporter's optimizer (a factor "
-            "of 1, say), which optimize=False prevents",
+            f"the file lacks {', '.join(names[:SHOWN])}{more}, which are parameters of the "
+            "PyTorch module: they are unused, or another name of a tied parameter, or were "
+            "dropped by the exporter's optimizer (optimize=False prevents that)",
         )

@@ -33,7 +33,7 @@ _COUNTED = re.compile(r"_\d+$")
 
 @dataclass(frozen=True)
 class Placeholder:
-    """An input of the program that PyTorch exported, which is no input of the user's.
+    """An input of the program that PyTorch exported, which is not an input of the user's.
 
     Attributes:
         name: Its name in the program: `p_fc1_weight`.

@@ -111,9 +111,9 @@ class Selection:
         lines = [f"  {n} {shapes[n]}: {self.doubtful[n]}" for n in asked[:SHOWN]]
         lines += [f"  and {len(asked) - SHOWN} more"] if len(asked) > SHOWN else []
         raise ModelError(
-            "the file does not say how to train these tensors; expected --trainable NAME for each "
-            "that is trained as it stands, and --freeze NAME for each that is left as it is (NAME "
-            "may be a pattern), got neither:\n" + "\n".join(lines)
+            "the file does not show whether these tensors are trained; expected --trainable "
+            "NAME to train a tensor, or --freeze NAME to keep it fixed (NAME may be a pattern), "
+            "got neither:\n" + "\n".join(lines)
         )
 
 
@@ -214,7 +214,7 @@ def _matching(
             known = [name for its in names.values() for name in its]
             raise ModelError(
                 f"{option} {pattern!r}: expected the name or a pattern of a floating-point "
-                f"initializer, got one that none has{nearest(pattern, known)}"
+                f"initializer, got no match{nearest(pattern, known)}"
             )
         found |= hits
     return frozenset(found)

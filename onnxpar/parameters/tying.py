@@ -90,8 +90,8 @@ def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
         shapes = f"{list(sizes(a))} and {list(sizes(b))}"
         if not tie(graph, a, b, names):
             raise ModelError(
-                f"--tie {text!r}: expected tensors of equal elements, maybe transposed, got "
-                f"different ones, of {shapes}"
+                f"--tie {text!r}: expected tensors with equal elements, possibly transposed, "
+                f"got different ones, of shapes {shapes}"
             )
         notices.append(f"{second!r} is computed from {first!r}, as --tie says")
     return tuple(notices)

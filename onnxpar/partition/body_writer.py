@@ -112,7 +112,7 @@ def _partition_body(
         leaving.append(local)
     if len(inner.collectives) != len(builder.collectives):
         raise ShardingError(
-            f"a body would communicate: {inner.collectives[-1].op} of "
+            f"a control-flow body must not communicate: {inner.collectives[-1].op} of "
             f"{inner.collectives[-1].value!r}"
         )
     remove_unused(inner, leaving)

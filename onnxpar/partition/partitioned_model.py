@@ -100,7 +100,7 @@ class PartitionedModel:
         plan: The plan that was carried out; its mesh is the program's.
         registry: The table of operators.
         symbols: Constraint of each symbol by name.
-        replicated: `(node, op_type, reason)` of each node that every rank computes whole.
+        replicated: `(node, op_type, reason)` of each node that every rank computes in full.
         equalities: Sizes that rules take to be equal without a proof.
         ranges: Ranges that operators demand of the elements of inputs.
         states: Which of its operands are buffers of the runtime.

@@ -160,8 +160,8 @@ class ProgramWriter:
         sharding = self.plan.parameters[name]
         if not all(isinstance(size, int) for size in sharding.shape):
             raise ShardingError(
-                f"initializer {name!r}: a node takes its dims {list(value.shape or ())} to be "
-                f"{list(sharding.shape)}, which are not proved to be equal"
+                f"initializer {name!r}: a node expects its dims {list(value.shape or ())} to "
+                f"equal {list(sharding.shape)}, which is not proved"
             )
         tensor = value.const_value
         floating = value.dtype is not None and value.dtype.is_floating_point()
@@ -247,7 +247,7 @@ class ProgramWriter:
         if want in versions:
             return versions[want]
         if not versions or value.dtype is None:
-            raise ShardingError(f"{reason}: the value {name!r} is not there")
+            raise ShardingError(f"{reason}: the value {name!r} does not exist")
         itemsize = int(value.dtype.itemsize)
         way = cheapest_route(versions, want, self.plan.mesh, self.env.table, itemsize)
         source = versions[way.source]
@@ -344,7 +344,7 @@ class ProgramWriter:
         return frozenset(v.name or "" for v in self.program.graph.outputs)
 
     def _masked(self, local: LocalNode) -> LocalNode:
-        """Sets the padding that a pending reduction runs over to the reduction's identity."""
+        """Sets the padding of a partial value to the identity of its reduction."""
         rule = local.plan.rule
         operands = list(local.inputs)
         for factor in local.plan.factors:

@@ -18,10 +18,10 @@ from onnxpar.graph.plan import NodePlan
 
 @dataclass(frozen=True)
 class Dual:
-    """How a backward node lies by its forward node's plan.
+    """The layout of a backward node by its forward node's plan.
 
     Attributes:
-        inputs: How each operand lies; None where the forward node says nothing of it.
+        inputs: The layout of each operand; None where the forward node says nothing of it.
         outputs: The same of the outputs.
         adds: Whether it adds up several readers' shares of a cotangent. Shares that are partial
             over the same devices may be one sum before they are reduced.
@@ -35,18 +35,18 @@ class Dual:
 def dual(
     node: ir.Node, forward: ir.Node, plan: NodePlan, links: Mapping[str, tuple[str, ...]]
 ) -> Dual | None:
-    """Returns how a backward node lies by its forward node's plan; None if that says nothing of it.
+    """Returns the layout of a backward node by its forward node's plan; None if there is none.
 
     Args:
         node: The backward node.
         forward: The node that it is of the gradient of.
-        plan: How that one is divided.
+        plan: How that one is sharded.
         links: Of each cotangent, and each contribution to one, its primals, by name.
     """
     read = {v.name: s for v, s in zip(forward.inputs, plan.inputs, strict=False) if v is not None}
     made = {v.name: s.with_partial(()) for v, s in zip(forward.outputs, plan.outputs, strict=True)}
 
-    def lies(
+    def layout_of(
         value: ir.Value | None, found: Mapping[str | None, Sharding | None]
     ) -> Sharding | None:
         primals = () if value is None else links.get(value.name or "", ())
@@ -54,11 +54,11 @@ def dual(
 
     known = {**read, **made}
     inputs = tuple(
-        None if v is None else known[v.name] if v.name in known else lies(v, made)
+        None if v is None else known[v.name] if v.name in known else layout_of(v, made)
         for v in node.inputs
     )
-    sums = [lies(v, made) for v in node.outputs]
-    adds = sums[0] is not None and all(lies(v, made) is not None for v in node.inputs)
-    outputs = tuple(sums if adds else (lies(v, read) for v in node.outputs))
+    sums = [layout_of(v, made) for v in node.outputs]
+    adds = sums[0] is not None and all(layout_of(v, made) is not None for v in node.inputs)
+    outputs = tuple(sums if adds else (layout_of(v, read) for v in node.outputs))
     # What fills a cotangent with zeros reads nothing of the forward node.
     return Dual(inputs, outputs, adds) if any(s is not None for s in (*inputs, *outputs)) else None

@@ -1,4 +1,4 @@
-"""How one node is divided, given how its operands lie: candidates, their cost, the choice.
+"""How one node is sharded, given the layouts of its operands: candidates, their cost, the choice.
 
 Candidates come from what the operands and the later users of the outputs already have, from the
 user's parameter axes, and from leaving everything whole. The choice is by bytes moved, then by the
@@ -36,8 +36,8 @@ class Situation:
         free: For each operand, whether its sharding is still free.
         parts: For each operand, the parts of its dims (see `graph.view_parts`).
         wishes: For each output, the split that its later users want; None if unknown.
-        gradients: For each output that is a parameter's gradient, how the parameter lies; it leaves
-            so, still partial over other atoms: it is reduced once a step, at no cost here.
+        gradients: For each output that is a parameter's gradient, the layout of the parameter; it
+            leaves so, still partial over other atoms: it is reduced once a step, at no cost here.
         joined: For each output, the atoms over which it may be partial at no cost, since its user
             adds it to what is partial over them anyway.
         itemsizes: Bytes per element of each operand, then of each output.
@@ -89,7 +89,7 @@ class Chooser:
             rule: The node's rule.
             view: The node.
             situation: What the choice may look at.
-            implied: How it lies by another node's plan: it is divided so if it can be.
+            implied: Its layout by another node's plan: it is sharded so if it can be.
         """
         if implied is not None:
             follows = self._following(rule, view, situation, implied)
@@ -209,7 +209,7 @@ class Chooser:
     ) -> Iterator[dict[str, DimSharding]]:
         """Splits a dim, the last that divides, over atoms that an operand is partial over.
 
-        The pending reduction is then a reduce-scatter, half the traffic of an all-reduce, and what
+        The reduction is then a reduce-scatter, half the traffic of an all-reduce, and what
         follows is computed once. Not over parameter axes: there activations stay whole.
         """
         kept = {a for axis in self.parameter_axes for a in axis}
@@ -363,7 +363,7 @@ class Chooser:
                 moved += self.cost((made,), leaving(made, parameter), itemsize)
             elif made.partial and not situation.joined[index].issuperset(made.partial):
                 count = self.mesh.count(made.partial)
-                # A pending reduction needs at least a reduce-scatter; one that was passed on would
+                # A partial value needs at least a reduce-scatter; one that was passed on would
                 # have needed the all-reduce here.
                 moved += (2 if carries else 1) * size * itemsize * (count - 1) // count
         for name, parts in plan.factors.items():

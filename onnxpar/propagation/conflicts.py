@@ -4,7 +4,7 @@ A value whose maker and reader agree is there already; one that waits for a redu
 reduction, whatever the reader. All else that is sent between nodes is a conflict: the maker (a
 node, the data set, an earlier reader of a parameter) has laid the value out in one way and the
 reader wants another. Beside what was chosen stands the price of the other way to resolve it: that
-the reader takes the value as it lies.
+the reader takes the value in its current layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,16 @@ from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Factors, NodePlan, Plan, factor_sizes, project, shardings
 from onnxpar.propagation.choice import Chooser, Situation
-from onnxpar.propagation.partial_hints import pending_hints
+from onnxpar.propagation.partial_hints import partial_hints
 from onnxpar.resharding.routes import Route, cheapest_route
 
 REDUCING = ("slice", "all_reduce", "reduce_scatter")
 
 STRATEGY, OPERATOR, COST, WHOLE_PLAN = "strategy", "operator", "cost", "plan"
-"""Why a reader does not take a value as it lies: the user said so; its operator cannot; that would
-send no less; it would send less here, and the choice was made for what else it decides."""
+"""Why a reader does not take a value in its current layout: the user's strategy says so; its
+operator cannot; that would not send fewer bytes; it would send fewer here, but more elsewhere."""
 
-_WORDS = {STRATEGY: "strategy given", COST: "cheapest", WHOLE_PLAN: "for the plan as a whole"}
+_WORDS = {STRATEGY: "strategy given", COST: "cheapest", WHOLE_PLAN: "for the whole plan"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Conflict:
         detail: Where `why` is `OPERATOR` and the node has no rule: the reason for that.
         cost: Bytes that the choice for the reader sends, all operands and what its results wait
             for included, at typical sizes.
-        other: The same if it took the value as it lies; None where it cannot.
+        other: The same if it took the value in its current layout; None where it cannot.
     """
 
     node: str
@@ -73,9 +73,9 @@ class Conflict:
     def reason(self) -> str:
         """The reason in words, with both prices."""
         if self.why == OPERATOR:
-            return self.detail or "the operator cannot take it as it lies"
+            return self.detail or "the operator cannot take it in its current layout"
         text = f"{_WORDS[self.why]}: {self.cost:,} bytes"
-        return text if self.other is None else f"{text}, {self.other:,} as it lies"
+        return text if self.other is None else f"{text}, {self.other:,} bytes in its current layout"
 
 
 def conflicts(
@@ -119,7 +119,7 @@ class _Replay:
                 name = value.name or ""
                 self.made[name] = plan.resharded.get(name, made)
         self.versions.update({n: (s,) for n, s in (*plan.inputs.items(), *plan.parameters.items())})
-        self.joined = pending_hints(
+        self.joined = partial_hints(
             nodes, self.rules.by_node, plan.nodes, self.made, plan.mesh, self.env.table
         ).joined
         # Nobody has read them yet: they lie as their first reader wants them.
@@ -208,7 +208,7 @@ class _Replay:
     # -- the other way ---------------------------------------------------------------------------
 
     def _why(self, node: ir.Node, index: int) -> tuple[str, str, int, int | None]:
-        """Why a node does not take an operand as it lies, and the bytes of both ways."""
+        """Why a node does not take an operand in its current layout, and the bytes of both ways."""
         plan = self.plan.nodes[node.name or ""]
         if plan.reason:
             return OPERATOR, plan.reason, 0, None
@@ -288,7 +288,7 @@ class _Replay:
         )
 
     def _gradient(self, name: str) -> Sharding | None:
-        """How the parameter lies whose gradient leaves as this output, still to be reduced."""
+        """The layout of the parameter whose gradient leaves as this output, still to be reduced."""
         leaves = self.plan.outputs.get(name)
         return leaves.with_partial(()) if leaves is not None and leaves.partial else None
 
@@ -296,18 +296,18 @@ class _Replay:
 def _agreeing(
     plan: NodePlan, view: NodeView, situation: Situation, index: int, whole: Plan
 ) -> Iterator[Factors]:
-    """Splits of a node's factors with which it takes an operand as it lies, others as they can."""
+    """Yields factor splits with which a node takes an operand in its current layout."""
     rule, sizes = plan.rule, factor_sizes(plan.rule, view)
 
-    def lies(number: int) -> dict[str, DimSharding]:
+    def splits_of(number: int) -> dict[str, DimSharding]:
         held = situation.operands[number] if number < len(situation.operands) else None
         if held is None or rule.inputs[number].mode:
             return {}
         found = project(rule.inputs[number], held, sizes, whole.mesh, view.table, rule.scaled)
         return {name: parts for name, parts in found.items() if name in rule.splittable}
 
-    first = lies(index)
-    others = [lies(i) for i in range(len(rule.inputs)) if i != index and not situation.free[i]]
+    first = splits_of(index)
+    others = [splits_of(i) for i in range(len(rule.inputs)) if i != index and not situation.free[i]]
     yield _merged([first, dict(plan.factors)])
     yield _merged([first, *others])
     yield first

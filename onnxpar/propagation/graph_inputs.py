@@ -44,7 +44,7 @@ def entering(
                 wanted.setdefault(value.name or "", set()).add(want)
         for graph in (a.as_graph() for a in node.attributes.values() if a.type == _GRAPH):
             for inner in ir.traversal.RecursiveGraphIterator(graph):
-                # What a body captures is no operand with a sharding.
+                # What a body captures is not an operand with a sharding.
                 for value in inner.inputs:
                     if value is not None:
                         wanted.setdefault(value.name or "", set()).add(None)

@@ -1,4 +1,4 @@
-"""What one round of propagation teaches the next about pending reductions.
+"""What one round of propagation teaches the next about partial values.
 
 A node is divided by looking at its own operands, which misses two things. A value that is partial
 and read twice may be passed on by both readers and end in two reductions where one at its origin
@@ -21,7 +21,7 @@ from onnxpar.graph.plan import NodePlan
 
 @dataclass(frozen=True)
 class Hints:
-    """What has been seen of pending reductions.
+    """What has been seen of partial values.
 
     Attributes:
         early: Values whose reduction is best done at once, for all readers.
@@ -37,7 +37,7 @@ class Hints:
         return Hints(self.early | other.early, {**self.joined, **other.joined})
 
 
-def pending_hints(
+def partial_hints(
     nodes: Sequence[ir.Node],
     rules: Mapping[str, OpRule],
     plans: Mapping[str, NodePlan],
@@ -45,7 +45,7 @@ def pending_hints(
     mesh: Mesh,
     table: SymbolTable,
 ) -> Hints:
-    """Returns what a plan shows about pending reductions.
+    """Returns what a plan shows about partial values.
 
     Args:
         nodes: The nodes, in topological order.
@@ -96,12 +96,12 @@ def _joined(
         if len(group) < 2 or any(v is None or v.name not in values for v in operands):
             continue
         shardings = {v.name or "": values[v.name or ""] for v in operands if v is not None}
-        pending = {(s.partial, s.reduction) for s in shardings.values() if s.partial}
-        if len(pending) != 1 or next(iter(pending))[1] != reduction:
+        partials = {(s.partial, s.reduction) for s in shardings.values() if s.partial}
+        if len(partials) != 1 or next(iter(partials))[1] != reduction:
             continue
         open_ones = [v for v in operands if v is not None and not values[v.name or ""].partial]
         if all(_contracts(v, rules, reduction) for v in open_ones):
-            atoms = frozenset(next(iter(pending))[0])
+            atoms = frozenset(next(iter(partials))[0])
             found.update({v.name or "": atoms for v in open_ones})
     return found
 

@@ -1,11 +1,12 @@
 """Propagation: from what the user fixed to a sharding of every value.
 
-Forward over the nodes in topological order, each choosing by how its operands lie (`choose`); then
-once more with what later nodes turned out to want as further proposals, so that information flows
-in both directions, and again while something new is seen of pending reductions (`partial_hints`).
-Parameters and values made only of parameters stay *free* until a node wants them, and take the
+Forward over the nodes in topological order, each choosing by the layouts of its operands
+(`choose`); then once more with what later nodes turned out to want as further proposals, so that
+information flows in both directions, and again while something new is seen of partial values
+(`partial_hints`). Parameters and values made only of parameters stay *free* until a node wants
+them, and take the
 sharding that it wants: laying out a weight costs nothing. The backward of a node that has a
-strategy is divided as the node is (`backward_dual`).
+strategy is sharded as the node is (`backward_dual`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from onnxpar.graph.view_parts import Parts, structure
 from onnxpar.propagation.backward_dual import Dual, dual
 from onnxpar.propagation.choice import Chooser, Situation, leaving
 from onnxpar.propagation.graph_inputs import entering
-from onnxpar.propagation.partial_hints import Hints, pending_hints
+from onnxpar.propagation.partial_hints import Hints, partial_hints
 from onnxpar.resharding.routes import cheapest_route, reachable
 
 ROUNDS, MOST_ROUNDS = 2, 4
@@ -48,7 +49,7 @@ class Alike:
 
     Attributes:
         parts: For each value the parts of each of its dims (see `graph.view_parts`).
-        kinds: A number for each node, by name; nodes of one number are divided alike in one
+        kinds: A number for each node, by name; nodes of one number are sharded alike in one
             situation: rule, shapes, types and parts of their operands are equal.
     """
 
@@ -101,7 +102,7 @@ def propagate(
         walk = _Walk(program, seeds, known, wishes, links or {}, decided, hints)
         plan = walk.run(nodes)
         wishes = _wishes(program, plan.nodes, seeds)
-        seen = hints | pending_hints(
+        seen = hints | partial_hints(
             nodes, rules.by_node, plan.nodes, walk.values, seeds.mesh, table
         )
         if number + 1 >= ROUNDS and seen == hints:
@@ -217,7 +218,7 @@ class _Walk:
         return wanted.canonical(mesh, table)
 
     def _parameter(self, gradient: str) -> Sharding | None:
-        """How the parameter lies, or the rearranged parameter, whose gradient a value is."""
+        """The layout of the parameter, or the rearranged parameter, whose gradient a value is."""
         primals = self.links.get(gradient, ())
         return next((self.values.get(p) for p in primals if p in self.parametric), None)
 
@@ -268,7 +269,7 @@ class _Walk:
         return True
 
     def _stays_free(self, node: ir.Node, rule: OpRule) -> bool:
-        """Whether the node is made of free values only, so that its user may say how it lies."""
+        """Whether the node is made of free values only, so that its user may choose its layout."""
         operands = [
             v
             for v, o in zip(node.inputs, rule.inputs, strict=False)
@@ -310,7 +311,7 @@ class _Walk:
         return self.decided[key]
 
     def _implied(self, node: ir.Node) -> Dual | None:
-        """How a backward node lies where its forward node has a strategy."""
+        """The layout of a backward node where its forward node has a strategy."""
         name = node.metadata_props.get(GRADIENT_OF, "")
         if name not in self.seeds.nodes:
             return None

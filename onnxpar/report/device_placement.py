@@ -20,7 +20,7 @@ def device_data(programs: Mapping[str, ir.Model], registry: Registry = REGISTRY)
     Keys: `device`; `onnxruntime`, the version whose kernels are meant; `programs`, which has of
     each program by name: `nodes`, how many there are, those of bodies included; `sizes`, nodes that
     compute small sizes on the host on purpose, `{"name", "op_type"}`; `fallbacks`, nodes that are
-    there for want of a kernel, with `domain`, `types` (of the operands, None where left out or
+    there for lack of a kernel, with `domain`, `types` (of the operands, None where left out or
     unknown) and `reason`.
 
     In a rank's graph the sizes are those that are marked; in another model those that would be.

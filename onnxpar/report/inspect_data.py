@@ -1,4 +1,4 @@
-"""What `onnxpar inspect` shows, as plain data: of a divided model, and of a model to be divided."""
+"""What `onnxpar inspect` shows of a model before and after partitioning, as plain data."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,12 +65,13 @@ def directory_data(
 
 
 def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = ()) -> Json:
-    """Returns how one program was divided.
+    """Returns how one program was partitioned.
 
     Sizes are integers, or text in the model's symbols. Shapes are global, in elements; a
     `local_shape` is what every device holds, padding included. `strategy` counts the pieces of each
     dim, `sharding` names their mesh axes (`2@4`: an unnamed pair of devices 4 apart), and both are
-    None for an operand that is absent or taken as it lies. `partial` is None or the reduction that
+    None for an operand that is absent or taken in its current layout. `partial` is None or the
+    reduction that
     the value waits for: `{"reduction", "over"}`. `bytes` is what one device sends.
 
     `conflicts` are the reshards that neighbours' different layouts cost, what costs most first:
@@ -257,11 +258,11 @@ def _totals(
 
 
 def model_data(program: Program) -> Json:
-    """Returns what `onnxpar inspect MODEL --json` prints: what can be divided, and by which names.
+    """Returns what `onnxpar inspect MODEL --json` prints: what can be sharded, and by which names.
 
     Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; small integers and scalars
     are left out), `symbols`, `nodes` with `rule`, `operands` (names of the operands that a strategy
-    has entries for), `factors` (name, size, kind) and `reason`, why a node cannot be divided.
+    has entries for), `factors` (name, size, kind) and `reason`, why a node cannot be sharded.
     """
     graph, env, rules = program.graph, program.env, program.rules
     return {

@@ -24,7 +24,7 @@ class OperatorRow:
         op_type: Name of the operator.
         since_version: First opset version for which the definition holds.
         rule: What its sharding rule says, in one line.
-        local: "copied as it is", "of its body", or what its local form does.
+        local: "copied unchanged", "of its body", or what its local form does.
         gradient: "yes", "of its body", or why there is none.
         cost: "yes", or where the cost comes from.
         keeps_zero: Whether zero padding stays zero.
@@ -102,7 +102,7 @@ def _local(definition: OpDef) -> str:
     if definition.rule is expanded:
         return _BODY
     if definition.local is copy_node:
-        return "copied as it is"
+        return "copied unchanged"
     return _first_line(definition.local)
 
 

@@ -80,7 +80,7 @@ def _stage(stage: int, nodes: int, split: Sequence[PartitionedModel]) -> Json:
 
 
 def count_of_bytes(count: Dim) -> int | str:
-    """Returns a count for JSON; it is no integer where an odd number of bytes is halved."""
+    """Returns a count for JSON; it is not an integer where an odd number of bytes is halved."""
     if isinstance(count, int):
         return count
     top, bottom = fraction(count)

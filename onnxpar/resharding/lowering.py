@@ -2,7 +2,8 @@
 
 A step works on the component that gains or loses atoms, so a dim of several components is seen with
 one axis per component around it. Where a split is not proved even, a dim is padded with zeros up to
-whole pieces before it is cut, and cut back level by level after it is gathered; where it is proved,
+whole pieces before it is split, and trimmed level by level after it is gathered; where it is
+proved,
 nothing but the step itself is emitted. Zeros pad zeros: a reshard never makes padding non-zero.
 """
 
@@ -207,8 +208,8 @@ class _Emitter:
         """The builder, for nodes whose bounds are computed in the graph."""
         if self.builder.opset < MIN_OPSET:
             raise ShardingError(
-                f"{self.reason}: {self.name!r} is cut there by Slice and Pad with computed bounds: "
-                f"expected opset {MIN_OPSET} or later, got {self.builder.opset}"
+                f"{self.reason}: {self.name!r} is sharded there by Slice and Pad with computed "
+                f"bounds: expected opset {MIN_OPSET} or later, got {self.builder.opset}"
             )
         return self.builder
 

@@ -172,8 +172,8 @@ def legs(
 ) -> tuple[tuple[Sharding, Sharding], ...]:
     """Returns the one or two moves that a reshard is made of, each between equal components.
 
-    Where the components of a dim do not line up, their part of it goes through being whole; what
-    else differs is left for afterwards, when both sides are seen as the target's components.
+    Where the components of a dim do not line up, their part of it goes through being replicated;
+    what else differs is left for afterwards, when both sides are seen as the target's components.
     """
     views = [_aligned(a, b, mesh, table) for a, b in zip(source.dims, target.dims, strict=True)]
     here = Sharding(tuple(v.source for v in views), source.partial, source.reduction)
@@ -236,7 +236,7 @@ def _aligned(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> 
             coarser = coarser or (tuple(source), tuple(target), tuple(left), tuple(right))
             right[0:1] = pieces
         else:
-            # Cut atom by atom in vain: a run is gathered at once.
+            # Do not split a run atom by atom: gather it at once.
             if coarser is not None:
                 source, target, left, right = map(list, coarser)
             break

@@ -151,9 +151,9 @@ def _units(start: PathState, goal: PathState) -> list[Atoms]:
     Two neighbours belong together where each side has them as such neighbours, has both replicated,
     or has both partial.
     """
-    pending = start[1] - goal[1]
+    partials = start[1] - goal[1]
     links = []
-    for slots, partial in ((start[0], pending), (goal[0], frozenset[int]())):
+    for slots, partial in ((start[0], partials), (goal[0], frozenset[int]())):
         after = {a: b for run in slots for a, b in pairwise(run)}
         placed = {a for run in slots for a in run}
         links.append((after, placed, partial))
@@ -166,9 +166,9 @@ def _units(start: PathState, goal: PathState) -> list[Atoms]:
 
     # Every atom comes after the one that it may follow: the order of runs, then of partial atoms.
     order = dict.fromkeys(a for slots in (start[0], goal[0]) for run in slots for a in run)
-    order.update(dict.fromkeys(sorted(pending)))
+    order.update(dict.fromkeys(sorted(partials)))
     followers = {a: b for after, _, _ in links for a, b in after.items()}
-    alone = sorted(a for a in pending if a not in links[1][1])
+    alone = sorted(a for a in partials if a not in links[1][1])
     followers.update(pairwise(alone))
     heads = set(order) - {b for a, b in followers.items() if a in order and together(a, b)}
     units = []

@@ -1,4 +1,4 @@
-"""From a strategy to what is divided by it: what the user fixed, and what a search adds.
+"""From a strategy to what is sharded by it: what the user fixed, and what a search adds.
 
 Whoever carries a strategy out goes through `settled`; `onnxpar plan` shows the same `Decision`, and
 writes what it says. So a strategy that searches is the same by a file and without one.
@@ -62,7 +62,7 @@ def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol
 
     Args:
         strategy: The strategy.
-        workload: What is divided, not cut into stages.
+        workload: What is sharded, not split into stages.
         symbols: Constraints on symbols, the strategy's included.
 
     Raises:
@@ -84,7 +84,7 @@ def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol
 
 def _check_sizes(strategy: Strategy, workload: Workload) -> None:
     check_symbol_sizes(
-        strategy.search.sizes, workload.program.env.table, f"{strategy.source}: sizes to plan for"
+        strategy.search.sizes, workload.program.env.table, f"{strategy.source}: sizes for planning"
     )
 
 
@@ -103,7 +103,7 @@ def decide(
 
     Args:
         strategy: The strategy, whose `rest` is "search".
-        workload: What is divided, not cut into stages.
+        workload: What is sharded, not split into stages.
         stages: Numbers of pipeline stages to try, all of which divide the devices; by default the
             strategy's.
         micro_batches: Micro-batches of a step of training; by default what the strategy says, or 1
@@ -194,7 +194,7 @@ def _nothing_fits(
         told = [f"{way.name}: {way.reason}" for way in refused]
     if rivals:
         least = min((way for _, way, _, _ in rivals), key=lambda way: way.peak)
-        told.append(f"of the presets {least.name} needs least, {least.peak} bytes")
+        told.append(f"the preset that needs least memory is {least.name}, with {least.peak} bytes")
         divisors = _unproved((plan for _, _, plan, _ in rivals), table)
         if divisors:
             said = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
@@ -233,7 +233,7 @@ def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
             )
         if count != strategy.stages and (strategy.axes or strategy.pipeline is not None):
             raise StrategyError(
-                f"stages: {strategy.source} is for {strategy.stages} stages, got {count}"
+                f"stages: {strategy.source} has {strategy.stages} stages, got {count}"
             )
     return counts
 
@@ -343,7 +343,7 @@ def _within(
         least = min(least, peak(smallest.seeds))
         if least > spec.limit:
             raise ShardingError(
-                f"no strategy fits: the least memory of a device that was found is {least} bytes, "
+                f"no strategy fits the memory limit: the smallest peak found is {least} bytes, "
                 f"expected at most {spec.limit:.0f}"
             )
         fits = smallest
@@ -361,7 +361,7 @@ def _in_time(
     The last bytes are dear: beyond that, the fastest plans under limits between the two are tried.
     The limit on memory comes first: where nothing that fits is as fast, `found` stays.
     """
-    # What is sought lies anywhere between two plans: to prove how good each is would be in vain.
+    # What is sought lies anywhere between two plans: to prove how good each is would be useless.
     fast = replace(spec, level=_FASTEST, integer=False)
     fastest = run(replace(fast, memory=UNLIMITED))
     slowest = SLOWDOWN * fastest.chosen.seconds

@@ -53,7 +53,8 @@ def least(problem: Problem, limit: float = inf) -> Solution:
     found = _priced(problem, total + 1.0)
     if found.memory > limit:
         raise ShardingError(
-            f"no strategy fits: the least memory of a device is {found.memory:.0f} bytes, "
+            "no strategy fits the memory limit: the smallest possible peak is "
+            f"{found.memory:.0f} bytes, "
             f"expected at most {limit:.0f}"
         )
     return Solution(found.choice, found.seconds, found.memory, 0.0)

@@ -81,7 +81,7 @@ class Problem:
         variables: The variables; first the nodes, in the order of the flow.
         terms: Costs of several variables together.
         options: The options of each node.
-        sources: How each parameter or input lies: by name, the variable that says it, and the
+        sources: The layout of each parameter or input: by name, the variable that says it, and the
             layout for each of its options.
     """
 
@@ -113,7 +113,7 @@ class _Usage:
     """How a reader wants a value, and over which atoms its share of the cotangent is partial."""
 
     target: Sharding
-    pending: tuple[int, ...]
+    partials: tuple[int, ...]
 
 
 Wanted = tuple[tuple[_Usage, ...], NDArray[np.intp]]
@@ -232,9 +232,9 @@ class _Builder:
             *((s.share, (made if s.made else read)[s.index]) for s in item.saved),
         ]
         return sum(
-            share * self.cost.elements(lies) * int(value.dtype.itemsize)
-            for share, (value, lies) in parts
-            if value is not None and value.dtype is not None and lies is not None
+            share * self.cost.elements(sharding) * int(value.dtype.itemsize)
+            for share, (value, sharding) in parts
+            if value is not None and value.dtype is not None and sharding is not None
         )
 
     def _trained(self, item: Item) -> tuple[int, ...]:
@@ -264,14 +264,14 @@ class _Builder:
         assert target is not None
         mine = {f for names in rule.inputs[operand].dims for f in names}
         made = {f for o in rule.outputs for names in o.dims for f in names}
-        pending = {
+        partials = {
             a
             for name, parts in plan.factors.items()
             if name in made and name not in mine
             for c in parts
             for a in c.atoms
         }
-        return self._one(_Usage(self._one(target), tuple(sorted(pending))))
+        return self._one(_Usage(self._one(target), tuple(sorted(partials))))
 
     def _one(self, thing: T) -> T:
         """The first of all that are equal."""
@@ -291,8 +291,8 @@ class _Builder:
         if not value.trained:
             return 0.0
         held = {*usage.target.split_atoms, *usage.target.partial}
-        pending = [a for a in usage.pending if a not in held]
-        there = usage.target.with_partial(pending)
+        partials = [a for a in usage.partials if a not in held]
+        there = usage.target.with_partial(partials)
         seconds = self.cost.reshard(there, to, value.itemsize, met=met)
         return self.weights.communication * seconds
 
@@ -332,12 +332,12 @@ class _Builder:
 
         That is no more than each reader's share of the gradient is partial over.
         """
-        pending = {frozenset[int]()}
+        partials = {frozenset[int]()}
         if value.parameter and value.trained:
             for use in value.uses:
-                shares = {frozenset(u.pending) for u in self._usages(use)[0]}
-                pending |= {a & b for a in shares for b in {*pending, *shares}}
-        ordered = sorted(map(sorted, pending))
+                shares = {frozenset(u.partials) for u in self._usages(use)[0]}
+                partials |= {a & b for a in shares for b in {*partials, *shares}}
+        ordered = sorted(map(sorted, partials))
         found = (
             _Usage(layout, tuple([a for a in atoms if a not in layout.split_atoms]))
             for layout in layouts
@@ -348,7 +348,7 @@ class _Builder:
     def _added(self, lying: _Usage, usage: _Usage, value: Value) -> float:
         """Seconds to bring a source to a reader, and its share of the gradient to the sum."""
         seconds = self.cost.reshard(lying.target, usage.target, value.itemsize)
-        back = self._back(lying.target.with_partial(lying.pending), usage, value)
+        back = self._back(lying.target.with_partial(lying.partials), usage, value)
         return self.weights.communication * seconds + back
 
     def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> list[Sharding]:
@@ -387,14 +387,14 @@ class _Builder:
     def _states(self, value: Value, usage: _Usage, size: int) -> tuple[float, float]:
         """Seconds and bytes of the gradient and the moments of a parameter, and of itself."""
         cost, machine, parallel = self.cost, self.cost.machine, self.weights.parallel
-        atoms = parallel.shared(size, usage.pending, cost.mesh)
+        atoms = parallel.shared(size, usage.partials, cost.mesh)
         replicas = cost.mesh.count(atoms)
         part = size / replicas
         communication, exposed = self.weights.communication, 1 - machine.overlap
         each, once = 0.0, _UPDATE_PASSES * part / machine.bandwidth
         if atoms and parallel.level >= GRADIENTS:
             # Reduced and split as soon as it is made, over what the group has of the replicas.
-            rest = tuple(a for a in usage.pending if a not in atoms)
+            rest = tuple(a for a in usage.partials if a not in atoms)
             scattered = cost.collective("reduce_scatter", atoms, size - part) + cost.wait(atoms)
             gathered = cost.collective("all_gather", atoms, size - part)
             reduced = cost.collective("all_reduce", rest, 2 * (part - part / cost.mesh.count(rest)))

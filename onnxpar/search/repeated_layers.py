@@ -22,7 +22,7 @@ _LEAST = _PERIODS + 3
 
 _Place = tuple[int, int]
 _Edge = tuple[_Place | None, tuple[_Place, ...], tuple[int, bool, bool, bool], Sharding | None]
-"""Output and operands that a value goes between, what moving it costs, how it lies if pinned."""
+"""Output and operands that a value goes between, what moving it costs, its layout if pinned."""
 
 
 @dataclass(frozen=True)

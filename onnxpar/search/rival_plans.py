@@ -108,7 +108,7 @@ class Pricing:
         workload: What is planned.
         machine: What it runs on.
         sizes: Sizes of its symbols.
-        split: How it is cut into stages; a plan is on the mesh of one.
+        split: How it is split into stages; a plan is on the mesh of one.
     """
 
     workload: Workload

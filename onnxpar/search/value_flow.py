@@ -14,7 +14,7 @@ from onnxpar.ops.node_cost import CostFn
 
 WEIGHT = 1024
 """Elements from which a parameter, or an input of real numbers, counts as a weight. What depends on
-no weight (masks, positions, tokens) is computed whole on every device, and sliced for nothing where
+no weight (masks, positions, tokens) is replicated, and sliced without communication where
 it is read."""
 
 

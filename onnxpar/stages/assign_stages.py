@@ -29,7 +29,7 @@ def decide_virtual_stages(
     Args:
         strategy: The strategy, which has a pipeline.
         entry: What it says of the pipeline.
-        program: The program, not divided and not differentiated.
+        program: The program, neither sharded nor differentiated.
         weights: Names of the initializers that count as weights.
 
     Raises:

@@ -129,8 +129,8 @@ def cut_chain(
     count = len(nodes)
     if count < virtual_stages:
         raise StrategyError(
-            f"pipeline: expected at least one node for each of {virtual_stages} virtual stages, "
-            f"the model has {count}"
+            f"pipeline: expected at least {virtual_stages} nodes, one for each virtual stage, "
+            f"got {count}"
         )
     # A cut at position c puts the nodes before c into the earlier virtual stage.
     first = np.zeros(virtual_stages + 1, np.intp)
@@ -172,7 +172,8 @@ def _between(
     late = next((n for n in nodes if low[n] >= virtual), None)
     ends = [f"{word} {told.node(n)}" for word, n in (("after", early), ("before", late)) if n]
     return StrategyError(
-        f"pipeline: 'assign' leaves no place for the cut before virtual stage {virtual}: it must "
+        "pipeline: 'assign' leaves no room for the stage boundary before virtual stage "
+        f"{virtual}: it must "
         f"come {' and '.join(ends)}, with a node for every virtual stage"
     )
 
@@ -194,9 +195,9 @@ def _bounds(
         if wanted < low[node]:
             other = cause[node]
             raise StrategyError(
-                f"pipeline: {told.node(node)} is assigned to virtual stage {wanted}, but what it "
-                f"reads comes from {told.node(other)} of virtual stage {low[node]}; values only go "
-                "to later ones"
+                f"pipeline: {told.node(node)} is assigned to virtual stage {wanted}, but it "
+                f"reads a value from {told.node(other)} of virtual stage {low[node]}; values "
+                "can only flow to later stages"
             )
         if wanted > low[node]:
             low[node], cause[node] = wanted, node

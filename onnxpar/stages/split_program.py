@@ -54,7 +54,7 @@ def split(
         copies: Initializers that stand for others in a further stage; they get the others' names.
 
     Raises:
-        ShardingError: A value that is no tensor would be handed over.
+        ShardingError: A value that is not a tensor would be handed over.
     """
     return _Split(parted, places, programs, stages, copies).run()
 
@@ -139,11 +139,11 @@ class _Split:
             return
         source = maker.meta[PLACE]
         if source > place:
-            raise AssertionError(f"{value.name!r} is made after it is read")
+            raise AssertionError(f"{value.name!r} is computed after it is read")
         if not isinstance(value.type, ir.TensorType | None):
             raise ShardingError(
-                f"{value.name!r} of type {value.type} would go from one pipeline stage to another: "
-                "expected a tensor; put the nodes that make and read it into one stage"
+                f"{value.name!r} of type {value.type} crosses a pipeline stage boundary: "
+                "expected a tensor; assign its producer and its consumers to one stage"
             )
         self.handed_out[source][value] = None
         self.handed_in[place][value] = source

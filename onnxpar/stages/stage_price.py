@@ -1,4 +1,4 @@
-"""What a pipeline costs: a plan of one stage's mesh, and the model cut into stages by it.
+"""What a pipeline costs: a plan of one stage's mesh, and the model split into stages by it.
 
 All stages have the same mesh and follow the same plan, so that the time of a node does not depend
 on its stage. That makes the cut a chain partition over the times of the plan (`stages.cut_chain`),
@@ -27,7 +27,7 @@ from onnxpar.stages.cut_chain import Chain, Costs, cut_chain
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """How a model is cut into stages.
+    """How a model is split into stages.
 
     Attributes:
         stages: Number of stages.

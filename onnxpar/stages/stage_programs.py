@@ -117,7 +117,7 @@ class Staging:
             if len(stages) > 1:
                 raise ModelError(
                     f"running statistic {name!r}: expected the layers that share it in one "
-                    f"pipeline stage, got stages {stages}; say so under pipeline: assign"
+                    f"pipeline stage, got stages {stages}; set it under pipeline: assign"
                 )
 
     def split(self, whole: PartitionedModel, places: Places, name: str) -> "SplitProgram":

@@ -63,7 +63,7 @@ class Buffers:
     def updates(
         self, kind: OptimizerKind, opset: int, *, scaled: bool
     ) -> tuple[list[StateProgram], list[PartitionedModel]]:
-        """Returns the optimizer's program, and what is divided: it, and the one that adds up."""
+        """Returns the optimizer's program, and what is sharded: it, and the one that adds up."""
         infos = [self._info(p) for p in self.parameters.values()]
         update = optimizer_model(kind, infos, opset=opset, scaled=scaled)
         added = accumulation_model(infos, opset=opset)
@@ -97,7 +97,7 @@ class Buffers:
         *,
         scaled: bool,
     ) -> tuple[list[StateProgram], list[PartitionedModel]]:
-        """Returns the optimizer's programs of all stages, and what is divided.
+        """Returns the optimizer's programs of all stages, and what is sharded.
 
         These are the optimizer's program of each stage, `optimizer_model.<stage>`, and for each
         virtual stage the one that adds up what its backward makes,

@@ -186,8 +186,8 @@ def read_annotation(
         metadata = {p.key: p.value for p in model.metadata_props}
     if inner:
         raise StrategyError(
-            f"{source}: {inner}: expected annotations of nodes of the main graph, got one in a "
-            "body of a function or of control flow"
+            f"{source}: {inner}: expected annotations only on nodes of the main graph, got one "
+            "inside a function or control-flow body"
         )
     if not nodes:
         return None
@@ -260,12 +260,12 @@ def _configurations(source: str, known: Iterable[tuple[str, int, Sequence[str]]]
     for name, count, devices in known:
         title = f"{source}: configuration {name!r}"
         if not name or name in sizes:
-            raise StrategyError(f"{title}: expected configurations with different names")
+            raise StrategyError(f"{title}: expected configurations with distinct names")
         if not 1 <= count <= MAX_DEVICES:
             raise StrategyError(f"{title}: expected from 1 to {MAX_DEVICES} devices, got {count}")
         if devices and len(devices) != count:
             raise StrategyError(
-                f"{title}: expected names of {count} devices or of none, got {len(devices)}"
+                f"{title}: expected {count} device names or none, got {len(devices)}"
             )
         sizes[name] = count
     return sizes
@@ -291,11 +291,10 @@ def _chosen(
     shown = ", ".join(f"{name!r} ({sizes[name]} devices)" for name in used)
     if not fitting:
         raise StrategyError(
-            f"{source}: expected an annotation for the {devices} devices asked for, got {shown}"
+            f"{source}: expected an annotation for the {devices} requested devices, got {shown}"
         )
     raise StrategyError(
-        f"{source}: expected one configuration to carry out, got {shown}; --devices chooses by "
-        "their number of devices"
+        f"{source}: expected one configuration, got {shown}; select one with --devices"
     )
 
 
@@ -344,7 +343,8 @@ def _virtual_stages(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
     missing = next((n for n in range(last) if n not in first), None)
     if missing is not None:
         raise StrategyError(
-            f"{_title(source, first[last])}: expected a node of each pipeline stage up to its own, "
+            f"{_title(source, first[last])}: expected at least one node in each pipeline stage "
+            "up to its own, "
             f"{last}; stage {missing} has none"
         )
     return last + 1
@@ -355,7 +355,7 @@ def _stages(source: str, virtual_stages: int, devices: int, extras: Extras) -> i
     chunks = 1 if extras.pipeline is None else extras.pipeline.chunks
     if virtual_stages % chunks:
         raise StrategyError(
-            f"{source}: metadata {ANNOTATION!r}: expected chunks that divide the "
+            f"{source}: metadata {ANNOTATION!r}: expected a number of chunks that divides the "
             f"{virtual_stages} pipeline "
             f"stages of the nodes, got {chunks}"
         )
@@ -380,13 +380,13 @@ def _node(
     for spec in entry.sharding_spec if entry is not None else ():
         if stage is None and virtual_stages > 1:
             raise StrategyError(
-                f"{title}: expected its pipeline stage, as other nodes have one, got none"
+                f"{title}: expected a pipeline stage, since other nodes have one, got none"
             )
         name = spec.tensor_name
         if not name or name not in (*node.inputs, *node.outputs):
             names = [n for n in (*node.inputs, *node.outputs) if n]
             raise StrategyError(
-                f"{title}: expected an annotation of one of its tensors {names}, got {name!r}"
+                f"{title}: expected a tensor of the node, one of {names}, got {name!r}"
             )
         if name in tensors:
             raise StrategyError(f"{title}: tensor {name!r}: expected one spec, got two")
@@ -466,9 +466,9 @@ def _groups(
     if len(held) != len(devices):
         missing = next(d for d in devices if d not in set(held))
         raise StrategyError(
-            f"{title}: expected all {len(devices)} devices of the configuration, or of the stage "
-            f"(a group for each shard that several hold), got {len(held)}; device {missing} holds "
-            "nothing"
+            f"{title}: expected all {len(devices)} devices of the configuration, or of the "
+            f"stage (replicated shards need a device group), got {len(held)}; device {missing} "
+            "holds no shard"
         )
     return tuple(tuple(d - devices[0] for d in group) for group in groups)
 
@@ -494,8 +494,8 @@ def _checked(source: str, extras: Extras, devices: int) -> dict[str, Symbol]:
     for what, sizes in (("axes", list(extras.axes.values())), ("atoms", extras.atoms)):
         if sizes and prod(sizes) != devices:
             raise StrategyError(
-                f"{title}: expected {what} that multiply to the {devices} devices of the "
-                f"configuration, or of a stage of it, got {sizes}"
+                f"{title}: expected {what} whose product is the {devices} devices of the "
+                f"configuration, or of one of its stages, got {sizes}"
             )
     try:
         Mesh.of(extras.axes)

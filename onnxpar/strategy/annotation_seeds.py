@@ -77,7 +77,7 @@ def annotated_virtual_stages(annotation: Annotation, graph: ir.Graph) -> dict[st
 
 
 def runs_of(sharding: Sharding, mesh: Mesh) -> DeviceRuns:
-    """Returns a layout as the metadata of a model holds it; pending reductions are left out."""
+    """Returns a layout as the metadata of a model holds it; partial reductions are left out."""
     return [
         [
             (
@@ -211,7 +211,7 @@ class _Reader:
             whole = whole * part
         if not self.env.table.equal(as_dim(whole), size):
             raise StrategyError(
-                f"{title}: expected parts that multiply to {dim_str(size)}, got "
+                f"{title}: expected parts whose product is {dim_str(size)}, got "
                 f"{' x '.join(map(dim_str, sizes))}"
             )
         return sizes
@@ -241,8 +241,8 @@ class _Reader:
             shown = ", ".join(str(list(g)) if len(g) > 1 else str(g[0]) for g in groups[:SHOWN])
             more = ", ..." if len(groups) > SHOWN else ""
             raise StrategyError(
-                f"{title}: expected its shards on devices in the order of a mesh (numbered row by "
-                f"row from 0, each dim split over axes of it), got {shown}{more}"
+                f"{title}: expected shards in mesh order (devices numbered row by row from 0, "
+                f"each dim sharded over mesh axes), got {shown}{more}"
             )
         for run in parts:
             self.cuts.setdefault(run, title)
@@ -257,7 +257,7 @@ class _Reader:
             title = f"{self.annotation.source}: metadata {ANNOTATION!r}: {kind} {name!r}"
             if name not in known:
                 raise StrategyError(
-                    f"{title}: expected the name of one of the model{nearest(name, known)}"
+                    f"{title}: expected a name from the model{nearest(name, known)}"
                 )
             shape = self.env.shapes[name]
             if len(layout) != len(shape):
@@ -284,7 +284,8 @@ class _Reader:
                 mesh = Mesh.refine(devices, rows, extras.axes)
             except MeshError as error:
                 raise StrategyError(
-                    f"{where}: expected an order of the devices that suits the tensors before it: "
+                    f"{where}: expected a device order that is compatible with the tensors "
+                    "before it: "
                     f"{error}"
                 ) from None
         return mesh
@@ -295,7 +296,7 @@ class _Reader:
         made_by = {v.name: node.name or "" for node in self.graph for v in node.outputs if v.name}
         bodies = bodies_by_results(self.rules)
         seeds: dict[str, NodeSeed] = {}
-        pending: dict[str, PartialSum] = {}
+        partials: dict[str, PartialSum] = {}
         for item in annotated:
             if item.spec.outputs in bodies:
                 seeds |= {s.node: s for s in self.body(mesh, item, bodies[item.spec.outputs])}
@@ -303,7 +304,7 @@ class _Reader:
             name = next((made_by[n] for n in item.spec.outputs if n in made_by), None)
             # Constants and nodes whose results nobody reads are no nodes any more.
             if name is not None and item.tensors:
-                seeds[name] = self.node(mesh, item, self.rules.views[name], pending)
+                seeds[name] = self.node(mesh, item, self.rules.views[name], partials)
         return seeds
 
     def body(self, mesh: Mesh, item: _Annotated, views: Sequence[NodeView]) -> Iterator[NodeSeed]:
@@ -315,12 +316,12 @@ class _Reader:
             yield replace(seed, pinned=self.spoken_of(seed.node))
 
     def node(
-        self, mesh: Mesh, item: _Annotated, view: NodeView, pending: dict[str, PartialSum]
+        self, mesh: Mesh, item: _Annotated, view: NodeView, partials: dict[str, PartialSum]
     ) -> NodeSeed:
         rule = self.rules.by_node[view.name]
         if view.name in self.rules.reasons and any(s.split_atoms for s in item.tensors.values()):
             raise StrategyError(
-                f"{item.title}: it cannot be divided, every device computes it whole: "
+                f"{item.title}: it cannot be sharded and is replicated: "
                 f"{self.rules.reasons[view.name]}"
             )
         factors = {
@@ -333,7 +334,7 @@ class _Reader:
         carried: dict[int, PartialSum] = {}
         said = self.annotation.extras.carried
         if not any(n in item.tensors for n in outputs) and (said is None or view.name in said):
-            carried = _carried(rule, view, pending, taken)
+            carried = _carried(rule, view, partials, taken)
         try:
             made = shardings(rule, view, factors, mesh, carried=carried, pinned=True).outputs
         except ShardingError as error:
@@ -346,7 +347,7 @@ class _Reader:
                 want = want.canonical(mesh, self.env.table)
             out.append(None if want == sharding else want)
             if want is None and sharding.partial:
-                pending[name] = (sharding.partial, sharding.reduction)
+                partials[name] = (sharding.partial, sharding.reduction)
         pinned = self.spoken_of(view.name)
         return NodeSeed(view.name, factors, tuple(out), item.title, carried, pinned)
 
@@ -368,19 +369,20 @@ class _Reader:
             implied = operand_sharding(operand, shape, parts, sizes, rule.scaled)
             if implied.canonical(mesh, table) != want.canonical(mesh, table):
                 raise StrategyError(
-                    f"{title}: expected a split that the operator can take, as "
+                    f"{title}: expected a sharding that the operator accepts, such as "
                     f"{implied.describe(mesh)}, got {want.describe(mesh)}"
                 )
             for factor in {f for names in operand.dims for f in names}:
                 part = canonical_dim(parts.get(factor, (Component(sizes[factor]),)), mesh, table)
                 if any(c.atoms for c in part) and factor not in rule.splittable:
                     raise StrategyError(
-                        f"{title}: expected its dim {factor} whole, as the operator needs it, got "
+                        f"{title}: expected its dim {factor} replicated, because the operator "
+                        "needs all of it, got "
                         f"{want.describe(mesh)}"
                     )
                 if _atoms(found.get(factor, part)) != _atoms(part):
                     raise StrategyError(
-                        f"{title}: expected dim {factor} split over "
+                        f"{title}: expected dim {factor} sharded over "
                         f"{mesh.describe(_atoms(found[factor])) or 'nothing'} as tensor "
                         f"{sources[factor]!r} is, got {mesh.describe(_atoms(part)) or 'nothing'}"
                     )
@@ -442,13 +444,13 @@ def _decompose(offsets: Sequence[int]) -> tuple[Run, ...] | None:
 
 
 def _carried(
-    rule: OpRule, view: NodeView, pending: Mapping[str, PartialSum], taken: set[int]
+    rule: OpRule, view: NodeView, partials: Mapping[str, PartialSum], taken: set[int]
 ) -> dict[int, PartialSum]:
-    """The most operands that can stay a pending reduction through the node together."""
+    """The most operands that can stay partial through the node together."""
     waiting = {
-        i: pending[v.name or ""]
+        i: partials[v.name or ""]
         for i, v in enumerate(view.node.inputs)
-        if v is not None and v.name in pending
+        if v is not None and v.name in partials
     }
     best: dict[int, PartialSum] = {}
     for chosen in sorted({w for w in waiting.values() if not taken & set(w[0])}):

@@ -1,7 +1,7 @@
 """Writes a plan into a model as ONNX's multi-device annotations (see `annotation_reader`).
 
 The file's own nodes are annotated, each with the shardings of its operands as it takes them and of
-its results as they are afterwards; of a node in whose place its body stands, those of its operands
+its results as they are afterwards; of a node which was replaced by its body, those of its operands
 and results that the body has. A result that waits for a reduction has no spec: the format has no
 word for it. A node of a pipeline has its virtual stage as `pipeline_stage`, and its tensors lie on
 the devices of its stage.
@@ -49,7 +49,7 @@ def annotate_proto(
         program: The program of the same model; it is not changed.
         plan: Its plan.
         symbols: Constraints on its symbols, kept in the metadata.
-        pipeline: How it is cut into stages, if it is; its nodes know their virtual stages.
+        pipeline: How it is split into stages, if it is; its nodes know their virtual stages.
 
     Raises:
         StrategyError: A node in whose place a body stands is cut in two by stages.
@@ -144,7 +144,7 @@ class _Writer:
         return [] if made is None else [made]
 
     def virtual_stage(self, node: onnx.NodeProto) -> int | None:
-        """The virtual stage of a node of the file; None where it is no node any more.
+        """The virtual stage of a node of the file; None where it is no longer a node.
 
         Raises:
             StrategyError: Its body is of several virtual stages.
@@ -152,10 +152,9 @@ class _Writer:
         virtual_stages = sorted({virtual_stage_of(one) for one in self.nodes(node)})
         if len(virtual_stages) > 1:
             raise StrategyError(
-                f"node {node.name or '/'.join(node.output)!r} ({node.op_type}), in whose place its "
-                f"body stands: expected one pipeline stage for all of it, got "
-                f"{virtual_stages}; say so "
-                "under pipeline: assign"
+                f"node {node.name or '/'.join(node.output)!r} ({node.op_type}), which was "
+                "replaced by its body: expected one pipeline stage for all of it, got "
+                f"{virtual_stages}; set it under pipeline: assign"
             )
         return virtual_stages[0] if virtual_stages else None
 

@@ -55,7 +55,7 @@ def read_entry(value: Any, title: str) -> TensorEntry:
         for dim in entry:
             if isinstance(dim, tuple):
                 raise StrategyError(
-                    f"{title}: expected numbers of pieces, or a Layout where axes have names, got "
+                    f"{title}: expected numbers of shards, or a Layout with named axes, got "
                     f"{show(entry)}"
                 )
     return entry
@@ -73,7 +73,7 @@ def read_together(
 
     Numbers of pieces say which devices hold a piece only together: (2, 2) and (2, 1) on the
     operands of a product are one device matrix (2, 2, 1) of its dims, as in MindSpore. A node that
-    cannot be divided so is left out; each tensor then lies by its own numbers.
+    cannot be sharded so is left out; each tensor then has its own numbers.
 
     Args:
         rules: The rule of each node, in the order of the graph.
@@ -111,7 +111,7 @@ def read_together(
 def followed(
     seeds: Seeds, rules: Rules, shapes: Mapping[str, Any], pinned: Mapping[str, Sharding]
 ) -> Seeds:
-    """Adds strategies for the nodes that read pinned values: they take them as they lie.
+    """Adds strategies that make the readers of pinned values take them in their current layout.
 
     A search that is free may gather a tensor before it is read for the first time, and what the
     caller said of it would come to nothing. A node whose rule cannot take the layout is left to
@@ -137,10 +137,11 @@ def followed(
             shape = shapes[value.name or ""]
             split = project(operand, wanted, sizes, seeds.mesh, view.table, rule.scaled)
             merged = {**split, **factors}
-            lies = operand_sharding(operand, shape, merged, sizes, rule.scaled)
+            sharding = operand_sharding(operand, shape, merged, sizes, rule.scaled)
             atoms = [a for parts in merged.values() for c in parts for a in c.atoms]
             if (
-                lies.canonical(seeds.mesh, view.table) == wanted.canonical(seeds.mesh, view.table)
+                sharding.canonical(seeds.mesh, view.table)
+                == wanted.canonical(seeds.mesh, view.table)
                 and len(set(atoms)) == len(atoms)
                 and all(factor in rule.splittable for factor in split)
             ):
@@ -151,7 +152,7 @@ def followed(
 
 
 def made_by(seeds: Seeds, rules: Rules, gate: str) -> Sharding:
-    """Returns how the output lies of a node that has a strategy and hands one value on."""
+    """Returns the layout of the output of a node that has a strategy and hands one value on."""
     view, rule = rules.views[gate], rules.by_node[gate]
     sizes = factor_sizes(rule, view)
     return operand_sharding(rule.outputs[0], view.out_shape(0), seeds.nodes[gate].factors, sizes)
@@ -173,9 +174,9 @@ def left_as_given(seeds: Seeds, rules: Rules, gates: Sequence[str], *, sliced: b
         shape = rule.inputs[0].dims and view.shape(0)
         if sliced and shape and shape[0] != 1 and name not in rules.reasons:
             everything = tuple(range(len(seeds.mesh.atoms)))
-            lies = Sharding.of(shape, [everything, *([()] * (len(shape) - 1))])
+            sharding = Sharding.of(shape, [everything, *([()] * (len(shape) - 1))])
             factors = project(
-                rule.inputs[0], lies, factor_sizes(rule, view), seeds.mesh, view.table
+                rule.inputs[0], sharding, factor_sizes(rule, view), seeds.mesh, view.table
             )
         nodes[name] = NodeSeed(name, factors)
     return replace(seeds, nodes={**nodes, **seeds.nodes})

@@ -1,7 +1,7 @@
 """Strategies for nodes in whose place a body stands (see `onnxpar.frontend.expand`).
 
 The user's entry speaks of the operands and results of the node, which the body's nodes read and
-make. So each of these nodes is divided as the entry divides what it has of them; the rest of the
+make. So each of these nodes is sharded as the entry divides what it has of them; the rest of the
 body follows by propagation.
 """
 
@@ -66,7 +66,7 @@ class Replaced:
             StrategyError: It has not an entry for each operand.
         """
         values = json.loads(views[0].node.metadata_props[EXPANDED_OPERANDS])
-        title = f"{where}: node {name!r}, in whose place its body stands"
+        title = f"{where}: node {name!r}, which was replaced by its body"
 
         def read(side: str, entries: Sequence[TensorEntry | None] | None) -> dict[str, ShardingFn]:
             names: list[str | None] = values[side]
@@ -77,7 +77,7 @@ class Replaced:
             if len(entries) != len(names):
                 raise StrategyError(
                     f"{title}: expected an entry for each of its {len(names)} tensors under "
-                    f"{side!r} (~ for what is not divided), got {len(entries)}"
+                    f"{side!r} (~ for a replicated tensor), got {len(entries)}"
                 )
             return {
                 n: tensor(f"{title}: {n!r}", env.shapes[n], e)

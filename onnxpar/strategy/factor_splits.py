@@ -66,7 +66,7 @@ class FactorSplit:
             whole = whole * part.size
         if not table.equal(as_dim(whole), size):
             raise StrategyError(
-                f"{what}: expected parts that multiply to {dim_str(size)}, got {_split_text(self)}"
+                f"{what}: expected parts whose product is {dim_str(size)}, got {_split_text(self)}"
             )
         return parts
 
@@ -174,7 +174,7 @@ class Site:
 def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int, TensorEntry]]:
     """Returns the operand that each entry is for.
 
-    Operands that are not divided (the target of a Reshape, scalars) may be left out.
+    Operands that are not sharded (the target of a Reshape, scalars) may be left out.
 
     Raises:
         StrategyError: Another number of entries, or another rank than the operand's.
@@ -189,7 +189,7 @@ def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int
     else:
         names = ", ".join(site.operand(i) for i in needed)
         raise site.fail(
-            f"expected an entry for each of its {len(needed)} operands that can be divided"
+            f"expected an entry for each of its {len(needed)} operands that can be sharded"
             f"{': ' if names else ''}{names}; got {len(entries)}"
         )
     found = []
@@ -198,7 +198,7 @@ def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int
             continue
         if index not in data:
             if is_named(entry) or prod(counts_of(entry)) > 1:
-                raise site.fail(f"{site.operand(index)}: expected ~, it cannot be divided")
+                raise site.fail(f"{site.operand(index)}: expected ~, since it cannot be sharded")
             continue
         check_rank(site, site.operand(index), view.shape(index), entry)
         found.append((index, entry))
@@ -252,11 +252,13 @@ def numeric_factors(site: Site, operands: Sequence[tuple[int, TensorEntry]]) -> 
                 merged.append((tensor, names, count))
             elif not names:
                 if count > 1:
-                    raise site.fail(f"{tensor}: expected 1 piece, it is not divided; got {count}")
+                    raise site.fail(
+                        f"{tensor}: expected 1 shard, since it is replicated; got {count}"
+                    )
             elif names[0] in counts:
                 if counts[names[0]] != count:
                     raise site.fail(
-                        f"{tensor}: expected {counts[names[0]]} pieces as {sources[names[0]]} "
+                        f"{tensor}: expected {counts[names[0]]} shards, as {sources[names[0]]} "
                         f"has, got {count}"
                     )
             else:
@@ -278,8 +280,8 @@ def _merged_counts(
         if name in counts:
             if left % counts[name]:
                 raise site.fail(
-                    f"{tensor}: expected a multiple of {counts[name]} pieces as another operand "
-                    f"has, got {count}"
+                    f"{tensor}: expected a multiple of {counts[name]} shards, as another "
+                    f"operand has, got {count}"
                 )
             left //= counts[name]
             continue
@@ -294,21 +296,23 @@ def _merged_counts(
         left //= taken
     if left > 1:
         raise site.fail(
-            f"{tensor}: expected {count // left} pieces as other operands have, got {count}"
+            f"{tensor}: expected {count // left} shards, as other operands have, got {count}"
         )
 
 
 def _not_contiguous(site: Site, tensor: str, count: int, sizes: Sequence[Dim]) -> StrategyError:
     shape = " x ".join(map(dim_str, sizes))
     return site.fail(
-        f"{tensor}: expected a number of pieces that cuts the merged dims {shape} one after "
+        f"{tensor}: expected a number of shards that splits the merged dims {shape} one after "
         f"another, got {count}"
     )
 
 
 def _check_whole(site: Site, tensor: str, factor: str, count: int) -> None:
     if count > 1 and site.rule.kinds[factor] == REPLICATED:
-        raise site.fail(f"{tensor}: expected 1 piece, this operator needs it whole; got {count}")
+        raise site.fail(
+            f"{tensor}: expected 1 shard, since the operator needs all of it; got {count}"
+        )
 
 
 def named_factors(
@@ -332,7 +336,7 @@ def named_factors(
             elif not names:
                 if split.count > 1:
                     raise site.fail(
-                        f"{tensor}: expected ~, it is not divided; got {_split_text(split)}"
+                        f"{tensor}: expected ~, since it is replicated; got {_split_text(split)}"
                     )
             elif names[0] in found:
                 if found[names[0]] != split:
@@ -363,8 +367,8 @@ def _merged_units(
         if known is not None:
             if tuple(left[: len(known.units)]) != known.units:
                 raise site.fail(
-                    f"{tensor}: expected it to begin with {_split_text(known)} as another operand "
-                    f"has, got {_split_text(split)}"
+                    f"{tensor}: expected it to begin with {_split_text(known)}, as another "
+                    f"operand has, got {_split_text(split)}"
                 )
             found_here = known
         elif position == len(names) - 1 or not isinstance(size, int):
@@ -412,8 +416,8 @@ def _merged_parts(
         given = FactorSplit(units, tuple(mine) if len(mine) > 1 else ())
         if name in found and found[name] != given:
             raise site.fail(
-                f"{tensor}: expected {_split_text(found[name])} for {name} as another operand has, "
-                f"got {_split_text(split)}"
+                f"{tensor}: expected {_split_text(found[name])} for {name}, as another operand "
+                f"has, got {_split_text(split)}"
             )
         _check_whole(site, tensor, name, given.count)
         found[name] = given

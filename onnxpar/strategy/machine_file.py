@@ -60,8 +60,8 @@ def load_machine(text: str) -> Machine:
     blocks = sizes[:-1]
     if None in blocks or any(a is None or (b is not None and a >= b) for a, b in pairwise(sizes)):
         raise MachineError(
-            f"{document.where(('links',))}: expected blocks of more and more devices, the last one "
-            f"without a number, got {sizes}"
+            f"{document.where(('links',))}: expected increasing numbers of devices, and none "
+            f"for the last entry, got {sizes}"
         )
     return Machine(
         found.name,

@@ -83,8 +83,8 @@ def check_sizes(view: NodeView, index: int, sharding: Sharding, mesh: Mesh, what
         pieces = mesh.count(sharding.dim_atoms(dim))
         if pieces > 1 and not readable(view, (size,)):
             raise StrategyError(
-                f"{what}, dim {dim}: expected it whole, since its size {dim_str(size)} depends on "
-                f"data, got {pieces} pieces"
+                f"{what}, dim {dim}: expected 1 shard, since its size {dim_str(size)} depends "
+                f"on data, got {pieces}"
             )
 
 
@@ -118,7 +118,7 @@ def _numeric(
 
     A dim keeps the atoms that split it when it is made. One that is to have fewer pieces gives its
     minor atoms up; one that is to have more takes, in this order, atoms over which the output is a
-    pending reduction (so that the AllReduce becomes a ReduceScatter, as in MindSpore), atoms that
+    partial value (so that the AllReduce becomes a ReduceScatter, as in MindSpore), atoms that
     other dims give up (AllToAll), and atoms over which the node repeats.
     """
     shape = site.view.out_shape(index)
@@ -132,7 +132,7 @@ def _numeric(
         length = _prefix(atoms, count, mesh)
         kept.append(atoms[:length])
         released += atoms[length:]
-    pending = [
+    partials = [
         a
         for name, parts in factors.items()
         if site.rule.kinds[name] in REDUCTIONS
@@ -140,7 +140,7 @@ def _numeric(
         for a in c.atoms
     ]
     used = {a for parts in factors.values() for c in parts for a in c.atoms}
-    pool = [*pending, *released, *(a for a in range(len(mesh.atoms)) if a not in used)]
+    pool = [*partials, *released, *(a for a in range(len(mesh.atoms)) if a not in used)]
     dims: list[DimSharding] = []
     for dim, count in enumerate(counts):
         atoms = kept[dim]
@@ -148,8 +148,8 @@ def _numeric(
         taken = _take(pool, missing, mesh) if missing * mesh.count(atoms) == count else None
         if taken is None:
             raise site.fail(
-                f"{tensor}, dim {dim}: expected a number of pieces that its devices can make "
-                f"({mesh.count(made.dim_atoms(dim))} as it is made), got {count}"
+                f"{tensor}, dim {dim}: expected a number of shards that its devices can hold "
+                f"({mesh.count(made.dim_atoms(dim))} as computed), got {count}"
             )
         pool = [a for a in pool if a not in taken]
         dims.append(_dim(made, dim, shape[dim], (*atoms, *taken)))

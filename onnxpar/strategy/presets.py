@@ -47,7 +47,7 @@ def load_strategy(text: str, devices: int | None = None) -> Strategy:
     parts = [_PART.fullmatch(part.strip()) for part in text.split(",")]
     if path.suffix or any(part is None for part in parts):
         raise StrategyError(
-            f"strategy {text!r}: there is no such file, and it is no preset "
+            f"strategy {text!r}: expected a file or a preset, got neither "
             f"(dp, tp=4, dp=2,tp=4, {REPLICATE}, {AUTO}, {AUTO}:ilp)"
         )
     return _preset(text, [(p[1], p[2]) for p in parts if p is not None], devices)
@@ -117,7 +117,7 @@ def _preset(text: str, parts: list[tuple[str, str | None]], devices: int | None)
     if open_axes:
         if len(open_axes) > 1:
             raise StrategyError(
-                f"strategy {text!r}: expected a number for all axes but one, as in dp,tp=4"
+                f"strategy {text!r}: expected a number for every axis but one, as in dp,tp=4"
             )
         if devices is None:
             raise StrategyError(
@@ -125,7 +125,7 @@ def _preset(text: str, parts: list[tuple[str, str | None]], devices: int | None)
             )
         if not known or devices % known:
             raise StrategyError(
-                f"strategy {text!r}: {known} devices do not divide the {devices} asked for"
+                f"strategy {text!r}: {known} devices do not divide the {devices} requested"
             )
         sizes[open_axes[0]] = devices // known
     content: dict[str, object] = {}

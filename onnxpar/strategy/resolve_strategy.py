@@ -153,7 +153,7 @@ class _Resolver:
         named = [t for _, t in operands if is_named(t)]
         if numeric and named:
             raise site.fail(
-                "expected numbers of pieces or mesh axes for all operands, got "
+                "expected all operands to use numbers of shards, or all to use mesh axes, got "
                 f"{show(numeric[0])} and {show(named[0])}"
             )
         for tensor in tensors:
@@ -182,7 +182,7 @@ class _Resolver:
             if name not in site.rule.splittable or name in known:
                 free = [n for n in site.rule.splittable if n not in known]
                 raise site.fail(
-                    f"'split': expected a factor that none of its operands has, got {name!r}"
+                    f"'split': expected a factor that is in no operand, got {name!r}"
                     f"{nearest(name, free)}"
                 )
             self.use_names((dim,), site.title)
@@ -199,7 +199,7 @@ class _Resolver:
             for atom in atoms:
                 if atom in owner:
                     raise site.fail(
-                        f"expected different mesh axes for its dims {owner[atom]} and {name}, got "
+                        f"expected distinct mesh axes for its dims {owner[atom]} and {name}, got "
                         f"{self.mesh.describe((atom,))} for both"
                     )
                 owner[atom] = name
@@ -224,14 +224,14 @@ class _Resolver:
         taken = [a for a in atoms if a in owner]
         if taken:
             raise site.fail(
-                f"'partial': expected mesh axes that split none of its dims, got "
-                f"{self.mesh.describe(taken)}, which splits {owner[taken[0]]}"
+                "'partial': expected mesh axes that shard none of its dims, got "
+                f"{self.mesh.describe(taken)}, which shards {owner[taken[0]]}"
             )
         reduction = entry.reduction
         if not may_stay_partial(site.rule, frozenset(entry.operands), reduction):
             groups = [sorted(s) for r, s in site.rule.linear if r == reduction]
             raise site.fail(
-                f"'partial': expected operands that may wait for a {reduction} together: {groups}, "
+                f"'partial': expected operands that may be partial {reduction} together: {groups}, "
                 f"got {entry.operands}"
             )
         return dict.fromkeys(entry.operands, (atoms, reduction))
@@ -282,7 +282,7 @@ class _Resolver:
         if devices % prod(matrix):
             product = "·".join(map(str, matrix))
             raise StrategyError(
-                f"{owner}: expected pieces whose product divides the {devices} devices, "
+                f"{owner}: expected numbers of shards whose product divides the {devices} devices, "
                 f"got {product} = {prod(matrix)}"
             )
         if matrix not in {m.factors for m in self.matrices}:
@@ -368,7 +368,7 @@ def resolved(plan: Plan, model: ir.Model) -> dict[str, Any]:
 
     `{"mesh": {"devices", "axes", "atoms"}, "inputs": {name: layout}, "parameters": {…}, "nodes":
     {name: {"in": [layout | None, …], "out": […]}}}` with layouts as `{"pieces": [2, 1], "text":
-    "[dp, ~]"}`; None is an operand that is absent or taken as it lies.
+    "[dp, ~]"}`; None is an operand that is absent or taken in its current layout.
     """
     mesh = plan.mesh
 

@@ -232,7 +232,7 @@ class Strategy:
         rest: What happens to nodes without an entry.
         search: How to search, where `rest` is "search".
         optimizer_parallel: What of training is split over replicas; a forward program has none.
-        pipeline: How the model is cut into stages; None: it is one.
+        pipeline: How the model is split into stages; None: it is one.
         recompute: What of training is recomputed; a forward program has nothing of it.
         document: Where each of these stands.
         annotation: What the model itself says, in place of all these but `symbols`.
@@ -349,8 +349,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     rest: Rest = parsed.rest or ("propagate" if parsed.search is None else "search")
     if parsed.search is not None and rest != SEARCH:
         raise StrategyError(
-            f"{document.where(('search',))}: 'search' says how to search for the rest, but 'rest' "
-            f"is {rest!r}"
+            f"{document.where(('search',))}: 'search' configures the search, but 'rest' is {rest!r}"
         )
     return Strategy(
         document.source,
@@ -451,7 +450,7 @@ def _check_axes(document: Document, parsed: _File) -> None:
         raise StrategyError(f"{document.where(('mesh',))}: {error}") from None
     if REPLICATED in axes:
         raise StrategyError(
-            f"{document.where(('mesh', REPLICATED))}: {REPLICATED!r} means a whole dim"
+            f"{document.where(('mesh', REPLICATED))}: {REPLICATED!r} means a replicated dim"
         )
 
 
@@ -510,7 +509,7 @@ def _devices(document: Document, parsed: _File, given: int | None) -> int:
     of_stages = f" in {stages} stages" if stages > 1 else ""
     sources = []
     if given is not None:
-        sources.append(("the number of devices asked for", given, document.where()))
+        sources.append(("the requested number of devices", given, document.where()))
     if parsed.mesh:
         size = prod(parsed.mesh.values()) * stages
         sources.append((f"the mesh {parsed.mesh}{of_stages}", size, document.where(("mesh",))))
@@ -527,7 +526,7 @@ def _devices(document: Document, parsed: _File, given: int | None) -> int:
                 f"{where}: {what}: expected from 1 to {MAX_DEVICES} devices, got {number}"
             )
         if number != count:
-            raise StrategyError(f"{where}: {what} is of {number} devices, but {first} is {count}")
+            raise StrategyError(f"{where}: {what} has {number} devices, but {first} is {count}")
     if count % stages:
         raise StrategyError(
             f"{document.where(('pipeline', 'stages'))}: expected a number of stages that divides "

@@ -22,7 +22,7 @@ DimEntry = int | tuple[str, ...] | tuple[DimPart, ...]
 that was merged from others or is taken apart later, its parts, major first."""
 
 TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
-"""One entry a dim, None for a whole dim; or a layout with a device matrix of its own."""
+"""One entry a dim, None for a replicated dim; or a layout with a device matrix of its own."""
 
 _RUN = re.compile(r"([2-9]|[1-9]\d{1,4})@([1-9]\d{0,4})")
 
@@ -44,16 +44,16 @@ def _dim(entry: object) -> DimEntry | None:
     if entry is None or entry == REPLICATED:
         return None
     if isinstance(entry, bool):
-        raise expected("a number of pieces, a mesh axis or ~ (quote a name such as on)", entry)
+        raise expected("a number of shards, a mesh axis or ~ (quote a name such as on)", entry)
     if isinstance(entry, int):
         if entry < 1:
-            raise expected("a number of pieces of at least 1", entry)
+            raise expected("a number of shards >= 1", entry)
         return entry
     if isinstance(entry, str):
         return _parts(entry) if entry.startswith("(") else (entry,)
     if isinstance(entry, list | tuple) and entry and all(isinstance(name, str) for name in entry):
         return tuple(entry)
-    raise expected("a number of pieces, a mesh axis, a list of mesh axes or ~", entry)
+    raise expected("a number of shards, a mesh axis, a list of mesh axes or ~", entry)
 
 
 def _parts(text: str) -> tuple[DimPart, ...]:
@@ -77,7 +77,7 @@ def read_tensor(entry: object) -> TensorEntry:
         raise expected("a list with one entry for each dim of the tensor", entry)
     dims = tuple(_dim(item) for item in entry)
     if any(isinstance(d, int) for d in dims) and any(isinstance(d, tuple) for d in dims):
-        raise expected("numbers of pieces or mesh axes, not both", entry)
+        raise expected("numbers of shards or mesh axes, not both", entry)
     names = names_in(dims)
     for name in names:
         if names.count(name) > 1:

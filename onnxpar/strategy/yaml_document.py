@@ -26,7 +26,7 @@ class Document:
     Attributes:
         data: Mappings, lists and scalars.
         source: File name, or another name of the source, for messages.
-        lines: Line, from 1, of each key and item by its location; empty where there is no file.
+        lines: Line, from 1, of each key and item by its location; empty where there is not a file.
     """
 
     data: Any
@@ -110,7 +110,7 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self.loader.construct_object(node)
         if id(node) in self.open:
-            raise self.fail(node, "an alias stands inside what it names")
+            raise self.fail(node, "an alias refers to a node that contains it")
         self.open.add(id(node))
         if isinstance(node, yaml.MappingNode):
             result: Any = self.mapping(node, location)
@@ -129,12 +129,13 @@ class _Reader:
             if not isinstance(key, str):
                 raise self.fail(
                     key_node,
-                    f"expected text as key, got {key!r} (quote a key that YAML reads otherwise)",
+                    f"expected text as key, got {key!r} (quote keys that YAML does not read as "
+                    "text)",
                 )
             line = key_node.start_mark.line + 1
             if key in result:
                 first = self.lines[(*location, key)]
-                raise self.fail(key_node, f"key {key!r} stands here and in line {first}")
+                raise self.fail(key_node, f"key {key!r} is already defined in line {first}")
             self.lines[(*location, key)] = line
             result[key] = self.value(value_node, (*location, key))
         return result

@@ -90,7 +90,8 @@ def agree(
             raise conflict
     if sizes is not None and result[-2] != -result[-1]:
         conflict = SymbolValueError(
-            f"all ranks need batches of one number and sizes, got on this one {list(sizes)}"
+            "expected the same number and sizes of batches on all ranks, got on this rank "
+            f"{list(sizes)}"
         )
         conflict.agreed = True
         raise conflict

@@ -146,8 +146,8 @@ class World:
         """
         if r not in self.local_ranks:
             raise ValueError(
-                f"rank {r} is not in this process, which has {list(self.local_ranks)} of "
-                f"{self.size} ranks"
+                f"rank {r} is not in this process, which runs the ranks "
+                f"{list(self.local_ranks)} of {self.size}"
             )
         return Rank(self, r)
 
@@ -478,14 +478,14 @@ class Rank:
 
     def _check_rank(self, peer: int) -> None:
         if not 0 <= peer < self.world.size:
-            raise ValueError(f"rank {peer}: the world has {self.world.size} ranks")
+            raise ValueError(f"rank {peer}: expected ranks below {self.world.size}")
 
     def _members(self, group: Sequence[int] | None) -> Any:
         members = list(range(self.world.size) if group is None else group)
         if self.index not in members or len(set(members)) != len(members):
-            raise ValueError(f"group {members}: expected different ranks, {self.index} among them")
+            raise ValueError(f"group {members}: expected distinct ranks that include {self.index}")
         if min(members) < 0 or max(members) >= self.world.size:
-            raise ValueError(f"group {members}: the world has {self.world.size} ranks")
+            raise ValueError(f"group {members}: expected ranks below {self.world.size}")
         return (ctypes.c_int * len(members))(*members)
 
     def _call(self, status: int) -> None:

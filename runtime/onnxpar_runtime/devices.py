@@ -125,7 +125,7 @@ def obstacle(facts: Facts, index: int | None = None) -> str:
     if len(facts.packages) > 1:
         both = " and ".join(facts.packages)
         return (
-            f"{both} are both installed and overwrite one another's files: "
+            f"{both} are both installed and overwrite each other's files: "
             f"pip uninstall {' '.join(facts.packages)}, then {EXTRA}"
         )
     if not facts.provider:
@@ -134,7 +134,7 @@ def obstacle(facts: Facts, index: int | None = None) -> str:
         return facts.driver_error
     if facts.driver and facts.driver[:1] < facts.needs[:1]:
         return (
-            f"the driver supports CUDA {_version(facts.driver)}, and this onnxruntime needs CUDA "
+            f"the driver supports CUDA {_version(facts.driver)}, but this onnxruntime needs CUDA "
             f"{_version(facts.needs)}: install a newer NVIDIA driver"
         )
     if facts.driver and not facts.gpus:
@@ -146,13 +146,13 @@ def obstacle(facts: Facts, index: int | None = None) -> str:
     if facts.missing:
         return f"{', '.join(facts.missing)} cannot be loaded: {EXTRA}"
     if facts.crash:
-        return f"trying it ended badly: {facts.crash}"
+        return f"the probe failed: {facts.crash}"
     errors = facts.session_errors if index is None else facts.session_errors[index : index + 1]
     failed = [(gpu, error) for gpu, error in enumerate(errors) if error]
     if failed:
         gpu, error = failed[0]
         gpu = gpu if index is None else index
-        return f"no session runs on GPU {gpu} ({facts.gpus[gpu]}): {error}"
+        return f"cannot run a session on GPU {gpu} ({facts.gpus[gpu]}): {error}"
     return "" if facts.session_errors else "no session was tried"
 
 
@@ -176,12 +176,12 @@ def choose(wanted: str, facts: Facts | None, place: int, ranks: int) -> Placemen
         raise LaunchError(f"device {wanted}: {why}")
     if why:
         # Where there is no GPU nobody expects one to be used.
-        notice = f"{_gpus(facts.gpus)} not used: {why}; the CPU computes" if facts.gpus else ""
+        notice = f"{_gpus(facts.gpus)} not used: {why}; computing on the CPU" if facts.gpus else ""
         return Placement(Device.CPU, notice=notice, facts=facts)
     notices = []
     if facts.absent:
         names = ", ".join(facts.absent)
-        notices.append(f"{names} cannot be loaded, which some operators need: {EXTRA}")
+        notices.append(f"{names} cannot be loaded, but some operators need them: {EXTRA}")
     if index is not None:
         shared, whom = ranks > 1, f"GPU {index} ({facts.gpus[index]})"
     else:
@@ -205,7 +205,7 @@ def alike(placements: Sequence[Placement], own: Placement) -> Placement:
         return own
     facts = placements[without[0]].facts
     why = "" if facts is None else obstacle(facts)
-    notice = f"rank {without[0]} cannot use CUDA: {why}; the CPU computes on all ranks"
+    notice = f"rank {without[0]} cannot use CUDA: {why}; all ranks compute on the CPU"
     return Placement(Device.CPU, notice=notice, facts=own.facts)
 
 
@@ -232,12 +232,13 @@ def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Place
             why = facts.nccl_error
         elif placement.shared and os.environ.get(SHARES) != "1":
             why = (
-                f"rank {number} shares its GPU with another, which NCCL allows with {SHARES}=1 only"
+                f"rank {number} shares its GPU with another rank; NCCL allows that only with "
+                f"{SHARES}=1"
             )
         elif placement.shared and facts is not None and facts.nccl < SHARES_SINCE:
             why = (
-                f"rank {number} shares its GPU with another, which NCCL allows from "
-                f"{nccl_version(SHARES_SINCE)} on; this is {nccl_version(facts.nccl)}"
+                f"rank {number} shares its GPU with another rank; NCCL allows that since "
+                f"{nccl_version(SHARES_SINCE)}, and this is {nccl_version(facts.nccl)}"
             )
         if why:
             break
@@ -246,7 +247,7 @@ def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Place
     if wanted == NCCL or (wanted == "auto" and not why and len(placements) > 1):
         return replace(own, transport=NCCL)
     if wanted == "auto" and own.device is Device.CUDA and why:
-        told = f"NCCL is not used, and tensors travel through the host: {why}"
+        told = f"tensors are copied through the host, because NCCL is not used: {why}"
         return replace(own, notice="; ".join(filter(None, (own.notice, told))))
     return own
 
@@ -255,7 +256,7 @@ def describe(facts: Facts) -> list[str]:
     """Returns for people what was found, a line for each thing."""
     usable = obstacle(facts)
     built = f"built for CUDA {_version(facts.needs)}" if facts.needs else "without CUDA"
-    libraries, nccl = "not looked for", facts.nccl_error or "not looked for"
+    libraries, nccl = "not checked", facts.nccl_error or "not checked"
     if facts.missing is not None:
         unloaded = ", ".join((*facts.missing, *facts.absent))
         libraries = f"{unloaded} cannot be loaded: {EXTRA}" if unloaded else "all load"
@@ -309,7 +310,7 @@ def built_for() -> tuple[int, ...]:
 
 def no_driver(error: OSError) -> str:
     """Returns the message for a driver that cannot be loaded."""
-    return f"there is no NVIDIA driver: {error}"
+    return f"no NVIDIA driver: {error}"
 
 
 @functools.cache
@@ -352,7 +353,7 @@ def _end(code: int, stderr: bytes) -> str:
     if code == 0:
         return ""
     if code < 0:
-        return f"the process was ended by signal {-code}"
+        return f"the process was killed by signal {-code}"
     last = stderr.decode(errors="replace").strip().splitlines()[-1:]
     return " ".join([f"exit code {code}", *last])
 
@@ -396,7 +397,7 @@ def placed(rank: Any, wanted: str) -> Placement:
     if known is not None and (wanted == "auto" or known.device is Device.CUDA):
         index = check_wanted(wanted)
         if index is not None and index != known.index:
-            raise LaunchError(f"device {wanted}: the rank computes on GPU {known.index} already")
+            raise LaunchError(f"device {wanted}: the rank already computes on GPU {known.index}")
         return known
     place, ranks = (os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{n}", "") for n in ("RANK", "SIZE"))
     if rank.world.comm is None or not place.isdecimal() or not ranks.isdecimal():

@@ -141,15 +141,15 @@ class Loader:
             rank.place(placement)
         self.device, self.index = placement.device, placement.index
         if measured and self.device is not Device.CPU:
-            raise LaunchError(f"memory is measured with device cpu only, got {self.device.value}")
+            raise LaunchError(f"memory can only be measured on the CPU, got {self.device.value}")
         self._pairs = dict(ort_options or {})
         self._custom_ops = tuple(custom_ops)
         self.queue = Queue(self.index) if self.device is Device.CUDA else None
         self.graphs = self.queue is not None and self._pairs.get(_GRAPHS, "0") in ("1", "true")
         if self.graphs and rank.world.size > 1 and placement.transport != NCCL:
             raise LaunchError(
-                f"{_GRAPHS}: a captured step cannot move tensors through the host, which these "
-                "ranks do: it needs --transport nccl"
+                f"{_GRAPHS}: a captured step cannot copy tensors through the host; expected "
+                "--transport nccl"
             )
 
     def load(self, path: Path, graphs: bool) -> tuple[Any, bool]:
@@ -193,7 +193,9 @@ class Loader:
         except Exception as error:
             # onnxruntime has no common base class for what it raises.
             if graphs and _NO_CAPTURE in str(error):
-                log.warning("%s: is not captured: the host computes a part of it", path)
+                log.warning(
+                    "%s: cannot be captured, because some of its nodes run on the host", path
+                )
                 return self.load(path, graphs=False)
             raise ArtifactError(
                 f"{path}: onnxruntime cannot load it: {first_line(error)}"
@@ -201,8 +203,8 @@ class Loader:
         if self.queue is not None:
             if CUDA not in session.get_providers():
                 raise LaunchError(
-                    f"device cuda:{self.index}: onnxruntime could not make its CUDA provider; an "
-                    "option cuda.* may be wrong (onnxruntime says so on stderr)"
+                    f"device cuda:{self.index}: onnxruntime could not create its CUDA provider; "
+                    "a cuda.* option may be invalid (see onnxruntime's message on stderr)"
                 )
             session.disable_fallback()
         return session, graphs
@@ -545,8 +547,8 @@ class Executor:
     def _state(self, name: str) -> Any:
         if self._buffers is None:
             raise ArtifactError(
-                f"{self.manifest.directory}: program {self.program.name!r} works on states such as "
-                f"{name!r}: it is run by a Trainer"
+                f"{self.manifest.directory}: program {self.program.name!r} uses states such as "
+                f"{name!r}; run it with a Trainer"
             )
         return self._buffers.value(name)
 

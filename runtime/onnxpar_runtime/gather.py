@@ -61,7 +61,7 @@ def gather_to_root(
             raise ValueError(f"expected a part of shape {cut.local_shape}, got {part.shape}")
         dtype = part.dtype
     if dtype is None:
-        raise ValueError("expected the type of an array that this rank has no part of")
+        raise ValueError("expected a dtype, since this rank holds no shard of the array")
     world = rank.world
     owners = tuple(first + place for place in cut.owners())
     if owners == (0,):

@@ -1,4 +1,4 @@
-"""Cuts a program's inputs for one rank: whole arrays, its own parts, or data ranks' batches."""
+"""Cuts a program's inputs for one rank: global arrays, its own parts, or data ranks' batches."""
 
 import threading
 from collections import OrderedDict
@@ -174,8 +174,8 @@ class Inputs:
         for entry in self.program.system_inputs:
             if entry.symbol is not None and entry.symbol not in values:
                 raise SymbolValueError(
-                    f"symbol {entry.symbol!r} has no value: local shapes do not tell the size of a "
-                    "dim that may be split unevenly, pass `symbols`"
+                    f"symbol {entry.symbol!r} has no value: local shapes do not determine a dim "
+                    "that may be sharded unevenly; pass `symbols`"
                 )
         return values
 

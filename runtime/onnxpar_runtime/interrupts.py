@@ -5,8 +5,8 @@ nothing itself. So the first rank tells it, straight to where mpirun writes its 
 so while the main thread computes or waits in a collective, where Python gets no turn to run a
 signal's handler.
 
-mpirun ends the ranks in the same way when one of them has failed, which is told already. So a rank
-that fails sends the first a word before. One that dies without a word cannot be told from an
+mpirun ends the ranks in the same way when one of them has failed, which is already reported. So a
+rank that fails sends the first a word before. One that dies without a word cannot be told from an
 interrupt here; the message says both, and mpirun names the rank.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from onnxpar_runtime.collectives import Rank
 
-MESSAGE = "onnxpar: error: ended by mpirun (interrupted, or another rank died)\n"
+MESSAGE = "onnxpar: error: stopped by mpirun (interrupted, or another rank died)\n"
 _CLEAN = "\r\x1b[2K\x1b[?25h"
 """Clears the line and shows the cursor, which a progress bar may have hidden."""
 

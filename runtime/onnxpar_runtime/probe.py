@@ -44,7 +44,7 @@ def probe(tell: Callable[[dict[str, Any]], None]) -> None:
         return
     gpus = _tell_driver(tell)
     tell({"doing": "loading CUDA's libraries"})
-    # It prints what it cannot find, which is told by name below.
+    # It prints what it cannot find, which is reported by name below.
     onnxruntime.preload_dlls()
     cuda = needs[0] if needs else 13
     linked, opened = (
@@ -124,7 +124,7 @@ def _session_error(gpu: int) -> str:
                 providers=[(CUDA, {"device_id": str(gpu)})],
             )
         if CUDA not in session.get_providers():
-            return written.reason() or "onnxruntime cannot make its CUDA provider"
+            return written.reason() or "onnxruntime cannot create its CUDA provider"
         session.disable_fallback()
         session.run(None, {"a": np.ones((2, 2), np.float32)})
     except Exception as error:

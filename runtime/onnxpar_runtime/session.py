@@ -1,4 +1,4 @@
-"""One rank's program in onnxruntime, on its local arrays or on whole arrays, cut and joined."""
+"""One rank's program in onnxruntime, on its local arrays or on global arrays, cut and joined."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +83,7 @@ class Session:
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def run_global(self, feeds: Mapping[str, Array]) -> dict[str, Array] | None:
-        """Runs the program on whole arrays; every rank must call it with the same arrays.
+        """Runs the program on global arrays; every rank must call it with the same arrays.
 
         Args:
             feeds: Global array of every input.
@@ -187,6 +187,6 @@ def common_symbols(manifest: Manifest) -> list[str]:
 def wrong_size(manifest: Manifest, size: int) -> str:
     """Returns the message for a world whose size is not the artifact's device count."""
     return (
-        f"{manifest.directory} was cut for {ranks_in_words(manifest.devices)}, got {size}: start "
+        f"{manifest.directory} was made for {ranks_in_words(manifest.devices)}, got {size}: start "
         f"it with `mpirun -n {manifest.devices} …`"
     )

@@ -1,4 +1,4 @@
-"""Runs mpirun, and runs it again from the last whole checkpoint when a rank has died.
+"""Runs mpirun, and runs it again from the last complete checkpoint when a rank has died.
 
 mpirun ends all ranks when one of them dies. What is added here: whether it is worth starting again,
 which the exit code tells, since an error that all ranks agreed on would come again; ranks of this
@@ -83,7 +83,7 @@ def supervise(job: Job) -> int:
     plan = list(_attempts(job))
     folder = option(job.arguments, "--checkpoint")
     if len(plan) > 1 and folder is None:
-        raise LaunchError("--retries and --fallback: the command needs --checkpoint to go on from")
+        raise LaunchError("--retries and --fallback: expected --checkpoint in the command as well")
     _adopt_orphans()
     for number, (directory, ranks) in enumerate(plan):
         arguments = _arguments(job, directory, folder if number else None)
@@ -94,13 +94,13 @@ def supervise(job: Job) -> int:
         agreed = end.code - AGREED
         if end.code in (0, 2) or agreed in (1, 2):
             return agreed if agreed > 0 else end.code
-        _tell(f"a rank died or failed, and mpirun ended {_how(end.code)} after "
+        _tell(f"a rank failed, and mpirun ended {_how(end.code)} after "
               f"{time.monotonic() - start:.1f} s")  # fmt: skip
         if number + 1 < len(plan):
             again, count = plan[number + 1]
             _tell(f"{_where(folder)} on {ranks_in_words(count)}, with {again} "
                   f"(restart {number + 1} of {len(plan) - 1})")  # fmt: skip
-    _tell("gave up: no retries are left" if len(plan) > 1 else "see --retries to start again")
+    _tell("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
     return 1
 
 
@@ -122,7 +122,7 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
     command = list(job.arguments)
     if len(command) < 2 or command[0] != "train" or not (Path(command[1]) / FILE_NAME).is_file():
         raise LaunchError(
-            "expected `-- train DIR …` with what `onnxpar shard --train` wrote, got "
+            "expected `-- train DIR …` with the output of `onnxpar shard --train`, got "
             f"`-- {' '.join(command[:2])}`"
         )
     for place, directory in enumerate((Path(command[1]), *job.fallbacks)):
@@ -130,7 +130,7 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
         manifest.trained()
         if not place and job.ranks not in (None, manifest.devices):
             raise LaunchError(
-                f"-n {job.ranks}: {directory} was cut for "
+                f"-n {job.ranks}: {directory} was made for "
                 f"{ranks_in_words(manifest.devices)}; leave it out"
             )
         for _ in range(1 + job.retries):
@@ -148,7 +148,7 @@ def _arguments(job: Job, directory: Path, folder: str | None) -> list[str]:
 
 def _where(folder: str | None) -> str:
     if folder is None or not whole_steps(Path(folder)):
-        return "starting again from the beginning, since no checkpoint is whole,"
+        return "restarting from the beginning, because no checkpoint is complete,"
     return f"resuming from {resolve(folder)}"
 
 

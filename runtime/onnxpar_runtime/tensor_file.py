@@ -66,7 +66,7 @@ def raw_bytes(array: Array) -> memoryview:
 
 
 def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[Array]) -> None:
-    """Writes tensors to a file, which appears whole under its name, or not at all.
+    """Writes tensors to a file, which appears complete under its name, or not at all.
 
     Args:
         path: The file.
@@ -108,7 +108,7 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
     except (ValueError, RecursionError) as error:
         raise _malformed(path, str(error)) from None
     if not isinstance(header, dict):
-        raise _malformed(path, "its header is no object")
+        raise _malformed(path, "its header is not an object")
     header.pop("__metadata__", None)
     return {name: _view(path, name, entry, data, 8 + length) for name, entry in header.items()}
 
@@ -120,13 +120,13 @@ def _view(path: str | Path, name: str, raw: Any, data: Array, base: int) -> Arra
     except (KeyError, TypeError, ValueError):
         raise _malformed(path, f"the header's entry of {name!r}") from None
     if code not in _NAMES:
-        raise InputError(f"{path}: {name!r} has the type {code!r}, which is not known")
+        raise InputError(f"{path}: {name!r} has the unknown type {code!r}")
     numbers = (*shape, start, stop)
     if not all(type(n) is int and n >= 0 for n in numbers):
         raise _malformed(path, f"the header's entry of {name!r}")
     entry = Entry(name, _NAMES[code], shape)
     if stop - start != entry.bytes or (entry.bytes and base + stop > data.size):
-        raise _malformed(path, f"the bytes of {name!r} are not there; has it been cut short?")
+        raise _malformed(path, f"the bytes of {name!r} are missing; the file may be truncated")
     if not entry.bytes:
         return np.empty(shape, DTYPES[entry.dtype].dtype)
     part: Array = np.asarray(data[base + start : base + stop])

@@ -59,7 +59,7 @@ def _send(value: HandedEntry, source: int, target: int) -> CollectiveEntry:
         atoms=(),
         stages=None,
         bytes=size,
-        reason=f"virtual stage {target} reads what {source} makes",
+        reason=f"virtual stage {target} reads the results of {source}",
         before="",
         after="",
     )

@@ -129,7 +129,7 @@ def test_a_file_for_another_program_is_refused(
         ("devices: 4\ndataset: {x: [3@1, ~]}", "expected a mesh axis, got '3@1'"),
         (
             "devices: 4\nnodes: {/relu/Relu: {in: [[~, ~]], split: {Q: 2@2}}}",
-            "'split': expected a factor that none of its operands has, got 'Q'",
+            "'split': expected a factor that is in no operand, got 'Q'",
         ),
         (
             "devices: 4\nnodes: {/relu/Relu: {in: [[~, ~]], split: {a: 2}}}",

@@ -51,7 +51,8 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     # An eighth of the hidden [batch, 16] float32, 3 of 4 parts of which go to others.
     assert (second["value"], second["made_by"]) == ("/relu/Relu_output_0", "/relu/Relu")
     assert (second["steps"], second["bytes"]) == (["AllToAll"], "6*batch")
-    # Taken as it lies, (2, 4), the product [batch/2, 16] is a sum over four: 3/4 of it are sent.
+    # Taken in its current layout, (2, 4), the product [batch/2, 16] is a sum over four: 3/4 of it
+    # are sent.
     typical = second["cost"] // 6
     assert second["cost"] == 6 * typical
     assert second["as_it_lies"] == typical // 2 * 16 * 4 * 3 // 4
@@ -62,8 +63,8 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     told = lines[lines.index("conflicts     2 reshards between neighbours, 54*batch bytes") + 2]
     assert told.strip() == (
         "/relu/Relu_output_0 [2@4, 4@1] -> [8@1, ~] for /matmul2/MatMul operand 0: AllToAll, "
-        f"6*batch bytes (strategy given: {second['cost']:,} bytes, {second['as_it_lies']:,} as it "
-        "lies)"
+        f"6*batch bytes (strategy given: {second['cost']:,} bytes, {second['as_it_lies']:,} in "
+        "its current layout)"
     )
     reasons = {c["value"]: c["reason"] for c in report["collectives"]}
     assert reasons["x"] == f"/matmul1/MatMul operand 0: {first['reason']}"
@@ -110,7 +111,7 @@ def test_an_operator_that_needs_a_dim_whole(
     _, report = cut(tmp_path, "devices: 2\ndataset: {x: [2, 1]}\n", capsys)
     (item,) = report["conflicts"]
     assert (item["node"], item["chosen"], item["as_it_lies"]) == ("turned", "operator", None)
-    assert item["reason"] == "the operator cannot take it as it lies"
+    assert item["reason"] == "the operator cannot take it in its current layout"
 
 
 @pytest.mark.parametrize("strategy", ["dp=4", "tp=4", "dp=2,tp=2"])

@@ -177,7 +177,7 @@ def test_a_preset_is_taken_where_nothing_found_fits(
     least = min((w for w in free.ways if w.name != "found"), key=lambda w: w.peak)
 
     def nothing(*_: object, **__: object) -> None:
-        raise ShardingError("no strategy fits: the least memory of a device that was found is 9")
+        raise ShardingError("no strategy fits the memory limit: the smallest peak found is 9")
 
     monkeypatch.setattr("onnxpar.search.decide.find", nothing)
 
@@ -187,7 +187,11 @@ def test_a_preset_is_taken_where_nothing_found_fits(
     taken = decide(limited(least.peak), workload)
     assert taken.ways[0].name == least.name and taken.ways[0].peak <= least.peak
     assert taken.ways[1].name == "found" and "no strategy fits" in taken.ways[1].reason
-    with pytest.raises(ShardingError, match=r"is 9; of the presets .* needs least, [0-9]+ bytes"):
+    with pytest.raises(
+        ShardingError,
+        match=r"is 9; the preset that needs least memory is .*, "
+        r"with [0-9,]+ bytes",
+    ):
         decide(limited(least.peak // 2), workload)
     # What is fixed no preset would keep.
     fixed = replace(limited(least.peak), dataset="data_parallel")

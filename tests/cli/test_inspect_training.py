@@ -95,7 +95,7 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ) in lines
     head = lines[: lines.index("program training_model:")]
     rows = {line.split()[0]: line.split()[1:] for line in head}
-    assert " ".join(rows["w"]) == ("36 yes first, second (shared) its name is that of a parameter")
+    assert " ".join(rows["w"]) == ("36 yes first, second (shared) it has the name of a parameter")
     assert " ".join(rows["held"]) == "36 no: frozen last it is the weight of node 'last'"
     assert rows["unread"][:3] == ["36", "no:", "the"]
     assert rows["optimizer_model"][2:] == ["1", "AllReduce", "144"]

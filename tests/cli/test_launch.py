@@ -34,7 +34,7 @@ def test_mistakes(cuts: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--", "run", two], "expected `-- train DIR …`"),
         (["--", "train", str(cuts)], f"got `-- train {cuts}`"),
         (["-n", "4", *train], "-n 4: "),
-        (["--retries", "1", *train], "the command needs --checkpoint"),
+        (["--retries", "1", *train], "expected --checkpoint in the command as well"),
         (["--retries", "-1", *train], "--retries: expected a number >= 0, got -1"),
         (["--fallback", str(cuts), *train, "--checkpoint", "c"], "not an artifact directory"),
     )
@@ -102,14 +102,12 @@ def test_attempts_go_from_directory_to_directory(
         (1, ["train", second, *resumed]),
     ]
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(
-        "onnxpar: launch: a rank died or failed, and mpirun ended with SIGKILL"
-    )
-    assert "from the beginning, since no checkpoint is whole, on 2 ranks" in lines[1]
+    assert lines[0].startswith("onnxpar: launch: a rank failed, and mpirun ended with SIGKILL")
+    assert "from the beginning, because no checkpoint is complete, on 2 ranks" in lines[1]
     assert (
         f"from {tmp_path / 'step-00000007'} on 1 rank, with {second} (restart 2 of 3)" in lines[3]
     )
-    assert lines[-1] == "onnxpar: launch: gave up: no retries are left"
+    assert lines[-1] == "onnxpar: launch: giving up: no retries are left"
 
 
 def test_a_job_of_another_directory_is_refused(cuts: Path) -> None:

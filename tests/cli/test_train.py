@@ -121,7 +121,7 @@ def npz(path: Path, count: int, **changed: np.ndarray) -> str:
     return f"npz:{path}"
 
 
-NOT_HELD_OUT = "notice: --eval evaluates on the data that is trained on: "
+NOT_HELD_OUT = "notice: --eval evaluates on the training data: "
 
 
 def test_evaluates_on_data_of_its_own(
@@ -163,8 +163,8 @@ def test_evaluation_on_the_training_data_is_told_once(
     lines = capfd.readouterr().out.splitlines()
     notices = [(n, line) for n, line in enumerate(lines) if line.startswith("notice")]
     # Right after what is trained, before the first step.
-    expected = f"{NOT_HELD_OUT}{named.get(data, data)} has no part of its own for testing; name "
-    assert notices == ([(1, expected + "other data by --eval-data")] if told else [])
+    expected = f"{NOT_HELD_OUT}{named.get(data, data)} has no test split; name "
+    assert notices == ([(1, expected + "other data with --eval-data")] if told else [])
     assert sum(" evaluated on " in line for line in lines) == 2
 
 
@@ -258,7 +258,8 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
     told = capfd.readouterr().out.splitlines()
     # 1437 = 5 * 256 + 157
     assert told[1] == (
-        "notice: the last 157 samples of an epoch are left out: symbol 'batch' must be 8*N, N >= 1"
+        "notice: the last 157 samples of each epoch are left out: symbol 'batch' must be 8*N, N "
+        ">= 1"
     )
     assert len((tmp_path / "log").read_text().splitlines()) == 5
 
@@ -275,7 +276,10 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
         (["--batch-size", "0"], "--batch-size and --accumulate: expected numbers >= 1"),
         (["--epochs", "0"], "--epochs: expected a number >= 1, got 0"),
         (["--lr", "-1"], "--lr: expected a number >= 0, got -1"),
-        (["--momentum", "0.9"], "--momentum: the artifact's optimizer sgd has no such setting"),
+        (
+            ["--momentum", "0.9"],
+            "--momentum: the artifact's optimizer sgd does not have this setting",
+        ),
         (["--betas", "0.9"], "--betas: expected two numbers A,B, got '0.9'"),
         (["--clip-norm", "0"], "--clip-norm: expected a number > 0, got 0"),
         (["--schedule", "step"], "--schedule: expected one of constant, linear, cosine"),

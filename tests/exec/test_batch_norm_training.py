@@ -190,7 +190,7 @@ def test_frozen_statistics_do_not_change(tmp_path: Path) -> None:
     training = Manifest.load(out).trained()
     kept = [name for name, state in training.states.items() if state.kind == "statistic"]
     assert kept == ["bn2_m", "bn2_v"]
-    assert any("('bn1') keep to their running statistics" in text for text in training.notices)
+    assert any("('bn1') use their frozen running statistics" in text for text in training.notices)
 
 
 def test_the_oldest_opset_is_told(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_an_overflow_changes_nothing_on_any_rank(tmp_path: Path) -> None:
 
 def test_bfloat16_is_refused_on_the_cpu(tmp_path: Path) -> None:
     ranks = cut(tmp_path / "a", small_mlp(), "dp", devices=1, compute="bfloat16")
-    with pytest.raises(LaunchError, match="bfloat16, for which onnxruntime has no kernels"):
+    with pytest.raises(LaunchError, match="bfloat16, but onnxruntime has no CPU kernels"):
         Trainer(ranks, device="cpu")
 
 

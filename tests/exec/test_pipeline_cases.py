@@ -276,7 +276,7 @@ def test_one_node_for_each_stage_and_no_weights(tmp_path: Path) -> None:
     shard_model(path, strategy_of({}, 3), tmp_path / "a")
     (case,) = runtime.verify(tmp_path / "a", path, cases=["batch=3"])
     assert case.ok
-    with pytest.raises(OnnxparError, match=r"one node for each of 4 virtual stages, .* 3$"):
+    with pytest.raises(OnnxparError, match=r"at least 4 nodes, one for each virtual stage, got 3$"):
         shard_model(path, strategy_of({}, 4), tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -286,19 +286,19 @@ def test_a_contradiction_is_told_by_file_and_lines(tmp_path: Path) -> None:
     with pytest.raises(OnnxparError) as caught:
         cut(tmp_path / "a", model_of(CHAIN), Strategy.from_text(text, source="s.yaml"))
     assert str(caught.value) == (
-        "s.yaml:4: pipeline: node 'n1' (line 6) is assigned to virtual stage 0, but what it reads "
-        "comes from node 'n0' (line 5) of virtual stage 1; values only go to later ones"
+        "s.yaml:4: pipeline: node 'n1' (line 6) is assigned to virtual stage 0, but it reads a "
+        "value from node 'n0' (line 5) of virtual stage 1; values can only flow to later stages"
     )
 
 
 @pytest.mark.parametrize(
     ("assign", "told"),
     [
-        ({"n0": 1, "n1": 0}, "what it reads comes from node 'n0' of virtual stage 1; values only"),
+        ({"n0": 1, "n1": 0}, "it reads a value from node 'n0' of virtual stage 1; values can"),
         ({"nothing*": 0}, "nothing"),
         ({"n[0-2]": 0, "n[23]": 1}, "n2"),
-        ({"*": 0}, "leaves no place for the cut before virtual stage 1"),
-        ({"n3": 1, "onnxpar.loss*": 0}, "is assigned to virtual stage 0, but what it reads comes"),
+        ({"*": 0}, "leaves no room for the stage boundary before virtual stage 1"),
+        ({"n3": 1, "onnxpar.loss*": 0}, "is assigned to virtual stage 0, but it reads a value"),
         ({"n3": 1, "n3/grad*": 1}, "expected the name or a pattern of a node"),
     ],
     ids=["backwards", "matches nothing", "two stages", "empty stage", "loss", "backward nodes"],

@@ -154,7 +154,7 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
     for held, limit in zip(peaks[1:], (500, 400), strict=True):
         # What is predicted is near enough; a bit of recomputation frees less than a tenth.
         assert 0.9 * limit * 1024 < held < 1.05 * limit * 1024
-    with pytest.raises(StrategyError, match="expected to train within 204,800 bytes on a device"):
+    with pytest.raises(StrategyError, match="expected at most 204,800 bytes on a device"):
         wanted = {"memory": "200KiB", "sizes": SIZES}
         cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
     with pytest.raises(StrategyError, match=r"expected at most 3 under 'layers'.* got 4"):
@@ -183,7 +183,7 @@ def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     assert peaks[0] > 1450 * 1024
     assert 0.85 * 1400 * 1024 < peaks[1] < 1.05 * 1400 * 1024
-    with pytest.raises(StrategyError, match="expected to train within 102,400 bytes on a device"):
+    with pytest.raises(StrategyError, match="expected at most 102,400 bytes on a device"):
         data["recompute"] = {"memory": "100KiB", "sizes": SIZES}
         cut(tmp_path / "x", gpt(**size), Strategy.from_dict(data))
 
@@ -235,7 +235,7 @@ def test_what_cannot_be_recomputed_is_refused(tmp_path: Path) -> None:
             cut(tmp_path / "a", mlp.build(image=6), strategy({"dp": 1}, entry))
 
     refused(["/relo1*"], "recompute: expected the name or a pattern of a node of the forward")
-    refused({"layers": 1}, "expected layers that repeat, found none")
+    refused({"layers": 1}, "expected repeated layers, got none")
     refused({"layers": 0}, "expected a number of at least 1 under 'layers'")
     refused({"layer": 1}, "unknown key 'layer'; nearest: 'layers'")
     refused({"nodes": ["/relu*"], "communication": "no"}, "expected one of .'keep', 'recompute'")

@@ -15,7 +15,7 @@ from tests.gpu.standin import libraries
 def standin_cuda(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """The environment of a process in which the CUDA provider loads without a GPU.
 
-    For subprocesses only: libraries that a process has once looked for are not looked for again.
+    For subprocesses only: libraries that a process has once looked for are not checked again.
     """
     if shutil.which("g++") is None or shutil.which("nm") is None:
         pytest.skip("no compiler here (g++, nm)")

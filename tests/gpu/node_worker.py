@@ -1,6 +1,6 @@
 """Runs single nodes of the domain `onnxpar` on the CPU provider and on CUDA, for tests.
 
-A process of its own, since the CUDA libraries that a process has once looked for are not looked for
+A process of its own, since the CUDA libraries that a process has once looked for are not checked
 again. It reads pickled dicts, arguments of `answer`, from its standard input and writes a
 pickled pair for each: the outputs on the CPU, and those of each run on CUDA, or an error's text.
 """

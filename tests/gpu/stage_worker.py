@@ -1,6 +1,6 @@
 """Plays a schedule whose stages compute nothing and whose messages lie on GPUs, for a test.
 
-A process of its own, since the CUDA libraries that a process has once looked for are not looked for
+A process of its own, since the CUDA libraries that a process has once looked for are not checked
 again; under mpirun one for each rank. Its arguments are the transport, `threads` or `mpi`, and
 whether rank 1 `fails`.
 """
@@ -81,7 +81,7 @@ def act(rank: Rank, transport: str, fails: Action | None) -> list[Action]:
     try:
         carrier.post(Expected("huge", np.dtype(np.int8), (1 << 40,)), 1 - rank.index, "receive")
     except RankError as error:
-        told = f"r{rank.index} | receive: GPU 0 has no memory for int8 of shape [{1 << 40}]: "
+        told = f"r{rank.index} | receive: GPU 0 is out of memory for int8 of shape [{1 << 40}]: "
         assert str(error).startswith(told), error
     else:
         raise AssertionError("there is memory for anything")

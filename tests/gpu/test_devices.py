@@ -123,7 +123,7 @@ def test_libraries_are_looked_for_without_a_driver(
         ["GPUs", "none"],
         ["libraries", "all load"],
         ["NCCL", "2.32.3"],
-        ["CUDA", f"there is no NVIDIA driver: {tmp_path}/libcuda.so.1: file too short"],
+        ["CUDA", f"no NVIDIA driver: {tmp_path}/libcuda.so.1: file too short"],
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_library_that_ends_the_process_ends_the_probe_only(
     done = python(MACHINE, LD_LIBRARY_PATH=places)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("CUDA           trying it ended badly: the process was ended by signal ")
+    assert last.startswith("CUDA           the probe failed: the process was killed by signal ")
     assert last.endswith("while loading CUDA's libraries")
 
 
@@ -178,10 +178,10 @@ def test_ranks_of_mpirun_take_the_gpus_in_turn(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({}, "which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"),
+        ({}, "NCCL allows that only with NCCL_MULTI_RANK_GPU_ENABLE=1"),
         (
             {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "STANDIN_NCCL_VERSION": "22907"},
-            "which NCCL allows from 2.30.0 on; this is 2.29.7",
+            "NCCL allows that since 2.30.0, and this is 2.29.7",
         ),
     ],
     ids=["not allowed", "too old"],
@@ -190,13 +190,14 @@ def test_ranks_that_cannot_share_a_gpu_by_nccl(
     python: Run, more: Mapping[str, str], told: str
 ) -> None:
     start = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    shared = "rank 0 shares its GPU with another"
+    shared = "rank 0 shares its GPU with another rank"
     done = python(PLACED, start, **more)
     assert sorted(done.stdout.split("\n")[:-1]) == ["0 cuda 0", "1 cuda 0"], done.stderr
-    assert f"tensors travel through the host: {shared}, {told}" in done.stderr
+    unused = "tensors are copied through the host, because NCCL is not used"
+    assert f"{unused}: {shared}; {told}" in done.stderr
     done = python(PLACED.replace("init()", "init('nccl')"), start, **more)
     assert done.returncode != 0
-    assert f"LaunchError: transport nccl: {shared}, {told}" in done.stderr
+    assert f"LaunchError: transport nccl: {shared}; {told}" in done.stderr
 
 
 def test_ranks_share_a_gpu_by_nccl_where_it_is_allowed(python: Run) -> None:

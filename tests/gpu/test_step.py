@@ -132,7 +132,7 @@ def test_captured_steps_are_replayed_where_collectives_allow_it(
     assert ["mode", "1"] in captured.lines
     refused = train(2, "--transport", "mpi")
     assert refused.returncode == 2
-    assert "a captured step cannot move tensors through the host" in refused.stderr
+    assert "a captured step cannot copy tensors through the host" in refused.stderr
 
 
 DROPS = """<ir_version: 10, opset_import: ["" : 18]>

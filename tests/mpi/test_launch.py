@@ -245,7 +245,7 @@ def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int)
         _, errors = finish(process)
     assert process.returncode == 0, errors
     # What ended first is either rank: the one that was killed, or the one that lost its peer.
-    assert "a rank died or failed" in errors and "resuming from" in errors
+    assert "a rank failed" in errors and "resuming from" in errors
     assert len(losses(log)) == 60
 
 
@@ -311,8 +311,8 @@ def test_retries_are_used_up(work: Path) -> None:
         _, errors = finish(process)
     assert process.returncode == 1
     told = [line for line in errors.splitlines() if line.startswith("onnxpar: launch: ")]
-    assert "starting again from the beginning, since no checkpoint is whole, on 2 ranks" in told[1]
-    assert len(told) == 4 and told[3] == "onnxpar: launch: gave up: no retries are left"
+    assert "restarting from the beginning, because no checkpoint is complete, on 2 ranks" in told[1]
+    assert len(told) == 4 and told[3] == "onnxpar: launch: giving up: no retries are left"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGTERM])

@@ -59,7 +59,7 @@ def test_wrong_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     outcome, outputs = run(ranks, directory, save(tmp_path, 4))
     assert outcome.code == 2
     (message,) = outcome.messages
-    assert f"was cut for 2 ranks, got {ranks}" in message and "mpirun -n 2" in message
+    assert f"was made for 2 ranks, got {ranks}" in message and "mpirun -n 2" in message
     assert "Traceback" not in outcome.err + outcome.out and not outputs.exists()
 
 

@@ -48,7 +48,7 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     outcome = train(2, directory, *DIGITS)
     assert outcome.code == 2
     (message,) = outcome.messages
-    assert "expected an integer or floating input [batch], with dims of 1 besides, got" in message
+    assert "expected an integer or floating input [batch], (further dims must be 1), got" in message
     assert "Traceback" not in outcome.err
 
 
@@ -61,7 +61,7 @@ def test_what_is_evaluated_on_is_checked_before_a_rank_waits(tmp_path: Path) -> 
     data = ["--data", f"npz:{tmp_path / 'a.npz'}", "--batch-size", "100", "--lr", "0.5"]
     outcome = train(2, directory, *data, "--eval")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.count("notice: --eval evaluates on the data that is trained on") == 1
+    assert outcome.out.count("notice: --eval evaluates on the training data") == 1
     wrong = f"npz:{tmp_path / 'b.npz'}"
     outcome = train(2, directory, *data, "--eval-data", wrong)
     assert outcome.code == 2 and "step" not in outcome.out
@@ -98,8 +98,7 @@ def module(folder: Path, body: str) -> dict[str, str]:
             "def f():\n    rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
             "    yield from [GOOD] * (2 + rank)\n",
             2,
-            "onnxpar: error: --data stream_of_mine:f: the batches of some ranks have ended before "
-            "those of others",
+            "onnxpar: error: --data stream_of_mine:f: some ranks ran out of batches before others",
         ),
         (
             "def f():\n    yield GOOD\n"
@@ -115,7 +114,7 @@ def module(folder: Path, body: str) -> dict[str, str]:
             "        sys.exit(5)\n"
             "    while True:\n        yield GOOD\n",
             1,
-            "r1 | sys.exit(5) was called, which leaves the other ranks",
+            "r1 | sys.exit(5) was called, which abandons the other ranks",
         ),
         (
             "class Left(BaseException): pass\ndef f():\n    yield GOOD\n"
@@ -131,7 +130,7 @@ def module(folder: Path, body: str) -> dict[str, str]:
             "        os._exit(7)\n"
             "    while True:\n        yield GOOD\n",
             7,
-            "onnxpar: error: ended by mpirun (interrupted, or another rank died)",
+            "onnxpar: error: stopped by mpirun (interrupted, or another rank died)",
         ),
     ],
 )

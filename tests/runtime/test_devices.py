@@ -34,7 +34,7 @@ GOOD = Facts(
     session_errors=("", ""),
     nccl=23203,
 )
-NO_DRIVER = "there is no NVIDIA driver: libcuda.so.1: no such file"
+NO_DRIVER = "no NVIDIA driver: libcuda.so.1: no such file"
 # What is wrong, and what the message must say. The first that is wrong is what is told.
 BAD = {
     "both": (
@@ -51,12 +51,12 @@ BAD = {
         r"libcublas.so.13, libcurand.so.10 cannot be loaded: pip install 'onnxpar\[cuda\]'",
     ),
     "crash": (
-        {"session_errors": (), "crash": "the process was ended by signal 11, while loading NCCL"},
-        "trying it ended badly: the process was ended by signal 11, while loading NCCL",
+        {"session_errors": (), "crash": "the process was killed by signal 11, while loading NCCL"},
+        "the probe failed: the process was killed by signal 11, while loading NCCL",
     ),
     "session": (
         {"session_errors": ("", "no kernel image")},
-        r"no session runs on GPU 1 \(NVIDIA H100\): no kernel image",
+        r"cannot run a session on GPU 1 \(NVIDIA H100\): no kernel image",
     ),
     "untried": ({"session_errors": ()}, "no session was tried"),
 }
@@ -77,7 +77,7 @@ def test_auto_takes_the_cpu_instead_and_says_why_where_there_is_a_gpu(case: str)
     assert found.device is Device.CPU
     if facts.gpus:
         assert found.notice.startswith("2 GPUs (NVIDIA H100) not used: ")
-        assert found.notice.endswith("; the CPU computes")
+        assert found.notice.endswith("; computing on the CPU")
     else:
         assert not found.notice
 
@@ -109,7 +109,8 @@ def test_ranks_take_the_gpus_in_turn(
 def test_libraries_that_only_some_operators_need_are_told() -> None:
     facts = replace(GOOD, absent=("libcudnn.so.9",))
     assert choose("auto", facts, 2, 3).notice == (
-        "libcudnn.so.9 cannot be loaded, which some operators need: pip install 'onnxpar[cuda]'; "
+        "libcudnn.so.9 cannot be loaded, but some operators need them: pip install "
+        "'onnxpar[cuda]'; "
         "3 ranks share 2 GPUs (NVIDIA H100)"
     )
 
@@ -124,7 +125,7 @@ def test_a_gpu_by_its_number() -> None:
     # What is wrong with another GPU does no harm.
     broken = replace(GOOD, session_errors=("broken", ""))
     assert choose("cuda:1", broken, 0, 1).index == 1
-    with pytest.raises(LaunchError, match=r"no session runs on GPU 0 \(NVIDIA H100\): broken"):
+    with pytest.raises(LaunchError, match=r"cannot run a session on GPU 0 \(NVIDIA H100\): broken"):
         choose("cuda:0", broken, 0, 1)
 
 
@@ -142,7 +143,7 @@ def test_all_ranks_compute_on_one_kind_of_device() -> None:
     assert alike([cuda, cuda], cuda) == cuda
     found = alike([cuda, without], cuda)
     assert found.device is Device.CPU
-    assert found.notice == f"rank 1 cannot use CUDA: {NO_DRIVER}; the CPU computes on all ranks"
+    assert found.notice == f"rank 1 cannot use CUDA: {NO_DRIVER}; all ranks compute on the CPU"
     assert alike([cuda, without], without) == without
 
 
@@ -157,9 +158,9 @@ def test_facts_of_a_probe() -> None:
     told = "\n".join(map(json.dumps, lines)).encode()
     assert read_facts(told, "") == GOOD
     # It died while it wrote the fourth line.
-    early = read_facts(b"\n".join(told.split(b"\n")[:3]) + b'\n{"miss', "ended by signal 6")
+    early = read_facts(b"\n".join(told.split(b"\n")[:3]) + b'\n{"miss', "killed by signal 6")
     assert early.gpus == GOOD.gpus
-    assert early.crash == "ended by signal 6, while more"
+    assert early.crash == "killed by signal 6, while more"
     assert not early.session_errors
 
 
@@ -192,7 +193,7 @@ def test_a_probe_that_dies_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     tell = 'print(\'{"provider": true, "doing": "loading the driver"}\', flush=True)'
     dead = found(f"import os; {tell}; os.kill(os.getpid(), 11)")
-    assert dead.crash == "the process was ended by signal 11, while loading the driver"
+    assert dead.crash == "the process was killed by signal 11, while loading the driver"
     assert dead.provider
     raised = found(f"{tell}; raise RuntimeError('out of order')")
     assert raised.crash == "exit code 1 RuntimeError: out of order, while loading the driver"
@@ -208,7 +209,7 @@ def test_a_rank_computes_where_it_was_placed() -> None:
         assert world.rank(1).placement == rank.placement == gpu
         assert [placed(rank, wanted) for wanted in ("auto", "cuda", "cuda:1")] == [gpu] * 3
         assert placed(rank, "cpu") == ON_CPU
-        with pytest.raises(LaunchError, match="device cuda:0: the rank computes on GPU 1 already"):
+        with pytest.raises(LaunchError, match="device cuda:0: the rank already computes on GPU 1"):
             placed(rank, "cuda:0")
         world.rank(0).place(ON_CPU)
         assert placed(world.rank(0), "auto") == ON_CPU
@@ -290,7 +291,7 @@ def test_description() -> None:
         "onnxruntime    onnxruntime-gpu, built for CUDA 13.0",
         "driver         none",
         "GPUs           none",
-        "libraries      not looked for",
-        "NCCL           not looked for",
+        "libraries      not checked",
+        "NCCL           not checked",
         f"CUDA           {NO_DRIVER}",
     ]

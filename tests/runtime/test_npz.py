@@ -73,11 +73,15 @@ def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="got one array"):
         read_npz(tmp_path / "one.npy")
     np.savez(tmp_path / "pickled.npz", x=np.array([{}], dtype=object))
-    with pytest.raises(InputError, match=r"not a readable .*array 'x': it holds Python objects$"):
+    with pytest.raises(
+        InputError,
+        match=r"not a readable .*array 'x': it contains Python "
+        r"objects$",
+    ):
         read_npz(tmp_path / "pickled.npz")
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("notes.txt", "hello")
-    with pytest.raises(InputError, match=r"'notes\.txt' in it is no array"):
+    with pytest.raises(InputError, match=r"'notes\.txt' in it is not an array"):
         read_npz(tmp_path / "other.zip")
     with pytest.raises(InputError, match=r"not a readable .*directory"):
         read_npz(tmp_path)

@@ -281,7 +281,7 @@ def test_graphs_that_do_not_fit(
 
 def test_wrong_world_and_libraries(tmp_path: Path) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 3)
-    with pytest.raises(LaunchError, match=r"was cut for 3 ranks, got 1: .*mpirun -n 3"):
+    with pytest.raises(LaunchError, match=r"was made for 3 ranks, got 1: .*mpirun -n 3"):
         Session(directory)
     with World.threads(2) as world, pytest.raises(LaunchError, match="for 3 ranks, got 2"):
         Session(directory, rank=world.rank(0))

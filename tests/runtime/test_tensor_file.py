@@ -82,7 +82,7 @@ def altered(header: object, data: bytes = b"") -> bytes:
         (b"PK\x03\x04 a zip file", "it has no header"),
         ((99).to_bytes(8, "little") + b"{}", "it has no header"),
         ((3).to_bytes(8, "little") + b"{x}", "Expecting property name"),
-        (altered([]), "its header is no object"),
+        (altered([]), "its header is not an object"),
         (altered({"x": 1}), "the header's entry of 'x'"),
         (altered({"x": {"dtype": "F32", "shape": [1]}}), "the header's entry of 'x'"),
         (altered({"x": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}}, b"1"), "type 'F8'"),

@@ -36,7 +36,7 @@ def rate(device: str, dtype: str, size: int) -> float:
     model = onnx.parser.parse_model(text).SerializeToString()
     session = onnxruntime.InferenceSession(model, options, providers=providers)
     if queue is not None and CUDA not in session.get_providers():
-        raise SystemExit("onnxruntime could not make its CUDA provider")
+        raise SystemExit("onnxruntime could not create its CUDA provider")
     rng = np.random.default_rng(0)
     # Products of a matrix whose rows have the norm 1 stay of the same size.
     arrays = [rng.normal(size=(size, size)) / np.sqrt(size) for _ in range(2)]

@@ -121,7 +121,7 @@ def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list
 
 
 def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]]]:
-    """Rows of blocks of nodes: layers that are alike, and what lies outside of layers."""
+    """Rows of blocks of nodes: layers that are alike, and what is outside of layers."""
     names = [node.name or "" for node in forward.row]
     kinds = [node.op_type for node in forward.row]
     inside = {i for layer in layers for i in range(layer.start, layer.stop)}

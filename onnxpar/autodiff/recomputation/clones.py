@@ -3,7 +3,7 @@
 Nodes of the forward pass are cloned right before the first backward node that reads their results
 (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so that these die after their
 last forward reader. A clone reads clones of what is recomputed too, and what is kept through a
-Barrier. It runs after planning: a clone is divided as its original, so the arithmetic is the same.
+Barrier. It runs after planning: a clone is sharded as its original, so the arithmetic is the same.
 """
 
 from collections.abc import Mapping

@@ -73,8 +73,8 @@ def _within(
         best = run if held <= options.memory else None
     if best is None:
         raise StrategyError(
-            f"{options.where}: expected to train within {options.memory:,} bytes on a device, got "
-            f"{least:,} with everything recomputed that frees memory"
+            f"{options.where}: expected at most {options.memory:,} bytes on a device, got "
+            f"{least:,} even with everything recomputed that saves memory"
         )
     while low < high:
         middle = (low + high) // 2
@@ -112,13 +112,14 @@ def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
         layers = find_layers(forward.row, planned.program.env)
         if not layers:
             raise StrategyError(
-                f"{options.where}: expected layers that repeat, found none in the "
-                f"{len(forward.nodes)} nodes of the forward pass; name nodes by patterns"
+                f"{options.where}: expected repeated layers, got none in the "
+                f"{len(forward.nodes)} nodes of the forward pass; select nodes by name patterns "
+                "instead"
             )
         if options.layers > len(layers):
             raise StrategyError(
                 f"{options.where}: expected at most {len(layers)} under 'layers', the number of "
-                f"layers that repeat, got {options.layers}: there would be nothing to recompute"
+                f"repeated layers, got {options.layers}, which leaves nothing to recompute"
             )
         for layer in layers[options.layers - 1 :: options.layers]:
             found |= forward.inside(layer)
@@ -136,7 +137,7 @@ def _matching(forward: ForwardPass, pattern: str, where: str) -> frozenset[str]:
     able = forward.able.intersection(hits)
     if not able:
         raise StrategyError(
-            f"{where}: {pattern!r}: nodes with bodies, and nodes that read parameters and "
-            f"constants only, are not recomputed; got {hits[0]!r}"
+            f"{where}: {pattern!r}: nodes with bodies, and nodes that read only parameters and "
+            f"constants, cannot be recomputed; got {hits[0]!r}"
         )
     return able

@@ -96,8 +96,8 @@ def _known(divisor: int, remainder: int, low: int | None, high: int | None) -> F
     """`make` where some value is known to exist.
 
     Facts derived for an expression whose operands have values contain its value, so an empty result
-    means that the operands admit no value together (two constraints that exclude one another); no
-    claim about it can be wrong then, and the weakest one is made.
+    means that the operands admit no value together (two constraints that exclude one another); then
+    no claim about it can be wrong, and the weakest one is made.
     """
     return make(divisor, remainder, low, high) or UNKNOWN
 

@@ -130,12 +130,13 @@ class Symbol:
         """
         facts = self.facts
         if value < self.min:
-            raise SymbolError(f"symbol {name!r} is {value}, but its least value is {self.min}")
+            raise SymbolError(f"symbol {name!r} is {value}, but its minimum is {self.min}")
         if self.max > self.min and value > self.max:
-            raise SymbolError(f"symbol {name!r} is {value}, but its greatest value is {self.max}")
+            raise SymbolError(f"symbol {name!r} is {value}, but its maximum is {self.max}")
         if (value - self.remainder) % self.divisor:
             raise SymbolError(
-                f"symbol {name!r} is {value}, which leaves {value % self.divisor} when divided by "
+                f"symbol {name!r} is {value}, which leaves a remainder of "
+                f"{value % self.divisor} when divided by "
                 f"{self.divisor}, but {self.remainder} is required"
             )
         if not facts.admits(value):

@@ -24,7 +24,7 @@ import sympy
 from onnxpar.core.errors import SymbolError
 
 Dim: TypeAlias = int | sympy.Expr
-"""The size of a tensor dimension: an `int` or an expression that is no number."""
+"""The size of a tensor dimension: an `int` or an expression that is not a number."""
 
 MAX_EXPONENT = 64
 """Largest power that a dimension's text may ask for; a guard against `9**9**9`."""
@@ -252,7 +252,7 @@ def _parse(text: str) -> sympy.Expr | None:
     def placeholder(match: re.Match[str]) -> str:
         key = f"v{next(fresh)}"
         names[key] = match.group()
-        return f" {key} "  # spaces, so that `2batch` is no expression instead of a number
+        return f" {key} "  # spaces, so that `2batch` is not an expression instead of a number
 
     source = _NAME.sub(placeholder, text)
     if not _REST.fullmatch(_NAME.sub("", text)):
@@ -425,7 +425,7 @@ def _symbols_of(expr: sympy.Expr) -> frozenset[str]:
 
 
 def value_of(expr: Dim, values: Mapping[str, int]) -> int | Fraction:
-    """Returns the value of a size, a `Fraction` where it is no integer.
+    """Returns the value of a size, a `Fraction` where it is not an integer.
 
     Raises:
         SymbolError: A symbol has no value, or the expression divides by zero.
@@ -446,7 +446,7 @@ def _value(expr: sympy.Expr, values: Mapping[str, int]) -> int | Fraction:
     if isinstance(expr, sympy.Symbol):
         if expr.name not in values:
             known = ", ".join(sorted(values)) or "none"
-            raise SymbolError(f"no value is given for the symbol {expr.name!r}; given: {known}")
+            raise SymbolError(f"expected a value for the symbol {expr.name!r}; given: {known}")
         return values[expr.name]
     if expr.is_Integer:
         return int(expr)

@@ -95,7 +95,8 @@ class SymbolTable(Mapping[str, Symbol]):
             other = self._same.get(name, name)
             if other in values and values[other] != values[name]:
                 raise SymbolError(
-                    f"symbols {other!r} and {name!r} are one unique symbol, but are "
+                    f"symbols {other!r} and {name!r} must be equal, as they are one unique "
+                    "symbol, but are "
                     f"{values[other]} and {values[name]}"
                 )
 
@@ -234,14 +235,14 @@ class SymbolTable(Mapping[str, Symbol]):
             return known.power(self._form_facts(expr.base), int(expr.exp))
         rule = _RULES.get(expr.func)
         if rule is None:
-            raise SymbolError(f"nothing is known of the function in the size {expr}")
+            raise SymbolError(f"the size uses an unknown function: {expr}")
         return reduce(rule, (self._form_facts(arg) for arg in expr.args))
 
     def typical(self, expr: Dim, sizes: Mapping[str, int] | None = None) -> int:
         """Returns the value of a size where a cost needs one number.
 
         Every symbol has its `Symbol.typical` size: the least admissible one of at least 64, or the
-        greatest there is. A quotient that is no integer at these sizes is rounded down.
+        greatest there is. A quotient that is not an integer at these sizes is rounded down.
 
         Args:
             expr: The size.
@@ -264,7 +265,8 @@ class SymbolTable(Mapping[str, Symbol]):
         """Returns the value of a size at given values of its symbols.
 
         Raises:
-            SymbolError: A symbol has no value, the expression divides by zero, or it is no integer.
+            SymbolError: A symbol has no value, the expression divides by zero, or it is not an
+                integer.
         """
         value = value_of(expr, values)
         if not isinstance(value, int):

@@ -79,7 +79,7 @@ class Carrier(Protocol):
             what: What it is, for messages.
 
         Raises:
-            RankError: The device has no memory for it.
+            RankError: The device is out of memory for it.
         """
 
     def take(self, received: Any) -> Any:
@@ -176,7 +176,7 @@ class DeviceCarrier:
             # onnxruntime has no common base class for what it raises.
             raise RankError(
                 self._rank.index,
-                f"{what}: GPU {queue.index} has no memory for {dtype} of shape {list(shape)}: "
+                f"{what}: GPU {queue.index} is out of memory for {dtype} of shape {list(shape)}: "
                 f"{first_line(error)}",
             ) from error
         return _Eventual(value, queue.mark(queue.stream))

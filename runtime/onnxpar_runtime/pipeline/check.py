@@ -33,7 +33,7 @@ def check(program: PlayedSchedule, limits: Sequence[int] | None = None) -> None:
         tuple(step for step in steps if isinstance(step, Action)) for steps in program.ranks
     )
     if computed != schedule.ranks:
-        raise ScheduleError(f"{name}: the program computes something else than the schedule")
+        raise ScheduleError(f"{name}: the program does not follow the schedule")
     _check_points(name, program)
     _check_channels(name, program)
     needs = rendezvous(program, lambda message: 0.0, Point.WAIT_RECEIVE)
@@ -44,8 +44,8 @@ def check(program: PlayedSchedule, limits: Sequence[int] | None = None) -> None:
     for rank, (peak, limit) in enumerate(zip(activation_peaks(schedule), limits, strict=True)):
         if peak > limit:
             raise ScheduleError(
-                f"{name}, rank {rank}: keeps the activations of {peak} micro-batches (each in one"
-                f" chunk) at a time, expected at most {limit}"
+                f"{name}, rank {rank}: keeps the activations of {peak} micro-batches (each of "
+                f"one chunk) at once, expected at most {limit}"
             )
 
 
@@ -81,13 +81,13 @@ def _check_points(name: str, program: PlayedSchedule) -> None:
             for before, after in pairwise(row):
                 if at[rank][before] > at[rank][after]:
                     raise ScheduleError(
-                        f"{name}, rank {rank}: {after} is step {at[rank][after][0]}, expected it"
-                        f" after {before}, which is step {at[rank][before][0]}"
+                        f"{name}, rank {rank}: {after} is step {at[rank][after][0]}, expected "
+                        f"it after {before}, which is step {at[rank][before][0]}"
                     )
     for rank, steps in enumerate(program.ranks):
         for index, step in enumerate(steps):
             if isinstance(step, Transfer) and (rank, step) not in expected:
-                raise ScheduleError(f"{name}, rank {rank}: no edge asks for step {index}, {step}")
+                raise ScheduleError(f"{name}, rank {rank}: no edge needs step {index}, {step}")
 
 
 def _indices(steps: Sequence[Step]) -> defaultdict[Step, list[int]]:

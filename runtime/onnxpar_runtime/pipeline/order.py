@@ -48,8 +48,8 @@ def require_complete(schedule: Schedule) -> None:
                 and 0 <= action.micro_batch < schedule.micro_batches
             ):
                 raise ScheduleError(
-                    f"{name}, rank {rank}: {action}, where there are {schedule.chunks} chunks and"
-                    f" {schedule.micro_batches} micro-batches"
+                    f"{name}, rank {rank}: {action}, but there are {schedule.chunks} chunks and "
+                    f"{schedule.micro_batches} micro-batches"
                 )
             if count > 1:
                 raise ScheduleError(f"{name}, rank {rank}: {action} {count} times, expected once")

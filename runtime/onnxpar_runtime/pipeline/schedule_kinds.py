@@ -38,8 +38,8 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedul
         raise ScheduleError(f"expected a schedule of {', '.join(SCHEDULES)}, got {name!r}")
     if chunks > 1 and name not in CHUNKED:
         raise ScheduleError(
-            f"schedule {name!r} has one chunk on each stage, got {chunks} chunks;"
-            f" schedules with several are {', '.join(CHUNKED)}"
+            f"schedule {name!r}: expected one chunk for each stage, got {chunks}; schedules with "
+            f"several chunks are {', '.join(CHUNKED)}"
         )
     of_rank = SCHEDULES[name]
     ranks = tuple(of_rank(rank, stages, micro_batches, chunks) for rank in range(stages))

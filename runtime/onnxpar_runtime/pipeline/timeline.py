@@ -74,8 +74,8 @@ def require_end(name: str, lists: Sequence[Sequence[Step]], needs: Needs, result
             (at, of) for (at, of), _ in needs[rank, index] if of >= len(result.ends[at])
         )
         texts.append(
-            f"rank {rank} waits at step {index}, {lists[rank][index]}, for rank {other} to come to"
-            f" step {position}, {lists[other][position]}"
+            f"rank {rank} waits at step {index}, {lists[rank][index]}, until rank {other} "
+            f"reaches step {position}, {lists[other][position]}"
         )
     if texts:
         raise ScheduleError(f"schedule {name!r} deadlocks: {'; '.join(texts)}")

@@ -130,16 +130,16 @@ def messages(schedule: Schedule, edges: Sequence[Edge]) -> list[Message]:
         name = f"edge from virtual stage {edge.source} to {edge.target}"
         if not 0 <= edge.source < edge.target < schedule.virtual_stages:
             raise ScheduleError(
-                f"{name}: expected one from an earlier to a later of {schedule.virtual_stages}"
-                " virtual stages"
+                f"{name}: expected an edge from an earlier to a later one of "
+                f"{schedule.virtual_stages} virtual stages"
             )
         if (edge.source, edge.target) in seen:
-            raise ScheduleError(f"{name}: given twice, expected one edge with all values")
+            raise ScheduleError(f"{name}: expected one edge with all values, got two")
         seen.add((edge.source, edge.target))
         if not edge.values and not edge.cotangents:
             raise ScheduleError(f"{name}: expected values or cotangents, got neither")
         if len({*edge.values}) < len(edge.values):
-            raise ScheduleError(f"{name}: expected different values, got {list(edge.values)}")
+            raise ScheduleError(f"{name}: expected distinct values, got {list(edge.values)}")
         if edge.values and not {*edge.cotangents} <= {*edge.values}:
             raise ScheduleError(
                 f"{name}: expected cotangents of {list(edge.values)}, got {list(edge.cotangents)}"

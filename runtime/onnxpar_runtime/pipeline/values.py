@@ -115,7 +115,7 @@ def _allowed(source: int, maker: Kind, target: int, reader: Kind) -> bool:
 def _wrong_way(manifest: Manifest, name: str, value: HandedInEntry) -> ArtifactError:
     return ArtifactError(
         f"{manifest.directory}: programs.{name}: takes {value.name!r} from {value.source!r}, "
-        "expected a program that runs before it in every schedule"
+        "expected a program that runs earlier in every schedule"
     )
 
 

@@ -197,8 +197,8 @@ class VirtualStages:
         split = any(a.kind is Kind.BACKWARD_WEIGHT for _, _, a in program.schedule.places())
         if split and any(stage.weight is None for stage in self._values.stages):
             raise ArtifactError(
-                f"{self._manifest.directory}: schedule {schedule!r} computes the gradients of "
-                "parameters later than the rest, and the backward of a stage is one program"
+                f"{self._manifest.directory}: schedule {schedule!r} computes parameter "
+                "gradients separately, but the backward pass of a stage is one program"
             )
         return program
 
@@ -345,8 +345,8 @@ def _made(
     for spec in manifest.program(program).outputs:
         if len(makers[spec.name]) != 1:
             raise ArtifactError(
-                f"{manifest.directory}: output {spec.name!r} of {program}: expected one stage that "
-                f"makes it, got {makers[spec.name]}"
+                f"{manifest.directory}: output {spec.name!r} of {program}: expected one stage "
+                f"that computes it, got {makers[spec.name]}"
             )
         made[spec] = makers[spec.name][0]
     return made

@@ -68,7 +68,7 @@ class BatchDim:
     def limits(self, samples: int, parts: int) -> str:
         """The constraint for people, and the number of micro-batches if that is what is wrong."""
         most = samples // self.least if self.least else 0
-        more = f", so there can be at most {most}" if 0 < most < parts else ""
+        more = f", so at most {most} are possible" if 0 < most < parts else ""
         return self.constraint + more
 
     def admits(self, samples: int) -> bool:
@@ -154,7 +154,7 @@ def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> Epo
     last = next((sizes for sizes in tries if sizes is not None), None)
     notice = ""
     if rest and last is None:
-        notice = f"the last {_samples(rest)} of an epoch are left out: {dim.constraint}"
+        notice = f"the last {_samples(rest)} of each epoch are left out: {dim.constraint}"
     if last is not None:
         return EpochPlan(full, steps + 1, last)
     if not steps:

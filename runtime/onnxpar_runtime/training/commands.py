@@ -74,7 +74,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     Rank 0 prints how much of the model is trained and a line for each step, and writes files.
 
     Args:
-        directory: A directory that was cut for training.
+        directory: A directory that was made for training.
         wanted: What to do.
         how: How to run.
 
@@ -226,7 +226,7 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     schedule = LearningRateSchedule(wanted.lr, wanted.schedule, wanted.warmup, total)
     if wanted.trace is not None:
         if manifest.pipeline is None:
-            raise LaunchError(f"--trace: {manifest.directory} has no stages of which it could tell")
+            raise LaunchError(f"--trace: {manifest.directory} has no stages to trace")
         if rank == 0:
             check_writable(wanted.trace)
     run = described(wanted.data, data, hyper, schedule)
@@ -245,7 +245,9 @@ def _checkpoint(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoi
     if wanted.resume is None:
         return None
     if wanted.parameters is not None:
-        error = LaunchError("--resume and --parameters: a checkpoint has the parameters")
+        error = LaunchError(
+            "--resume and --parameters: use only one, because a checkpoint contains the parameters"
+        )
         error.agreed = True
         raise error
     return open_checkpoint(rank, manifest, wanted.resume)
@@ -302,8 +304,8 @@ def _notices(wanted: TrainingRun, prepared: _Prepared) -> Iterator[str]:
             yield plan.notice
     if held_out is not None and wanted.eval_data is None and not held_out.source.parted:
         yield (
-            f"--eval evaluates on the data that is trained on: {wanted.data} has no part of its "
-            "own for testing; name other data by --eval-data"
+            f"--eval evaluates on the training data: {wanted.data} has no test split; name "
+            "other data with --eval-data"
         )
 
 
@@ -312,8 +314,8 @@ def _waiting(traced: Traced | None) -> str:
     if traced is None:
         return ""
     return (
-        f"the stages compute nothing in {traced.bubble:.1%} of a step, and would in "
-        f"{traced.even:.1%} if all took the same time"
+        f"the stages are idle for {traced.bubble:.1%} of a step; with equal times for all "
+        f"stages it would be {traced.even:.1%}"
     )
 
 
@@ -336,7 +338,7 @@ def _reporter(rank: Rank, wanted: TrainingRun, done: int) -> Reporter:
 
 
 def save(trainer: Trainer, path: str | Path) -> None:
-    """Writes trained parameters and running statistics, whole, one after another.
+    """Writes trained parameters and running statistics, unsharded, one after another.
 
     Every rank must call it.
     """

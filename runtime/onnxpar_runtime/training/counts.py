@@ -74,7 +74,7 @@ def _mean_over(
     try:
         return evaluate(loss.count, values)
     except ExpressionError as error:
-        raise InputError(f"what the loss is the mean of: {error}") from None
+        raise InputError(f"the number of labels that count: {error}") from None
 
 
 def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Prepared:

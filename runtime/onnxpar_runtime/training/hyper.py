@@ -101,14 +101,14 @@ def hyperparameters(
             have = [f"--{f.name.replace('_', '-')}" for f in fields(Settings)
                     if getattr(defaults, f.name) is not None]  # fmt: skip
             raise LaunchError(
-                f"{option}: the artifact's optimizer {kind} has no such setting; it has "
+                f"{option}: the artifact's optimizer {kind} does not have this setting; it has "
                 f"{', '.join([*have, '--clip-norm'])}"
             )
         _check(option, field.name, value)
         if reads is not None and value and not set(_SCALARS[field.name]) & set(reads):
             raise LaunchError(
-                f"{option} {value}: nothing in the artifact's optimizer {kind} reads it (cut the "
-                "model again, as `onnxpar shard --help` says)"
+                f"{option} {value}: the artifact's optimizer {kind} does not use it (shard the "
+                "model again, see `onnxpar shard --help`)"
             )
         chosen[field.name] = value
     return Hyperparameters(kind, Settings(**chosen))
@@ -119,9 +119,9 @@ def _check(option: str, name: str, value: float | tuple[float, float]) -> None:
     numbers = value if isinstance(value, tuple) else (value,)
     wanted, holds = "a number >= 0", all(isfinite(n) and n >= 0 for n in numbers)
     if name in ("momentum", "betas"):
-        wanted, holds = "from 0 up to but not 1", all(0 <= n < 1 for n in numbers)
+        wanted, holds = "a number >= 0 and < 1", all(0 <= n < 1 for n in numbers)
     elif name == "dampening":
-        wanted, holds = "from 0 to 1", all(0 <= n <= 1 for n in numbers)
+        wanted, holds = "a number from 0 to 1", all(0 <= n <= 1 for n in numbers)
     elif name == "clip_norm":
         wanted, holds = "a number > 0", all(n > 0 for n in numbers)
     if not holds:

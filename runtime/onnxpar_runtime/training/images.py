@@ -93,7 +93,7 @@ def mnist_files(folder: str | Path, part: str) -> tuple[NDArray[np.float32], NDA
         )
     if len(images) != len(labels):
         raise InputError(
-            f"{folder}: expected a label an image, got {len(labels)} for {len(images)}"
+            f"{folder}: expected one label for each image, got {len(labels)} for {len(images)}"
         )
     return images.astype(np.float32) / np.float32(255), labels.astype(np.int64)
 
@@ -103,7 +103,7 @@ def _idx_path(folder: Path, pattern: str) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise InputError(f"{folder}: none of the files {', '.join(names)} is there")
+    raise InputError(f"{folder}: none of the files {', '.join(names)} exists")
 
 
 def read_idx(path: Path) -> Array:

@@ -50,9 +50,7 @@ class LearningRateSchedule:
         if self.warmup < 0:
             raise LaunchError(f"--warmup: expected a number of steps >= 0, got {self.warmup}")
         if self.total is None and self.kind != "constant":
-            raise LaunchError(
-                f"--schedule {self.kind} ends with the last step: say how many there are (--steps)"
-            )
+            raise LaunchError(f"--schedule {self.kind} needs the number of steps (--steps)")
         if self.total is not None and self.warmup >= self.total > 0:
             raise LaunchError(
                 f"--warmup: expected fewer steps than the run has ({self.total}), got {self.warmup}"

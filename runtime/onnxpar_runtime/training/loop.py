@@ -195,7 +195,7 @@ def fit(
             skipped += outcome.skipped
             if outcome.skipped:
                 reporter.tell(
-                    f"epoch: {epoch} step: {number}: gradients overflowed; nothing was changed, "
+                    f"epoch: {epoch} step: {number}: gradients overflowed; the step is skipped "
                     "and the loss scale is halved"
                 )
             if read:
@@ -260,9 +260,7 @@ def _next(items: Iterator[Numbered], rank: Rank, together: str | None) -> Number
     except SymbolValueError as differs:
         if differs is error:
             raise
-        ended = InputError(
-            f"{together}: the batches of some ranks have ended before those of others"
-        )
+        ended = InputError(f"{together}: some ranks ran out of batches before others")
         ended.agreed = True
         raise ended from None
     return item
@@ -294,7 +292,7 @@ def evaluate(trainer: Trains, data: EvaluationData) -> Evaluated:
             if result.get("correct") is not None:
                 correct = (correct or 0) + int(result["correct"])
     if not samples:
-        raise InputError(f"{data.source.name}: there is nothing to evaluate on")
+        raise InputError(f"{data.source.name}: expected data to evaluate on, got none")
     return Evaluated(weighted / labels if labels else float("nan"), samples, correct, labels)
 
 

@@ -59,8 +59,8 @@ class LossScale:
             return
         if not self.dynamic or self.scale * BACKOFF < SMALLEST:
             error = TrainingError(
-                f"step {step}: gradients are not finite at the loss scale {self.scale:g}; training "
-                f"stops, and the parameters are as step {step - 1} left them"
+                f"step {step}: gradients are not finite at the loss scale {self.scale:g}; "
+                f"training stops; the parameters are those after step {step - 1}"
             )
             error.agreed = True  # the norm is the same on all ranks
             raise error
@@ -83,8 +83,8 @@ def loss_scale(text: str | None, compute: str | None) -> LossScale:
     if compute is None:
         if text is not None:
             raise LaunchError(
-                f"--loss-scale {text}: the artifact computes in the type of its parameters; cut "
-                "the model with --compute float16 to train it in 16 bits"
+                f"--loss-scale {text}: the artifact computes in the type of its parameters; to "
+                "train in 16 bits, shard the model with --compute float16"
             )
         return LossScale()
     if compute not in _DEFAULTS:

@@ -196,11 +196,11 @@ class OneStage:
 
     def begin_trace(self) -> None:
         """As `Runner`."""
-        raise LaunchError(f"{self._manifest.directory}: has no stages of which a trace could tell")
+        raise LaunchError(f"{self._manifest.directory}: has no stages to trace")
 
     def traced(self) -> Traced | None:
         """As `Runner`."""
-        raise LaunchError(f"{self._manifest.directory}: no trace was begun")
+        raise LaunchError(f"{self._manifest.directory}: no trace was started")
 
     def close(self) -> None:
         """As `Runner`; there is nothing."""
@@ -310,7 +310,7 @@ class Pipelined:
     def traced(self) -> Traced | None:
         """As `Runner`."""
         if self._trace is None or not self._trace.steps:
-            raise LaunchError(f"{self._manifest.directory}: no trace was begun")
+            raise LaunchError(f"{self._manifest.directory}: no trace was started")
         ranks = self._trace.gather()
         if ranks is None:
             return None

@@ -137,7 +137,7 @@ class Stream:
     Attributes:
         name: What people know it by: the option and its text.
         open: Returns the batches of an epoch.
-        parted: Whether it is told which batches are trained on.
+        parted: Whether it knows which batches are trained on.
     """
 
     name: str
@@ -155,7 +155,7 @@ def per_sample(specs: Sequence[TensorEntry]) -> tuple[str, ...]:
         InputError: The first input has no dims.
     """
     if not specs or not specs[0].shape:
-        raise InputError("the program has no first input with a dim of samples")
+        raise InputError("expected a first input with a dim of samples")
     return tuple(s.name for s in specs if s.shape and s.shape[0] == specs[0].shape[0])
 
 
@@ -168,8 +168,8 @@ def open_source(
 ) -> Source:
     """Opens the source that a text such as `digits`, `npz:FILE` or `idx:DIR` names.
 
-    `digits` and `idx` are images from 0 to 1 and their classes, which a floating input takes as
-    numbers, for regression. Images are resized to the model's
+    `digits` and `idx` are images from 0 to 1 and their classes, which a floating input
+    takes as numbers, for regression. Images are resized to the model's
     input: its first input but the labels, of shape [batch, h, w] with any dims of 1 besides, or
     [batch, n] with a square number n.
 
@@ -181,8 +181,8 @@ def open_source(
         option: What the text was given by, for messages.
 
     Raises:
-        InputError: The text is none of the forms, the data cannot be read, or it does not fit the
-            inputs.
+        InputError: The text is not one of the forms, the data cannot be read, or it does not fit
+            the inputs.
     """
     kind, _, rest = text.partition(":")
     name = f"{option} {text}"
@@ -270,13 +270,13 @@ def _classified(
     wanted = DTYPES[target.dtype].dtype
     if wanted.kind not in "iufV" or any(size != 1 for size in target.shape[1:]):
         raise InputError(
-            f"{name}: labels are classes: expected an integer or floating input [batch], "
-            f"with dims of 1 besides, got {labels!r} {target.dtype} {list(target.shape)}"
+            f"{name}: expected an integer or floating input [batch] for the labels (further "
+            f"dims must be 1), got {labels!r} {target.dtype} {list(target.shape)}"
         )
     dtype = DTYPES[image.dtype].dtype
     if dtype.kind not in "fV":
         raise InputError(
-            f"{name}: images are from 0 to 1: expected a floating input, got "
+            f"{name}: expected a floating input for the images (from 0 to 1), got "
             f"{image.name!r} {image.dtype}"
         )
     height, width = _image_size(name, image)
@@ -300,7 +300,7 @@ def _image_size(name: str, spec: TensorEntry) -> tuple[int, int]:
         if side and side * side == sizes[0]:
             return side, side
     raise InputError(
-        f"{name}: expected an input [batch, height, width], with dims of 1 besides, or "
+        f"{name}: expected an input [batch, height, width] (further dims must be 1), or "
         f"[batch, n] with a square number n, got {spec.name!r} {list(spec.shape)}"
     )
 
@@ -320,7 +320,7 @@ def _function(name: str, module: str, attribute: str) -> Stream:
     try:
         taken = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise InputError(f"{name}: {attribute!r} in {module!r} is no function") from None
+        raise InputError(f"{name}: {attribute!r} in {module!r} is not a function") from None
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     def batches(request: Request) -> Iterator[Batch]:

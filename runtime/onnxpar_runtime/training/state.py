@@ -79,8 +79,8 @@ class States:
             state = self[name]
             if not self.holds(name):
                 raise InputError(
-                    f"state {name!r} is held by the stages {list(state.stages)}, and rank "
-                    f"{self._rank} is of stage {self._stage}"
+                    f"state {name!r} is held by the stages {list(state.stages)}, but rank "
+                    f"{self._rank} is in stage {self._stage}"
                 )
             dtype, shape = DTYPES[state.dtype], self.cut(name).local_shape
             initial = self._initial(state, shape)

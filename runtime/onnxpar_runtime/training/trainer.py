@@ -65,7 +65,7 @@ class _Open:
 
 
 class Trainer:
-    """One rank of a directory that was cut for training.
+    """One rank of a directory that was made for training.
 
     Args:
         directory: The artifact directory.
@@ -122,8 +122,8 @@ class Trainer:
         loaded = Programs(self.manifest, self.rank, device, ort_options, custom_ops, measured)
         if self.training.compute == "bfloat16" and loaded.device is Device.CPU:
             raise LaunchError(
-                f"{self.manifest.directory}: computes in bfloat16, for which onnxruntime has no "
-                "kernels on the CPU; run it on CUDA, or cut the model with --compute float16"
+                f"{self.manifest.directory}: computes in bfloat16, but onnxruntime has no CPU "
+                "kernels for it; run it on CUDA, or shard the model with --compute float16"
             )
         running = runner(self.manifest, self.rank, loaded)
         for name in programs:
@@ -217,7 +217,7 @@ class Trainer:
         error = next((p.error for p in prepared if p.error is not None), None)
         error = error or self._missing(hyper)
         if error is None and not total:
-            error = InputError("a step on nothing: it has no micro-batch with labels that count")
+            error = InputError("the step has no micro-batch with labels that count")
         self._agree(prepared, error)
         runs = [
             self._micro(p, float(p.divisor / total), number)
@@ -251,7 +251,7 @@ class Trainer:
         micro = batch if isinstance(batch, Prepared) else self.prepare(batch)
         error = micro.error
         if error is None and not micro.count:
-            error = InputError("a micro-batch on nothing: no label in it counts")
+            error = InputError("the micro-batch has no labels that count")
         self._agree([micro], error)
         self.counters["micro_batch"] = self.counters["micro_batch"] + 1 if accumulate else 0
         # Differs from `weight` where data ranks have sizes of their own.
@@ -323,8 +323,8 @@ class Trainer:
         """Raises TrainingError unless the loss is finite; it is the same on all ranks."""
         if not isfinite(loss):
             error = TrainingError(
-                f"step {self.steps + 1}: the loss is {loss}; training stops, and the parameters "
-                f"are as step {self.steps} left them"
+                f"step {self.steps + 1}: the loss is {loss}; training stops; the parameters are "
+                f"those after step {self.steps}"
             )
             error.agreed = True
             raise error
@@ -385,8 +385,8 @@ class Trainer:
         error = prepared.error
         if not prepared.alike and not self._weighs():
             error = error or InputError(
-                "evaluation: the artifact's eval_model weighs all data ranks alike, so a batch "
-                "must have equal sizes on all of them"
+                "evaluation: the artifact's eval_model gives all data ranks equal weight, so a "
+                "batch must have equal sizes on all of them"
             )
         self._agree([prepared], error)
         weight = float(prepared.divisor / prepared.count) if prepared.count else 1.0

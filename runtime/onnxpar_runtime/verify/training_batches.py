@@ -90,7 +90,8 @@ def _evaluated(labels: str, classes: Size, values: Mapping[str, int]) -> int:
         return evaluate(classes, values)
     except ExpressionError as error:
         raise InputError(
-            f"labels {labels!r}: no random ones for {classes} classes: {error} (give inputs with "
+            f"labels {labels!r}: cannot draw random labels for {classes} classes: {error} (give "
+            "inputs with "
             "--inputs)"
         ) from None
 

@@ -149,7 +149,7 @@ class Comparison:
     """One case: what was found so far.
 
     Args:
-        ranks: The divided program.
+        ranks: The partitioned program.
         one: The undivided one.
         hyper: The optimizer's scalars.
         options: What to compare and how strictly.

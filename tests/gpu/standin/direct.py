@@ -1,6 +1,6 @@
 """Calls the stand-ins directly, for their own test: `direct.py CASE` prints what it found as JSON.
 
-A process of its own, since the CUDA libraries that a process has once looked for are not looked for
+A process of its own, since the CUDA libraries that a process has once looked for are not checked
 again. Pairs of streams have queues of every pace, so that what is in no order comes in either one
 for some of them.
 """

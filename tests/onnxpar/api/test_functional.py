@@ -362,7 +362,7 @@ PART = onnxpar.part(three_blocks.build(), "/block1/*")
         (dense_relu, {"in_strategy": ((4, 2),)}, "in_strategy: expected 3 entries for the inputs"),
         (dense_relu, {"in_strategy": 3}, "in_strategy: expected a tuple with an entry for each"),
         (PART, {"in_strategy": ((0, 2),)}, r"in_strategy\[0\], input 'x': expected a number of"),
-        (PART, {"in_strategy": (("dp", None),)}, "expected numbers of pieces, or a Layout"),
+        (PART, {"in_strategy": (("dp", None),)}, "expected numbers of shards, or a Layout"),
         (PART, {"in_strategy": ((2, 2, 2),)}, r"expected 2 entries for the shape \(batch, 32\)"),
         (PART, {"in_strategy": ((3, 1),), "devices": 8}, r"divides the 8 devices, got 3·1 = 3"),
         (PART, {"in_strategy": ((2, 1),), "level": 3}, "level: expected one of"),

@@ -378,12 +378,12 @@ REFUSED = {
     "an ignored label without classes": (
         PLAIN,
         LossSpec(LossKind.MSE, ignore_index=-1),
-        "an ignored label is only for softmax_cross_entropy",
+        "--ignore-index needs the loss softmax_cross_entropy",
     ),
     "labels of a scalar": (
         PLAIN,
         LossSpec(LossKind.OUTPUT, "y", label_input="x"),
-        "it takes no labels, got the label input 'x'",
+        "this loss takes no labels, got the label input 'x'",
     ),
 }
 

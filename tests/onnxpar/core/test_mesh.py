@@ -99,7 +99,7 @@ def test_3x8_and_8x3_together_are_refused_with_the_reason() -> None:
 
 
 def test_named_axes_and_matrices_must_share_a_refinement() -> None:
-    with pytest.raises(MeshError, match="cannot be used together"):
+    with pytest.raises(MeshError, match="cannot be combined"):
         Mesh.refine(24, [(8, 3)], {"dp": 3, "tp": 8})
     assert Mesh.refine(24, [(3, 2)], {"dp": 3, "tp": 8}).atoms == (3, 2, 2, 2)
 

@@ -43,9 +43,9 @@ def test_scaled_factors_are_special() -> None:
 BAD = (
     ("m k", "'->'"),
     ("m k -> m", "no output"),
-    ("(a h) -> a h; scaled: h", "scaled factor stands in a merged dim"),
-    ("m k -> m k; sum: k", "stands in every output"),
-    ("m k -> m; sum: z", "names no factor"),
+    ("(a h) -> a h; scaled: h", "scaled factor is in a merged dim"),
+    ("m k -> m k; sum: k", "is in every output"),
+    ("m k -> m; sum: z", "does not name a factor"),
     ("m m -> m", "twice"),
     ("m k -> m; sum: k; max: k", "two kinds"),
     ("m -> m; linear: sum 3", "names operand 3"),

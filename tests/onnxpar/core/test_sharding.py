@@ -189,7 +189,7 @@ def test_facts_about_a_sharding() -> None:
     [
         (Sharding.of((4, 4), [(0,), (0,)]), "once"),
         (Sharding.of((4,), [(0,)], (0,)), "once"),
-        (Sharding.of((4,), [(7,)]), "atom 7 is not of the mesh"),
+        (Sharding.of((4,), [(7,)]), "atom 7 is not an atom of the mesh"),
         (Sharding.of((4,), [()], (0,), "mean"), "reduction must be one of"),
     ],
 )

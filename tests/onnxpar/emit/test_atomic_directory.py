@@ -94,7 +94,7 @@ def test_force_replaces_nothing_that_is_not_ours(tmp_path: Path, content: dict[s
     for name, data in content.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_bytes(data)
-    with pytest.raises(ArtifactError, match="--force replaces only artifact directories"):
+    with pytest.raises(ArtifactError, match="--force only replaces a directory"):
         write([two_layers(MESH)], out, model_name="net", force=True)
     assert tree(out) == content
     assert names(tmp_path) == {"out"}
@@ -116,7 +116,7 @@ def test_a_file_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small_is_found_at_once(tmp_path: Path) -> None:
     with (
-        pytest.raises(ArtifactError, match=r"not enough room on its disk: expected \d+ bytes"),
+        pytest.raises(ArtifactError, match=r"not enough space on its disk: expected \d+ bytes"),
         new_directory(tmp_path / "out", force=False, need=1 << 60),
     ):
         pytest.fail("nothing may be written")

@@ -444,7 +444,7 @@ def test_programs_share_weights_and_must_agree_on_them(tmp_path: Path) -> None:
     assert sum(name.startswith("weights") for name in names) == 2
     third = exposing([other], MESH)
     object.__setattr__(third, "program", "eval_model")
-    with pytest.raises(ArtifactError, match="'w' is cut in two ways"):
+    with pytest.raises(ArtifactError, match="'w' is sharded in two ways"):
         write([first, third], tmp_path / "out2", model_name="m")
 
 

@@ -123,7 +123,7 @@ def test_pending_operands_that_no_rule_admits_give_wrong_results(case: Case) -> 
         try:
             run = case.run(Mesh((), (2,)), {}, {o: ((0,), reduction) for o in group})
         except ShardingError as error:
-            assert "a body would communicate" in str(error)
+            assert "a control-flow body must not communicate" in str(error)
             continue
         assert run.wrong(case), f"{case}: {reduction} of {sorted(group)} is right too"
 

@@ -328,7 +328,7 @@ def test_a_weight_with_a_batch_norm_in_it_is_in_doubt() -> None:
 def test_parameters_that_the_file_lacks_are_told() -> None:
     _, notices, _ = check(Net(lambda n, x: x * n.gate + n.s, gate=P(value=1.0), s=P(8)))
     (notice,) = notices
-    assert notice.startswith("the file lacks gate of the PyTorch module's parameters")
+    assert notice.startswith("the file lacks gate, which are parameters of the PyTorch module")
 
 
 def test_bytes_of_a_weight_that_is_not_read_again_stay() -> None:

@@ -45,7 +45,7 @@ def sample() -> ir.Model:
 def test_parameters_are_trained_and_the_rest_has_its_reason() -> None:
     selection = chosen(sample())
     told = {t.name: (t.elements, t.reason, t.rule, t.used_by) for t in selection.tensors}
-    name, doubt = "its name is that of a parameter", selection.doubtful["ln"]
+    name, doubt = "it has the name of a parameter", selection.doubtful["ln"]
     assert told == {
         "table": (12, "", "it is the weight of node 'look'", ("look",)),
         "w1": (16, "", name, ("fc1", "fc3")),
@@ -54,9 +54,9 @@ def test_parameters_are_trained_and_the_rest_has_its_reason() -> None:
         "one": (1, "", "it is the scale or bias of node 'shift'", ("shift",)),
         "epsilon": (1, "constant", "one element", ("eps",)),
         "ln": (4, "", doubt, ("pad",)),
-        "empty": (0, "no element", "it has no element", ("pad",)),
+        "empty": (0, "no element", "it is empty", ("pad",)),
     }
-    assert doubt == "neither its name nor its place, at 'pad' (Concat), tells what it is"
+    assert doubt == "neither its name nor its use, at 'pad' (Concat), shows what it is"
     assert [p.name for p in selection.trained] == ["table", "w1", "b1", "w2", "one", "ln"]
     assert {p.name: p.shape for p in selection.trained}["table"] == (3, 4)
     assert [p.name for p in selection.trained if p.decay] == ["table", "w1", "w2"]
@@ -131,7 +131,7 @@ def test_ones_of_group_norms_are_constants() -> None:
     names = ["onnx::InstanceNormalization_5", "onnx::InstanceNormalization_6"]
     selection = chosen(read(norm, **dict(zip(names, ([1.0] * 2, [0.0] * 2), strict=True))))
     assert [(t.trained, t.rule) for t in selection.tensors] == [
-        (False, "exporters write group norms with it")
+        (False, "exporters use it to express a group norm")
     ] * 2
     assert {t.trained for t in chosen(read(norm)).tensors} == {True}
 

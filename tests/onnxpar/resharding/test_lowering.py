@@ -313,7 +313,7 @@ def test_an_opset_without_computed_bounds_is_refused() -> None:
     builder = LocalBuilder(NONE, 9, mesh)
     local = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([4]))
     steps = plan_reshard(Sharding.replicated((4,)), Sharding.of((4,), [(0,)]), mesh, NONE, 4)
-    with pytest.raises(ShardingError, match=r"'x' is cut there .*opset 11 or later, got 9"):
+    with pytest.raises(ShardingError, match=r"'x' is sharded there .*opset 11 or later, got 9"):
         emit_reshard(builder, local, steps, dtype=ir.DataType.FLOAT, name="x", reason="node n")
 
 

@@ -235,9 +235,9 @@ def test_components_that_do_not_line_up_are_gathered_run_by_run() -> None:
 def test_a_value_is_brought_from_where_it_costs_least() -> None:
     mesh = Mesh.of(a=2, b=2)
     rows, columns = (Sharding.of((64, 64), dims) for dims in ([(0, 1), ()], [(), (0, 1)]))
-    pending = Sharding.of((64, 64), [(), ()], (0, 1))
+    partials = Sharding.of((64, 64), [(), ()], (0, 1))
     whole = Sharding.replicated((64, 64))
-    there = (pending, columns, rows)
+    there = (partials, columns, rows)
     assert cheapest_route(there, columns, mesh, NONE, 4) == Route(columns, (), 0)
     way = cheapest_route(there, Sharding.of((64, 64), [(0,), ()]), mesh, NONE, 4)
     assert way.source == rows and [s.kind for s in way.steps] == ["all_gather"]
@@ -248,7 +248,7 @@ def test_a_value_is_brought_from_where_it_costs_least() -> None:
     )
     # Only what is partial can stay partial.
     half = Sharding.of((64, 64), [(), ()], (0,))
-    assert cheapest_route(there[::-1], half, mesh, NONE, 4).source == pending
+    assert cheapest_route(there[::-1], half, mesh, NONE, 4).source == partials
     with pytest.raises(ShardingError, match="cannot make a value partial sum"):
         cheapest_route((rows, columns), half, mesh, NONE, 4)
 

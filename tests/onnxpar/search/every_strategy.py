@@ -209,15 +209,15 @@ class Case:
         wanted = plan.inputs[operand]
         assert wanted is not None
         there = {*wanted.split_atoms, *wanted.partial}
-        pending = {atom for out in plan.outputs for atom in out.split_atoms} - there
-        return wanted, frozenset(pending)
+        partials = {atom for out in plan.outputs for atom in out.split_atoms} - there
+        return wanted, frozenset(partials)
 
     def _back(self, reading: Reading, to: Sharding, value: Value) -> float:
         """Seconds in which a reader's share of the cotangent gets to where it is added up."""
         if not value.trained:
             return 0.0
-        target, pending = reading
-        return self.cost.reshard(target.with_partial(sorted(pending)), to, value.itemsize)
+        target, partials = reading
+        return self.cost.reshard(target.with_partial(sorted(partials)), to, value.itemsize)
 
     def _moving(self, value: Value) -> Callable[[Sequence[int]], float]:
         """Seconds in which a value gets to its readers, who share one version of it at best.
@@ -276,15 +276,15 @@ class Case:
             return [
                 way
                 for layout in layouts
-                for pending in self._common(layout, readings)
-                for way in [self._laid(value, layout, pending, readings)]
+                for partials in self._common(layout, readings)
+                for way in [self._laid(value, layout, partials, readings)]
             ]
 
         return ways
 
     def _common(self, layout: Sharding, readings: Sequence[Reading]) -> list[frozenset[int]]:
         """Over what a gradient may stay partial: what is common, or some axes of it."""
-        most = frozenset.intersection(*(pending for _, pending in readings))
+        most = frozenset.intersection(*(partials for _, partials in readings))
         most -= {*layout.split_atoms}
         if len(readings) == 1:
             return [most]
@@ -301,7 +301,7 @@ class Case:
         self,
         value: Value,
         layout: Sharding,
-        pending: frozenset[int],
+        partials: frozenset[int],
         readings: Sequence[Reading],
     ) -> tuple[float, float]:
         """Seconds and bytes of a value that lies so, with its states if it is trained."""
@@ -311,10 +311,10 @@ class Case:
             return seconds, 0.0
         if not value.trained:
             return seconds, size
-        there = layout.with_partial(sorted(pending))
+        there = layout.with_partial(sorted(partials))
         seconds += sum(self._back(reading, there, value) for reading in readings)
         s, cost = self.setting, self.cost
-        shared = tuple(sorted(pending))
+        shared = tuple(sorted(partials))
         if not s.parallel.level or size < s.parallel.threshold:
             shared = ()
         part = size / cost.mesh.count(shared)

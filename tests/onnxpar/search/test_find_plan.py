@@ -117,7 +117,7 @@ def test_a_limit_on_memory_changes_the_plan(tmp_path: Path, algorithm: str) -> N
     assert bound.chosen.seconds >= free.chosen.seconds
     local = (prod(map(int, s.local_shape(plan.mesh))) for s in plan.parameters.values())
     assert 4 * sum(local) <= limit
-    with pytest.raises(ShardingError, match="no strategy fits: the least memory"):
+    with pytest.raises(ShardingError, match="no strategy fits the memory limit: the smallest"):
         search(program, replace(spec, memory=1000))
 
 

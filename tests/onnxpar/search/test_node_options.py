@@ -25,8 +25,8 @@ def test_only_what_a_node_made_may_wait_for_a_sum() -> None:
     mesh = Mesh.of({"x": 2})
     cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
     *_, both, biased = flow(program).items
-    pending = [o for o in options(both, [mesh.axis_atoms("x")], cost) if o.plan.carried]
-    assert pending
+    partials = [o for o in options(both, [mesh.axis_atoms("x")], cost) if o.plan.carried]
+    assert partials
     assert not [o for o in options(biased, [mesh.axis_atoms("x")], cost) if o.plan.carried]
 
 

@@ -95,11 +95,12 @@ def test_nodes_beside_the_line_go_where_they_must() -> None:
 @pytest.mark.parametrize(
     ("count", "fixed", "message"),
     [
-        (2, {"n1": 1, "n3": 0}, "node 'n3' is assigned to virtual stage 0, but what it reads comes "
+        (2, {"n1": 1, "n3": 0}, "node 'n3' is assigned to virtual stage 0, but it reads a value "
          "from node 'n1' of virtual stage 1"),
-        (3, {"n0": 0, "n1": 2}, "no place for the cut before virtual stage 2: it must come after "),
+        (3, {"n0": 0, "n1": 2}, "no room for the stage boundary before virtual stage 2: it must "
+                                "come after "),
         (2, {"n0": 1}, "before virtual stage 1: it must come before node 'n0', with a"),
-        (9, {}, "expected at least one node for each of 9 virtual stages, the model has 4"),
+        (9, {}, "expected at least 9 nodes, one for each virtual stage, got 4"),
     ],
 )  # fmt: skip
 def test_contradictions_name_nodes(count: int, fixed: dict[str, int], message: str) -> None:

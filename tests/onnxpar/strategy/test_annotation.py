@@ -339,7 +339,7 @@ def test_devices_choose_among_configurations(tmp_path: Path) -> None:
     path = saved(tmp_path, model)
     assert report(path, None, tmp_path / "out", devices=2)["devices"] == 2
     assert report(path, None, tmp_path / "out", devices=4)["devices"] == 4
-    with pytest.raises(StrategyError, match="for the 3 devices asked for"):
+    with pytest.raises(StrategyError, match="for the 3 requested devices"):
         read_annotation(model, "m", 3)
 
 

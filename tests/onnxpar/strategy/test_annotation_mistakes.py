@@ -77,13 +77,13 @@ MISTAKES: list[tuple[str, Edit, str]] = [
         r"node 'mm' \(MatMul\): expected a configuration of the model, one of \['any'\], got 'an'",
     ),
     ("no configuration", lambda m: m.ClearField("configuration"), r"one of \[\], got 'any'"),
-    ("two alike", lambda m: m.configuration.add(name="any", num_devices=4), "different names"),
+    ("two alike", lambda m: m.configuration.add(name="any", num_devices=4), "distinct names"),
     (
         "no devices",
         lambda m: setattr(m.configuration[0], "num_devices", 0),
         "configuration 'any': expected from 1 to 65536 devices, got 0",
     ),
-    ("names", lambda m: m.configuration[0].device.append("e"), "names of 4 devices.*got 5"),
+    ("names", lambda m: m.configuration[0].device.append("e"), "4 device names or none, got 5"),
     (
         "twice",
         lambda m: m.graph.node[0].device_configurations.add(configuration_id="any"),
@@ -92,7 +92,7 @@ MISTAKES: list[tuple[str, Edit, str]] = [
     (
         "unknown tensor",
         lambda m: setattr(x_of(m), "tensor_name", "y"),
-        r"node 'mm' \(MatMul\): .*one of its tensors \['x', 'w', 'h'\], got 'y'",
+        r"node 'mm' \(MatMul\): .*a tensor of the node, one of \['x', 'w', 'h'\], got 'y'",
     ),
     (
         "two specs",
@@ -126,19 +126,19 @@ MISTAKES: list[tuple[str, Edit, str]] = [
     (
         "not all",
         refit({0: [2]}, [0, 1]),
-        "all 4 devices of the configuration.*got 2; device 2 holds nothing",
+        "all 4 devices of the configuration.*got 2; device 2 holds no shard",
     ),
     (
         "no mesh",
         refit({0: [4]}, [0, 3, 1, 2]),
-        r"tensor 'x': expected its shards on devices in the order of a mesh .*got 0, 3, 1, 2",
+        r"tensor 'x': expected shards in mesh order .*got 0, 3, 1, 2",
     ),
     (
         "groups of no mesh",
         refit({0: [2]}, [-1, -2], groups={-1: [0, 3], -2: [1, 2]}),
-        r"in the order of a mesh .*got \[0, 3\], \[1, 2\]",
+        r"in mesh order .*got \[0, 3\], \[1, 2\]",
     ),
-    ("reversed", refit({0: [4]}, [3, 2, 1, 0]), "in the order of a mesh"),
+    ("reversed", refit({0: [4]}, [3, 2, 1, 0]), "in mesh order"),
     ("parts without sizes", refit({0: [2, 2]}, [0, 1, 2, 3]), "expected the size of each part"),
     ("stage below", lambda m: stages(m, -1, None), "'mm'.*pipeline stage from 0 to .*got -1"),
     ("no stage 0", lambda m: stages(m, 1, None), "'mm'.*each pipeline stage.*stage 0 has none"),
@@ -157,7 +157,7 @@ MISTAKES: list[tuple[str, Edit, str]] = [
     (
         "no stage of a node",
         lambda m: (stages(m, None, 1), m.graph.node.append(later(0))),
-        "'mm'.*expected its pipeline stage, as other nodes have one",
+        "'mm'.*expected a pipeline stage, since other nodes have one",
     ),
     (
         "chunks",
@@ -165,16 +165,16 @@ MISTAKES: list[tuple[str, Edit, str]] = [
             stages(m, 0, 1),
             metadata('{"pipeline": {"schedule": "interleaved", "chunks": 3}}')(m),
         ),
-        "chunks that divide the 2 pipeline stages",
+        "a number of chunks that divides the 2 pipeline stages",
     ),
     (
         "operands that disagree",
         refit({1: [4]}, [0, 1, 2, 3], also={"w": {1: [4]}}),
-        "tensor 'w': expected dim .* split over 4@1 as tensor 'x' is, got nothing",
+        "tensor 'w': expected dim .* sharded over 4@1 as tensor 'x' is, got nothing",
     ),
     ("metadata", metadata("{"), f"metadata '{ANNOTATION}': Invalid JSON"),
     ("metadata key", metadata('{"axis": {}}'), "'axis': unknown key"),
-    ("metadata axes", metadata('{"axes": {"dp": 8}}'), r"axes that multiply to the 4.*got \[8\]"),
+    ("metadata axes", metadata('{"axes": {"dp": 8}}'), r"axes whose product is the 4.*got \[8\]"),
     ("metadata symbol", metadata('{"symbols": {"batch": {"min": 0}}}'), "min must be at least 1"),
     ("metadata input", metadata('{"inputs": {"z": [[], []]}}'), "input 'z'.*there are 'x', 'w'"),
     ("metadata rank", metadata('{"inputs": {"x": [[]]}}'), "input 'x': expected 2 dims, got 1"),
@@ -226,7 +226,7 @@ def test_neither_a_strategy_nor_an_annotation(
     assert "annotated     2 of 2 nodes" in capsys.readouterr().out
     assert main(["shard", str(out), "-o", str(tmp_path / "out")]) == 0
     assert main(["shard", str(out), "--devices", "4", "-o", str(tmp_path / "four")]) == 2
-    assert "for the 4 devices asked for" in capsys.readouterr().err
+    assert "for the 4 requested devices" in capsys.readouterr().err
 
 
 # -- malformed -----------------------------------------------------------------------------------

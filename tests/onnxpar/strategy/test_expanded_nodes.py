@@ -1,4 +1,4 @@
-"""A strategy for a node in whose place its body stands reaches the body."""
+"""A strategy for a node which was replaced by its body reaches the body."""
 
 import onnx.parser
 import onnx_ir as ir
@@ -51,7 +51,11 @@ def test_operands_and_results_are_those_of_the_node(entry: str, text: str) -> No
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("  crop: {in: [[dp, ~, tp]]}", r"'crop', in whose place .* each of its 2 .*'in'.* got 1"),
+        (
+            "  crop: {in: [[dp, ~, tp]]}",
+            r"'crop', which was replaced .* each of its 2 .*'in'.* "
+            r"got 1",
+        ),
         ("  crop: {in: [[dp, ~], ~]}", r"expected 3 entries for the shape \(n, 8, 6\), got 2"),
         ("  crap: {in: [[dp, ~, tp], ~]}", "nearest: 'crop'"),
     ],

@@ -66,7 +66,7 @@ def test_a_size_that_depends_on_data_is_not_split(tmp_path: Path, annotated: boo
         sharded(model, "node", "y", [0, 1], {0: [2]})
     path, strategy = saved(tmp_path, model), tmp_path / "s.yaml"
     strategy.write_text("mesh: {a: 2}\nnodes: {node: {out: [[a, ~]]}}\n")
-    with pytest.raises(StrategyError, match=r"'y'.*dim 0: expected it whole.*data, got 2 pieces"):
+    with pytest.raises(StrategyError, match=r"'y'.*dim 0: expected 1 shard.*data, got 2"):
         shard_model(path, None if annotated else strategy, target)
     assert not target.exists()
     # The other dim can be.

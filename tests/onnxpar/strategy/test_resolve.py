@@ -94,12 +94,13 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
     [
         (
             "devices: 8\nnodes: {mm: {in: [[2, 2], [1, 2]]}}",
-            r"s:2: node 'mm' \(MatMul\): operand 1 \('w'\), dim 0 \(K\): expected 2 pieces as "
+            r"s:2: node 'mm' \(MatMul\): operand 1 \('w'\), dim 0 \(K\): expected 2 shards, as "
             r"operand 0 \('x'\), dim 1 \(K\) has, got 1",
         ),
         (
             "devices: 8\nnodes: {mm: {in: [[3, 1], [1, 1]]}}",
-            r"s:2: node 'mm' .*: expected pieces whose product divides the 8 devices, got 3",
+            r"s:2: node 'mm' .*: expected numbers of shards whose product divides the 8 "
+            r"devices, got 3",
         ),
         (
             "devices: 8\nnodes: {mm: {in: [[2, 2, 1], [2, 1]]}}",
@@ -115,11 +116,12 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
         ),
         (
             "mesh: {a: 2, b: 2}\nnodes: {mm: {in: [[a, ~], [~, a]]}}",
-            "expected different mesh axes for its dims M and N, got a for both",
+            "expected distinct mesh axes for its dims M and N, got a for both",
         ),
         (
             "mesh: {a: 2, b: 2}\nnodes: {mm: {in: [[a, ~], [1, 2]]}}",
-            r"expected numbers of pieces or mesh axes for all operands, got \[~?1?, 2\] and \[a, ~",
+            r"expected all operands to use numbers of shards, or all to use mesh axes, got "
+            r"\[~?1?, 2\] and \[a, ~",
         ),
         (
             "mesh: {a: 2}\nnodes: {mn: {in: [[a, ~], ~]}}",
@@ -135,7 +137,7 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
         ),
         (
             "devices: 8\nnodes: {mm: {in: [[2, 4], [4, 1]], out: [[2, 3]]}}",
-            r"output 0 \('y'\), dim 1: expected a number of pieces .*\(1 as it is made\), got 3",
+            r"output 0 \('y'\), dim 1: expected a number of shards .*\(1 as computed\), got 3",
         ),
         (
             "devices: 8\nnodes: {mm: {in: [[2, 4], [4, 1]], out: [[8]]}}",
@@ -159,7 +161,8 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
         ),
         (
             "devices: 8\ndataset: {x: [3, 1]}",
-            "s:2: graph input 'x': expected pieces whose product divides the 8 devices, got 3",
+            "s:2: graph input 'x': expected numbers of shards whose product divides the 8 "
+            "devices, got 3",
         ),
     ],
 )
@@ -185,9 +188,9 @@ def test_operands_that_are_not_divided_may_be_left_out() -> None:
         expected = found.nodes["mul"].factors
     found = seeds(analysed, "devices: 8\nnodes: {add: {in: [[2, 4], [4]]}}")
     assert found.nodes["add"].factors == expected
-    with pytest.raises(StrategyError, match=r"operand 1 \('b'\), dim 0 \(b\): expected 4 pieces"):
+    with pytest.raises(StrategyError, match=r"operand 1 \('b'\), dim 0 \(b\): expected 4 shards"):
         seeds(analysed, "devices: 8\nnodes: {add: {in: [[2, 4], [2]]}}")
-    with pytest.raises(StrategyError, match=r"operand 1 \('s'\), dim 0: expected 1 piece, .*got 2"):
+    with pytest.raises(StrategyError, match=r"operand 1 \('s'\), dim 0: expected 1 shard, .*got 2"):
         seeds(analysed, "devices: 8\nnodes: {scale: {in: [[2, 4], [2]]}}")
 
 
@@ -226,9 +229,13 @@ def test_pieces_of_a_merged_dim_go_to_its_major_factors_first(
 
 
 def test_pieces_that_do_not_cut_a_merged_dim_in_order_are_refused() -> None:
-    with pytest.raises(StrategyError, match="cuts the merged dims 2 x 2 x 3 one after another, go"):
+    with pytest.raises(
+        StrategyError, match="splits the merged dims 2 x 2 x 3 one after another, go"
+    ):
         seeds(parse(SPLIT), "devices: 6\nnodes: {view: {in: [[3, 1]]}}")
-    with pytest.raises(StrategyError, match="cuts the merged dims 2 x 2 x 3 one after another, go"):
+    with pytest.raises(
+        StrategyError, match="splits the merged dims 2 x 2 x 3 one after another, go"
+    ):
         seeds(parse(SPLIT), "mesh: {a: 3}\nnodes: {view: {in: [[a, ~]]}}")
 
 

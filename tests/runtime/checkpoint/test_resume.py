@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_told_on_all_ranks(tmp_path: Path) -> None:
         (directory, replace(wanted, checkpoints=Saving(tmp_path / "ck")),
          "has checkpoints up to step 2, and this run begins at step 0"),
         (directory, replace(wanted, resume=tmp_path / "ck", parameters=tmp_path / "w"),
-         "--resume and --parameters: a checkpoint has the parameters"),
+         "--resume and --parameters: use only one, because a checkpoint contains the parameters"),
     ]  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     for cut_for, run, message in cases:

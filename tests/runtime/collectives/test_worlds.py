@@ -97,7 +97,7 @@ def test_what_the_program_may_not_reduce(team: Team) -> None:
             rank.all_reduce(np.zeros(2, complex))
         with pytest.raises(ValueError, match="'mean'"):
             rank.all_reduce(np.zeros(2), op="mean")
-        with pytest.raises(ValueError, match="expected different ranks"):
+        with pytest.raises(ValueError, match="expected distinct ranks"):
             rank.all_reduce(np.zeros(2), [rank.index, rank.index])
 
     team.run(act)

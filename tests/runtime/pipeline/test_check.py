@@ -97,12 +97,12 @@ def move(step: Step, index: int) -> Callable[[Rank], object]:
         (
             "1f1b",
             lambda actions: actions.append(act("F", 3)),
-            "rank 1: forward of micro-batch 3 in chunk 0, where there are 1 chunks and 3 micro-b",
+            "rank 1: forward of micro-batch 3 in chunk 0, but there are 1 chunks and 3 micro-b",
         ),
         (
             "1f1b",
             lambda actions: actions.append(act("F", 0, chunk=1)),
-            "rank 1: forward of micro-batch 0 in chunk 1, where there are 1 chunks",
+            "rank 1: forward of micro-batch 0 in chunk 1, but there are 1 chunks",
         ),
         (
             "gpipe",
@@ -145,9 +145,9 @@ def test_computations_in_a_circle() -> None:
         with_transfers(schedule, chain(schedule))
     assert str(caught.value) == (
         "schedule 'own' deadlocks:"
-        " rank 0 waits at step 1, backward of micro-batch 0 in chunk 0, for rank 1 to come to step"
+        " rank 0 waits at step 1, backward of micro-batch 0 in chunk 0, until rank 1 reaches step"
         " 2, backward of micro-batch 0 in chunk 0;"
-        " rank 1 waits at step 1, forward of micro-batch 1 in chunk 0, for rank 0 to come to step"
+        " rank 1 waits at step 1, forward of micro-batch 1 in chunk 0, until rank 0 reaches step"
         " 2, forward of micro-batch 1 in chunk 0"
     )
 
@@ -202,7 +202,7 @@ RECEIVE_1 = point(Point.RECEIVE, 0, "activation", 0, 1, 1)
         (
             0,
             lambda steps: steps.append(point(Point.SEND, 1, "activation", 0, 1, 7)),
-            "rank 0: no edge asks for step 18, send to rank 1 of the activations of micro-batch 7",
+            "rank 0: no edge needs step 18, send to rank 1 of the activations of micro-batch 7",
         ),
         (
             1,
@@ -213,7 +213,7 @@ RECEIVE_1 = point(Point.RECEIVE, 0, "activation", 0, 1, 1)
         (
             0,
             lambda steps: steps.remove(act("F", 2)),
-            "the program computes something else than the schedule",
+            "the program does not follow the schedule",
         ),
     ],
 )
@@ -241,10 +241,10 @@ def test_waiting_for_a_send_before_its_receiver_can_take_it_deadlocks() -> None:
         check(program_with(first, 1, move(cotangent, sent + 1)))
     assert str(caught.value) == (
         "schedule '1f1b' deadlocks: rank 0 waits at step 6, wait send to rank 1 of the activations"
-        " of micro-batch 1 from virtual stage 0 to 1, for rank 1 to come to step 7, wait receive"
+        " of micro-batch 1 from virtual stage 0 to 1, until rank 1 reaches step 7, wait receive"
         " from rank 0 of the activations of micro-batch 1 from virtual stage 0 to 1;"
         " rank 1 waits at step 6, wait send to rank 0 of the cotangents of micro-batch 0 from"
-        " virtual stage 1 to 0, for rank 0 to come to step 7, wait receive from rank 1 of the"
+        " virtual stage 1 to 0, until rank 0 reaches step 7, wait receive from rank 1 of the"
         " cotangents of micro-batch 0 from virtual stage 1 to 0"
     )
 

@@ -145,7 +145,7 @@ def test_interleaved_order_of_the_paper() -> None:
         (("gpipe", 0, 2, 1), r"'gpipe': expected at least 1 of stages, got 0"),
         (("gpipe", 2, 0, 1), r"at least 1 of micro-batches, got 0"),
         (("interleaved", 2, 2, -1), r"at least 1 of chunks, got -1"),
-        (("1f1b", 2, 2, 2), r"'1f1b' has one chunk on each stage, got 2 chunks.*interleaved"),
+        (("1f1b", 2, 2, 2), r"'1f1b': expected one chunk for each stage, got 2.*interleaved"),
     ],
 )
 def test_impossible_schedules_are_refused(

@@ -215,11 +215,11 @@ def test_waiting_costs_nothing_that_travelling_does_not(name: str, latency: floa
 @pytest.mark.parametrize(
     ("edge", "message"),
     [
-        (Edge(1, 1, ("x",), ()), "1 to 1: expected one from an earlier to a later of 3"),
-        (Edge(2, 0, ("x",), ()), "2 to 0: expected one from an earlier to a later"),
-        (Edge(1, 3, ("x",), ()), "1 to 3: expected one from an earlier to a later"),
+        (Edge(1, 1, ("x",), ()), "1 to 1: expected an edge from an earlier to a later one of 3"),
+        (Edge(2, 0, ("x",), ()), "2 to 0: expected an edge from an earlier to a later one"),
+        (Edge(1, 3, ("x",), ()), "1 to 3: expected an edge from an earlier to a later one"),
         (Edge(0, 2, (), ()), r"0 to 2: expected values or cotangents, got neither"),
-        (Edge(0, 2, ("x", "x"), ()), r"expected different values, got \['x', 'x'\]"),
+        (Edge(0, 2, ("x", "x"), ()), r"expected distinct values, got \['x', 'x'\]"),
         (Edge(0, 2, ("x",), ("y",)), r"expected cotangents of \['x'\], got \['y'\]"),
         (Edge(0, 1, ("y",), ()), "0 to 1: given twice"),
     ],

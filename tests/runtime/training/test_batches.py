@@ -84,7 +84,7 @@ def test_a_fixed_batch() -> None:
     assert fixed.split(24, 3) == (8, 8, 8)
     assert fixed.split(20, 2) is None
     assert plan_training(20, 8, 1, fixed).notice == (
-        "the last 4 samples of an epoch are left out: the model's batch is 8"
+        "the last 4 samples of each epoch are left out: the model's batch is 8"
     )
     with pytest.raises(LaunchError, match="--batch-size 16: the model's batch is 8"):
         plan_training(20, 16, 1, fixed)
@@ -112,7 +112,7 @@ def test_a_last_batch_that_violates_the_constraint_is_left_out() -> None:
     plan = plan_training(1437, 128, 1, dim(divisor=8))
     assert (plan.steps, plan.last) == (11, (128,))
     assert plan.notice == (
-        "the last 29 samples of an epoch are left out: symbol 'batch' must be 8*N, N >= 1"
+        "the last 29 samples of each epoch are left out: symbol 'batch' must be 8*N, N >= 1"
     )
 
 
@@ -121,7 +121,7 @@ def test_a_last_batch_that_violates_the_constraint_is_left_out() -> None:
     [
         (100, 12, 1, r"--batch-size 12: symbol 'batch' must be 8\*N, N >= 1"),
         (100, 24, 5, r"--batch-size 24 in 5 micro-batches: symbol 'batch' must be 8\*N"),
-        (100, 24, 5, "so there can be at most 3$"),
+        (100, 24, 5, "so at most 3 are possible$"),
         (7, 8, 1, r"there are only 7 samples, and symbol 'batch' must be 8\*N"),
         (100, 0, 1, "expected numbers >= 1, got 0 and 1"),
         (100, 8, 0, "expected numbers >= 1, got 8 and 0"),

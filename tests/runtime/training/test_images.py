@@ -55,7 +55,7 @@ def test_unreadable(tmp_path: Path) -> None:
 def test_halves_that_do_not_fit(tmp_path: Path) -> None:
     mnist(tmp_path)
     idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(7, np.uint8))
-    with pytest.raises(InputError, match="expected a label an image, got 7 for 6"):
+    with pytest.raises(InputError, match="expected one label for each image, got 7 for 6"):
         mnist_files(tmp_path, "train")
     idx(tmp_path / "train-images-idx3-ubyte", np.zeros(7, np.uint8))
     with pytest.raises(InputError, match=r"expected images uint8 \[count, height, width\]"):

@@ -39,7 +39,7 @@ def test_cosine_is_half_a_period() -> None:
         ({"rate": math.nan}, "--lr: expected a number >= 0, got nan"),
         ({"rate": 1.0, "kind": "step"}, "expected one of constant, linear, cosine, got 'step'"),
         ({"rate": 1.0, "warmup": -1}, "--warmup: expected a number of steps >= 0, got -1"),
-        ({"rate": 1.0, "kind": "linear"}, "say how many there are"),
+        ({"rate": 1.0, "kind": "linear"}, "needs the number of steps"),
         ({"rate": 1.0, "warmup": 5, "total": 5}, r"expected fewer steps than the run has \(5\)"),
     ],
 )

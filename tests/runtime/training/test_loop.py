@@ -203,7 +203,7 @@ def test_a_stream_of_nothing(tmp_path: Path) -> None:
             fitted(group, data, LearningRateSchedule(0.1))
     with TrainerGroup(regression(tmp_path / "b")) as group:
         held_out = evaluation_of(group, stream())
-        with pytest.raises(InputError, match="there is nothing to evaluate on"):
+        with pytest.raises(InputError, match="expected data to evaluate on, got none"):
             group.each(lambda rank: evaluate(group.members[rank], held_out))
 
 
@@ -217,7 +217,7 @@ def test_a_stream_that_ends_on_one_rank(tmp_path: Path) -> None:
                     group.members[rank], parts[rank], HYPER, LearningRateSchedule(0.1), reporter
                 )
 
-        with pytest.raises(InputError, match="some ranks have ended before those of others"):
+        with pytest.raises(InputError, match="some ranks ran out of batches before others"):
             group.each(body)
 
 

@@ -29,7 +29,7 @@ def test_it_ends_where_scaling_does_not_help() -> None:
     mine.after(False, 1)
     with pytest.raises(TrainingError, match=r"step 2: gradients are not finite at the loss scale"):
         mine.after(False, 2)
-    with pytest.raises(TrainingError, match="parameters are as step 6 left them"):
+    with pytest.raises(TrainingError, match="the parameters are those after step 6"):
         LossScale(8.0).after(False, 7)
 
 

@@ -198,7 +198,7 @@ def test_a_trainer_writes_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     with (
         TrainerGroup(staged(tmp_path / "a", Shape(size=2))) as group,
-        pytest.raises(LaunchError, match="no trace was begun"),
+        pytest.raises(LaunchError, match="no trace was started"),
     ):
         group.each(lambda rank: group.members[rank].write_trace(file))
     with TrainerGroup(tmp_path / "a") as group:
@@ -296,7 +296,7 @@ def _hand_back(raw: dict[str, Any]) -> None:
         (
             lambda m: _of(m, "forward_model.1", "outputs").clear(),
             ArtifactError,
-            "output 'onnxpar.loss' of training_model: expected one stage that makes it, got ",
+            "output 'onnxpar.loss' of training_model: expected one stage that computes it, got ",
         ),
     ],
     ids=["way", "graph", "output"],
@@ -313,7 +313,7 @@ def test_parts_that_do_not_fit_together(
     ("schedule", "error", "message"),
     [
         ("2f2b", ScheduleError, "expected a schedule of gpipe, 1f1b"),
-        ("zb-h1", ArtifactError, "the backward of a stage is one program"),
+        ("zb-h1", ArtifactError, "the backward pass of a stage is one program"),
     ],
 )
 def test_a_schedule_that_cannot_be_played(

@@ -205,7 +205,7 @@ WrongStep = Callable[[TrainerGroup], object]
             r"optimizer momentum reads \['lr', .*missing \['momentum', 'momentum_first', 'clip_n",
         ),
         (lambda g: g.step({}), InputError, "reads"),
-        (lambda g: g.train_step([], scalars(1)), InputError, "a step on nothing"),
+        (lambda g: g.train_step([], scalars(1)), InputError, "the step has no micro-batch"),
         (lambda g: g.train_step([(batch_of(4),)], scalars(1)), InputError, "of 2 parts"),
         (lambda g: g.evaluate(batch_of(3)), SymbolValueError, "which violates"),
     ],
@@ -228,8 +228,11 @@ def test_mistakes_are_told_and_nothing_has_happened(
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (lambda rank: [batch_of(4)] * (rank + 1), "of one number and sizes, got on this one"),
-        (lambda rank: [batch_of(4), batch_of(2 + 2 * rank)], "of one number and sizes"),
+        (
+            lambda rank: [batch_of(4)] * (rank + 1),
+            "number and sizes of batches on all ranks, got on this rank",
+        ),
+        (lambda rank: [batch_of(4), batch_of(2 + 2 * rank)], "number and sizes of batches"),
         (lambda rank: [batch_of(2 + 2 * rank)], "'batch' must be equal on all ranks"),
     ],
 )
@@ -321,7 +324,7 @@ def test_labels_that_do_not_count(tmp_path: Path) -> None:
         np.testing.assert_allclose(group.gather("w"), [1.5 - mean], **EXACT)
         with pytest.raises(InputError, match="no micro-batch with labels that count"):
             group.train_step([nothing], {"lr": 1.0})
-        with pytest.raises(InputError, match="no label in it counts"):
+        with pytest.raises(InputError, match="the micro-batch has no labels that count"):
             group.forward_backward(nothing)
         assert group.evaluate(batch(1, 1, 0, 1))["count"] == 3
         assert group.evaluate(nothing)["count"] == 0
@@ -381,7 +384,7 @@ def test_evaluation_that_cannot_weigh_data_ranks(tmp_path: Path) -> None:
     ones, twos = {"x": np.ones((1, 3))}, {"x": np.full((1, 5), 2.0)}
     with TrainerGroup(sequences(tmp_path / "a", weighed=False)) as group:
         assert group.evaluate((ones, {"x": np.full((1, 3), 2.0)}))["loss"] == 1.5 * 1.5
-        with pytest.raises(InputError, match="weighs all data ranks alike") as caught:
+        with pytest.raises(InputError, match="gives all data ranks equal weight") as caught:
             group.evaluate((ones, twos))
         assert caught.value.agreed
     with TrainerGroup(sequences(tmp_path / "b")) as group:
@@ -547,5 +550,5 @@ def test_a_closed_trainer_refuses(tmp_path: Path) -> None:
 
 
 def test_wrong_world(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"was cut for 2 ranks, got 1"):
+    with pytest.raises(LaunchError, match=r"was made for 2 ranks, got 1"):
         Trainer(regression(tmp_path / "a"))

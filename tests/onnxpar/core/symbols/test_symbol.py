@@ -97,11 +97,11 @@ def test_check_admits_what_the_definition_admits(
 @pytest.mark.parametrize(
     ("symbol", "value", "message"),
     [
-        (Symbol(min=4), 3, "least value is 4"),
-        (Symbol(max=9), 10, "greatest value is 9"),
-        (Symbol(divisor=8), 12, "leaves 4 when divided by 8, but 0 is required"),
+        (Symbol(min=4), 3, "minimum is 4"),
+        (Symbol(max=9), 10, "maximum is 9"),
+        (Symbol(divisor=8), 12, "leaves a remainder of 4 when divided by 8, but 0 is required"),
         (Symbol(divisor=8, remainder=3), 3, "least value of the form 8·N \\+ 3 .* is 11"),
-        (Symbol(), 0, "least value is 1"),
+        (Symbol(), 0, "minimum is 1"),
     ],
 )
 def test_check_names_symbol_value_and_constraint(symbol: Symbol, value: Any, message: str) -> None:
@@ -160,7 +160,10 @@ def test_a_unique_symbol_under_two_names_is_one_size() -> None:
     assert table.equal(x + 1 - y, 1)
     assert not table.equal(x, z)
     table.check({"x0": 16, "y0": 16, "z0": 8})
-    with pytest.raises(SymbolError, match="'x0' and 'y0' are one unique symbol, but are 16 and 8"):
+    with pytest.raises(
+        SymbolError,
+        match="'x0' and 'y0' must be equal, as they are one unique symbol, but are 16 and 8",
+    ):
         table.check({"x0": 16, "y0": 8})
 
 

@@ -154,4 +154,4 @@ def test_steps_stop_the_gradient_with_the_reason(nodes: str) -> None:
     case = GradCase(nodes, {"x": "double[N,6]"}, flat=["x"])
     case.check_program()
     done: Differentiated = case.program.done
-    assert "only through what has no derivative" in done.unreached["x"]
+    assert "only through nodes without a derivative" in done.unreached["x"]
