@@ -199,6 +199,26 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: found for name, found in known.items() if len(found) > 1} == {}
 
 
+def test_records_of_files_have_names_of_their_own() -> None:
+    """A class of the format is not one of the transformer's or the runtime's of the same name."""
+    classes = {
+        folder: {
+            node.name
+            for path in sources(folder)
+            for node in parsed(path).body
+            if isinstance(node, ast.ClassDef)
+            and not node.name.startswith("_")
+            and path != ROOT / "runtime" / "onnxpar_format" / "options.py"
+        }
+        for folder in ("onnxpar", "runtime/onnxpar_format", "runtime/onnxpar_runtime")
+    }
+    shared = classes.pop("runtime/onnxpar_format")
+    assert {folder: sorted(shared & names) for folder, names in classes.items()} == {
+        "onnxpar": [],
+        "runtime/onnxpar_runtime": [],
+    }
+
+
 def test_operators_are_told_apart_in_ops_alone() -> None:
     ops = ROOT / "onnxpar" / "ops"
     found = [

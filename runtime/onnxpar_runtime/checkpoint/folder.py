@@ -68,7 +68,7 @@ def owned(root: Path) -> Iterator[None]:
     """Makes the folder this process's to write checkpoints to, and removes what is not whole.
 
     Raises:
-        CheckpointError: It cannot be written to, or another run writes there.
+        CheckpointError: It cannot be written to or locked, or another run writes there.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -80,8 +80,12 @@ def owned(root: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{root}: another run writes its checkpoints there") from None
-        except OSError:
-            pass  # A file system without locks.
+        except OSError as error:
+            # Without it two runs would each remove what the other one is writing.
+            raise CheckpointError(
+                f"{root}: expected a file system whose files can be locked, since only one run may "
+                f"write checkpoints there, got: {error.strerror or error}"
+            ) from None
         for entry in list(os.scandir(root)):
             if _HIDDEN.fullmatch(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)

@@ -1,5 +1,7 @@
 """A run that is resumed goes on as if nothing had been: on the same mesh bit for bit."""
 
+import errno
+import fcntl
 import json
 import os
 import time
@@ -220,6 +222,17 @@ def test_a_full_disk_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == [
         ".lock", step_name(8), step_name(9)
     ]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_locked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(CheckpointError, match=r"can be locked.*, got: No locks available"):
+        owned(tmp_path / "ck").__enter__()
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
