@@ -108,7 +108,7 @@ def _check_replicas(
 
 def _padded(array: Array, sharding: Sharding, mesh: Mesh, rank: int, padding: float) -> Array:
     """What a device holds of an array, with `padding` behind its end where that is a float."""
-    shard = split(array, sharding, mesh, rank)
+    shard = split(array, sharding, mesh, rank).copy()
     if padding != 0 and np.issubdtype(shard.dtype, np.floating):
         shard[~split(np.ones(array.shape, bool), sharding, mesh, rank)] = padding
     return shard

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from onnxpar.core.errors import ModelError
+from onnxpar.core.errors import ModelError, OnnxparError
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF, RECOMPUTED_FROM
@@ -67,6 +67,15 @@ class NodeView:
     def name(self) -> str:
         """Name of the node."""
         return self.node.name or ""
+
+    @property
+    def op_type(self) -> str:
+        """Operator of the node."""
+        return self.node.op_type
+
+    def fail(self, expected: str, kind: type[OnnxparError] = ModelError) -> OnnxparError:
+        """Returns the error that names the node and says what was expected of it."""
+        return kind(f"node {self.name!r} ({self.op_type}): {expected}")
 
     @property
     def drawing_name(self) -> str:

@@ -12,75 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError, RuleError
-from onnxpar.core.symbols import Dim
+from onnxpar.core.errors import ModelError
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import EXPANDED_FROM, EXPANDED_OPERANDS, VIRTUAL_STAGE
-from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.emitted_node import EmittedNode
 
 _GRAPH_KINDS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 @dataclass(frozen=True)
-class GlobalNode:
-    """A node of the undivided graph, and where to emit what it means.
-
-    Attributes:
-        view: The node and what is known of it.
-        builder: Where nodes are emitted.
-    """
-
-    view: NodeView
-    builder: GlobalBuilder
-
-    def has(self, index: int) -> bool:
-        """Whether operand `index` is present."""
-        return self.view.has(index)
-
-    def input(self, index: int) -> ir.Value:
-        """Operand `index`, which must be present."""
-        value = self.view.node.inputs[index] if self.view.has(index) else None
-        if value is None:
-            raise RuleError(f"node {self.view.name!r}: the absent input {index} is read")
-        return value
-
-    def shape(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Global shape of any value."""
-        return self.builder.shape_of(value)
-
-    def op(
-        self,
-        op_type: str,
-        *inputs: ir.Value | None,
-        shape: Sequence[Dim] | None = None,
-        dtype: ir.DataType | None = None,
-        domain: str = "",
-        **attributes: Any,
-    ) -> ir.Value:
-        """Emits an operator with one output; shape and dtype default to the first input's."""
-        if shape is None:
-            first = next(v for v in inputs if v is not None)
-            shape = self.shape(first)
-        return self.builder.op(
-            op_type, *inputs, shape=shape, dtype=dtype, domain=domain, **attributes
-        )
-
-    def number(self, value: float, like: ir.Value) -> ir.Value:
-        """A scalar constant of the dtype of `like`."""
-        return self.builder.const(np.array(value), like.dtype)
-
-
-@dataclass(frozen=True)
-class BodyNode(GlobalNode):
+class BodyNode(EmittedNode[GlobalBuilder]):
     """A node that is about to be replaced by its body."""
-
-    def fail(self, expected: str) -> ModelError:
-        """Returns the error that says what the body needs to know."""
-        return ModelError(f"node {self.view.name!r} ({self.view.node.op_type}): {expected}")
 
 
 BodyFn = Callable[[BodyNode], Sequence[ir.Value | None]]

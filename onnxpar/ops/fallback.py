@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError, ShardingError
+from onnxpar.core.errors import ShardingError
 from onnxpar.core.rule import ABSENT, REPLICATED, REPLICATED_OPERAND, Operand, OpRule
 from onnxpar.core.symbols import Dim, symbols_of
 from onnxpar.graph.node_view import NodeView
@@ -79,9 +79,8 @@ def require_readable(view: NodeView, what: str, dims: Iterable[Dim]) -> None:
     """
     dims = tuple(dims)
     if not readable(view, dims):
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): {what} must follow from the sizes of the "
-            f"inputs, got {', '.join(map(str, dims))}"
+        raise view.fail(
+            f"{what} must follow from the sizes of the inputs, got {', '.join(map(str, dims))}"
         )
 
 

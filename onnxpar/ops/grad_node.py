@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError, RuleError
+from onnxpar.core.errors import RuleError
 from onnxpar.core.symbols import Dim, dim_str
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
-from onnxpar.ops.body_node import GlobalNode
+from onnxpar.ops.emitted_node import EmittedNode
 from onnxpar.ops.function import MIN_OPSET, Function
 
 
@@ -54,7 +54,7 @@ class InnerGradients(Protocol):
 
 
 @dataclass(frozen=True)
-class GradNode(GlobalNode):
+class GradNode(EmittedNode[GlobalBuilder]):
     """A node of the global graph whose cotangents are known.
 
     Attributes:
@@ -95,9 +95,10 @@ class GradNode(GlobalNode):
         """Cotangent of result `index`, which must not be None."""
         value = self.cotangents[index]
         if value is None:
-            raise RuleError(
-                f"node {self.view.name!r} ({self.view.node.op_type}): its gradient needs the "
-                f"cotangent of output {index}, on which the loss does not depend"
+            raise self.fail(
+                f"its gradient needs the cotangent of output {index}, on which the loss does not "
+                "depend",
+                RuleError,
             )
         return value
 
@@ -135,8 +136,8 @@ class GradNode(GlobalNode):
             elif isinstance(size, int) or self.builder.table.equal(size, whole):
                 continue
             else:
-                raise ModelError(
-                    f"node {self.view.name!r} ({self.view.node.op_type}): dim {position} of input "
+                raise self.view.fail(
+                    f"dim {position} of input "
                     f"{index} is {dim_str(size)} and meets {dim_str(whole)}: whether it is "
                     "broadcast must be known for a gradient"
                 )

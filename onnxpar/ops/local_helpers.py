@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.errors import NodeError
 from onnxpar.core.sharding import local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
@@ -33,14 +33,15 @@ def normal_axes(
         NodeError: An axis is not of a tensor of that rank.
         ModelError: An axis stands twice, which some operators take.
     """
-    what = f"node {view.name!r} ({view.node.op_type}): {name!r}"
     if any(not -rank <= a < rank for a in axes):
-        raise NodeError(
-            f"{what}: expected {-rank} to {rank - 1} for a tensor of rank {rank}, got {list(axes)}"
+        raise view.fail(
+            f"{name!r}: expected {-rank} to {rank - 1} for a tensor of rank {rank}, got "
+            f"{list(axes)}",
+            NodeError,
         )
     found = tuple(sorted(a + rank if a < 0 else a for a in axes))
     if len(set(found)) != len(found):
-        raise ModelError(f"{what}: expected different axes, got {list(axes)}")
+        raise view.fail(f"{name!r}: expected different axes, got {list(axes)}")
     return found
 
 
@@ -104,7 +105,7 @@ def global_index(node: LocalNode, factor: str) -> ir.Value:
     total: ir.Value | None = None
     length: Dim = 1
     for component in node.components(factor):
-        size = local_size(component, node.mesh, node.view.table)
+        size = local_size(component, node.mesh, node.table)
         here = iota(node, size)
         if component.atoms:
             start = block_start(node.builder, component)
@@ -164,7 +165,7 @@ def locate(
         if place is None:
             place = digit
         else:
-            local = node.builder.size(local_size(component, node.mesh, node.view.table))
+            local = node.builder.size(local_size(component, node.mesh, node.table))
             place = node.op("Mul", place, local, shape=shape)
             place = node.op("Add", place, digit, shape=shape)
     assert inside is not None and place is not None

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.core.errors import RuleError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.local_builder import LocalBuilder
-from onnxpar.graph.node_view import BodyFacts, NodeView
+from onnxpar.graph.node_view import BodyFacts
 from onnxpar.graph.padding_masks import mask_component
 from onnxpar.graph.plan import NodePlan, factor_sizes
+from onnxpar.ops.emitted_node import EmittedNode
 from onnxpar.resharding.routes import moved_bytes
 
 Captured = tuple[ir.Value, Sharding, ir.Value, bool]
@@ -34,7 +35,7 @@ of its nodes, what it captures, and the shardings of its inputs and of its resul
 
 
 @dataclass(frozen=True)
-class LocalNode:
+class LocalNode(EmittedNode[LocalBuilder]):
     """A node about to be emitted for one device.
 
     Attributes:
@@ -48,9 +49,7 @@ class LocalNode:
         partition_body: Writes a body of the node for one device.
     """
 
-    view: NodeView
     plan: NodePlan
-    builder: LocalBuilder
     inputs: tuple[ir.Value | None, ...]
     zero: tuple[bool, ...]
     partition_body: PartitionBody
@@ -60,12 +59,10 @@ class LocalNode:
         """The device mesh."""
         return self.builder.mesh
 
-    def input(self, index: int) -> ir.Value:
-        """Local operand `index`, which must be present."""
-        value = self.inputs[index]
-        if value is None:
-            raise ValueError(f"node {self.view.name!r}: operand {index} is absent")
-        return value
+    @property
+    def operands(self) -> Sequence[ir.Value | None]:
+        """The local operands."""
+        return self.inputs
 
     def size(self, factor: str) -> Dim:
         """Global size of a factor."""
@@ -102,7 +99,7 @@ class LocalNode:
         """Local shape of operand `index`."""
         sharding = self.plan.inputs[index]
         if sharding is None:
-            raise ValueError(f"node {self.view.name!r}: operand {index} has no fixed sharding")
+            raise self.fail(f"operand {index} has no fixed sharding", RuleError)
         return sharding.local_shape(self.mesh, self.view.table)
 
     def out_shape(self, index: int = 0) -> tuple[Dim, ...]:
@@ -144,21 +141,6 @@ class LocalNode:
                 value.type = source.type  # a sequence, or an optional value
         return made
 
-    def op(
-        self,
-        op_type: str,
-        *inputs: ir.Value | None,
-        dtype: ir.DataType | None = None,
-        shape: Sequence[Dim] | None = None,
-        **attributes: Any,
-    ) -> ir.Value:
-        """Emits a standard operator with one output; dtype defaults to the first input's."""
-        return self.builder.op(op_type, *inputs, dtype=dtype, shape=shape, **attributes)
-
-    def shape(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Local shape of any local value."""
-        return self.builder.shape_of(value)
-
     def all_reduce(self, x: ir.Value, atoms: Atoms, reduction: str = "sum") -> ir.Value:
         """Emits an AllReduce of local `x` inside the node's local algorithm."""
         if not atoms:
@@ -170,7 +152,7 @@ class LocalNode:
             shape=self.shape(x),
             moved=moved_bytes("all_reduce", self._bytes(x), self.mesh.count(atoms)),
             value=x.name or "",
-            reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
+            reason=f"{self.view.name} ({self.view.op_type} over a split dim)",
             reduction=reduction,
         )
 
@@ -184,7 +166,7 @@ class LocalNode:
             shape=[*shape[:axis], shape[axis] * count, *shape[axis + 1 :]],
             moved=moved_bytes("all_gather", self._bytes(x), count),
             value=x.name or "",
-            reason=f"{self.view.name} ({self.view.node.op_type} over a split dim)",
+            reason=f"{self.view.name} ({self.view.op_type} over a split dim)",
             axis=axis,
         )
 

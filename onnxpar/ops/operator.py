@@ -126,7 +126,7 @@ def written_only(view: NodeView) -> OpRule:
         ModelError: Always: an undivided graph has no such node.
     """
     raise ModelError(
-        f"expected an undivided graph, got node {view.name!r}: {view.node.op_type} stands in the "
+        f"expected an undivided graph, got node {view.name!r}: {view.op_type} stands in the "
         f"graphs of ranks alone"
     )
 
@@ -148,6 +148,6 @@ def expanded(view: NodeView) -> OpRule:
         ModelError: Always: a node that is still there could not be replaced.
     """
     raise ModelError(
-        f"{view.node.op_type} is divided through its body, and what that needs to know of node "
+        f"{view.op_type} is divided through its body, and what that needs to know of node "
         f"{view.name!r} is not known"
     )

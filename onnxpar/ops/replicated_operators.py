@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
@@ -16,7 +15,7 @@ _OLD_SCAN = "opset 9 gave Scan another meaning, in which it is divided"
 
 def _whole(reason: str) -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
-        raise ModelError(f"node {view.name!r} ({view.node.op_type}): {reason}")
+        raise view.fail(reason)
 
     rule.__doc__ = f"Replicated: {reason}."
     return rule
@@ -26,7 +25,7 @@ def tf_idf_rule(view: NodeView) -> OpRule:
     """TfIdfVectorizer: rows of numbers may be split, the words of a row may not; text is whole."""
     value = view.node.inputs[0]
     if value is None or value.dtype == ir.DataType.STRING:
-        raise ModelError(f"node {view.name!r} (TfIdfVectorizer): {_TEXT}")
+        raise view.fail(_TEXT)
     rows = "b " if len(view.shape(0)) == 2 else ""
     return parse_rule(f"{rows}C -> {rows}V; replicated: C V")
 

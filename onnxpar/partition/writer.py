@@ -299,8 +299,8 @@ class ProgramWriter:
         definition = self.rules.ops.get(name)
         local = LocalNode(
             view,
-            plan,
             self.builder,
+            plan,
             tuple(operands),
             tuple(zero),
             self.partition_body,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
@@ -58,8 +57,8 @@ def group_query_rule(view: NodeView) -> OpRule:
         ModelError: Queries, keys and values are packed into one operand.
     """
     if not view.has(1) or not view.has(2):
-        raise ModelError(
-            f"node {view.name!r} (GroupQueryAttention): heads of a packed operand lie in three "
+        raise view.fail(
+            "heads of a packed operand lie in three "
             "places of one dim and cannot be split; give query, key and value each its own"
         )
     kv, groups = heads_of(view, view.attr("num_heads"), view.attr("kv_num_heads"))
@@ -94,7 +93,7 @@ def group_query_local(node: LocalNode) -> Sequence[ir.Value]:
         longest = node.op("Sub", total, node.builder.const([1], INT32), shape=[1])
         here = node.builder.reshape(valid_along(node, "b"), shape)
         inputs[_SEQLENS] = node.op("Where", here, lengths, longest, dtype=INT32, shape=shape)
-        if node.view.has(_POSITIONS):
+        if node.has(_POSITIONS):
             inputs[_POSITIONS] = in_range(node, _POSITIONS, ("b",))
     keys, queries = local_heads(node)
     return node.copy(inputs, {"num_heads": queries, "kv_num_heads": keys})
@@ -110,14 +109,9 @@ def multi_head_rule(view: NodeView) -> OpRule:
             search, or the bias is of heads of two sizes.
     """
     if view.has(_STEP) or view.has(_BEAMS):
-        raise ModelError(
-            f"node {view.name!r} (MultiHeadAttention): a step on a shared cache is not divided"
-        )
+        raise view.fail("a step on a shared cache is not divided")
     if len(view.shape(0)) != 3 or not view.has(1) or not view.has(2):
-        raise ModelError(
-            f"node {view.name!r} (MultiHeadAttention): expected query, key and value each as an "
-            "operand of its own"
-        )
+        raise view.fail("expected query, key and value each as an operand of its own")
     heads = _multi_heads(view)
     causal = bool(view.attr("unidirectional", 0))
     s = "1" if causal or len(view.node.outputs) > 3 else "s"
@@ -127,9 +121,8 @@ def multi_head_rule(view: NodeView) -> OpRule:
         flat = len(view.shape(index)) == 3
         operands.add(f"b 1 (h {size})" if flat else f"b h 1 {size}")
     if view.has(3) and heads.size != heads.value_size:
-        raise ModelError(
-            f"node {view.name!r} (MultiHeadAttention): a bias of heads of {heads.size} and "
-            f"{heads.value_size} elements cannot be split"
+        raise view.fail(
+            f"a bias of heads of {heads.size} and {heads.value_size} elements cannot be split"
         )
     operands.add("(c h d)")
     if view.has(_PADDING):
@@ -167,7 +160,7 @@ def _multi_heads(view: NodeView) -> Heads:
 def multi_head_local(node: LocalNode) -> Sequence[ir.Value]:
     """The local number of heads; a sequence that is padding has no key masked by its length."""
     inputs = list(node.inputs)
-    if node.view.has(_PADDING) and "b" in node.split_factors():
+    if node.has(_PADDING) and "b" in node.split_factors():
         inputs[_PADDING] = in_range(node, _PADDING, ("b",))
     return node.copy(inputs, {"num_heads": int(node.local_size("h"))})
 
@@ -281,7 +274,7 @@ def _hidden_keys(node: BodyNode, sizes: Sizes) -> tuple[ir.Value, list[Dim]]:
         none = node.builder.const(np.array(0), mask.dtype)
         wide = dims if len(dims) == 3 else [dims[0], 1, dims[1]]
         return node.op("Equal", mask, none, dtype=BOOL), wide
-    if not node.view.table.equal(dims[0], sizes.batch):
+    if not node.table.equal(dims[0], sizes.batch):
         raise node.fail("expected a mask with a length for each sequence or a number for each key")
     lengths = node.builder.unsqueeze(node.builder.cast(mask, INT64), [1])
     shape = [sizes.batch, sizes.keys]

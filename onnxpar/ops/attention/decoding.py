@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.attention.heads import Operands, head_size, in_range
@@ -37,7 +36,7 @@ def tensor_scatter_rule(view: NodeView) -> OpRule:
 def tensor_scatter_local(node: LocalNode) -> Sequence[ir.Value]:
     """Padding is written at the beginning."""
     inputs = list(node.inputs)
-    if node.view.has(2):
+    if node.has(2):
         inputs[2] = in_range(node, 2, node.plan.rule.inputs[2].dims[0])
     return node.copy(inputs)
 
@@ -50,14 +49,14 @@ def linear_attention_rule(view: NodeView) -> OpRule:
     """
     queries, values = (int(view.attr(f"{n}_num_heads")) for n in ("q", "kv"))
     if queries != values or view.attr("state_window", 0):
-        raise ModelError(
-            f"node {view.name!r} (LinearAttention): expected as many query heads as value heads "
+        raise view.fail(
+            f"expected as many query heads as value heads "
             f"and one state, got {queries}, {values} and {view.attr('state_window', 0)}"
         )
     size = head_size(view, view.shape(0)[2], queries)
     value_size = head_size(view, view.shape(2)[2], values)
     if view.shape(1)[2] != view.shape(0)[2]:
-        raise ModelError(f"node {view.name!r} (LinearAttention): keys have other heads than values")
+        raise view.fail("keys have other heads than values")
     operands = Operands(view)
     for text in ("b 1 (h d)", "b 1 (h d)", "b 1 (h e)", "b h 1 1"):
         operands.add(text)
@@ -84,10 +83,7 @@ def causal_conv_rule(view: NodeView) -> OpRule:
     """
     plain = not view.attr("state_window", 0) and int(view.attr("ndim", 1)) == 1
     if not plain or view.attr("channels_last", 0):
-        raise ModelError(
-            f"node {view.name!r} (CausalConvWithState): expected one dim, channels before it and "
-            "one state"
-        )
+        raise view.fail("expected one dim, channels before it and one state")
     operands = Operands(view)
     for text in ("b c 1", "c 1 1", "c", "b c 1"):
         operands.add(text)

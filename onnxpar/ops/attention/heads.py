@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.sharding import local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -53,8 +52,8 @@ def heads_of(view: NodeView, queries: object, keys: object) -> tuple[int, int]:
         ModelError: The numbers are not known, or one does not divide the other.
     """
     if not isinstance(queries, int) or not isinstance(keys, int) or keys < 1 or queries % keys:
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected a number of query heads that the "
+        raise view.fail(
+            f"expected a number of query heads that the "
             f"heads of keys divide, got {queries} and {keys}"
         )
     return keys, queries // keys
@@ -63,10 +62,7 @@ def heads_of(view: NodeView, queries: object, keys: object) -> tuple[int, int]:
 def head_size(view: NodeView, hidden: Dim, heads: int) -> int:
     """Returns the elements of a head; ModelError where the hidden size has no such heads."""
     if not isinstance(hidden, int) or hidden % heads:
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected a hidden size that {heads} heads "
-            f"divide, got {hidden}"
-        )
+        raise view.fail(f"expected a hidden size that {heads} heads divide, got {hidden}")
     return hidden // heads
 
 
@@ -117,7 +113,7 @@ def valid_along(node: LocalNode, factor: str) -> ir.Value:
     found: ir.Value | None = None
     length: Dim = 1
     for component in node.components(factor):
-        size = local_size(component, node.mesh, node.view.table)
+        size = local_size(component, node.mesh, node.table)
         count = valid_count(node.builder, component)
         here = node.op("Less", iota(node, size), count, dtype=BOOL, shape=[size])
         if found is None:

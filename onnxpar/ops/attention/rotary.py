@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
@@ -26,9 +25,8 @@ def _operand(view: NodeView, heads: int) -> tuple[str, dict[str, Dim]]:
     if len(shape) == 4:
         return "b h s 1", {}
     if len(shape) != 3 or heads < 1:
-        raise ModelError(
-            f"node {view.name!r} (RotaryEmbedding): expected 4 dims, or 3 and the number of heads, "
-            f"got {len(shape)} and {heads}"
+        raise view.fail(
+            f"expected 4 dims, or 3 and the number of heads, got {len(shape)} and {heads}"
         )
     return "b s (h d)", {"h": heads, "d": head_size(view, shape[2], heads)}
 
@@ -52,7 +50,7 @@ def rotary_rule(view: NodeView) -> OpRule:
 def rotary_local(node: LocalNode) -> Sequence[ir.Value]:
     """The local number of heads; padding rotates by the first angle."""
     inputs = list(node.inputs)
-    if node.view.has(3):
+    if node.has(3):
         inputs[3] = in_range(node, 3, ("b", "s"))
     heads = {"num_heads": int(node.local_size("h"))} if len(node.in_shape(0)) == 3 else {}
     return node.copy(inputs, heads)
@@ -74,7 +72,7 @@ def contrib_rotary_rule(view: NodeView) -> OpRule:
         ModelError: Sequences of a packed batch (`is_packed_batching`).
     """
     if view.attr("is_packed_batching", 0):
-        raise ModelError(f"node {view.name!r} (RotaryEmbedding): a packed batch is not divided")
+        raise view.fail("a packed batch is not divided")
     text, sizes = _operand(view, _contrib_heads(view))
     offset = len(view.shape(1)) == 1
     positions = "1" if offset else "b s"
@@ -96,7 +94,7 @@ def contrib_rotary_local(node: LocalNode) -> Sequence[ir.Value]:
         positions = node.op("Add", index, node.input(1), dtype=INT64, shape=[length])
         shape = node.builder.sizes([batch, length])
         inputs[1] = node.op("Expand", positions, shape, dtype=INT64, shape=[batch, length])
-    named = len(x) == 3 and node.view.attr("num_heads", 0)
+    named = len(x) == 3 and node.attr("num_heads", 0)
     return node.copy(inputs, {"num_heads": int(node.local_size("h"))} if named else {})
 
 
@@ -107,7 +105,7 @@ def rotary_body(node: BodyNode) -> Sequence[ir.Value]:
     if node.has(3):
         cos, sin = (_looked_up(node, table, node.input(3)) for table in (cos, sin))
     angles = tuple(node.builder.unsqueeze(table, [2 if rank == 3 else 1]) for table in (cos, sin))
-    return (_turned(node, angles, int(node.view.attr("num_heads", 0))),)
+    return (_turned(node, angles, int(node.attr("num_heads", 0))),)
 
 
 def contrib_rotary_body(node: BodyNode) -> Sequence[ir.Value]:
@@ -116,7 +114,7 @@ def contrib_rotary_body(node: BodyNode) -> Sequence[ir.Value]:
     Raises:
         ModelError: Sequences of a packed batch.
     """
-    if node.view.attr("is_packed_batching", 0):
+    if node.attr("is_packed_batching", 0):
         raise node.fail("expected a batch that is not packed")
     x = node.view.shape(0)
     positions, length = node.input(1), x[1 if len(x) == 3 else 2]
@@ -152,7 +150,7 @@ def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
         x, other = _split(node, x, [2 * half, whole - 2 * half])
         rest = [other]
     lead = shape[:-1]
-    pairs = bool(node.view.attr("interleaved", 0))
+    pairs = bool(node.attr("interleaved", 0))
     if pairs:
         parts = _split(node, reshape(node, x, [*lead, half, 2]), [1, 1])
         first, second = (reshape(node, part, [*lead, half]) for part in parts)

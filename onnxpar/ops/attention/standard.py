@@ -132,7 +132,7 @@ def attention_local(node: LocalNode) -> Sequence[ir.Value]:
     if len(node.in_shape(0)) == 3:
         keys, queries = local_heads(node)
         attributes = {"q_num_heads": queries, "kv_num_heads": keys}
-    if node.view.has(_LENGTHS):
+    if node.has(_LENGTHS):
         # A sequence that is padding has one key, since none is more than some kernels expect.
         inputs[_LENGTHS] = in_range(node, _LENGTHS, ("b",), 1)
     if node.atoms("s") and _window(node.view).bounded:
@@ -170,7 +170,7 @@ def _seen_locally(node: LocalNode) -> tuple[ir.Value, list[Dim]]:
 def _with_places(node: LocalNode) -> ir.Value:
     """The mask of the local queries, what they may see by their places included."""
     found, shape = _seen_locally(node)
-    if not node.view.has(_MASK):
+    if not node.has(_MASK):
         return found
     mask, dims = node.input(_MASK), node.in_shape(_MASK)
     together = _broadcast_shape(dims, shape)

@@ -25,7 +25,7 @@ def stage_sum_rule(view: NodeView) -> OpRule:
 
 def stage_sum_local(node: LocalNode) -> Sequence[ir.Value]:
     """An all-reduce over the counterparts of a rank in these stages."""
-    stages = tuple(node.view.attr("stages"))
+    stages = tuple(node.attr("stages"))
     x, shape = node.input(0), node.in_shape(0)
     width = x.dtype.itemsize if x.dtype is not None else 0
     size: Dim = int(width)
@@ -40,7 +40,7 @@ def stage_sum_local(node: LocalNode) -> Sequence[ir.Value]:
             shape=shape,
             moved=moved_bytes("all_reduce", size, len(stages)),
             value=source.name or "" if source is not None else "",
-            reason=f"{node.view.name} sums over stages {', '.join(map(str, stages))}",
+            reason=f"{node.name} sums over stages {', '.join(map(str, stages))}",
             stages=stages,
             reduction="sum",
         ),

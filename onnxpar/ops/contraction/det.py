@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
@@ -35,9 +34,8 @@ def det_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     shape = node.shape(x)
     size = shape[-1]
     if not isinstance(size, int) or size > MAX_SIZE:
-        raise ModelError(
-            f"node {node.view.name!r} (Det): expected a matrix of at most {MAX_SIZE} rows to "
-            f"differentiate by, got {size}"
+        raise node.fail(
+            f"expected a matrix of at most {MAX_SIZE} rows to differentiate by, got {size}"
         )
     batch = list(shape[:-2])
     slope = node.builder.unsqueeze(dy, [len(batch), len(batch) + 1])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
+from onnxpar.core.errors import OnnxparError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -96,10 +96,8 @@ def _free(count: int, span: int) -> tuple[str, ...]:
     return tuple(f"e{i}" for i in range(count - span, count))
 
 
-def _wrong(view: NodeView, expected: str) -> ModelError:
-    return ModelError(
-        f"node {view.name!r} (Einsum): {expected}, got the equation {view.attr('equation')!r}"
-    )
+def _wrong(view: NodeView, expected: str) -> OnnxparError:
+    return view.fail(f"{expected}, got the equation {view.attr('equation')!r}")
 
 
 def einsum_rule(view: NodeView) -> OpRule:
@@ -138,10 +136,7 @@ def equation_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """The equation with the cotangent in the place of the operand."""
     equation = read_equation(node.view)
     if equation.unknown:
-        raise ModelError(
-            f"node {node.view.name!r} (Einsum): whether dims of the ellipsis are broadcast must be "
-            "known for a gradient"
-        )
+        raise node.fail("whether dims of the ellipsis are broadcast must be known for a gradient")
     return einsum_gradient(node, equation.inputs, equation.output, equation.broadcast)
 
 

@@ -5,7 +5,6 @@ from string import ascii_letters
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.ops.grad_node import GradNode
 
 Labels = tuple[str, ...]
@@ -43,9 +42,9 @@ def _cotangent(
     node: GradNode, index: int, labels: Labels, own: Sequence[Labels], output: Labels
 ) -> ir.Value:
     if len(set(labels)) != len(labels):
-        raise ModelError(
-            f"node {node.view.name!r} (Einsum): no gradient of a diagonal, as that of operand "
-            f"{index} in the equation {node.view.attr('equation')!r}"
+        raise node.fail(
+            f"no gradient of a diagonal, as that of operand "
+            f"{index} in the equation {node.attr('equation')!r}"
         )
     parts = [(node.cotangent(), output)]
     parts += [(node.input(i), names) for i, names in enumerate(own) if i != index]

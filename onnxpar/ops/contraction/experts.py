@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -30,8 +29,8 @@ def _widths(view: NodeView, rows: Dim, inner: int) -> str:
     if rows == inner:
         return "{0}"
     if rows != 2 * inner or fusion not in (1, 2):
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected {inner} rows in the first weight, "
+        raise view.fail(
+            f"expected {inner} rows in the first weight, "
             f"or twice as many and 'swiglu_fusion', got {rows}"
         )
     return "({0} u)" if fusion == 1 else "(u {0})"
@@ -46,7 +45,7 @@ def experts_rule(view: NodeView) -> OpRule:
     """MoE: `n 1, n 1, 1 k 1, 1 k, 1 1 k, 1 1, … -> n 1; sum: k`, k the inner width."""
     inner = view.shape(4)[2]
     if not isinstance(inner, int):
-        raise ModelError(f"node {view.name!r} (MoE): its inner width must be known, got {inner}")
+        raise view.fail(f"its inner width must be known, got {inner}")
     rows = _widths(view, view.shape(2)[1], inner).format("k")
     tokens, router = _tokens(view)
     operands = Operands(view)
@@ -74,13 +73,11 @@ def quantised_experts_rule(view: NodeView) -> OpRule:
     two = any(view.attr(f"fc{n}_expert_weight_bits", 0) not in (0, bits) for n in (1, 2, 3))
     kernel = view.attr("weights_prepacked", 0) not in (0, -1)
     if further or two or kernel or view.attr("quant_type", "int") not in ("int", b"int"):
-        raise ModelError(
-            f"node {view.name!r} (QMoE): expected integers of one width without zero points"
-        )
+        raise view.fail("expected integers of one width without zero points")
     per_byte = 8 // bits
     stored = view.shape(5)[2]
     if not isinstance(stored, int) or (block and stored * per_byte % block):
-        raise ModelError(f"node {view.name!r} (QMoE): expected whole blocks, got {stored} bytes")
+        raise view.fail(f"expected whole blocks, got {stored} bytes")
     unit = block or per_byte
     inner = stored * per_byte
     columns = "(k p)" if unit > 1 else "k"
@@ -120,8 +117,8 @@ def quantised_experts_rule(view: NodeView) -> OpRule:
 def experts_local(node: LocalNode) -> Sequence[ir.Value]:
     """The last bias is added on one device of those that share the inner width."""
     inputs = list(node.inputs)
-    index = _LAST_BIAS if node.view.node.op_type == "MoE" else _QUANTISED_LAST_BIAS
-    if node.atoms("k") and node.view.has(index):
+    index = _LAST_BIAS if node.op_type == "MoE" else _QUANTISED_LAST_BIAS
+    if node.atoms("k") and node.has(index):
         inputs[index] = on_first(node, index, node.atoms("k"))
     return node.copy(inputs)
 

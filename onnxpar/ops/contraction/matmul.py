@@ -63,7 +63,7 @@ def gemm_rule(view: NodeView) -> OpRule:
 def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
     """With K split, each device would add the bias: all but the first of the group add zero."""
     atoms = node.atoms("K")
-    if not atoms or not node.view.has(2):
+    if not atoms or not node.has(2):
         return node.copy()
     return node.copy(inputs=[node.input(0), node.input(1), on_first(node, 2, atoms)])
 

@@ -372,7 +372,7 @@ class BodyAnalysis:
         return parse_rule(text, {name: self.parts.size(leaf) for leaf, name in leaves.items()})
 
     def _why(self) -> str:
-        told = f"node {self.view.name!r} ({self.view.node.op_type}): nothing of it can be divided"
+        told = f"node {self.view.name!r} ({self.view.op_type}): nothing of it can be divided"
         reasons = dict.fromkeys(
             self.parts.fixed[leaf]
             for value in (*self._outside(), *self.view.node.outputs)

@@ -101,7 +101,7 @@ class _Forward:
     def of(node: GradNode) -> "_Forward":
         scan = node.view.node
         own = own_inputs(scan)
-        scanned = node.view.attr("num_scan_inputs")
+        scanned = node.attr("num_scan_inputs")
         states = len(own) - scanned
         slices = _along(node, "scan_input", scanned)
         stacks = _along(node, "scan_output", len(scan.outputs) - states)
@@ -111,8 +111,8 @@ class _Forward:
 
 
 def _along(node: GradNode, prefix: str, count: int) -> tuple[Along, ...]:
-    axes = node.view.attr(f"{prefix}_axes") or [0] * count
-    directions = node.view.attr(f"{prefix}_directions") or [0] * count
+    axes = node.attr(f"{prefix}_axes") or [0] * count
+    directions = node.attr(f"{prefix}_directions") or [0] * count
     return tuple(Along(a, bool(d)) for a, d in zip(axes, directions, strict=True))
 
 
@@ -138,7 +138,7 @@ def scan_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     made = node.inner.differentiate(inner, given, [*wanted, *targets.values()])
     sums = {i: v for i, v in targets.items() if v in made}
     totals = [entry(builder, v, builder.shape_of(v), "total") for v in sums.values()]
-    inner.scope = f"{node.view.name}/grad"
+    inner.scope = f"{node.name}/grad"
     after = [
         made[v] if v in made else zeros_like(inner, v)
         for v in copy.inputs[: scan.states]
@@ -331,4 +331,4 @@ def _steps(node: BodyNode, states: int) -> Dim:
     for value in loop.outputs[states:]:
         if value.name:
             return node.shape(value)[0]
-    return as_dim(node.builder.fresh(f"{node.view.name}.steps"))
+    return as_dim(node.builder.fresh(f"{node.name}.steps"))

@@ -114,7 +114,7 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
                 [plans.sharding(v) for v in body.graph.outputs],
             )
         return node.builder.ops(
-            view.node.op_type,
+            view.op_type,
             node.inputs[: len(own)],
             [
                 (out.dtype, node.out_shape(i) if out.name in view.env.shapes else None)

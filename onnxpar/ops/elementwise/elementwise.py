@@ -42,14 +42,14 @@ def _sum_rule(view: NodeView) -> OpRule:
 
 def _mean_body(node: BodyNode) -> Sequence[ir.Value]:
     """The sum of the operands and its quotient by how many they are."""
-    operands = [node.input(i) for i in range(node.view.arity)]
+    operands = [node.input(i) for i in range(node.arity)]
     total = node.op("Sum", *operands, shape=node.view.out_shape())
     return [node.op("Div", total, node.number(len(operands), total))]
 
 
 def _mean_local(node: LocalNode) -> Sequence[ir.Value]:
     """The sum by how many they are: CUDA has no Mean."""
-    operands = [node.input(i) for i in range(node.view.arity)]
+    operands = [node.input(i) for i in range(node.arity)]
     total = node.op("Sum", *operands, shape=node.out_shape())
     count = node.builder.const(np.array(len(operands)), total.dtype)
     return (node.op("Div", total, count, shape=node.out_shape()),)
@@ -68,7 +68,7 @@ def _shrink_body(node: BodyNode) -> Sequence[ir.Value]:
 def _extremum_rule(view: NodeView) -> OpRule:
     """Max and Min: any one operand, since max and min distribute over one another; or all."""
     everyone = "+".join(str(i) for i in range(view.arity))
-    joint = f", {view.node.op_type.lower()} {everyone}" if view.arity > 1 else ""
+    joint = f", {view.op_type.lower()} {everyone}" if view.arity > 1 else ""
     return broadcast_rule(view, _extrema(range(view.arity)) + joint)
 
 

@@ -196,7 +196,7 @@ def _atanh(node: GradNode, dy: ir.Value) -> ir.Value:
 
 def _elu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where x > 0, else dy·αeˣ, which is dy·(y + α)."""
-    alpha = node.view.attr("alpha", 1.0)
+    alpha = node.attr("alpha", 1.0)
     y = node.output()
     test = _test(node, "Greater", y if alpha > 0 else node.input(0), 0)
     return _where(node, test, dy, node.op("Mul", dy, _binary(node, "Add", y, alpha)))
@@ -205,14 +205,14 @@ def _elu(node: GradNode, dy: ir.Value) -> ir.Value:
 def _celu(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·exp(min(x, 0)/α), the exponential read off y."""
     below = _binary(node, "Min", node.output(), 0)
-    slope = _binary(node, "Div", below, node.view.attr("alpha", 1.0))
+    slope = _binary(node, "Div", below, node.attr("alpha", 1.0))
     return node.op("Mul", dy, _binary(node, "Add", slope, 1))
 
 
 def _selu(node: GradNode, dy: ir.Value) -> ir.Value:
     """γ·dy where x > 0, else dy·γαeˣ, which is dy·(y + γα)."""
-    alpha = node.view.attr("alpha", 1.67326319217681884765625)
-    gamma = node.view.attr("gamma", 1.05070102214813232421875)
+    alpha = node.attr("alpha", 1.67326319217681884765625)
+    gamma = node.attr("gamma", 1.05070102214813232421875)
     y = node.output()
     test = _test(node, "Greater", y if alpha > 0 and gamma > 0 else node.input(0), 0)
     low = _binary(node, "Add", y, gamma * alpha)
@@ -223,7 +223,7 @@ def _selu(node: GradNode, dy: ir.Value) -> ir.Value:
 def _gelu(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(Φ(x) + x·φ(x)), or the derivative of its approximation by tanh."""
     # Gelu itself is of opset 20, so the body is always there.
-    if node.view.attr("approximate", "none") == "tanh":
+    if node.attr("approximate", "none") == "tanh":
         return _gelu_tanh(node, dy)
     return node.fused(GELU_GRAD, dy, node.input(0))
 
@@ -254,7 +254,7 @@ def _hard_sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
     """α·dy where y lies between 0 and 1."""
     y = node.output()
     inside = node.op("And", _test(node, "Greater", y, 0), _test(node, "Less", y, 1))
-    return _where(node, inside, _binary(node, "Mul", dy, node.view.attr("alpha", 0.2)), 0)
+    return _where(node, inside, _binary(node, "Mul", dy, node.attr("alpha", 0.2)), 0)
 
 
 def _hard_swish(node: GradNode, dy: ir.Value) -> ir.Value:
@@ -268,14 +268,14 @@ def _hard_swish(node: GradNode, dy: ir.Value) -> ir.Value:
 
 def _leaky_relu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where x > 0, else α·dy."""
-    alpha = node.view.attr("alpha", 0.01)
+    alpha = node.attr("alpha", 0.01)
     test = _test(node, "Greater", node.output() if alpha >= 0 else node.input(0), 0)
     return _where(node, test, dy, _binary(node, "Mul", dy, alpha))
 
 
 def _thresholded_relu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where x > α."""
-    test = _test(node, "Greater", node.input(0), node.view.attr("alpha", 1.0))
+    test = _test(node, "Greater", node.input(0), node.attr("alpha", 1.0))
     return _where(node, test, dy, 0)
 
 
@@ -326,7 +326,7 @@ UNARY: Mapping[str, Gradient] = MappingProxyType(
 def sum_gradient(node: GradNode) -> Cotangents:
     """Add and Sum: dy for each operand."""
     dy = node.cotangent()
-    return [node.unbroadcast(dy, i) if node.wants(i) else None for i in range(node.view.arity)]
+    return [node.unbroadcast(dy, i) if node.wants(i) else None for i in range(node.arity)]
 
 
 def sub_gradient(node: GradNode) -> Cotangents:
@@ -385,11 +385,11 @@ def prelu_gradient(node: GradNode) -> Cotangents:
 def extremum_gradient(node: GradNode) -> Cotangents:
     """Max and Min: dy to the operand that was taken, in even shares where several were."""
     dy, y = node.cotangent(), node.output()
-    if node.view.arity == 1:
+    if node.arity == 1:
         return [dy]
     shape = node.shape(y)
     taken = [
-        node.op("Equal", node.input(i), y, shape=shape, dtype=_BOOL) for i in range(node.view.arity)
+        node.op("Equal", node.input(i), y, shape=shape, dtype=_BOOL) for i in range(node.arity)
     ]
     hits = [node.builder.cast(hit, dy.dtype) if dy.dtype else hit for hit in taken]
     count = node.op("Add" if len(hits) == 2 else "Sum", *hits)
@@ -418,7 +418,7 @@ def clip_gradient(node: GradNode) -> Cotangents:
     """Passes dy inside and at the bounds, where x is its own result; else to the bound."""
     dy, x = node.cotangent(), node.input(0)
     dx = _where(node, _test(node, "Equal", x, node.output()), dy, 0) if node.wants(0) else None
-    low, high = (node.input(i) if node.view.has(i) else None for i in (1, 2))
+    low, high = (node.input(i) if node.has(i) else None for i in (1, 2))
     found = [dx, None, None]
     # Bounds that cross give the upper one everywhere.
     if low is not None and node.wants(1):

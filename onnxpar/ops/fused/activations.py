@@ -7,7 +7,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
@@ -51,7 +50,7 @@ def _gelu_body(*, tanh: bool) -> Callable[[BodyNode], Sequence[ir.Value]]:
 def quick_gelu_body(node: BodyNode) -> Sequence[ir.Value]:
     """Gives x times the sigmoid of alpha times x."""
     x = node.input(0)
-    steep = node.op("Mul", x, node.number(float(node.view.attr("alpha", 1.702)), x))
+    steep = node.op("Mul", x, node.number(float(node.attr("alpha", 1.702)), x))
     return (node.op("Mul", x, node.op("Sigmoid", steep)),)
 
 
@@ -75,10 +74,7 @@ def _activation(view: NodeView) -> tuple[str, dict[str, Any]]:
     """
     name = str(view.attr("activation", ""))
     if name not in _ACTIVATIONS:
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected an activation among "
-            f"{', '.join(_ACTIVATIONS)}, got {name!r}"
-        )
+        raise view.fail(f"expected an activation among {', '.join(_ACTIVATIONS)}, got {name!r}")
     return name, {kind: float(view.attr(key, d)) for kind, key, d in _ACTIVATIONS[name]}
 
 
@@ -101,10 +97,10 @@ def fused_gemm_local(node: LocalNode) -> Sequence[ir.Value]:
     operands = []
     for index in (0, 1):
         operands.append(node.masked(node.input(index), index, "K", 0, known_zero=node.zero[index]))
-    if node.view.has(2):
+    if node.has(2):
         operands.append(on_first(node, 2, atoms))
     shape = node.out_shape()
-    attributes = {n: node.view.attr(n) for n in _PRODUCT if node.view.attr(n) is not None}
+    attributes = {n: node.attr(n) for n in _PRODUCT if node.attr(n) is not None}
     part = node.op("Gemm", *operands, dtype=node.out_dtype(), shape=shape, **attributes)
     name, given = _activation(node.view)
     return (node.op(name, node.all_reduce(part, atoms), shape=shape, **given),)
@@ -112,7 +108,7 @@ def fused_gemm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def fused_gemm_body(node: BodyNode) -> Sequence[ir.Value]:
     """Gemm and the activation."""
-    attributes = {n: node.view.attr(n) for n in _PRODUCT if node.view.attr(n) is not None}
+    attributes = {n: node.attr(n) for n in _PRODUCT if node.attr(n) is not None}
     operands = [node.input(i) for i in range(3) if node.has(i)]
     y = node.op("Gemm", *operands, shape=node.view.out_shape(), **attributes)
     name, given = _activation(node.view)

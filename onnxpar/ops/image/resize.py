@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.sharding import Component, local_size
@@ -32,7 +31,7 @@ _MATRIX_LIMIT = 1 << 22
 
 
 def _scales_index(view: NodeView) -> int:
-    return 2 if view.node.op_type == "Resize" and view.opset >= 11 else 1
+    return 2 if view.op_type == "Resize" and view.opset >= 11 else 1
 
 
 def _places(view: NodeView) -> tuple[int, ...]:
@@ -49,7 +48,7 @@ def _scales(view: NodeView) -> dict[int, float] | None:
         ModelError: They are not constant.
     """
     index = _scales_index(view)
-    if view.node.op_type == "Upsample" and view.opset < 9:
+    if view.op_type == "Upsample" and view.opset < 9:
         given: Sequence[float] | None = view.attr("scales")
     else:
         if not view.has(index) or view.shape(index) == (0,):
@@ -57,9 +56,7 @@ def _scales(view: NodeView) -> dict[int, float] | None:
         known = view.const(index)
         given = None if known is None else [float(s) for s in known]
     if given is None or len(given) != len(_places(view)):
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): the scales must be constant to be divided"
-        )
+        raise view.fail("the scales must be constant to be divided")
     return dict(zip(_places(view), given, strict=True))
 
 
@@ -86,7 +83,7 @@ def resized(view: NodeView) -> dict[int, Interpolation | None]:
     if not _crops(view) and shape == out and all(isinstance(d, int) for d in shape):
         return {}  # onnxruntime copies, whatever the scales
     found: dict[int, Interpolation | None] = {}
-    old = view.node.op_type == "Upsample" or view.opset < 11
+    old = view.op_type == "Upsample" or view.opset < 11
     policy = scales is None and _keeps_ratio(view)
     for axis, (before, after) in enumerate(zip(shape, out, strict=True)):
         scale = None if scales is None else scales.get(axis, 1.0)
@@ -142,9 +139,8 @@ def resize_rule(view: NodeView) -> OpRule:
     axes = resized(view)
     by_sizes = _scales(view) is None
     if by_sizes and _keeps_ratio(view) and set(_places(view)) != set(axes):
-        raise ModelError(
-            f"node {view.name!r} (Resize): a kept aspect ratio is divided where the attribute axes "
-            "names the resized dims alone"
+        raise view.fail(
+            "a kept aspect ratio is divided where the attribute axes names the resized dims alone"
         )
     left, right, scaled, whole = list(names), list(names), [], []
     for axis, how in axes.items():
@@ -213,9 +209,7 @@ def _part(
     x = node.all_gather(x, component.atoms, axis)
     wide = [*shape[:axis], how.size, *shape[axis + 1 :]]
     held = _held(component, node.mesh, how.size)
-    padded = int(local_size(component, node.mesh, node.view.table)) * node.mesh.count(
-        component.atoms
-    )
+    padded = int(local_size(component, node.mesh, node.table)) * node.mesh.count(component.atoms)
     if padded != how.size:
         x = node.op("Gather", x, node.builder.const(held), shape=wide, axis=axis)
     factor = axis_names(len(shape))[axis]
@@ -298,10 +292,7 @@ def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
         elif scales is not None and not _crops(node.view):
             times[axis] = _always_repeats(node.view, scales[axis])
         if how is None and not times.get(axis):
-            raise ModelError(
-                f"node {node.view.name!r} ({node.view.node.op_type}): a gradient needs constant "
-                f"sizes and no cropping along axis {axis}"
-            )
+            raise node.fail(f"a gradient needs constant sizes and no cropping along axis {axis}")
     return [resize_gradient(node, axes, times)]
 
 
@@ -310,7 +301,7 @@ def _always_repeats(view: NodeView, scale: float) -> int:
     mode = view.attr("coordinate_transformation_mode", "half_pixel")
     if scale != int(scale) or scale < 1 or mode in ("align_corners", "half_pixel_symmetric"):
         return 0
-    old = view.node.op_type == "Upsample" or view.opset < 11
+    old = view.op_type == "Upsample" or view.opset < 11
     # What is repeated depends on the position within an element alone.
     size = 64
     return repeats(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
@@ -81,8 +80,8 @@ def suppression_rule(view: NodeView) -> OpRule:
     Raises:
         ModelError: Always.
     """
-    raise ModelError(
-        f"node {view.name!r} (NonMaxSuppression): how many boxes it selects of each image is known "
+    raise view.fail(
+        "how many boxes it selects of each image is known "
         "only when the model runs, and their list is of all images"
     )
 

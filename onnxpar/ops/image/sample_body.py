@@ -105,8 +105,8 @@ def grid_body(node: BodyNode) -> Sequence[ir.Value | None]:
 
 def _taps(node: BodyNode, rows: _Arithmetic, place: ir.Value, size: int) -> Iterator[Tap]:
     """The taps along one axis, the place being given from -1 to 1."""
-    align = bool(node.view.attr("align_corners", 0))
-    mode = str(node.view.attr("mode", "linear")).removeprefix("bi")
+    align = bool(node.attr("align_corners", 0))
+    mode = str(node.attr("mode", "linear")).removeprefix("bi")
     if align:
         at = rows("Mul", rows("Add", place, 1.0), (size - 1) / 2)
     else:
@@ -143,7 +143,7 @@ def _keys(rows: _Arithmetic, x: ir.Value, *, near: bool) -> ir.Value:
 
 def _bordered(node: BodyNode, rows: _Arithmetic, at: ir.Value, size: int, align: bool) -> ir.Value:
     """A place brought into the image where padding_mode copies the border or reflects."""
-    mode = node.view.attr("padding_mode", "zeros")
+    mode = node.attr("padding_mode", "zeros")
     if mode == "zeros":
         return at
     if mode == "reflection":
@@ -181,7 +181,7 @@ def affine_body(node: BodyNode) -> Sequence[ir.Value | None]:
     if known is None:
         raise node.fail("its body needs sizes that are known before the model runs")
     batch, spatial = known[0], _sizes(node, known[2:])
-    align = bool(node.view.attr("align_corners", 0))
+    align = bool(node.attr("align_corners", 0))
     if align and 1 in spatial:
         raise node.fail(
             "where the one place of an axis lies if corners are aligned is a matter of "
@@ -261,7 +261,7 @@ def _line(
     """The two taps along one axis of all samples of each region, [regions, bins · samples]."""
     rois = node.input(1)
     count = node.shape(rois)[0]
-    scale, offset = float(node.view.attr("spatial_scale", 1.0)), 0.5 if half else 0.0
+    scale, offset = float(node.attr("spatial_scale", 1.0)), 0.5 if half else 0.0
     one = _Arithmetic(node, [count, 1])
     ends = []
     for column in (first, first + 2):

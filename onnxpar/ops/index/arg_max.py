@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import onnx_ir as ir
 import sympy
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
@@ -229,9 +228,7 @@ def compress_rule(view: NodeView) -> OpRule:
 
 
 def _depends_on_data(view: NodeView, what: str) -> OpRule:
-    raise ModelError(
-        f"node {view.name!r} ({view.node.op_type}): {what} depends on the data of all devices"
-    )
+    raise view.fail(f"{what} depends on the data of all devices")
 
 
 def non_zero_rule(view: NodeView) -> OpRule:

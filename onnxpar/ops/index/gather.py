@@ -51,7 +51,7 @@ def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     rows = node.copy([node.input(0), place])[0]
     if inside is None:
         return (rows,)
-    axis = normal_axis(node.view, node.view.attr("axis", 0), len(node.view.shape(0)))
+    axis = normal_axis(node.view, node.attr("axis", 0), len(node.view.shape(0)))
     trailing = len(node.view.shape(0)) - axis - 1
     inside = node.builder.reshape(inside, [*node.in_shape(1), *[1] * trailing])
     return (zero_unless(node, inside, rows),)
@@ -112,7 +112,7 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """
     if node.builder.opset < 16:
         raise ShardingError(
-            f"node {node.view.name!r}: the gradient of Gather adds up with ScatterND of opset 16, "
+            f"node {node.name!r}: the gradient of Gather adds up with ScatterND of opset 16, "
             f"the model has {node.builder.opset}; convert it (onnx.version_converter)"
         )
     shape, rows = node.in_shape(1), node.in_shape(0)

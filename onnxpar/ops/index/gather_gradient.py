@@ -19,7 +19,7 @@ result's shape, and its elements are not read.
 def gather_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Adds the cotangent's rows up where they were read."""
     data = node.input(0)
-    axis = node.view.attr("axis", 0)
+    axis = node.attr("axis", 0)
     axis = axis + len(node.shape(data)) if axis < 0 else axis
     return [indexed_gradient(node, node.cotangent(), node.input(1), axis, node.shape(data))]
 

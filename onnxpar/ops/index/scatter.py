@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError, ShardingError
+from onnxpar.core.errors import ShardingError
 from onnxpar.core.rule import SPECIAL, Operand, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
@@ -64,10 +64,7 @@ def _summable(view: NodeView) -> str:
 def _reduction(view: NodeView) -> str:
     found = str(view.attr("reduction", "none"))
     if found not in _LINEAR:
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected a reduction of "
-            f"{', '.join(_LINEAR)}, got {found!r}"
-        )
+        raise view.fail(f"expected a reduction of {', '.join(_LINEAR)}, got {found!r}")
     return found
 
 
@@ -149,8 +146,8 @@ def scatter_elements_rule(view: NodeView) -> OpRule:
 
 def scatter_rule(view: NodeView) -> OpRule:
     """Scatter: computed whole; opset 11 has ScatterElements in its place, which is divided."""
-    raise ModelError(
-        f"node {view.name!r} (Scatter): opsets before 11 lack what divides it; convert the model "
+    raise view.fail(
+        "opsets before 11 lack what divides it; convert the model "
         "to opset 11, which calls it ScatterElements"
     )
 
@@ -158,7 +155,7 @@ def scatter_rule(view: NodeView) -> OpRule:
 def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
     """Writes what lies in this rank's part; split writes that add up see the data on one device."""
     indices, shape, updates = _in_range(node, 1), node.in_shape(1), node.input(2)
-    axis = normal_axis(node.view, node.view.attr("axis", 0), len(shape))
+    axis = normal_axis(node.view, node.attr("axis", 0), len(shape))
     data = _once(node, node.plan.rule.inputs[1].dims[axis])
     if not node.atoms(_INDEXED):
         return node.copy([data, indices, updates])
@@ -218,9 +215,7 @@ def _depth(view: NodeView) -> int:
     """How many dims an index names."""
     depth = view.shape(1)[-1]
     if not isinstance(depth, int):
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): how many dims are indexed must be known"
-        )
+        raise view.fail("how many dims are indexed must be known")
     return depth
 
 
@@ -314,7 +309,7 @@ def _joined(node: LocalNode, columns: Sequence[ir.Value], lead: Sequence[Dim]) -
 def gather_nd_local(node: LocalNode) -> Sequence[ir.Value]:
     """Looks up what is in this rank's part of the indexed dims; padding of indices looks up 0."""
     indices, lead, out = _in_range(node, 1), node.in_shape(1)[:-1], node.out_shape()
-    batch = int(node.view.attr("batch_dims", 0))
+    batch = int(node.attr("batch_dims", 0))
     found = _columns(node, indices, lead, node.plan.rule.inputs[0], batch)
     if found is None:
         return node.copy([node.input(0), indices])
@@ -390,11 +385,11 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """
     if node.builder.opset < 16:
         raise ShardingError(
-            f"node {node.view.name!r}: the gradient of GatherND adds up with ScatterND of opset "
+            f"node {node.name!r}: the gradient of GatherND adds up with ScatterND of opset "
             f"16, the model has {node.builder.opset}; convert it (onnx.version_converter)"
         )
     place, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
-    batch, updates = int(node.view.attr("batch_dims", 0)), node.input(0)
+    batch, updates = int(node.attr("batch_dims", 0)), node.input(0)
     found = _columns(node, place, lead, node.plan.rule.outputs[0], batch)
     columns, inside = found or ([node.builder.cast(place, INT64)], None)
     if inside is not None:
@@ -426,7 +421,7 @@ def one_hot_rule(view: NodeView) -> OpRule:
 def one_hot_local(node: LocalNode) -> Sequence[ir.Value]:
     """Compares global classes where they are split."""
     shape, out = node.in_shape(0), node.out_shape()
-    axis = normal_axis(node.view, node.view.attr("axis", -1), len(out))
+    axis = normal_axis(node.view, node.attr("axis", -1), len(out))
     wide = [*shape[:axis], 1, *shape[axis:]]
     index = node.builder.cast(node.builder.reshape(node.input(0), wide), INT64)
     negative = node.op("Less", index, node.builder.const([0]), dtype=BOOL, shape=wide)

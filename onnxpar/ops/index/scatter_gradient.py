@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.fallback import readable
@@ -21,7 +20,7 @@ _MIN_OPSET = 16
 
 def gather_elements_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Adds the cotangent's elements up where they were read."""
-    return [add_elements(node, node.cotangent(), node.input(1), int(node.view.attr("axis", 0)))]
+    return [add_elements(node, node.cotangent(), node.input(1), int(node.attr("axis", 0)))]
 
 
 def add_elements(node: GradNode, dy: ir.Value, indices: ir.Value, axis: int) -> ir.Value:
@@ -31,8 +30,8 @@ def add_elements(node: GradNode, dy: ir.Value, indices: ir.Value, axis: int) -> 
         ModelError: The model's opset has no ScatterElements that adds (16).
     """
     if node.builder.opset < _MIN_OPSET:
-        raise ModelError(
-            f"node {node.view.name!r} ({node.view.node.op_type}): a gradient needs ScatterElements "
+        raise node.fail(
+            f"a gradient needs ScatterElements "
             f"of opset {_MIN_OPSET}, the model has {node.builder.opset}; convert it "
             "(onnx.version_converter)"
         )
@@ -49,7 +48,7 @@ def gather_nd_gradient(node: GradNode) -> Sequence[ir.Value | None]:
         node.input(1),
         shape=node.shape(node.input(0)),
         domain=DOMAIN,
-        batch_dims=int(node.view.attr("batch_dims", 0)),
+        batch_dims=int(node.attr("batch_dims", 0)),
     )
     return [found]
 
@@ -63,16 +62,14 @@ def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None
     Raises:
         ModelError: Writes that multiply, or of which the greatest or least stays.
     """
-    op_type = node.view.node.op_type
+    op_type = node.op_type
     if reduction not in ("none", "add"):
-        raise ModelError(
-            f"node {node.view.name!r} ({op_type}): no gradient of the reduction {reduction!r}"
-        )
+        raise node.fail(f"no gradient of the reduction {reduction!r}")
     dy, indices, updates = node.cotangent(), node.input(1), node.input(2)
     flags: dict[str, Any] = {}
     read = "GatherND"
     if op_type == "ScatterElements":
-        flags, read = {"axis": int(node.view.attr("axis", 0))}, "GatherElements"
+        flags, read = {"axis": int(node.attr("axis", 0))}, "GatherElements"
     found: list[ir.Value | None] = [None, None, None]
     if node.wants(0):
         found[0] = dy

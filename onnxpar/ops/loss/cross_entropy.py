@@ -51,9 +51,8 @@ def loss_rule(view: NodeView) -> OpRule:
     """
     reduction = view.attr("reduction", "mean")
     if reduction not in REDUCTIONS:
-        raise NodeError(
-            f"node {view.name!r} ({view.node.op_type}): 'reduction': expected one of "
-            f"{', '.join(REDUCTIONS)}, got {reduction!r}"
+        raise view.fail(
+            f"'reduction': expected one of {', '.join(REDUCTIONS)}, got {reduction!r}", NodeError
         )
     names = axis_names(len(view.shape(LABELS)))
     rows = " ".join(names)
@@ -65,14 +64,14 @@ def loss_rule(view: NodeView) -> OpRule:
     text = f"{scores}, {rows}{weights} -> {', '.join(outputs)}; special: {CLASSES}"
     if not plain:
         text += f"; sum: {rows}"
-    if view.node.op_type == "NegativeLogLikelihoodLoss":
+    if view.op_type == "NegativeLogLikelihoodLoss":
         text += "; linear: sum 0"
     return parse_rule(text)
 
 
 def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
     def local(node: LocalNode) -> Sequence[ir.Value]:
-        plain = node.view.attr("reduction", "mean") == "none"
+        plain = node.attr("reduction", "mean") == "none"
         if not node.plan.factors or (plain and not node.atoms(CLASSES)):
             if softmax and _keeps_log_prob(node.view) and _fuses(node):
                 return _fused_loss(node)
@@ -86,7 +85,7 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
 
 def _fuses(node: LocalNode) -> bool:
     """Whether a kernel can take the place of the node's form in standard operators."""
-    whole = not node.view.has(WEIGHTS) and not node.atoms(CLASSES)
+    whole = not node.has(WEIGHTS) and not node.atoms(CLASSES)
     return whole and node.builder.opset >= MIN_OPSET
 
 
@@ -98,8 +97,8 @@ def _fused_loss(node: LocalNode) -> Sequence[ir.Value]:
         [node.input(SCORES), labels],
         [(node.out_dtype(i), node.out_shape(i)) for i in (0, 1)],
         {
-            "reduction": node.view.attr("reduction", "mean"),
-            "ignore_index": node.view.attr("ignore_index", _NO_LABEL),
+            "reduction": node.attr("reduction", "mean"),
+            "ignore_index": node.attr("ignore_index", _NO_LABEL),
         },
         domain=DOMAIN,
     )
@@ -183,7 +182,7 @@ class _Loss:
         """Which labels count: neither ignored nor padding; None where all do."""
         node, rows = self.node, self.rows
         uneven = [f for f in _rows(node) if not node.is_even(f)]
-        ignored = node.view.attr("ignore_index")
+        ignored = node.attr("ignore_index")
         if ignored is None and not uneven:
             return None
         if ignored is None:
@@ -210,7 +209,7 @@ class _Loss:
         """The weight of each row; None where every one is 1."""
         node, rows = self.node, self.rows
         zero = node.builder.const(np.array(0), self.wide)
-        if node.view.has(WEIGHTS):
+        if node.has(WEIGHTS):
             weights = node.builder.cast(node.input(WEIGHTS), self.wide)
             weight = node.op("Gather", weights, place, shape=rows, axis=0)
             weight = node.op("Where", inside, weight, zero, dtype=self.wide, shape=rows)
@@ -234,7 +233,7 @@ class _Loss:
         """The global weight of all labels, as a scalar."""
         node = self.node
         if weight is None or not (
-            node.view.has(WEIGHTS) or node.view.node.attributes.get("ignore_index")
+            node.has(WEIGHTS) or node.view.node.attributes.get("ignore_index")
         ):
             count = count_of(node, node.view.shape(LABELS), self.wide)
             return node.builder.reshape(count, [])
@@ -265,7 +264,7 @@ def loss_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
     Without `softmax` the exponential is left out: the scores are log-probabilities themselves.
     """
-    return _LossGrad(node, bool(node.view.attr("softmax", 1))).emit()
+    return _LossGrad(node, bool(node.attr("softmax", 1))).emit()
 
 
 @dataclass(frozen=True)
@@ -283,13 +282,13 @@ class _LossGrad(_Loss):
         """One node, where every row of scores is whole and of weight 1 or none."""
         node = self.node
         labels = node.builder.cast(node.input(LABELS), INT64)
-        reduction = node.view.attr("reduction", "mean")
+        reduction = node.attr("reduction", "mean")
         scale = node.builder.cast(node.input(COTANGENT), self.wide)
         if reduction == "mean":
             counted = self._counted(labels)
             weight = None if counted is None else node.builder.cast(counted, self.wide)
             scale = node.op("Div", scale, self._denominator(weight), shape=[])
-        ignored = node.view.attr("ignore_index", _NO_LABEL)
+        ignored = node.attr("ignore_index", _NO_LABEL)
         for factor in _rows(node):
             labels = node.masked(labels, LABELS, factor, ignored)
         return node.builder.ops(

@@ -41,15 +41,15 @@ def log_likelihood_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def _grad(node: GradNode, log_prob: ir.Value, softmax: int) -> ir.Value:
-    attributes: dict[str, Any] = {"reduction": node.view.attr("reduction", "mean")}
-    ignored = node.view.attr("ignore_index")
+    attributes: dict[str, Any] = {"reduction": node.attr("reduction", "mean")}
+    ignored = node.attr("ignore_index")
     if ignored is not None:
         attributes["ignore_index"] = ignored
     return node.op(
         LOSS_GRAD,
         log_prob,
         node.input(1),
-        node.input(2) if node.view.has(2) else None,
+        node.input(2) if node.has(2) else None,
         node.cotangent(0),
         shape=node.shape(log_prob),
         domain=DOMAIN,

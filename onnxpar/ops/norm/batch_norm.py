@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
@@ -42,17 +41,16 @@ def batch_norm_rule(view: NodeView) -> OpRule:
             node is in the training form of opset 13 and older, which says itself by its outputs.
     """
     rank = len(view.shape(0))
-    what = f"node {view.name!r} (BatchNormalization)"
     if rank < 2:
-        raise ModelError(f"{what}: expected a batch and channels, got a tensor of rank {rank}")
+        raise view.fail(f"expected a batch and channels, got a tensor of rank {rank}")
     if not view.attr("spatial", 1):
-        raise ModelError(f"{what}: its statistics are not one number a channel (spatial=0)")
+        raise view.fail("its statistics are not one number a channel (spatial=0)")
     names = axis_names(rank)
     dims = " ".join(names)
     outputs = [dims, *["b"] * (len(view.node.outputs) - 1)]
     trains = view.attr("training_mode", 0)
     if len(outputs) > 1 and not trains:
-        raise ModelError(f"{what}: its statistics are outputs, which needs training_mode")
+        raise view.fail("its statistics are outputs, which needs training_mode")
     text = f"{dims}, b, b, b, b -> {', '.join(outputs)}"
     if trains:
         text += f"; special: {' '.join(names[axis] for axis in _axes(rank))}"

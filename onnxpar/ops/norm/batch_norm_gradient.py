@@ -18,7 +18,7 @@ def batch_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     In inference form dx = dy · scale · inverse; mean and variance are operands as others are. In
     training form they depend on x: dx = scale · inverse (dy - mean(dy) - x̂ mean(dy x̂)).
     """
-    if node.view.attr("training_mode", 0):
+    if node.attr("training_mode", 0):
         return _training(node)
     return _by_constants(node, node.input(3), node.input(4), node.wanted)
 
@@ -84,7 +84,7 @@ def _aside(node: GradNode, value: ir.Value) -> ir.Value:
 
 def _inverse(node: GradNode, variance: ir.Value) -> ir.Value:
     """1 / sqrt(variance + epsilon)."""
-    epsilon = node.number(float(node.view.attr("epsilon", 1e-5)), variance)
+    epsilon = node.number(float(node.attr("epsilon", 1e-5)), variance)
     return node.op("Reciprocal", node.op("Sqrt", node.op("Add", variance, epsilon)))
 
 
@@ -102,7 +102,7 @@ def _training(node: GradNode) -> Sequence[ir.Value | None]:
             BATCH_NORM_GRAD,
             [dy, x, scale, mean, variance],
             [(x.dtype, node.shape(x)), part, part],
-            {"epsilon": float(node.view.attr("epsilon", 1e-5))},
+            {"epsilon": float(node.attr("epsilon", 1e-5))},
             domain=DOMAIN,
         )
         for index, value in enumerate(made):
@@ -127,7 +127,7 @@ def _through_running(
 
     Of the batch, the mean's derivative by x is 1/n, the variance's 2 (x - mean) / n.
     """
-    momentum = float(node.view.attr("momentum", 0.9))
+    momentum = float(node.attr("momentum", 0.9))
     if node.wants(index):
         result[index] = node.op("Mul", cotangent, node.number(momentum, cotangent))
     if not node.wants(0):
@@ -157,7 +157,7 @@ def _statistics(node: GradNode) -> tuple[ir.Value, ir.Value]:
     kept = [out for out in forward.outputs[1:3] if out.name]
     if not kept:
         forward.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
-    if not float(node.view.attr("momentum", 0.9)):
+    if not float(node.attr("momentum", 0.9)):
         mean, variance = (
             node.further_output(i, _type(node, i + 2), node.shape(node.input(i + 2)))
             for i in (1, 2)

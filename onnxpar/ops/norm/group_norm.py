@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -73,7 +72,7 @@ def _standardised(
 ) -> ir.Value:
     """(x - mean) / sqrt(variance + epsilon) over axes, x being laid out as input 0."""
     centred, _, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
-    epsilon = float(node.view.attr("epsilon", 1e-5))
+    epsilon = float(node.attr("epsilon", 1e-5))
     inverse = inverse_deviation(node, variance, epsilon, reduced(shape, axes))
     return node.op("Mul", centred, inverse, shape=shape)
 
@@ -92,10 +91,7 @@ def group_norm_rule(view: NodeView) -> OpRule:
     shape = view.shape(0)
     groups = int(view.attr("num_groups", 1))
     if not isinstance(shape[1], int) or groups < 1 or shape[1] % groups:
-        raise ModelError(
-            f"node {view.name!r} (GroupNormalization): expected channels in {groups} groups, got "
-            f"{shape[1]}"
-        )
+        raise view.fail(f"expected channels in {groups} groups, got {shape[1]}")
     space = [f"s{axis}" for axis in range(2, len(shape))]
     dims = " ".join(["n", "(g k)", *space])
     affine = "g" if view.opset < 21 else "(g k)"
@@ -182,7 +178,7 @@ def lp_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     x = masker(node)(node.input(0), node.zero[0])
     x = node.builder.cast(x, wide)
     kept = reduced(shape, axes)
-    one = node.view.attr("p", 2) == 1
+    one = node.attr("p", 2) == 1
     part = node.builder.reduce("ReduceL1" if one else "ReduceSumSquare", x, axes, keepdims=True)
     norm = node.all_reduce(part, split_atoms(node))
     if not one:

@@ -25,7 +25,7 @@ def group_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """
     x, build = node.input(0), node.builder
     shape = node.shape(x)
-    groups = int(node.view.attr("num_groups", 1))
+    groups = int(node.attr("num_groups", 1))
     inner = shape[1] // groups
     grouped = [shape[0], groups, inner, *shape[2:]]
     split = build.sizes(grouped)
@@ -121,7 +121,7 @@ def lp_norm_gradient(
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         x, y, dy = node.input(0), node.output(), node.cotangent()
         axes = [axis(node.view)]
-        first = node.view.attr("p", 2) == 1
+        first = node.attr("p", 2) == 1
         norm = node.builder.reduce("ReduceL1" if first else "ReduceL2", x, axes, keepdims=True)
         slope = node.op("Sign", x) if first else y
         total = node.builder.reduce("ReduceSum", node.op("Mul", dy, y), axes, keepdims=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
@@ -56,7 +55,7 @@ def _rule(kind: _Kind) -> Callable[[NodeView], OpRule]:
         shapes = {0: dims, _MEAN: row, _INVERSE: row, _SUM: dims}
         outputs = [shapes[i] if out.name else "." for i, out in enumerate(view.node.outputs)]
         if not kind.centre and len(outputs) > _MEAN and outputs[_MEAN] != ".":
-            raise ModelError(f"node {view.name!r} ({kind.name}): it has no mean to give")
+            raise view.fail("it has no mean to give")
         text = f"{', '.join(operands)} -> {', '.join(outputs)}"
         if last not in whole:
             text += f"; special: {last}"

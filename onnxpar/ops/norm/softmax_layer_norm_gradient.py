@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.fused.backward import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
@@ -55,15 +54,14 @@ def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | 
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         if any(c is not None for c in node.cotangents[1:]):
-            raise ModelError(
-                f"node {node.view.name!r} (LayerNormalization): the loss depends on its mean or "
-                "inverse deviation, for which there is no gradient"
+            raise node.fail(
+                "the loss depends on its mean or inverse deviation, for which there is no gradient"
             )
         x, scale, dy = node.input(0), node.input(1), node.cotangent()
         if not node.wants(0) and not node.wants(1):
             return [None, None, node.unbroadcast(dy, 2)]
         over = axes(node.view)
-        stash = ir.DataType(node.view.attr("stash_type", 1))
+        stash = ir.DataType(node.attr("stash_type", 1))
         kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
         mean, inverse = (node.further_output(i, stash, kept) for i in (1, 2))
         if node.wants(0) and node.fuses and _is_plain(node, over):
@@ -99,9 +97,8 @@ def rms_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | No
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         if any(c is not None for c in node.cotangents[1:]):
-            raise ModelError(
-                f"node {node.view.name!r} ({node.view.node.op_type}): the loss depends on its "
-                "inverse deviation, for which there is no gradient"
+            raise node.fail(
+                "the loss depends on its inverse deviation, for which there is no gradient"
             )
         scale, over = node.input(1), axes(node.view)
         dtype = node.input(0).dtype
@@ -138,7 +135,7 @@ def _normal_by_inverse(
     """
     view, build = node.view, node.builder
     stash = ir.DataType(view.attr("stash_type", 1))
-    named = view.node.op_type == _WITH_INVERSE
+    named = view.op_type == _WITH_INVERSE
     if x.dtype == stash and (named or _is_plain(node, over)):
         view.node.op_type = _WITH_INVERSE
         kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
@@ -176,7 +173,7 @@ def pull_back(node: GradNode, x: ir.Value, g: ir.Value | None, axes: Sequence[in
     centred = node.op("Sub", x, build.reduce("ReduceMean", x, axes, keepdims=True))
     square = node.op("Mul", centred, centred)
     variance = build.reduce("ReduceMean", square, axes, keepdims=True)
-    epsilon = node.number(float(node.view.attr("epsilon", 1e-5)), x)
+    epsilon = node.number(float(node.attr("epsilon", 1e-5)), x)
     root = node.op("Sqrt", node.op("Add", variance, epsilon))
     inverse = node.op("Reciprocal", root)
     normal = node.op("Mul", centred, inverse)
@@ -194,7 +191,7 @@ def _is_plain(node: GradNode, over: Sequence[int]) -> bool:
     equal = node.builder.table.equal
     return all(
         len(shape) == len(sizes) and all(map(equal, shape, sizes))
-        for shape in (node.shape(node.input(i)) for i in (1, 2) if node.view.has(i))
+        for shape in (node.shape(node.input(i)) for i in (1, 2) if node.has(i))
     )
 
 

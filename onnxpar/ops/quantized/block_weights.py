@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -83,8 +82,8 @@ def matmul_nbits_rule(view: NodeView) -> OpRule:
         ModelError: The weight is in the order of one machine's instructions (`weight_prepacked`).
     """
     if view.attr("weight_prepacked", 0):
-        raise ModelError(
-            f"node {view.name!r} (MatMulNBits): its weight is packed for one kernel "
+        raise view.fail(
+            "its weight is packed for one kernel "
             "('weight_prepacked'); export the model without that"
         )
     columns, block, bits = (int(view.attr(n)) for n in ("K", "block_size", "bits"))
@@ -116,7 +115,7 @@ def matmul_nbits_local(node: LocalNode) -> Sequence[ir.Value]:
     rows, columns = node.out_shape()[-1], node.in_shape(0)[-1]
     inputs = list(node.inputs)
     split = "z" in node.plan.rule.kinds and node.atoms("z")
-    if split and node.view.has(_BIAS):
+    if split and node.has(_BIAS):
         inputs[_BIAS] = on_first(node, _BIAS, node.atoms("z"))
     return node.copy(inputs, {"N": int(rows), "K": int(columns)})
 
@@ -171,7 +170,7 @@ def gather_block_quantized_local(node: LocalNode) -> Sequence[ir.Value]:
     if inside is None:
         return (rows,)
     rank = len(node.view.shape(0))
-    axis = normal_axis(node.view, node.view.attr("gather_axis", 0), rank)
+    axis = normal_axis(node.view, node.attr("gather_axis", 0), rank)
     inside = node.builder.reshape(inside, [*node.in_shape(1), *[1] * (rank - axis - 1)])
     return (zero_unless(node, inside, rows),)
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -36,10 +35,7 @@ class _Conv:
         x, w = view.shape(0), view.shape(weight)
         group = int(view.attr("group", 1))
         if not isinstance(w[0], int) or not isinstance(w[1], int):
-            raise ModelError(
-                f"node {view.name!r} ({view.node.op_type}): the channels must be known to be "
-                f"divided, got {w[0]} and {w[1]}"
-            )
+            raise view.fail(f"the channels must be known to be divided, got {w[0]} and {w[1]}")
         self.view = view
         self.sizes: dict[str, Dim] = {}
         self.inner = "1" if group == w[1] == 1 else _merged(self.sizes, group, _IN, w[1])
@@ -96,7 +92,7 @@ def integer_rule(view: NodeView) -> OpRule:
 def _copied(node: LocalNode, inputs: Sequence[ir.Value | None] | None = None) -> ir.Value:
     """The node on local operands, with as many groups as there are here."""
     attributes = {}
-    if node.view.attr("group", 1) != 1 and _GROUP in node.split_factors():
+    if node.attr("group", 1) != 1 and _GROUP in node.split_factors():
         attributes = {"group": node.local_size(_GROUP)}
     return node.copy(inputs, attributes)[0]
 
@@ -111,7 +107,7 @@ def integer_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def _filled_weight(node: LocalNode, weight: int, point: int) -> ir.Value:
     value = node.input(weight)
-    zero = node.input(point) if node.view.has(point) else None
+    zero = node.input(point) if node.has(point) else None
     if zero is not None:
         shape = node.in_shape(point)
         rest = [1] * (len(node.in_shape(weight)) - 1)

@@ -94,7 +94,7 @@ def mean_rule(view: NodeView) -> OpRule:
 
 
 def _mean_axes(view: NodeView) -> list[int]:
-    if view.node.op_type == "QLinearGlobalAveragePool":
+    if view.op_type == "QLinearGlobalAveragePool":
         return _spatial(view)
     rank = len(view.shape(0))
     return list(normal_axes(view, view.attr("axes") or range(rank), rank))

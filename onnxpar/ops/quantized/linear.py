@@ -37,9 +37,8 @@ def _rule(view: NodeView) -> OpRule:
         by = [names[axis]]
     elif len(scale) > 1:
         if len(scale) != len(shape):
-            raise NodeError(
-                f"node {view.name!r} ({view.node.op_type}): expected a scale of rank 0, 1 or "
-                f"{len(shape)}, got {len(scale)}"
+            raise view.fail(
+                f"expected a scale of rank 0, 1 or {len(shape)}, got {len(scale)}", NodeError
             )
         axis = normal_axis(view, view.attr("axis", 1), len(names))
         by = list(names)
@@ -60,7 +59,7 @@ def _rule(view: NodeView) -> OpRule:
     text += f" -> {' '.join(rows)}"
     if whole:
         text += f"; replicated: {' '.join(whole)}"
-    if view.node.op_type == "DequantizeLinear":
+    if view.op_type == "DequantizeLinear":
         text += "; linear: sum 1"
     return parse_rule(text, sizes)
 

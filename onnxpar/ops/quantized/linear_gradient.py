@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import normal_axis
 
@@ -31,7 +30,7 @@ def _wide(node: GradNode, value: ir.Value) -> ir.Value:
     if len(shape) == 0 or (len(shape) == 1 and shape[0] == 1):
         return node.op("Reshape", value, node.builder.const(np.array([], np.int64)), shape=[])
     if len(shape) == 1:
-        axis = normal_axis(node.view, node.view.attr("axis", 1), rank)
+        axis = normal_axis(node.view, node.attr("axis", 1), rank)
         size = shape[0]
         target = np.array([-1, *[1] * (rank - axis - 1)], np.int64)
         return node.op(
@@ -40,9 +39,8 @@ def _wide(node: GradNode, value: ir.Value) -> ir.Value:
             node.builder.const(target),
             shape=[size, *[1] * (rank - axis - 1)],
         )
-    raise ModelError(
-        f"node {node.view.name!r} ({node.view.node.op_type}): a gradient needs a scale of the "
-        f"tensor or of an axis, got one of the shape {list(shape)}"
+    raise node.fail(
+        f"a gradient needs a scale of the tensor or of an axis, got one of the shape {list(shape)}"
     )
 
 
@@ -51,7 +49,7 @@ def _to_scale(node: GradNode, x: ir.Value) -> ir.Value:
     scale, rank = node.input(1), len(node.shape(x))
     axes = list(range(rank))
     if len(node.shape(scale)) == 1 and node.shape(scale)[0] != 1:
-        axes.remove(normal_axis(node.view, node.view.attr("axis", 1), rank))
+        axes.remove(normal_axis(node.view, node.attr("axis", 1), rank))
     if axes:
         x = node.builder.reduce("ReduceSum", x, axes)
     return node.builder.reshape_like(x, scale)
@@ -66,7 +64,7 @@ def dequantize_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     if not node.wants(1):
         return [integers]
     steps = _float(node, node.input(0), scale)
-    if node.view.has(2):
+    if node.has(2):
         zero = _float(node, _wide(node, node.input(2)), scale)
         steps = node.op("Sub", steps, zero, shape=shape)
     return [integers, _to_scale(node, node.op("Mul", dy, steps, shape=shape))]
@@ -88,7 +86,7 @@ def quantize_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     wide = _wide(node, scale)
     steps = node.op("Div", x, wide, shape=shape)
     rounded = node.op("Round", steps, shape=shape)
-    if node.view.has(2):
+    if node.has(2):
         zero = _float(node, _wide(node, node.input(2)), scale)
         rounded = node.op("Add", rounded, zero, shape=shape)
     low, high = (node.number(limit, scale) for limit in _limits(node))
@@ -108,8 +106,6 @@ def _limits(node: GradNode) -> tuple[int, int]:
     if kind in _RANGES:
         return _RANGES[kind]
     if kind is None or not np.issubdtype(kind.numpy(), np.integer):
-        raise ModelError(
-            f"node {node.view.name!r} (QuantizeLinear): a gradient needs integers, got {kind}"
-        )
+        raise node.fail(f"a gradient needs integers, got {kind}")
     limits = np.iinfo(kind.numpy())
     return limits.min, limits.max

@@ -108,7 +108,7 @@ def integer_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def _filled_left(node: LocalNode, left: int, point: int) -> ir.Value:
     """The left operand with its zero point as the padding of K."""
-    zero = node.inputs[point] if node.view.has(point) else None
+    zero = node.inputs[point] if node.has(point) else None
     shape = node.in_shape(point) if zero is not None else ()
     if zero is not None and len(shape) == 1 and shape != (1,):
         zero = node.builder.reshape(zero, [*shape, 1])
@@ -199,9 +199,9 @@ def float_local(node: LocalNode) -> Sequence[ir.Value]:
     if not node.atoms(_K):
         return node.copy()
     left = _filled_left(node, 0, 4)
-    points = [node.inputs[i] if node.view.has(i) else None for i in (4, 5)]
+    points = [node.inputs[i] if node.has(i) else None for i in (4, 5)]
     total = _summed(node, left, node.input(1), *points)
-    bias = node.input(6) if node.view.has(6) else None
+    bias = node.input(6) if node.has(6) else None
     return (_scaled(node, total, node.input(2), 3, bias),)
 
 
@@ -231,9 +231,9 @@ def dynamic_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy()
     left, scale, point = ranged(node, node.input(0), factors, node.in_shape(0))
     left = filled(node, left, 0, _K, point)
-    right_point = node.inputs[3] if node.view.has(3) else None
+    right_point = node.inputs[3] if node.has(3) else None
     total = _summed(node, left, node.input(1), point, right_point)
-    bias = node.input(4) if node.view.has(4) else None
+    bias = node.input(4) if node.has(4) else None
     return (_scaled(node, total, scale, 2, bias),)
 
 

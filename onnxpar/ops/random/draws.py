@@ -13,7 +13,6 @@ from zlib import crc32
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
@@ -58,7 +57,7 @@ def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
     x = node.input(0)
     number = drawn(node, shape, "uniform")
     ratio = node.builder.const(np.array(0.5), FLOAT)
-    if node.view.has(_RATIO):
+    if node.has(_RATIO):
         ratio = node.builder.cast(node.input(_RATIO), FLOAT)
     kept = node.op("GreaterOrEqual", number, ratio, dtype=BOOL, shape=shape)
     if node.view.const(_TRAINING) is None:
@@ -106,7 +105,7 @@ def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
     """
     builder = node.builder
     parts: list[Component] = [c for dim in node.plan.outputs[0].dims for c in dim]
-    local = [local_size(c, node.mesh, node.view.table) for c in parts]
+    local = [local_size(c, node.mesh, node.table) for c in parts]
     name = crc32(node.view.drawing_name.encode())
     key = builder.ops(
         "Concat",
@@ -142,10 +141,7 @@ def noise_rule(view: NodeView) -> OpRule:
     require_readable(view, "the sizes of the output", view.out_shape())
     dtype = view.node.outputs[0].dtype
     if dtype is None or not dtype.is_floating_point():
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected numbers of a floating-point type, "
-            f"got {dtype}"
-        )
+        raise view.fail(f"expected numbers of a floating-point type, got {dtype}")
     rule = parse_rule(f"* -> {' '.join(axis_names(len(view.out_shape())))}")
     return replace(rule, inputs=rule.inputs[: view.arity])
 
@@ -154,8 +150,8 @@ def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], S
     def local(node: LocalNode) -> Sequence[ir.Value]:
         shape = node.out_shape()
         dtype = work_dtype(node.out_dtype())
-        low = float(node.view.attr(shift, 0.0))
-        factor = float(node.view.attr(scale, 1.0))
+        low = float(node.attr(shift, 0.0))
+        factor = float(node.attr(scale, 1.0))
         if distribution == "uniform":
             factor -= low
         x = node.builder.cast(drawn(node, shape, distribution), dtype)

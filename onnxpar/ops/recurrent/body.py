@@ -33,7 +33,7 @@ _TAKES_BETA = ("affine", "scaledtanh", "hardsigmoid")
 def activation_lists(view: NodeView) -> tuple[tuple[Activation, ...], ...]:
     """Returns the activations of each direction: name in lower case, alpha, beta."""
     count = 2 if view.attr("direction", "forward") == "bidirectional" else 1
-    kind = view.node.op_type
+    kind = view.op_type
     names = [name.lower() for name in view.attr("activations") or _DEFAULTS[kind] * count]
     alphas = list(view.attr("activation_alpha") or ())
     betas = list(view.attr("activation_beta") or ())
@@ -223,7 +223,7 @@ def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
         ModelError: An activation is none of ONNX's, or a size that must be known is not.
     """
     view, e = node.view, _Emit(node.builder)
-    kind = view.node.op_type
+    kind = view.op_type
     lists = activation_lists(view)
     for name in {name for each in lists for name, _, _ in each}:
         if name not in _KNOWN:

@@ -78,9 +78,9 @@ def _local(node: LocalNode, running: _Running) -> Sequence[ir.Value]:
     zero = node.zero[0] and running.identity == 0
     x = node.masked(node.input(0), 0, factor, running.identity, known_zero=zero)
     parts = node.components(factor)
-    sizes = [local_size(c, node.mesh, node.view.table) for c in parts]
+    sizes = [local_size(c, node.mesh, node.table) for c in parts]
     tall = [*shape[:axis], *sizes, *shape[axis + 1 :]]
-    exclusive = bool(node.view.attr("exclusive", 0))
+    exclusive = bool(node.attr("exclusive", 0))
     x = node.builder.reshape(x, tall)
     y = _scan(node, running, x, tall, axis, parts, exclusive=exclusive)
     return (node.builder.reshape(y, shape),)
@@ -99,7 +99,7 @@ def _scan(
     """The running total over the dims from `axis` on that `parts` are, as over one dim."""
     at = axis + len(parts) - 1
     atoms = parts[-1].atoms
-    reverse = int(node.view.attr("reverse", 0))
+    reverse = int(node.attr("reverse", 0))
     where = node.builder.const(at)
     y = node.op(running.op_type, x, where, shape=shape, exclusive=int(exclusive), reverse=reverse)
     kept = reduced(shape, [at])

@@ -33,7 +33,7 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
         axes = reduced_axes(view)
         operands = " ".join(names) + further(view)
         if axes is None:
-            identity = view.node.op_type in _IDENTITY_WITHOUT_AXES
+            identity = view.op_type in _IDENTITY_WITHOUT_AXES
             text = f"{operands} -> {' '.join(names)}"
             return parse_rule(text + ("; linear: any 0" if identity else ""))
         keep = view.attr("keepdims", 1)
@@ -59,7 +59,7 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
 def _splits(view: NodeView, kind: str) -> bool:
     """Means and logarithms of integers round midway: parts do not make the whole of them."""
     value = view.node.inputs[0]
-    exact = kind in ("max", "min", "prod") or view.node.op_type in (
+    exact = kind in ("max", "min", "prod") or view.op_type in (
         "ReduceSum",
         "ReduceL1",
         "ReduceSumSquare",

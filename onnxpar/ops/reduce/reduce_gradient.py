@@ -32,7 +32,7 @@ def reduction(spread: Spread) -> Gradient:
 
 def _kept(node: GradNode, value: ir.Value, axes: Sequence[int]) -> ir.Value:
     """A value of the result's shape with the reduced dims as dims of size 1."""
-    if not axes or node.view.attr("keepdims", 1):
+    if not axes or node.attr("keepdims", 1):
         return value
     return node.builder.unsqueeze(value, axes)
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.errors import NodeError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.metadata_keys import EXPANDED_FROM
@@ -339,18 +339,12 @@ def _int(node: ir.Node, name: str, default: int) -> int:
 
 def sequence_rule(view: NodeView) -> OpRule:
     """Folded into Split, Concat and the like where length and positions are known, else whole."""
-    raise ModelError(
-        f"node {view.name!r} ({view.node.op_type}): the length of its sequence, or a position, is "
-        "not known before the model runs"
-    )
+    raise view.fail("the length of its sequence, or a position, is not known before the model runs")
 
 
 def optional_rule(view: NodeView) -> OpRule:
     """Folded where it is known whether the value is there; else computed whole."""
-    raise ModelError(
-        f"node {view.name!r} ({view.node.op_type}): whether the value is there is not known before "
-        "the model runs"
-    )
+    raise view.fail("whether the value is there is not known before the model runs")
 
 
 _UNKNOWN = Missing("none of a sequence whose length or positions are not known")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
@@ -38,7 +37,7 @@ def transformed_axis(view: NodeView) -> int:
         return rank - 2
     known = view.contents(2)
     if known is None or not isinstance(known[0], int):
-        raise ModelError(f"node {view.name!r} (DFT): the axis must be constant to be divided")
+        raise view.fail("the axis must be constant to be divided")
     return normal_axis(view, known[0], rank)
 
 
@@ -59,7 +58,7 @@ def dft_rule(view: NodeView) -> OpRule:
 def _scalar(view: NodeView, index: int, what: str) -> int:
     known = view.contents(index)
     if known is None or len(known) != 1 or not isinstance(known[0], int):
-        raise ModelError(f"node {view.name!r} ({view.node.op_type}): {what} must be constant")
+        raise view.fail(f"{what} must be constant")
     return known[0]
 
 
@@ -74,7 +73,7 @@ def _lengths(view: NodeView) -> tuple[int, int]:
         return step, _scalar(view, 3, "the length of a frame")
     length = view.shape(2)[0]
     if not isinstance(length, int):
-        raise ModelError(f"node {view.name!r} (STFT): the length of the window must be constant")
+        raise view.fail("the length of the window must be constant")
     return step, length
 
 
@@ -147,10 +146,7 @@ def mel_rule(view: NodeView) -> OpRule:
     Raises:
         ModelError: Always.
     """
-    raise ModelError(
-        f"node {view.name!r} (MelWeightMatrix): a small matrix that five numbers give is made "
-        "whole on every device"
-    )
+    raise view.fail("a small matrix that five numbers give is made whole on every device")
 
 
 def _gradient(node: GradNode) -> Sequence[ir.Value | None]:

@@ -7,7 +7,6 @@ and imaginary part count as two real numbers, as in PyTorch's complex autograd.
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Dim
 from onnxpar.ops.grad_node import GradNode
 
@@ -26,18 +25,17 @@ def dft_gradient(node: GradNode, axis: int) -> ir.Value:
     view, x, dy = node.view, node.input(0), node.cotangent()
     inverse, onesided = bool(view.attr("inverse", 0)), bool(view.attr("onesided", 0))
     shape, made = list(node.shape(x)), list(node.shape(dy))
-    what = f"node {view.name!r} (DFT)"
     size = shape[axis]
     length: Dim = size
     if view.has(1):
         known = view.contents(1)
         if known is None:
-            raise ModelError(f"{what}: a gradient needs a constant dft_length")
+            raise view.fail("a gradient needs a constant dft_length")
         length = known[0]
     if not isinstance(length, int) or not isinstance(size, int):
-        raise ModelError(f"{what}: a gradient needs an axis of constant size, got {size}")
+        raise view.fail(f"a gradient needs an axis of constant size, got {size}")
     if inverse and onesided:
-        raise ModelError(f"{what}: there is no gradient of an inverse from half of a spectrum")
+        raise view.fail("there is no gradient of an inverse from half of a spectrum")
     if onesided:
         # What the spectrum does not have got no cotangent.
         dy = _resized(node, dy, axis, length)

@@ -103,7 +103,7 @@ def eye_local(node: LocalNode) -> Sequence[ir.Value]:
     rows, columns = node.out_shape()
     dtype = node.out_dtype()
     row = node.builder.reshape(global_index(node, "a"), [rows, 1])
-    shift = node.builder.const([int(node.view.attr("k", 0))])
+    shift = node.builder.const([int(node.attr("k", 0))])
     row = node.op("Add", row, shift, shape=[rows, 1])
     hit = node.op(
         "Equal", row, global_index(node, "b"), dtype=ir.DataType.BOOL, shape=[rows, columns]
@@ -126,9 +126,9 @@ def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
     shape = node.in_shape(0)
     x = node.input(0)
     rows = node.builder.reshape(global_index(node, row), [shape[-2], 1])
-    if node.view.has(1):
+    if node.has(1):
         rows = node.op("Add", rows, node.input(1), shape=[shape[-2], 1])
-    compare = "GreaterOrEqual" if node.view.attr("upper", 1) else "LessOrEqual"
+    compare = "GreaterOrEqual" if node.attr("upper", 1) else "LessOrEqual"
     kept = node.op(
         compare, global_index(node, column), rows, dtype=ir.DataType.BOOL, shape=shape[-2:]
     )
@@ -137,8 +137,8 @@ def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def trilu_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Trilu of the cotangent: what was set to zero has no gradient."""
-    offset = [node.input(1)] if node.view.has(1) else []
-    upper = node.view.attr("upper", 1)
+    offset = [node.input(1)] if node.has(1) else []
+    upper = node.attr("upper", 1)
     return [node.op("Trilu", node.cotangent(), *offset, upper=upper)]
 
 

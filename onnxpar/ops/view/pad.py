@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -33,12 +32,10 @@ def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
         given = view.contents(1)
         axes = view.ints(3, "axes")
     if given is None:
-        raise ModelError(f"node {view.name!r} (Pad): the pads must be known to be divided")
+        raise view.fail("the pads must be known to be divided")
     places = range(rank) if axes is None else [normal_axis(view, a, rank) for a in axes]
     if len(given) != 2 * len(places):
-        raise ModelError(
-            f"node {view.name!r} (Pad): expected {2 * len(places)} pads, got {len(given)}"
-        )
+        raise view.fail(f"expected {2 * len(places)} pads, got {len(given)}")
     ends = zip(given[: len(places)], given[len(places) :], strict=True)
     return {a: e for a, e in zip(places, ends, strict=True) if e != (0, 0)}
 
@@ -82,11 +79,9 @@ def padded_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def _repeats(view: NodeView) -> tuple[Dim, ...]:
     known = view.contents(1)
     if known is None:
-        raise ModelError(f"node {view.name!r} (Tile): the repeats must be known to be divided")
+        raise view.fail("the repeats must be known to be divided")
     if len(known) != len(view.shape(0)):
-        raise ModelError(
-            f"node {view.name!r} (Tile): expected {len(view.shape(0))} repeats, got {len(known)}"
-        )
+        raise view.fail(f"expected {len(view.shape(0))} repeats, got {len(known)}")
     require_readable(view, "the repeats", known)
     return known
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Dim, as_dim, dim_str
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.index.gather_gradient import indexed_gradient
@@ -29,11 +28,8 @@ def pad_gradient(
         ModelError: How many they are is not known, or a border was copied from a dim of unknown
             size, or the model's opset is before 11.
     """
-    what = f"node {node.view.name!r} (Pad)"
     if node.builder.opset < _MIN_OPSET:
-        raise ModelError(
-            f"{what}: a gradient needs opset {_MIN_OPSET}, the model has {node.builder.opset}"
-        )
+        raise node.fail(f"a gradient needs opset {_MIN_OPSET}, the model has {node.builder.opset}")
     dy = node.cotangent()
     if mode != "constant":
         return [_copied(node, dy, mode, amounts)]
@@ -41,8 +37,8 @@ def pad_gradient(
         for end in ends:
             least, most = node.builder.table.bounds(end)
             if (least is None or least < 0) and (most is None or most > 0):
-                raise ModelError(
-                    f"{what}: whether it is added or cut must be known for a gradient, got "
+                raise node.fail(
+                    f"whether it is added or cut must be known for a gradient, got "
                     f"{dim_str(ends[0])} and {dim_str(ends[1])} along axis {axis}"
                 )
     added = {axis: _parts(node, ends, 1) for axis, ends in amounts.items()}
@@ -107,15 +103,14 @@ def _copied(
     node: GradNode, dy: ir.Value, mode: str, amounts: Mapping[int, tuple[Dim, Dim]]
 ) -> ir.Value:
     """Adds the cotangents up where a border was copied from, axis by axis."""
-    what = f"node {node.view.name!r} (Pad)"
     if mode not in _COPIES:
-        raise ModelError(f"{what}: expected a mode of {', '.join(_COPIES)}, got {mode!r}")
+        raise node.fail(f"expected a mode of {', '.join(_COPIES)}, got {mode!r}")
     for axis, (before, after) in amounts.items():
         size = node.shape(node.input(0))[axis]
         both = (before, after) if isinstance(before, int) and isinstance(after, int) else None
         if not isinstance(size, int) or both is None or min(both) < 0:
-            raise ModelError(
-                f"{what}: a gradient of mode {mode!r} needs a constant size and constant pads of "
+            raise node.fail(
+                f"a gradient of mode {mode!r} needs a constant size and constant pads of "
                 f"at least 0, got {dim_str(size)} and the pads {dim_str(before)} and "
                 f"{dim_str(after)} along axis {axis}"
             )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -25,9 +24,7 @@ _SPACE = "n c (h x) (w y)"
 
 def _sizes(view: NodeView, space: Sequence[Dim], depth: Sequence[Dim]) -> dict[str, Dim]:
     if len(space) != 4:
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected 4 dims, got {len(space)}"
-        )
+        raise view.fail(f"expected 4 dims, got {len(space)}")
     block = int(view.attr("blocksize"))
     return {"x": block, "y": block, "c": space[1], "h": depth[2], "w": depth[3]}
 
@@ -35,9 +32,7 @@ def _sizes(view: NodeView, space: Sequence[Dim], depth: Sequence[Dim]) -> dict[s
 def _depth(view: NodeView) -> str:
     mode = str(view.attr("mode", "DCR"))
     if mode not in _DEPTH:
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): expected mode DCR or CRD, got {mode!r}"
-        )
+        raise view.fail(f"expected mode DCR or CRD, got {mode!r}")
     return _DEPTH[mode]
 
 
@@ -58,10 +53,7 @@ def reverse_sequence_rule(view: NodeView) -> OpRule:
     names = axis_names(len(view.shape(0)))
     batch, time = (int(view.attr(f"{n}_axis", d)) for n, d in (("batch", 1), ("time", 0)))
     if {batch, time} != {0, 1}:
-        raise ModelError(
-            f"node {view.name!r} (ReverseSequence): expected axes 0 and 1 for batch and time, got "
-            f"{batch} and {time}"
-        )
+        raise view.fail(f"expected axes 0 and 1 for batch and time, got {batch} and {time}")
     text = " ".join(names)
     return parse_rule(f"{text}, {names[batch]} -> {text}; replicated: {names[time]}; linear: any 0")
 

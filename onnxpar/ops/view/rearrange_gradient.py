@@ -10,9 +10,9 @@ from onnxpar.ops.grad_node import GradNode
 
 def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """SpaceToDepth; for CRD, which that has from opset 28 only, a view, transposed."""
-    dy, x, block = node.cotangent(), node.input(0), int(node.view.attr("blocksize"))
+    dy, x, block = node.cotangent(), node.input(0), int(node.attr("blocksize"))
     shape = node.shape(x)
-    if str(node.view.attr("mode", "DCR")) == "DCR":
+    if str(node.attr("mode", "DCR")) == "DCR":
         return [node.op("SpaceToDepth", dy, shape=shape, blocksize=block)]
     batch, depth, height, width = node.shape(dy)[0], node.shape(dy)[1], *shape[2:]
     tall = [batch, depth, height, block, width, block]
@@ -24,8 +24,8 @@ def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 def space_to_depth_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """DepthToSpace of the same order of channels."""
-    flags: dict[str, Any] = {"blocksize": int(node.view.attr("blocksize"))}
-    mode = str(node.view.attr("mode", "DCR"))
+    flags: dict[str, Any] = {"blocksize": int(node.attr("blocksize"))}
+    mode = str(node.attr("mode", "DCR"))
     if mode != "DCR":
         # Before opset 11 DepthToSpace has no mode.
         flags["mode"] = mode

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import sympy
 
-from onnxpar.core.errors import ModelError, NodeError, SymbolError
+from onnxpar.core.errors import NodeError, SymbolError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
@@ -174,7 +174,7 @@ def reshape_rule(view: NodeView) -> OpRule:
     """
     right = view.out_shape()
     if 0 in right:
-        raise ModelError(f"node {view.name!r} (Reshape): its tensor has no elements")
+        raise view.fail("its tensor has no elements")
     if sum(not readable(view, (size,)) for size in right) > 1:
         require_readable(view, "the shape of the output", right)
     return view_rule(view, view.shape(0), right, further(view))
@@ -212,9 +212,8 @@ def transpose_rule(view: NodeView) -> OpRule:
     names = axis_names(rank)
     order = view.attr("perm") or list(reversed(range(rank)))
     if len(order) != rank:
-        raise NodeError(
-            f"node {view.name!r} (Transpose): 'perm': expected {rank} axes, one for each dim, got "
-            f"{list(order)}"
+        raise view.fail(
+            f"'perm': expected {rank} axes, one for each dim, got {list(order)}", NodeError
         )
     result = " ".join(names[i] for i in order)
     return parse_rule(f"{' '.join(names)} -> {result}; linear: any 0")

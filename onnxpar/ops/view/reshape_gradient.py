@@ -15,7 +15,7 @@ def reshape_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def transpose_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Transpose by the inverse permutation."""
     dy, rank = node.cotangent(), len(node.shape(node.input(0)))
-    order = list(node.view.attr("perm") or reversed(range(rank)))
+    order = list(node.attr("perm") or reversed(range(rank)))
     inverse = sorted(range(rank), key=lambda axis: order[axis])
     return [node.op("Transpose", dy, shape=node.shape(node.input(0)), perm=inverse)]
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -57,7 +56,7 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
         return " ".join(rest)
 
     one, many = words(outer[0]), [words(piece) for piece in inner]
-    if view.node.op_type == "Split":
+    if view.op_type == "Split":
         text = f"{one}{further(view)} -> {', '.join(many)}; linear: any 0"
     else:
         everyone = "+".join(map(str, range(len(many))))
@@ -78,7 +77,7 @@ def split_rule(view: NodeView) -> OpRule:
 
 def split_local(node: LocalNode) -> Sequence[ir.Value]:
     """Sizes of the pieces, where they are given, become local ones."""
-    given = node.view.has(1) or node.view.attr("split") is not None
+    given = node.has(1) or node.attr("split") is not None
     if not given or "d" not in node.plan.factors:
         return node.copy()
     pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
@@ -111,7 +110,7 @@ def _slices(view: NodeView) -> dict[int, int]:
         axes = view.ints(3, "axes")
         (count,) = view.shape(1)
     if axes is None and not isinstance(count, int):
-        raise ModelError(f"node {view.name!r} (Slice): the number of starts is {count}")
+        raise view.fail(f"the number of starts is {count}")
     found = axes if axes is not None else range(int(count))
     return {normal_axis(view, axis, rank): position for position, axis in enumerate(found)}
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Dim, dim_str
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.index.gather_gradient import indexed_gradient
@@ -22,7 +21,7 @@ def split_gradient(node: GradNode) -> Sequence[ir.Value | None]:
         _zeros(node, node.shape(output)) if given is None else given
         for output, given in zip(node.view.node.outputs, node.cotangents, strict=True)
     ]
-    axis = node.view.attr("axis", 0)
+    axis = node.attr("axis", 0)
     return [node.op("Concat", *pieces, dtype=x.dtype, shape=node.shape(x), axis=axis)]
 
 
@@ -42,8 +41,8 @@ def concat_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     elif all(isinstance(size, int) for size in sizes):
         attributes["split"] = [int(size) for size in sizes]
     else:
-        raise ModelError(
-            f"node {view.name!r} (Concat): the pieces {', '.join(map(dim_str, sizes))} are cut "
+        raise view.fail(
+            f"the pieces {', '.join(map(dim_str, sizes))} are cut "
             f"again only from opset 13 on, the model has {node.builder.opset}"
         )
     return list(node.builder.ops("Split", inputs, outputs, attributes))
@@ -99,8 +98,8 @@ def _taken(node: GradNode, cut: AxisSlice, full: Dim, count: Dim) -> ir.Value:
     if isinstance(cut.start, int) and cut.step is not None and isinstance(count, int):
         return builder.const(cut.start + cut.step * np.arange(count, dtype=np.int64))
     if builder.opset < _MIN_OPSET:
-        raise ModelError(
-            f"node {node.view.name!r} (Slice): a gradient over indices that the run decides needs "
+        raise node.fail(
+            f"a gradient over indices that the run decides needs "
             f"opset {_MIN_OPSET}, the model has {builder.opset}"
         )
     # All indices cut as the axis is, so that bounds outside of it are understood as they are there.
@@ -113,7 +112,7 @@ def _taken(node: GradNode, cut: AxisSlice, full: Dim, count: Dim) -> ir.Value:
         node.op("Gather", node.input(i), chosen, shape=[1]) for i in (1, 2)
     ]
     bounds.append(builder.const([0], kind))
-    if node.view.has(4):
+    if node.has(4):
         bounds.append(node.op("Gather", node.input(4), chosen, shape=[1]))
     return node.op("Slice", every, *bounds, shape=[count])
 

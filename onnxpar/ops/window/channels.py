@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.errors import NodeError
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local_node import LocalNode
@@ -57,11 +57,10 @@ def channels(view: NodeView, few: Dim, many: Dim, group: int) -> Channels:
         ModelError: A number of channels is not known.
         NodeError: The groups do not divide it.
     """
-    what = f"node {view.name!r} ({view.node.op_type})"
     if not isinstance(few, int) or not isinstance(many, int):
-        raise ModelError(f"{what}: the channels must be known to be divided, got {few} and {many}")
+        raise view.fail(f"the channels must be known to be divided, got {few} and {many}")
     if group < 1 or few % group or many % group:
-        raise NodeError(f"{what}: expected {group} groups to divide {few} and {many} channels")
+        raise view.fail(f"expected {group} groups to divide {few} and {many} channels", NodeError)
     sizes: dict[str, Dim] = {}
     image, one = _word(sizes, group, FEW, few // group)
     results, _ = _word(sizes, group, MANY, many // group)

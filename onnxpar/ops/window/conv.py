@@ -27,9 +27,10 @@ def _channels(view: NodeView) -> Channels:
     few, group = view.shape(0)[1], int(view.attr("group", 1))
     own = view.shape(1)[1]
     if isinstance(few, int) and isinstance(own, int) and own * group != few:
-        raise NodeError(
-            f"node {view.name!r} ({view.node.op_type}): operand 1 has filters of {own} channels in "
-            f"{group} groups: expected {own * group} channels of operand 0, got {few}"
+        raise view.fail(
+            f"operand 1 has filters of {own} channels in "
+            f"{group} groups: expected {own * group} channels of operand 0, got {few}",
+            NodeError,
         )
     return channels(view, few, view.shape(1)[0], group)
 
@@ -65,7 +66,7 @@ def conv_local(node: LocalNode) -> Sequence[ir.Value]:
 
 def bias_once(node: LocalNode, summed: str) -> list[ir.Value]:
     """Returns the bias, where there is one: zero on all but the first of those that sum."""
-    if not node.view.has(2):
+    if not node.has(2):
         return []
     atoms = node.atoms(summed) if summed in node.plan.factors else ()
     return [on_first(node, 2, atoms) if atoms else node.input(2)]

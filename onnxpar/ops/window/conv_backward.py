@@ -76,7 +76,7 @@ def _turned_dims(node: LocalNode, dims: Sequence[Spatial]) -> tuple[Spatial, ...
     found = []
     for dim in dims:
         before = dim.extent - 1 - (dim.before or 0)
-        after = constant(dim.size - dim.results + dim.extent - 1 - before, node.view.table)
+        after = constant(dim.size - dim.results + dim.extent - 1 - before, node.table)
         if dim.stride != 1 or before < 0 or after is None or after < 0:
             return None
         found.append(Spatial(dim.kernel, 1, dim.dilation, before, after, dim.results, dim.size))

@@ -11,7 +11,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.window.geometry import Spatial, conv_dims
@@ -30,7 +29,7 @@ def conv_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """
     x, w, dy = node.input(0), node.input(1), node.cotangent()
     attributes = _attributes(node, conv_dims(node.view))
-    found: list[ir.Value | None] = [None for _ in range(node.view.arity)]
+    found: list[ir.Value | None] = [None for _ in range(node.arity)]
     if node.wants(0):
         shape = node.shape(x)
         found[0] = node.op(INPUT_GRAD, dy, w, shape=shape, domain=DOMAIN, **attributes)
@@ -51,13 +50,10 @@ def conv_transpose_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     x, w, dy = node.input(0), node.input(1), node.cotangent()
     dims = transpose_dims(node.view)
     attributes = _attributes(node, dims)
-    extra = node.view.attr("output_padding") or [0] * len(dims)
+    extra = node.attr("output_padding") or [0] * len(dims)
     if any(e >= d.stride for e, d in zip(extra, dims, strict=True)):
-        raise ModelError(
-            f"node {node.view.name!r} (ConvTranspose): a gradient needs output_padding below the "
-            f"strides, got {list(extra)}"
-        )
-    found: list[ir.Value | None] = [None for _ in range(node.view.arity)]
+        raise node.fail(f"a gradient needs output_padding below the strides, got {list(extra)}")
+    found: list[ir.Value | None] = [None for _ in range(node.arity)]
     if node.wants(0):
         found[0] = node.op("Conv", dy, w, shape=node.shape(x), **attributes)
     if node.wants(1):
@@ -74,5 +70,5 @@ def _bias(node: GradNode, dy: ir.Value) -> ir.Value:
 
 
 def _attributes(node: GradNode, dims: Sequence[Spatial]) -> dict[str, Any]:
-    group = int(node.view.attr("group", 1))
+    group = int(node.attr("group", 1))
     return {**window_attributes(node, dims, _MIN_OPSET), "group": group}

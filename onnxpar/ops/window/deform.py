@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
@@ -31,10 +30,7 @@ def deform_conv_rule(view: NodeView) -> OpRule:
     """
     group, offsets = int(view.attr("group", 1)), int(view.attr("offset_group", 1))
     if group > 1 and offsets not in (1, group):
-        raise ModelError(
-            f"node {view.name!r} (DeformConv): expected 1 or {group} offset groups to be divided, "
-            f"got {offsets}"
-        )
+        raise view.fail(f"expected 1 or {group} offset groups to be divided, got {offsets}")
     x, w = view.shape(0), view.shape(1)
     channel = channels(view, x[1], w[0], group)
     image, results, few = channel.image, channel.results, channel.few
@@ -75,14 +71,14 @@ def deform_conv_local(node: LocalNode) -> Sequence[ir.Value]:
     """On local channels; of devices that sum channels the first of a group adds the bias."""
     if not node.plan.factors:
         return node.copy()
-    group = int(node.view.attr("group", 1))
-    offsets = int(node.view.attr("offset_group", 1))
+    group = int(node.attr("group", 1))
+    offsets = int(node.attr("offset_group", 1))
     local = node.local_size(GROUP) if group > 1 else 1
     if offsets > 1:
         offsets = int(local if group > 1 else node.local_size(_OFFSETS))
     operands = list(node.inputs)
     split = tuple(a for f in node.split_factors("sum") for a in node.atoms(f))
-    if split and node.view.has(3):
+    if split and node.has(3):
         operands[3] = on_first(node, 3, split)
     return node.copy(operands, {"group": int(local), "offset_group": offsets})
 
@@ -97,9 +93,7 @@ def col2im_rule(view: NodeView) -> OpRule:
     require_readable(view, "the shape of the image", made)
     count, rows = made[1], held[1]
     if not isinstance(count, int) or not isinstance(rows, int):
-        raise ModelError(
-            f"node {view.name!r} (Col2Im): the channels must be known to be divided, got {count}"
-        )
+        raise view.fail(f"the channels must be known to be divided, got {count}")
     space = " ".join(f"s{d}" for d in range(len(made) - 2))
     text = f"{BATCH} ({MANY} k) l, ., . -> {BATCH} {MANY} {space}; replicated: k l {space}"
     return parse_rule(f"{text}; linear: sum 0", {MANY: count, "k": rows // count})

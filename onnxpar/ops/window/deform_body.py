@@ -68,7 +68,7 @@ def _multiplied(
 ) -> ir.Value:
     """The product of what was read with the weights, group by group, and the bias."""
     many, few = (int(size) for size in node.shape(node.input(1))[:2])
-    group = int(node.view.attr("group", 1))
+    group = int(node.attr("group", 1))
     places = int(results[0]) * int(results[1])
     columns = _viewed(node, read, [batch, group, few * taps, places])
     weights = _viewed(node, node.input(1), [group, many // group, few * taps])
@@ -85,9 +85,9 @@ def _viewed(node: BodyNode, x: ir.Value, shape: Sequence[Dim]) -> ir.Value:
 
 def _starts(node: BodyNode, axis: int, kernel: Sequence[Dim], results: Sequence[Dim]) -> np.ndarray:
     """Where each element of the kernel of each result lies along an axis, before it is moved."""
-    strides = node.view.attr("strides") or [1, 1]
-    dilations = node.view.attr("dilations") or [1, 1]
-    pads = node.view.attr("pads") or [0, 0, 0, 0]
+    strides = node.attr("strides") or [1, 1]
+    dilations = node.attr("dilations") or [1, 1]
+    pads = node.attr("pads") or [0, 0, 0, 0]
     sizes = [int(kernel[0]), int(kernel[1]), int(results[0]), int(results[1])]
     at = np.indices(sizes)
     places = at[2 + axis] * strides[axis] - pads[axis] + at[axis] * dilations[axis]

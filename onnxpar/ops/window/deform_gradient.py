@@ -6,7 +6,6 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Dim
 from onnxpar.ops.grad_node import GradNode
 
@@ -20,7 +19,7 @@ def col2im_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     view, dy = node.view, node.cotangent()
     block = view.contents(2)
     if block is None or not all(isinstance(b, int) for b in block):
-        raise ModelError(f"node {view.name!r} (Col2Im): a gradient needs a constant block shape")
+        raise view.fail("a gradient needs a constant block shape")
     kernel = [int(b) for b in block]
     count, rank = prod(kernel), len(kernel)
     out = node.shape(dy)
@@ -31,7 +30,7 @@ def col2im_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     for d in range(rank):
         room = out[2 + d] + pads[d] + pads[rank + d] - dilations[d] * (kernel[d] - 1) - 1
         if not isinstance(room, int):
-            raise ModelError(f"node {view.name!r} (Col2Im): a gradient needs a constant image")
+            raise view.fail("a gradient needs a constant image")
         made.append(room // int(strides[d]) + 1)
     images = out[0] * out[1]
     # Batch and channels are one dim, as each channel is cut for itself.

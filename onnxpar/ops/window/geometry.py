@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
@@ -71,10 +70,7 @@ def kernel_of(view: NodeView, weight: int | None) -> tuple[int, ...]:
         return tuple(int(k) for k in given)
     found = () if weight is None else view.shape(weight)[2:]
     if not found or not all(isinstance(k, int) for k in found):
-        raise ModelError(
-            f"node {view.name!r} ({view.node.op_type}): the kernel's sizes must be known to be "
-            f"divided, got {list(found)}"
-        )
+        raise view.fail(f"the kernel's sizes must be known to be divided, got {list(found)}")
     return tuple(int(k) for k in found)
 
 

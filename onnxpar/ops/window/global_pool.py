@@ -65,7 +65,7 @@ def global_lp_local(node: LocalNode) -> Sequence[ir.Value]:
     x = node.input(0)
     for factor in node.split_factors("special"):
         x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
-    p = int(node.view.attr("p", 2))
+    p = int(node.attr("p", 2))
     x = node.op("Abs", node.builder.cast(x, wide), shape=shape)
     power = x if p == 1 else node.op("Pow", x, _number(node, p, wide), shape=shape)
     total = node.builder.reduce("ReduceSum", power, range(2, len(shape)), keepdims=True)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from onnxpar.core.errors import ModelError
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.window.geometry import Spatial
 
@@ -20,16 +19,13 @@ def window_attributes(node: GradNode, dims: Sequence[Spatial], opset: int) -> di
         ModelError: The padding depends on sizes that are not numbers, or the opset is older.
     """
     view = node.view
-    what = f"node {view.name!r} ({view.node.op_type})"
     if node.builder.opset < opset:
-        raise ModelError(
-            f"{what}: a gradient needs opset {opset}, the model has {node.builder.opset}"
-        )
+        raise view.fail(f"a gradient needs opset {opset}, the model has {node.builder.opset}")
     before = [d.before for d in dims if d.before is not None]
     after = [d.after for d in dims if d.after is not None]
     if len(before) != len(dims):
-        raise ModelError(
-            f"{what}: a gradient needs sizes from which the padding of "
+        raise view.fail(
+            f"a gradient needs sizes from which the padding of "
             f"auto_pad={view.attr('auto_pad', 'NOTSET')!r} follows"
         )
     return {

@@ -97,7 +97,7 @@ class Sliding:
 
     def aligned(self, node: LocalNode, held: Dim, made: Dim) -> bool:
         """Whether blocks of `held` elements and of `made` results are proved to begin together."""
-        return node.view.table.equal(held, made * self.stride)
+        return node.table.equal(held, made * self.stride)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Spreading:
 
     def aligned(self, node: LocalNode, held: Dim, made: Dim) -> bool:
         """Whether blocks of `held` elements and of `made` results are proved to begin together."""
-        return node.view.table.equal(made, held * self.stride)
+        return node.table.equal(made, held * self.stride)
 
     def skipped(self, o: int) -> int:
         """Results that the window of the block that begins at `o` makes before it."""
@@ -191,7 +191,7 @@ class Covering:
 
     def aligned(self, node: LocalNode, held: Dim, made: Dim) -> bool:
         """Whether blocks of `held` elements are proved to begin at results that begin there."""
-        return node.view.table.equal(held, made) and node.view.table.divisible(held, self.stride)
+        return node.table.equal(held, made) and node.table.divisible(held, self.stride)
 
     def skipped(self, o: int) -> int:
         """Elements of the window before `o`."""
@@ -225,7 +225,7 @@ class DimSplit:
 
     def own(self, node: LocalNode) -> Dim:
         """Local number of results."""
-        return local_size(Component(self.results, self.atoms), node.mesh, node.view.table)
+        return local_size(Component(self.results, self.atoms), node.mesh, node.table)
 
     def start(self, node: LocalNode) -> ir.Value:
         """The first of this device's results, int64 [1]."""
@@ -315,7 +315,7 @@ def _sent(
         shape=shape,
         moved=moved_bytes("permute", total, node.mesh.count(atoms)),
         value=x.name or "",
-        reason=f"{node.view.name} ({node.view.node.op_type}: halo)",
+        reason=f"{node.name} ({node.op_type}: halo)",
         pairs=pairs,
     )
 
@@ -444,7 +444,7 @@ def _selected(
 
 def _even_halos(node: LocalNode, split: DimSplit) -> tuple[int, int] | None:
     """Elements before and after the own block that the window has; None where they may differ."""
-    table, count = node.view.table, node.mesh.count(split.atoms)
+    table, count = node.table, node.mesh.count(split.atoms)
     if not table.divisible(split.size, count) or not table.divisible(split.results, count):
         return None
     held = local_size(Component(split.size, split.atoms), node.mesh, table)
@@ -504,8 +504,8 @@ def _gathered(
     whole = Sharding(tuple((*dims[:axis], (Component(split.size),), *dims[axis + 1 :])))
     held = Sharding(tuple((*dims[:axis], (Component(split.size, split.atoms),), *dims[axis + 1 :])))
     dtype = x.dtype or ir.DataType.FLOAT
-    way = cheapest_route((held,), whole, node.mesh, node.view.table, int(dtype.itemsize))
-    reason = f"{node.view.name} ({node.view.node.op_type}: halo of unknown size)"
+    way = cheapest_route((held,), whole, node.mesh, node.table, int(dtype.itemsize))
+    reason = f"{node.name} ({node.op_type}: halo of unknown size)"
     x = emit_reshard(node.builder, x, way.steps, dtype=dtype, name=x.name or "", reason=reason)
     length = split.reach.span(split.own(node))
     first = split.reach.emit_first(node, split.start(node))

@@ -50,7 +50,7 @@ def sum_pool_rule(view: NodeView) -> OpRule:
     """AveragePool and LpPool: `N C y x -> N C y x; scaled: y x`; the average is linear."""
     space = words(pool_dims(view))
     text = f"N C {space.image} -> N C {space.results}{space.clauses(kernel=False)}"
-    return parse_rule(f"{text}; linear: sum 0" if view.node.op_type == "AveragePool" else text)
+    return parse_rule(f"{text}; linear: sum 0" if view.op_type == "AveragePool" else text)
 
 
 def _pooled(node: LocalNode, fill: float | str) -> tuple[ir.Value, ...]:
@@ -59,7 +59,7 @@ def _pooled(node: LocalNode, fill: float | str) -> tuple[ir.Value, ...]:
     if not split_dims(node, dims):
         return node.copy()
     # With ceil_mode a longer image would make one more result; indices tell by its length.
-    exact = bool(node.view.attr("ceil_mode", 0)) or _has_indices(node.view)
+    exact = bool(node.attr("ceil_mode", 0)) or _has_indices(node.view)
     image = windowed(node, 0, dims, fill, exact=exact)
     return node.copy([image.x], {"pads": list(image.pads), "auto_pad": None})
 
@@ -99,7 +99,7 @@ def _whole_places(
 ) -> ir.Value:
     """Places in the whole image, from those in an image of local sizes."""
     dims = pool_dims(node.view)
-    columns = bool(node.view.attr("storage_order", 0))
+    columns = bool(node.attr("storage_order", 0))
     order = range(len(dims)) if columns else range(len(dims) - 1, -1, -1)
     total: ir.Value | None = None
     stride: Dim = 1

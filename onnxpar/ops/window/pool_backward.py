@@ -71,7 +71,7 @@ def max_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
             "strides": [d.stride for d in dims],
             "dilations": [d.dilation for d in dims],
             "pads": [*before, *after],
-            "ceil_mode": int(node.view.attr("ceil_mode", 0)),
+            "ceil_mode": int(node.attr("ceil_mode", 0)),
         },
     )
     count = _product(dy_shape)
@@ -127,7 +127,7 @@ def _is_tiled(node: LocalNode, dim: Spatial, atoms: Atoms) -> bool:
     Results and image are cut at the same windows only where the results are split evenly.
     """
     plain = (dim.stride, dim.dilation, dim.before) == (dim.kernel, 1, 0)
-    table = node.view.table
+    table = node.table
     return (
         plain
         and table.equal(dim.size, dim.results * dim.stride)

@@ -51,9 +51,9 @@ def counts(node: LocalNode, dim: Spatial, atoms: Atoms) -> ir.Value:
         atoms: What splits it; none where it is whole.
     """
     assert dim.before is not None and dim.after is not None
-    include = bool(node.view.attr("count_include_pad", 0))
+    include = bool(node.attr("count_include_pad", 0))
     low, high = (dim.before, dim.after) if include else (0, 0)
-    own = local_size(Component(dim.results, atoms), node.mesh, node.view.table)
+    own = local_size(Component(dim.results, atoms), node.mesh, node.table)
     if isinstance(dim.size, int) and isinstance(dim.results, int):
         taps = np.arange(dim.kernel) * dim.dilation - dim.before
         at = np.arange(dim.results)[:, None] * dim.stride + taps

@@ -37,7 +37,7 @@ def average_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def lp_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Gives sign(x) |x|^(p-1) Σ dy y^(1-p), the sum over the results that read x; 0 where y is."""
     x, y, dy = node.input(0), node.output(), node.cotangent()
-    p = int(node.view.attr("p", 2))
+    p = int(node.attr("p", 2))
     if p == 1:
         return [node.op("Mul", node.op("Sign", x), _spread(node, dy, mean=0))]
     total = _spread(node, node.op("Div", dy, _root_power(node, y, p)), mean=0)
@@ -52,7 +52,7 @@ def max_unpool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
         count = count * size
     flat = node.op("Reshape", dy, node.builder.const(np.array([-1], np.int64)), shape=[count])
     dx = node.op("Gather", flat, index, shape=node.shape(index), axis=0)
-    return [dx, *[None for _ in range(node.view.arity - 1)]]
+    return [dx, *[None for _ in range(node.arity - 1)]]
 
 
 def global_average_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -68,7 +68,7 @@ def global_max_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def global_lp_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Gives dy y^(1-p) sign(x) |x|^(p-1), and 0 where y is 0."""
     x, y, dy = node.input(0), node.output(), node.cotangent()
-    p = int(node.view.attr("p", 2))
+    p = int(node.attr("p", 2))
     if p == 1:
         return [node.op("Mul", node.op("Sign", x), dy)]
     return [_powers(node, x, node.op("Div", dy, _root_power(node, y, p)), p)]
@@ -94,7 +94,7 @@ def _powers(node: GradNode, x: ir.Value, total: ir.Value, p: int) -> ir.Value:
 
 
 def _spread(node: GradNode, dy: ir.Value, mean: int) -> ir.Value:
-    include = int(node.view.attr("count_include_pad", 0))
+    include = int(node.attr("count_include_pad", 0))
     return node.op(
         SUM_POOL_GRAD,
         dy,
@@ -107,5 +107,5 @@ def _spread(node: GradNode, dy: ir.Value, mean: int) -> ir.Value:
 
 
 def _attributes(node: GradNode) -> dict[str, Any]:
-    ceil_mode = int(node.view.attr("ceil_mode", 0))
+    ceil_mode = int(node.attr("ceil_mode", 0))
     return {**window_attributes(node, pool_dims(node.view), _MIN_OPSET), "ceil_mode": ceil_mode}

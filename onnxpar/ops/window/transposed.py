@@ -86,7 +86,7 @@ def spread(
             begin = skipped(node, part)
         total = (shape[2 + d] - 1) * dim.stride + dim.extent
         if isinstance(begin, int):
-            rest = constant(total - begin - out[2 + d], node.view.table)
+            rest = constant(total - begin - out[2 + d], node.table)
             pad, more, start = _even(begin, rest, dim.stride)
             begins.append(pad)
             ends.append(pad)
