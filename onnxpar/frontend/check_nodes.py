@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError
-from onnxpar.ops.contrib_inference import correct_schemas
+from onnxpar.ops.contrib_schemas import correct_schemas
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)

@@ -29,7 +29,7 @@ from onnxpar.ops.body_node import (
     schema_body,
 )
 from onnxpar.ops.elementwise.cast import fold_casts
-from onnxpar.ops.inference import CORRECTED
+from onnxpar.ops.inference import inference
 from onnxpar.ops.operator import ByBody, OpDef, expanded
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.sequence.sequence import fold_sequences
@@ -163,7 +163,7 @@ def expand_by_body(
             if definition.body is not None:
                 _by_our_body(node, definition, builder)
             else:
-                _infer(model, _by_schema(model, node, opset, names), builder)
+                _infer(model, _by_schema(model, node, opset, names), builder, registry)
 
 
 def _opset(model: ir.Model) -> int:
@@ -314,7 +314,9 @@ def _replace(
 # -- shapes of what ONNX's bodies are made of, where inference does not run again ----------------
 
 
-def _infer(model: ir.Model, nodes: Sequence[ir.Node], builder: GlobalBuilder) -> None:
+def _infer(
+    model: ir.Model, nodes: Sequence[ir.Node], builder: GlobalBuilder, registry: Registry
+) -> None:
     """Infers the shapes of new nodes, in their order, from those of the values they read."""
     context = ShapeInferenceContext(model.opset_imports)
     sizes = {size for shape in builder.shapes.values() for size in shape}
@@ -328,8 +330,9 @@ def _infer(model: ir.Model, nodes: Sequence[ir.Node], builder: GlobalBuilder) ->
         if items is not None and value.const_value is None:
             data = [d if isinstance(d, int) else ir.SymbolicDim(dim_str(d)) for d in items]
             context.set_symbolic_value(value, data)
+    functions = inference(registry).functions
     for node in nodes:
-        infer = CORRECTED.get(node.domain, node.op_type, version=builder.opset)
+        infer = functions.get(node.domain, node.op_type, version=builder.opset)
         if infer is not None:
             infer(context, node)
     found = read_shapes([out for node in nodes for out in node.outputs], builder.table)

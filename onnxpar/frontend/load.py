@@ -39,7 +39,7 @@ from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.graph.names import Names
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
-from onnxpar.ops.inference import infer_shapes
+from onnxpar.ops.inference import inference
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
@@ -202,13 +202,13 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     unpack_heads(model)
     _name_nodes(model.graph)
     _name_dims(model.graph)
-    _infer(model, opset)
+    _infer(model, opset, registry)
 
     def changed() -> None:
         uncapture(model.graph)
         inline_constant_branches(model, BRANCHES)
         lift_constants(model)
-        _infer(model, opset)
+        _infer(model, opset, registry)
 
     # Types and sizes are known now, and with them what CastLike makes, and which branch is taken.
     if fold_constants(model, opset, weights) or any(map(is_decided, model.graph.all_nodes())):
@@ -218,7 +218,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     return model
 
 
-def _infer(model: ir.Model, opset: int) -> None:
+def _infer(model: ir.Model, opset: int, registry: Registry) -> None:
     """Infers all shapes anew and checks each node on them."""
     inputs = set(model.graph.inputs)
     declared: dict[ir.Value, ir.Shape] = {}
@@ -239,7 +239,7 @@ def _infer(model: ir.Model, opset: int) -> None:
     level = library.level
     library.setLevel(logging.ERROR)
     try:
-        infer_shapes(model)
+        inference(registry).infer_shapes(model)
     except (ShapeInferenceError, OpUsageError, ValueError) as error:
         if "inference failed for" in str(error):
             # That says no reason; ONNX's own inference does.

@@ -16,7 +16,18 @@ from onnxpar.ops.function import Function
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
-from onnxpar.ops.slots import FLOAT32, NO_ROLES, PLAIN, DrawsFn, Kernel, Precision, Roles, never
+from onnxpar.ops.sizes.computed_sizes import ValuesFn
+from onnxpar.ops.slots import (
+    FLOAT32,
+    NO_ROLES,
+    PLAIN,
+    DrawsFn,
+    InferFn,
+    Kernel,
+    Precision,
+    Roles,
+    never,
+)
 
 RuleFn = Callable[[NodeView], OpRule]
 LocalFn = Callable[[LocalNode], Sequence[ir.Value]]
@@ -69,6 +80,10 @@ class OpDef:
             range that its elements must lie in, and one element that may lie outside (None: none).
         body: Emits what the operator does in operators that have rules; None where the function
             body of ONNX's own schema says it, if the schema has one.
+        infer: Infers the shapes of a node's results where `onnx-shape-inference` says more, or
+            less, than is true; None where it is right, or the operator broadcasts.
+        values: Computes the elements of its results from those of its operands, where they are
+            sizes (see `onnxpar.ops.sizes.computed_sizes`).
         reads_bodies: Whether its rule and local form follow from the rules of the nodes in its
             bodies (see `NodeView.bodies`).
         carries_integers: Whether integers that the operator makes stand for floats, as quantised
@@ -105,6 +120,8 @@ class OpDef:
     indices: IndicesFn | None = None
     body: BodyFn | None = None
     reads_bodies: bool = False
+    infer: InferFn | None = None
+    values: ValuesFn | None = None
     carries_integers: bool = False
     draws: DrawsFn = never
     host_operands: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.operator import OpDef
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registry:
     """A table of operator definitions."""
 
@@ -58,6 +58,10 @@ class Registry:
         domain = "" if node.domain == "ai.onnx" else node.domain
         found = self._index.get((domain, node.op_type))
         return found[0] if found else None
+
+    def oldest(self, op: OpDef) -> OpDef:
+        """Returns the definition of the same operator that holds from the first version on."""
+        return self._index[op.domain, op.op_type][-1]
 
     @staticmethod
     def join(tables: Iterable[Sequence[OpDef]]) -> "Registry":

@@ -10,8 +10,26 @@ from math import prod
 from typing import Any
 
 import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext
 
 DrawsFn = Callable[[ir.Node], bool]
+LibraryFn = Callable[[ShapeInferenceContext, ir.Node], None]
+
+
+@dataclass(frozen=True)
+class Library:
+    """What `onnx-shape-inference` has, for a function that corrects it.
+
+    Attributes:
+        infer: Its own function of the operator; it does nothing where there is none.
+        infer_body: Infers the shapes of a body, as its engine does.
+    """
+
+    infer: LibraryFn
+    infer_body: Callable[..., object]
+
+
+InferFn = Callable[[Library, ShapeInferenceContext, ir.Node], None]
 
 
 def never(node: ir.Node) -> bool:

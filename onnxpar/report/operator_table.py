@@ -161,6 +161,8 @@ def _precision(precision: Precision) -> str:
 SLOT_WORDS: Mapping[str, Callable[[Any], str]] = {
     "indices": _function,
     "body": _function,
+    "infer": _function,
+    "values": lambda values: _yes(values is not None),
     "reads_bodies": _yes,
     "carries_integers": _yes,
     "draws": _first_line,

@@ -31,6 +31,7 @@ from onnxpar.ops.attention.heads import (
     local_heads,
     valid_along,
 )
+from onnxpar.ops.attention.inference import infer_group_query_attention
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.local_helpers import BOOL
 from onnxpar.ops.local_node import LocalNode
@@ -347,6 +348,7 @@ DEFS = (
         group_query_local,
         gradient=Missing("it reads and writes a cache; train a model with Attention"),
         cost=attends(3),
+        infer=infer_group_query_attention,
     ),
     OpDef(
         MICROSOFT,

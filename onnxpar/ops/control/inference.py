@@ -7,26 +7,25 @@ loop that may end early. Values that are operands only because a body captures t
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.symbols import as_dim, symbols_of
 from onnxpar.graph.body_captures import own_inputs
+from onnxpar.ops.slots import Library
 
-InferFn = Callable[[ShapeInferenceContext, ir.Node], None]
 BodyInferFn = Callable[..., object]
 Size = int | ir.SymbolicDim
 
 
-def infer_loop(infer_body: BodyInferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_loop(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Loop: the states' dims that a step leaves alone, and the trip count where it is certain."""
     body = node.attributes["body"].as_graph()
     initial = own_inputs(node)[2:]
     for value in body.inputs[:2]:
         value.shape = ir.Shape([])
-    _settle(infer_body, context, body, initial, body.inputs[2:], body.outputs[1:])
+    _settle(library.infer_body, context, body, initial, body.inputs[2:], body.outputs[1:])
     _put_states(context, node, initial, body.outputs[1:])
     count = trip_count(context, node)
     for out, made in zip(
@@ -35,7 +34,7 @@ def infer_loop(infer_body: BodyInferFn, context: ShapeInferenceContext, node: ir
         _put_stacked(context, out, made, 0, count)
 
 
-def infer_scan(infer_body: BodyInferFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_scan(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Scan (since opset 9): the states' dims that a step leaves alone."""
     body = node.attributes["body"].as_graph()
     operands = own_inputs(node)
@@ -53,7 +52,12 @@ def infer_scan(infer_body: BodyInferFn, context: ShapeInferenceContext, node: ir
         else:
             inner.shape = None
     _settle(
-        infer_body, context, body, operands[:states], body.inputs[:states], body.outputs[:states]
+        library.infer_body,
+        context,
+        body,
+        operands[:states],
+        body.inputs[:states],
+        body.outputs[:states],
     )
     _put_states(context, node, operands[:states], body.outputs[:states])
     axes = _axes(node, "scan_output_axes", len(node.outputs) - states)
@@ -177,18 +181,6 @@ def _put_stacked(
     at = axis if axis >= 0 else axis + len(dims) + 1
     dims.insert(at, context.new_symbolic_dim() if count is None else count)
     out.shape = ir.Shape(dims)
-
-
-def bodies_inference(infer_body: BodyInferFn) -> tuple[tuple[str, int, InferFn], ...]:
-    """Returns the corrections of Loop and Scan.
-
-    Args:
-        infer_body: Infers the shapes of a body, as the library's engine does.
-    """
-    return (
-        ("Loop", 1, partial(infer_loop, infer_body)),
-        ("Scan", 9, partial(infer_scan, infer_body)),
-    )
 
 
 BRANCHES = {("", "If"): ("then_branch", "else_branch")}

@@ -16,6 +16,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyFn
 from onnxpar.ops.control.body_rule import BodyAnalysis, Port, Wiring
 from onnxpar.ops.control.control_gradient import if_gradient, loop_body, scan_gradient
+from onnxpar.ops.control.inference import infer_loop, infer_scan
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import Captured, LocalNode
 from onnxpar.ops.operator import BY_BODY, ByBody, OpDef
@@ -152,6 +153,6 @@ def _control(
 
 DEFS = (
     _control("If", 1, if_wiring, if_gradient, host_operands=(0,)),
-    _control("Loop", 1, loop_wiring, BY_BODY, loop_body, host_operands=(0, 1)),
-    _control("Scan", 9, scan_wiring, scan_gradient),
+    _control("Loop", 1, loop_wiring, BY_BODY, loop_body, host_operands=(0, 1), infer=infer_loop),
+    _control("Scan", 9, scan_wiring, scan_gradient, infer=infer_scan),
 )

@@ -11,6 +11,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.elementwise.cast_gradient import cast_gradient
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
+from onnxpar.ops.sizes.computed_sizes import cast_elements
 from onnxpar.ops.slots import IN_PLACE, REARRANGES
 
 _F = ir.DataType
@@ -89,6 +90,7 @@ DEFS = (
         keeps_zero=True,
         roles=REARRANGES,
         memory=IN_PLACE,
+        values=cast_elements,
     ),
     OpDef(
         "",
@@ -98,6 +100,7 @@ DEFS = (
         cast_like_local,
         gradient=cast_gradient,
         keeps_zero=True,
+        values=cast_elements,
     ),
     OpDef(
         "",

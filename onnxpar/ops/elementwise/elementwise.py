@@ -16,6 +16,31 @@ from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_helpers import BOOL
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.operator import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
+from onnxpar.ops.sizes.computed_sizes import (
+    ABS,
+    ADD,
+    AND,
+    CEIL,
+    EQUAL,
+    FLOOR,
+    GREATER,
+    GREATER_OR_EQUAL,
+    LESS,
+    LESS_OR_EQUAL,
+    MAX,
+    MIN,
+    MUL,
+    NEG,
+    NOT,
+    OR,
+    POW,
+    SUB,
+    SUM,
+    XOR,
+    clipped,
+    divided,
+    remainder,
+)
 from onnxpar.ops.slots import FOLLOWS, IN_PLACE, Kernel, KernelCall, Roles
 
 
@@ -129,8 +154,8 @@ def _op(
     return OpDef("", name, version, rule, local, gradient=_gradient(name), keeps_zero=zero, **slots)
 
 
-def _test(name: str, version: int, *, broadcasts: bool = False) -> OpDef:
-    return OpDef("", name, version, _rule(), gradient=_TRUTH, broadcasts=broadcasts)
+def _test(name: str, version: int, **slots: Any) -> OpDef:
+    return OpDef("", name, version, _rule(), gradient=_TRUTH, **slots)
 
 
 # The bias of a product, or the scale of a normalisation written out, stands on either side.
@@ -147,8 +172,8 @@ DEFS = (
     _op("Tanh", 1, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
     _op("Sigmoid", 1, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS),
     _op("Exp", 1, _rule(_MONOTONE)),
-    _op("Ceil", 1, _rule(_MONOTONE), zero=True),
-    _op("Floor", 1, _rule(_MONOTONE), zero=True),
+    _op("Ceil", 1, _rule(_MONOTONE), zero=True, values=CEIL),
+    _op("Floor", 1, _rule(_MONOTONE), zero=True, values=FLOOR),
     _op("Round", 11, _rule(_MONOTONE), zero=True),
     _op("Erf", 9, _rule(_MONOTONE), zero=True, precision=FOLLOWS),
     _op("Softplus", 1, _rule(_MONOTONE), memory=IN_PLACE),
@@ -208,16 +233,16 @@ DEFS = (
     ),
     _test("IsNaN", 9),
     _test("IsInf", 10),
-    _test("Not", 1),
+    _test("Not", 1, values=NOT),
     _test("BitwiseNot", 18),
-    _test("And", 7, broadcasts=True),
-    _test("Or", 7, broadcasts=True),
-    _test("Xor", 7, broadcasts=True),
-    _test("Equal", 7, broadcasts=True),
-    _test("Less", 7, broadcasts=True),
-    _test("Greater", 7, broadcasts=True),
-    _test("LessOrEqual", 12, broadcasts=True),
-    _test("GreaterOrEqual", 12, broadcasts=True),
+    _test("And", 7, broadcasts=True, values=AND),
+    _test("Or", 7, broadcasts=True, values=OR),
+    _test("Xor", 7, broadcasts=True, values=XOR),
+    _test("Equal", 7, broadcasts=True, values=EQUAL),
+    _test("Less", 7, broadcasts=True, values=LESS),
+    _test("Greater", 7, broadcasts=True, values=GREATER),
+    _test("LessOrEqual", 12, broadcasts=True, values=LESS_OR_EQUAL),
+    _test("GreaterOrEqual", 12, broadcasts=True, values=GREATER_OR_EQUAL),
     _test("BitwiseAnd", 18, broadcasts=True),
     _test("BitwiseOr", 18, broadcasts=True),
     _test("BitwiseXor", 18, broadcasts=True),
@@ -225,12 +250,20 @@ DEFS = (
     _op("HardSigmoid", 1, _hard_sigmoid_rule, memory=IN_PLACE, precision=FOLLOWS),
     # |xy| = |x||y|. The sign and the reciprocal of a product are not left partial so: the product
     # may vanish or overflow in its type where the parts do not.
-    _op("Abs", 1, _rule("prod 0"), zero=True, precision=FOLLOWS),
+    _op("Abs", 1, _rule("prod 0"), zero=True, precision=FOLLOWS, values=ABS),
     _op("Sign", 9, _rule(_MONOTONE), zero=True),
-    _op("Neg", 6, _rule("sum 0"), zero=True, precision=FOLLOWS),
-    _op("Add", 7, _sum_rule, zero=True, broadcasts=True, roles=_ROWS, precision=FOLLOWS),
+    _op("Neg", 6, _rule("sum 0"), zero=True, precision=FOLLOWS, values=NEG),
     _op(
-        "Sub", 7, _rule(f"sum 0+1, {_extrema((0,))}"), zero=True, broadcasts=True, precision=FOLLOWS
+        "Add", 7, _sum_rule, zero=True, broadcasts=True, roles=_ROWS, precision=FOLLOWS, values=ADD
+    ),
+    _op(
+        "Sub",
+        7,
+        _rule(f"sum 0+1, {_extrema((0,))}"),
+        zero=True,
+        broadcasts=True,
+        precision=FOLLOWS,
+        values=SUB,
     ),
     _op(
         "Mul",
@@ -240,12 +273,13 @@ DEFS = (
         broadcasts=True,
         roles=_ROWS,
         precision=FOLLOWS,
+        values=MUL,
     ),
-    _op("Div", 7, _div_rule, _quotient_local, broadcasts=True, precision=FOLLOWS),
-    _op("Pow", 7, _rule(), broadcasts=True),
-    _op("Mod", 10, _rule(), _quotient_local, broadcasts=True),
+    _op("Div", 7, _div_rule, _quotient_local, broadcasts=True, precision=FOLLOWS, values=divided),
+    _op("Pow", 7, _rule(), broadcasts=True, values=POW),
+    _op("Mod", 10, _rule(), _quotient_local, broadcasts=True, values=remainder),
     _op("PRelu", 7, _rule(), zero=True, roles=Roles(vectors=(1,)), precision=FOLLOWS),
-    _op("Sum", 6, _sum_rule, zero=True, broadcasts=True),
+    _op("Sum", 6, _sum_rule, zero=True, broadcasts=True, values=SUM),
     OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body, memory=IN_PLACE),
     OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True, precision=FOLLOWS),
     OpDef(
@@ -259,7 +293,7 @@ DEFS = (
         body=_mean_body,
         broadcasts=True,
     ),
-    _op("Max", 6, _extremum_rule, zero=True, broadcasts=True, precision=FOLLOWS),
-    _op("Min", 6, _extremum_rule, zero=True, broadcasts=True, precision=FOLLOWS),
-    _op("Clip", 6, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS),
+    _op("Max", 6, _extremum_rule, zero=True, broadcasts=True, precision=FOLLOWS, values=MAX),
+    _op("Min", 6, _extremum_rule, zero=True, broadcasts=True, precision=FOLLOWS, values=MIN),
+    _op("Clip", 6, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS, values=clipped),
 )

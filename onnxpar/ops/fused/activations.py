@@ -12,6 +12,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.contraction.matmul import gemm_rule, on_first
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
+from onnxpar.ops.fused.inference import infer_fused_gemm
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, OpDef
 
@@ -137,5 +138,6 @@ DEFS = (
         fused_gemm_local,
         gradient=BY_BODY,
         body=fused_gemm_body,
+        infer=infer_fused_gemm,
     ),
 )

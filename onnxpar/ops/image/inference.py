@@ -5,26 +5,24 @@ has as its second operand nor those that Upsample of opset 7 has as an attribute
 of regions is another symbol to it after RoiAlign.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import floor
 
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext, registry
+from onnx_shape_inference import ShapeInferenceContext
+
+from onnxpar.ops.slots import Library
+
+_OLD = 2
+"""Operands of Resize in opset 10: the scales are the second."""
 
 
-def _library(op_type: str) -> Callable[[ShapeInferenceContext, ir.Node], None]:
-    registry.collect()
-    found: Callable[[ShapeInferenceContext, ir.Node], None] | None = registry.get("", op_type, 10)
-    assert found is not None, f"onnx-shape-inference has no {op_type}"
-    return found
-
-
-_RESIZE, _UPSAMPLE = _library("Resize"), _library("Upsample")
-
-
-def infer_resize(context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Resize of opset 11 and on: a kept aspect ratio rounds to the nearest size, halves up."""
-    _RESIZE(context, node)
+def infer_resize(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Resize: a kept aspect ratio rounds to the nearest size, halves up."""
+    if len(node.inputs) == _OLD:
+        _infer_old_resize(context, node)
+        return
+    library.infer(context, node)
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
     x = node.inputs[0]
     sizes = node.inputs[3] if len(node.inputs) > 3 else None
@@ -44,17 +42,17 @@ def infer_resize(context: ShapeInferenceContext, node: ir.Node) -> None:
     node.outputs[0].shape = ir.Shape(dims)
 
 
-def infer_old_resize(context: ShapeInferenceContext, node: ir.Node) -> None:
+def _infer_old_resize(context: ShapeInferenceContext, node: ir.Node) -> None:
     """Resize of opset 10: the scales are the second operand."""
     scales = node.inputs[1] if len(node.inputs) > 1 else None
     known = None if scales is None else ir.convenience.get_const_tensor(scales)
     _scaled(context, node, None if known is None else [float(s) for s in known.numpy().ravel()])
 
 
-def infer_upsample(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_upsample(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Upsample: the scales are an attribute until opset 9."""
     if "scales" not in node.attributes:
-        _UPSAMPLE(context, node)
+        library.infer(context, node)
         return
     _scaled(context, node, node.attributes["scales"].as_floats())
 
@@ -77,7 +75,7 @@ def _scaled(context: ShapeInferenceContext, node: ir.Node, scales: Sequence[floa
     context.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), x.dtype)
 
 
-def infer_roi_align(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_roi_align(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """RoiAlign, CropAndResize: a result for each region and channel, symbolic numbers too."""
     x, rois = node.inputs[:2]
     if x is None or rois is None or x.shape is None or rois.shape is None:
@@ -95,14 +93,3 @@ def infer_roi_align(context: ShapeInferenceContext, node: ir.Node) -> None:
     context.set_shape_and_dtype(
         node.outputs[0], ir.Shape([rois.shape[0], x.shape[1], *bins]), x.dtype
     )
-
-
-CORRECTIONS = (
-    ("RoiAlign", 10, infer_roi_align),
-    ("Resize", 10, infer_old_resize),
-    ("Resize", 11, infer_resize),
-    ("Upsample", 1, infer_upsample),
-)
-
-MICROSOFT = (("CropAndResize", infer_roi_align),)
-"""Operators of the domain `com.microsoft`, version 1."""

@@ -20,6 +20,7 @@ from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.image.inference import infer_resize, infer_upsample
 from onnxpar.ops.image.interpolation import Interpolation, matrix, nearest, repeats
 from onnxpar.ops.image.resize_gradient import resize_gradient
 from onnxpar.ops.local_helpers import BOOL, global_index, work_dtype
@@ -325,6 +326,7 @@ DEFS: tuple[OpDef, ...] = (
         resize_local,
         gradient=_gradient,
         host_operands=(1, 2, 3),
+        infer=infer_resize,
     ),
     OpDef(
         "",
@@ -334,5 +336,6 @@ DEFS: tuple[OpDef, ...] = (
         resize_local,
         gradient=_gradient,
         host_operands=(1,),
+        infer=infer_upsample,
     ),
 )

@@ -13,6 +13,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.image.inference import infer_roi_align
 from onnxpar.ops.image.sample_body import affine_body, grid_body, roi_body
 from onnxpar.ops.local_helpers import locate, zero_unless
 from onnxpar.ops.local_node import LocalNode
@@ -93,8 +94,25 @@ DEFS: tuple[OpDef, ...] = (
         for domain, since in (("", 16), ("com.microsoft", 1))
     ),
     OpDef("", "AffineGrid", 20, expanded, gradient=BY_BODY, body=affine_body),
-    OpDef("", "RoiAlign", 10, align_rule, align_local, gradient=BY_BODY, body=roi_body),
-    OpDef("com.microsoft", "CropAndResize", 1, crop_rule, align_local, gradient=_ELSEWHERE),
+    OpDef(
+        "",
+        "RoiAlign",
+        10,
+        align_rule,
+        align_local,
+        gradient=BY_BODY,
+        body=roi_body,
+        infer=infer_roi_align,
+    ),
+    OpDef(
+        "com.microsoft",
+        "CropAndResize",
+        1,
+        crop_rule,
+        align_local,
+        gradient=_ELSEWHERE,
+        infer=infer_roi_align,
+    ),
     OpDef(
         "",
         "MaxRoiPool",

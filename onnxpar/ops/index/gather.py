@@ -22,6 +22,7 @@ from onnxpar.ops.local_helpers import locate, normal_axis, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef, for_ranks
+from onnxpar.ops.sizes.computed_sizes import gathered
 from onnxpar.ops.slots import FOLLOWS, Roles
 
 _INDEXED = "V"
@@ -177,6 +178,7 @@ DEFS = (
         indices=gather_indices,
         roles=Roles(weights=(0,), indexed_by=1),
         precision=FOLLOWS,
+        values=gathered,
     ),
     OpDef(
         DOMAIN,

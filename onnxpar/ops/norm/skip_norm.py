@@ -11,10 +11,11 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
-from onnxpar.ops.contrib_inference import MICROSOFT
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.norm.inference import infer_skip_norm
 from onnxpar.ops.norm.split_statistics import inverse_deviation, masker, mean_and_variance
 from onnxpar.ops.operator import BY_BODY, LocalFn, OpDef
 
@@ -151,6 +152,15 @@ def _epsilon(view: NodeView) -> float:
 
 
 DEFS = tuple(
-    OpDef(MICROSOFT, kind.name, 1, _rule(kind), _local(kind), gradient=BY_BODY, body=_body(kind))
+    OpDef(
+        MICROSOFT,
+        kind.name,
+        1,
+        _rule(kind),
+        _local(kind),
+        gradient=BY_BODY,
+        body=_body(kind),
+        infer=infer_skip_norm if kind.name.startswith("Skip") else None,
+    )
     for kind in _KINDS
 )

@@ -21,6 +21,7 @@ from onnxpar.ops.local_helpers import normal_axis, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
+from onnxpar.ops.quantized.inference import infer_gather_block_quantized, infer_matmul_bnb4
 
 MICROSOFT = "com.microsoft"
 _ZERO_POINTS, _GROUP_INDEX, _BIAS = 3, 4, 5
@@ -214,6 +215,7 @@ DEFS = (
         matmul_bnb4_rule,
         matmul_nbits_local,
         gradient=Missing("the weight is of integers; train a dequantised model"),
+        infer=infer_matmul_bnb4,
     ),
     OpDef(
         MICROSOFT,
@@ -224,5 +226,6 @@ DEFS = (
         gradient=_INTEGERS,
         cost=selects,
         indices=gather_block_quantized_indices,
+        infer=infer_gather_block_quantized,
     ),
 )

@@ -21,6 +21,7 @@ from onnxpar.ops.local_helpers import (
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef, RuleFn
 from onnxpar.ops.quantized.helpers import INT32, requantised
+from onnxpar.ops.quantized.inference import infer_mean, infer_pool
 from onnxpar.ops.quantized.products import FOR_INFERENCE
 
 
@@ -144,7 +145,6 @@ _RULES: dict[str, RuleFn] = {
     "QLinearLeakyRelu": _broadcast(0),
     "QLinearSoftmax": softmax_rule,
     "QLinearConcat": concat_rule,
-    "QLinearAveragePool": pool_rule,
 }
 _MEANS = ("QLinearGlobalAveragePool", "QLinearReduceMean")
 DEFS: tuple[OpDef, ...] = (
@@ -152,8 +152,24 @@ DEFS: tuple[OpDef, ...] = (
         OpDef("com.microsoft", op_type, 1, rule, gradient=FOR_INFERENCE)
         for op_type, rule in _RULES.items()
     ),
+    OpDef(
+        "com.microsoft",
+        "QLinearAveragePool",
+        1,
+        pool_rule,
+        gradient=FOR_INFERENCE,
+        infer=infer_pool,
+    ),
     *(
-        OpDef("com.microsoft", op_type, 1, mean_rule, copy_or(mean_local), gradient=FOR_INFERENCE)
+        OpDef(
+            "com.microsoft",
+            op_type,
+            1,
+            mean_rule,
+            copy_or(mean_local),
+            gradient=FOR_INFERENCE,
+            infer=infer_mean,
+        )
         for op_type in _MEANS
     ),
 )

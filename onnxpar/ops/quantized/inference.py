@@ -3,10 +3,10 @@
 It takes the result of a pool to be shaped as the operand, and that of QGemm to be a float always.
 """
 
-from collections.abc import Callable
-
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
+
+from onnxpar.ops.slots import Library
 
 
 def _as(op_type: str, version: int, context: ShapeInferenceContext, node: ir.Node) -> ir.Value:
@@ -20,7 +20,7 @@ def _as(op_type: str, version: int, context: ShapeInferenceContext, node: ir.Nod
     return node.outputs[0]
 
 
-def infer_product(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_product(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """MatMulIntegerToFloat, DynamicQuantizeMatMul: the shape of numpy.matmul, floats."""
     if any(v is None or v.shape is None for v in node.inputs[:2]):
         return
@@ -31,7 +31,7 @@ def infer_product(context: ShapeInferenceContext, node: ir.Node) -> None:
     context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
 
 
-def infer_gemm(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_gemm(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """QGemm: floats where no scale of the result is given, else the type of its zero point."""
     left, right = node.inputs[0], node.inputs[3]
     dtype: ir.DataType | None = ir.DataType.FLOAT
@@ -52,7 +52,7 @@ def _moved(shape: ir.Shape, *, last: bool) -> list[int | ir.SymbolicDim]:
     return [dims[0], dims[-1], *dims[1:-1]] if last else dims
 
 
-def infer_pool(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_pool(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """QLinearAveragePool: as AveragePool, the channels second or last."""
     x, out = node.inputs[0], node.outputs[0]
     if x is None or x.shape is None:
@@ -68,7 +68,7 @@ def infer_pool(context: ShapeInferenceContext, node: ir.Node) -> None:
     context.set_shape_and_dtype(out, shape, x.dtype)
 
 
-def infer_mean(context: ShapeInferenceContext, node: ir.Node) -> None:
+def infer_mean(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """QLinearGlobalAveragePool, QLinearReduceMean: reduced dims become 1, or go."""
     x = node.inputs[0]
     if x is None or x.shape is None:
@@ -85,12 +85,28 @@ def infer_mean(context: ShapeInferenceContext, node: ir.Node) -> None:
     context.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), x.dtype)
 
 
-INFERENCE: tuple[tuple[str, Callable[[ShapeInferenceContext, ir.Node], None]], ...] = (
-    ("MatMulIntegerToFloat", infer_product),
-    ("DynamicQuantizeMatMul", infer_product),
-    ("QGemm", infer_gemm),
-    ("QLinearAveragePool", infer_pool),
-    ("QLinearGlobalAveragePool", infer_mean),
-    ("QLinearReduceMean", infer_mean),
-)
-"""Operators of the domain `com.microsoft`, version 1."""
+def infer_matmul_bnb4(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """MatMulBnb4: the last dim becomes N."""
+    x = node.inputs[0]
+    if x is not None and x.shape is not None:
+        shape = ir.Shape([*x.shape.dims[:-1], node.attributes["N"].as_int()])
+        context.set_shape_and_dtype(node.outputs[0], shape, x.dtype)
+
+
+def infer_gather_block_quantized(
+    library: Library, context: ShapeInferenceContext, node: ir.Node
+) -> None:
+    """GatherBlockQuantized: as Gather; bytes hold several elements of the quantised axis."""
+    data, indices, scales = node.inputs[:3]
+    if data is None or indices is None or scales is None:
+        return
+    shape = None
+    if data.shape is not None and indices.shape is not None:
+        dims, attributes = list(data.shape), node.attributes
+        axis = attributes.get_int("gather_axis", 0) % len(dims)
+        if data.dtype == ir.DataType.UINT8:
+            quantised = attributes.get_int("quantize_axis", 1) % len(dims)
+            dims[quantised] = dims[quantised] * (8 // attributes.get_int("bits", 4))
+        dims[axis : axis + 1] = list(indices.shape)
+        shape = ir.Shape(dims)
+    context.set_shape_and_dtype(node.outputs[0], shape, scales.dtype)

@@ -26,6 +26,7 @@ from onnxpar.ops.quantized.helpers import (
     ranged,
     requantised,
 )
+from onnxpar.ops.quantized.inference import infer_gemm, infer_product
 
 _K = "K"
 INTEGERS = NotDifferentiable("its operands and its result are integers")
@@ -241,7 +242,23 @@ _MS = "com.microsoft"
 DEFS: tuple[OpDef, ...] = (
     OpDef("", "MatMulInteger", 10, integer_rule, integer_local, gradient=INTEGERS),
     OpDef("", "QLinearMatMul", 10, qlinear_rule, qlinear_local, gradient=FOR_INFERENCE),
-    OpDef(_MS, "QGemm", 1, gemm_rule, gemm_local, gradient=FOR_INFERENCE),
-    OpDef(_MS, "MatMulIntegerToFloat", 1, float_rule, float_local, gradient=FOR_INFERENCE),
-    OpDef(_MS, "DynamicQuantizeMatMul", 1, dynamic_rule, dynamic_local, gradient=FOR_INFERENCE),
+    OpDef(_MS, "QGemm", 1, gemm_rule, gemm_local, gradient=FOR_INFERENCE, infer=infer_gemm),
+    OpDef(
+        _MS,
+        "MatMulIntegerToFloat",
+        1,
+        float_rule,
+        float_local,
+        gradient=FOR_INFERENCE,
+        infer=infer_product,
+    ),
+    OpDef(
+        _MS,
+        "DynamicQuantizeMatMul",
+        1,
+        dynamic_rule,
+        dynamic_local,
+        gradient=FOR_INFERENCE,
+        infer=infer_product,
+    ),
 )

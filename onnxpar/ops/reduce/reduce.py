@@ -5,6 +5,7 @@ and LogSumExp end in a function that no sum commutes with, so they reduce inside
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -21,6 +22,12 @@ from onnxpar.ops.local_helpers import (
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.operator import LocalFn, OpDef
 from onnxpar.ops.reduce.reduce_gradient import REDUCTIONS
+from onnxpar.ops.sizes.computed_sizes import (
+    REDUCE_MAX,
+    REDUCE_MIN,
+    REDUCE_PROD,
+    REDUCE_SUM,
+)
 from onnxpar.ops.view.reshape import further
 
 # With noop_with_empty_axes the others still square their elements or take absolute values.
@@ -135,19 +142,25 @@ def _number(node: LocalNode, like: ir.Value, text: str) -> ir.Value:
 
 
 def _op(
-    name: str, kind: str, linear: str = "", local: LocalFn = copy_node, *, zero: bool = False
+    name: str,
+    kind: str,
+    linear: str = "",
+    local: LocalFn = copy_node,
+    *,
+    zero: bool = False,
+    **slots: Any,
 ) -> OpDef:
     rule = _rule(kind, linear)
     gradient, axes = REDUCTIONS[name], (1,)
-    return OpDef("", name, 1, rule, local, gradient, keeps_zero=zero, host_operands=axes)
+    return OpDef("", name, 1, rule, local, gradient, keeps_zero=zero, host_operands=axes, **slots)
 
 
 DEFS = (
-    _op("ReduceSum", "sum", "sum 0", zero=True),
+    _op("ReduceSum", "sum", "sum 0", zero=True, values=REDUCE_SUM),
     _op("ReduceMean", "sum", "sum 0", mean_local, zero=True),
-    _op("ReduceMax", "max", "max 0"),
-    _op("ReduceMin", "min", "min 0"),
-    _op("ReduceProd", "prod", "prod 0"),
+    _op("ReduceMax", "max", "max 0", values=REDUCE_MAX),
+    _op("ReduceMin", "min", "min 0", values=REDUCE_MIN),
+    _op("ReduceProd", "prod", "prod 0", values=REDUCE_PROD),
     _op("ReduceL1", "sum", zero=True),
     _op("ReduceSumSquare", "sum", zero=True),
     _op("ReduceL2", "special", local=copy_or(_summed("ReduceSumSquare", "Sqrt"))),

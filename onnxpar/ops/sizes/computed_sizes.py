@@ -55,19 +55,25 @@ _INTEGERS = tuple(ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits
 _found: "WeakKeyDictionary[ShapeInferenceContext, dict[ir.Value, Array]]" = WeakKeyDictionary()
 
 
-def put_values(context: ShapeInferenceContext, node: ir.Node) -> None:
+Result: TypeAlias = Sequence[Array | None]
+ValuesFn: TypeAlias = Callable[["_Operands"], Result]
+"""Returns the elements of a node's results; UnknownError where they are not known."""
+
+
+def put_values(context: ShapeInferenceContext, node: ir.Node, compute: ValuesFn) -> None:
     """Tells the context the elements of a node's results, in the place of what the library said.
 
     Args:
         context: Of an inference that has inferred the node's shapes.
-        node: One of an operator of `EVALUATED`.
+        node: The node.
+        compute: The slot `values` of its operator's record.
     """
     for out in node.outputs:
         _forget(context, out)
     if not any(_may_be_known(out) for out in node.outputs):
         return
     try:
-        results = EVALUATED[node.op_type](_Operands(context, node))
+        results = compute(_Operands(context, node))
     except UnknownError:
         return
     for out, result in zip(node.outputs, results, strict=False):
@@ -253,9 +259,6 @@ class _Operands:
         return self.each(lambda x: x if fits(x) else None, result)
 
 
-Result: TypeAlias = Sequence[Array | None]
-
-
 def _arithmetic(
     compute: Callable[[Number, Number], Number], asks_sign: bool = False
 ) -> Callable[[_Operands], Result]:
@@ -277,7 +280,8 @@ def _arithmetic(
     return evaluate
 
 
-def _divide(node: _Operands) -> Result:
+def divided(node: _Operands) -> Result:
+    """Div: whole quotients of integers, exact ones of floats."""
     if node.dtype() in _FLOATS:
 
         def one(a: Number, b: Number) -> Number:
@@ -295,7 +299,8 @@ def _divide(node: _Operands) -> Result:
     return [node.in_range(result, node.dtype())]
 
 
-def _remainder(node: _Operands) -> Result:
+def remainder(node: _Operands) -> Result:
+    """Mod: of integers, with the sign of the divisor."""
     dtype = node.dtype()
     if dtype not in _INTEGERS:
         raise UnknownError
@@ -317,7 +322,8 @@ def _unary(
     return evaluate
 
 
-def _clipped(node: _Operands) -> Result:
+def clipped(node: _Operands) -> Result:
+    """Clip: the greater of the least, and the lesser of the greatest."""
     result = node.array(0)
     for index, name, compute in ((1, "min", greatest), (2, "max", least)):
         if name in node.node.attributes:
@@ -327,7 +333,8 @@ def _clipped(node: _Operands) -> Result:
     return [node.in_range(result, node.dtype())]
 
 
-def _cast(node: _Operands) -> Result:
+def cast_elements(node: _Operands) -> Result:
+    """Cast and CastLike: the same number, or a rounded one, in the other type."""
     source, target = node.dtype(), node.node.outputs[0].dtype
     if source is None or target is None:
         raise UnknownError
@@ -363,7 +370,8 @@ def _logic(compute: Callable[..., bool]) -> Callable[[_Operands], Result]:
     return evaluate
 
 
-def _where(node: _Operands) -> Result:
+def chosen(node: _Operands) -> Result:
+    """Where: the elements that the condition, as far as it is known, chooses."""
     condition = node.node.inputs[0]
     known = None if condition is None else _known(node.context, condition)
     x, y = node.array(1), node.array(2)
@@ -381,18 +389,21 @@ def _where(node: _Operands) -> Result:
     return [_map(one, known, x, y)]
 
 
-def _same_elements(node: _Operands) -> Result:
+def same_elements(node: _Operands) -> Result:
+    """Identity, Reshape and the like: the elements of the first operand in its order."""
     x, shape = node.array(0), node.shape()
     if x.size != np.prod(shape, dtype=int):
         raise UnknownError
     return [x.reshape(shape)]
 
 
-def _transposed(node: _Operands) -> Result:
+def transposed(node: _Operands) -> Result:
+    """Transpose: the elements in the order of the permuted dims."""
     return [node.array(0).transpose(node.attribute("perm", None))]
 
 
-def _gathered(node: _Operands) -> Result:
+def gathered(node: _Operands) -> Result:
+    """Gather: the elements at indices that are known."""
     x, index = node.array(0), np.array(node.ints(1), np.int64)
     axis = node.attribute("axis", 0)
     if not -x.ndim <= axis < x.ndim:
@@ -405,7 +416,8 @@ def _gathered(node: _Operands) -> Result:
     return [np.take(x, index, axis=axis).reshape(shape)]
 
 
-def _sliced(node: _Operands) -> Result:
+def sliced(node: _Operands) -> Result:
+    """Slice: the elements between bounds that are known."""
     x = node.array(0)
     starts, ends = node.ints(1), node.ints(2)
     axes = node.ints(3) if node.has(3) else list(range(len(starts)))
@@ -421,7 +433,8 @@ def _sliced(node: _Operands) -> Result:
     return [x[tuple(chosen)]]
 
 
-def _concatenated(node: _Operands) -> Result:
+def concatenated(node: _Operands) -> Result:
+    """Concat: the elements of all operands."""
     parts = []
     for value in node.node.inputs:
         if value is None:
@@ -438,7 +451,8 @@ def _concatenated(node: _Operands) -> Result:
         raise UnknownError from error
 
 
-def _parts(node: _Operands) -> Result:
+def parts(node: _Operands) -> Result:
+    """Split: the elements of each part."""
     x, axis = node.array(0), node.attribute("axis", 0)
     ends = np.cumsum([node.shape(i)[axis] for i in range(len(node.node.outputs))])
     if ends[-1] != x.shape[axis]:
@@ -446,7 +460,8 @@ def _parts(node: _Operands) -> Result:
     return np.split(x, ends[:-1], axis=axis)
 
 
-def _expanded(node: _Operands) -> Result:
+def expanded(node: _Operands) -> Result:
+    """Expand: the elements, repeated."""
     x = node.array(0)
     try:
         return [np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(node.ints(1))))]
@@ -454,14 +469,16 @@ def _expanded(node: _Operands) -> Result:
         raise UnknownError from error
 
 
-def _tiled(node: _Operands) -> Result:
+def tiled(node: _Operands) -> Result:
+    """Tile: the elements, repeated."""
     x, repeats = node.array(0), node.ints(1)
     if len(repeats) != x.ndim or x.size * np.prod(repeats, dtype=object) > LIMIT:
         raise UnknownError
     return [np.tile(x, repeats)]
 
 
-def _filled(node: _Operands) -> Result:
+def filled(node: _Operands) -> Result:
+    """ConstantOfShape: its value in each place."""
     shape = node.shape()
     value = node.attribute("value", None)
     item = None if value is None else _constant(value)
@@ -470,7 +487,8 @@ def _filled(node: _Operands) -> Result:
     return [np.full(shape, 0 if item is None else item.ravel()[0], dtype=object)]
 
 
-def _ranged(node: _Operands) -> Result:
+def ranged(node: _Operands) -> Result:
+    """Range: start, and a step more in each place."""
     (count,) = node.shape()
     start, step = node.array(0).ravel(), node.array(2).ravel()
     places = _array(list(range(count)), (count,))
@@ -522,50 +540,27 @@ def _multiply(a: Number, b: Number) -> Number:
     return a * b
 
 
-EVALUATED: dict[str, Callable[[_Operands], Result]] = {
-    "Add": _arithmetic(_add),
-    "Sub": _arithmetic(lambda a, b: a - b),
-    "Mul": _arithmetic(_multiply),
-    "Sum": _arithmetic(_add),
-    "Max": _arithmetic(greatest, asks_sign=True),
-    "Min": _arithmetic(least, asks_sign=True),
-    "Pow": _arithmetic(power),
-    "Div": _divide,
-    "Mod": _remainder,
-    "Neg": _unary(lambda x: -x, asks_sign=False),
-    "Abs": _unary(absolute),
-    "Floor": _unary(floored),
-    "Ceil": _unary(raised),
-    "Clip": _clipped,
-    "Cast": _cast,
-    "CastLike": _cast,
-    "Equal": _comparison(equal),
-    "Less": _comparison(less),
-    "LessOrEqual": _comparison(lambda a, b: less(a, b, or_equal=True)),
-    "Greater": _comparison(lambda a, b: less(b, a)),
-    "GreaterOrEqual": _comparison(lambda a, b: less(b, a, or_equal=True)),
-    "And": _logic(lambda a, b: a and b),
-    "Or": _logic(lambda a, b: a or b),
-    "Xor": _logic(lambda a, b: a != b),
-    "Not": _logic(lambda a: not a),
-    "Where": _where,
-    "Identity": _same_elements,
-    "Reshape": _same_elements,
-    "Flatten": _same_elements,
-    "Squeeze": _same_elements,
-    "Unsqueeze": _same_elements,
-    "Transpose": _transposed,
-    "Gather": _gathered,
-    "Slice": _sliced,
-    "Concat": _concatenated,
-    "Split": _parts,
-    "Expand": _expanded,
-    "Tile": _tiled,
-    "ConstantOfShape": _filled,
-    "Range": _ranged,
-    "ReduceProd": _reduced(_multiply),
-    "ReduceSum": _reduced(_add),
-    "ReduceMax": _reduced(greatest, asks_sign=True),
-    "ReduceMin": _reduced(least, asks_sign=True),
-}
-"""How the elements of the results of an operator follow from those of its operands."""
+ADD = _arithmetic(_add)
+SUB = _arithmetic(lambda a, b: a - b)
+MUL = _arithmetic(_multiply)
+SUM = _arithmetic(_add)
+MAX = _arithmetic(greatest, asks_sign=True)
+MIN = _arithmetic(least, asks_sign=True)
+POW = _arithmetic(power)
+NEG = _unary(lambda x: -x, asks_sign=False)
+ABS = _unary(absolute)
+FLOOR = _unary(floored)
+CEIL = _unary(raised)
+EQUAL = _comparison(equal)
+LESS = _comparison(less)
+LESS_OR_EQUAL = _comparison(lambda a, b: less(a, b, or_equal=True))
+GREATER = _comparison(lambda a, b: less(b, a))
+GREATER_OR_EQUAL = _comparison(lambda a, b: less(b, a, or_equal=True))
+AND = _logic(lambda a, b: a and b)
+OR = _logic(lambda a, b: a or b)
+XOR = _logic(lambda a, b: a != b)
+NOT = _logic(lambda a: not a)
+REDUCE_PROD = _reduced(_multiply)
+REDUCE_SUM = _reduced(_add)
+REDUCE_MAX = _reduced(greatest, asks_sign=True)
+REDUCE_MIN = _reduced(least, asks_sign=True)

@@ -21,6 +21,8 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import global_index, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
+from onnxpar.ops.sizes.computed_sizes import filled, ranged
+from onnxpar.ops.sizes.inference import infer_constant_of_shape, infer_range
 from onnxpar.ops.slots import IN_PLACE
 
 
@@ -181,6 +183,8 @@ DEFS = (
         filled_local,
         gradient=NOT_DIFFERENTIABLE,
         host_operands=(0,),
+        infer=infer_constant_of_shape,
+        values=filled,
     ),
     OpDef(
         "",
@@ -190,6 +194,8 @@ DEFS = (
         range_local,
         gradient=NOT_DIFFERENTIABLE,
         host_operands=(0, 1, 2),
+        infer=infer_range,
+        values=ranged,
     ),
     OpDef("", "Constant", 1, constant_rule, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "EyeLike", 9, eye_rule, eye_local, gradient=NOT_DIFFERENTIABLE),

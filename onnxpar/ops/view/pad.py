@@ -13,7 +13,9 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.sizes.computed_sizes import tiled
 from onnxpar.ops.slots import FOLLOWS
+from onnxpar.ops.view.inference import infer_pad
 from onnxpar.ops.view.pad_gradient import pad_gradient, tile_gradient
 from onnxpar.ops.view.reshape import further
 
@@ -126,7 +128,14 @@ def tiled_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 DEFS = (
     OpDef(
-        "", "Pad", 2, pad_rule, gradient=padded_gradient, host_operands=(1, 2, 3), precision=FOLLOWS
+        "",
+        "Pad",
+        2,
+        pad_rule,
+        gradient=padded_gradient,
+        host_operands=(1, 2, 3),
+        precision=FOLLOWS,
+        infer=infer_pad,
     ),
     OpDef(
         "",
@@ -138,5 +147,6 @@ DEFS = (
         keeps_zero=True,
         host_operands=(1,),
         precision=FOLLOWS,
+        values=tiled,
     ),
 )

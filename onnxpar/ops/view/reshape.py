@@ -22,7 +22,9 @@ from onnxpar.ops.local_helpers import normal_axes
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.sizes.computed_sizes import same_elements, transposed
 from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW
+from onnxpar.ops.view.inference import infer_reshape
 from onnxpar.ops.view.reshape_gradient import (
     identity_gradient,
     reshape_gradient,
@@ -294,6 +296,8 @@ DEFS = (
         roles=REARRANGES,
         memory=VIEW,
         precision=FOLLOWS,
+        infer=infer_reshape,
+        values=same_elements,
     ),
     OpDef(
         "",
@@ -306,6 +310,7 @@ DEFS = (
         roles=REARRANGES,
         memory=VIEW,
         precision=FOLLOWS,
+        values=same_elements,
     ),
     OpDef(
         "",
@@ -316,6 +321,7 @@ DEFS = (
         keeps_zero=True,
         roles=REARRANGES,
         precision=FOLLOWS,
+        values=transposed,
     ),
     OpDef(
         "",
@@ -329,6 +335,7 @@ DEFS = (
         roles=REARRANGES,
         memory=VIEW,
         precision=FOLLOWS,
+        values=same_elements,
     ),
     OpDef(
         "",
@@ -343,6 +350,7 @@ DEFS = (
         roles=REARRANGES,
         memory=VIEW,
         precision=FOLLOWS,
+        values=same_elements,
     ),
     OpDef(
         "",
@@ -355,5 +363,6 @@ DEFS = (
         roles=REARRANGES,
         memory=VIEW,
         precision=FOLLOWS,
+        values=same_elements,
     ),
 )

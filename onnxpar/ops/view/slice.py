@@ -21,7 +21,9 @@ from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.sizes.computed_sizes import chosen, concatenated, expanded, parts, sliced
 from onnxpar.ops.slots import FOLLOWS, Kernel, KernelCall
+from onnxpar.ops.view.inference import infer_expand, infer_slice, infer_split
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
 from onnxpar.ops.view.slice_gradient import (
@@ -255,9 +257,18 @@ DEFS = (
         keeps_zero=True,
         host_operands=(1,),
         precision=FOLLOWS,
+        infer=infer_split,
+        values=parts,
     ),
     OpDef(
-        "", "Concat", 4, concat_rule, gradient=concat_gradient, keeps_zero=True, precision=FOLLOWS
+        "",
+        "Concat",
+        4,
+        concat_rule,
+        gradient=concat_gradient,
+        keeps_zero=True,
+        precision=FOLLOWS,
+        values=concatenated,
     ),
     OpDef(
         "",
@@ -270,6 +281,8 @@ DEFS = (
         keeps_zero=True,
         host_operands=(1, 2, 3, 4),
         precision=FOLLOWS,
+        infer=infer_slice,
+        values=sliced,
     ),
     OpDef(
         "",
@@ -281,6 +294,8 @@ DEFS = (
         keeps_zero=True,
         host_operands=(1,),
         precision=FOLLOWS,
+        infer=infer_expand,
+        values=expanded,
     ),
     OpDef(
         "",
@@ -292,5 +307,6 @@ DEFS = (
         memory=Kernel(work=_spread),
         precision=FOLLOWS,
         broadcasts=True,
+        values=chosen,
     ),
 )

@@ -12,8 +12,10 @@ from onnx_shape_inference import ShapeInferenceContext, _registry, registry
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.symbols import Dim, Symbol, symbols_of
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.inference import CORRECTED
+from onnxpar.ops.inference import inference
+from onnxpar.ops.table import REGISTRY
 
+CORRECTED = inference(REGISTRY).functions
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 INT64_MAX, INT32_MAX = 2**63 - 1, 2**31 - 1
 

@@ -1,0 +1,144 @@
+"""Shape inference of Slice, Expand, Split, Pad and Reshape.
+
+`onnx-shape-inference` takes the end of a Slice that is a number to lie inside of a symbolic dim,
+which then has a size that it may not have when the model runs.
+"""
+
+import onnx_ir as ir
+import sympy
+from onnx_shape_inference import ShapeInferenceContext
+
+from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim
+from onnxpar.ops.elementwise.inference import broadcast_shape
+from onnxpar.ops.sizes.inference import as_library, elements_of, readable_size, round_up
+from onnxpar.ops.slots import Library
+
+# Ends beyond this mean "to the end", whichever width of integer they were written for.
+_FAR = 2**31 - 1
+# No tensor has more dims.
+_FEW = 64
+
+
+def infer_slice(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Slice: bounds cut off at the dim's ends, as the specification says, whatever its size."""
+    library.infer(context, node)
+    data, starts, ends, axes, steps = (
+        node.inputs[i] if i < len(node.inputs) else None for i in range(5)
+    )
+    if data is None or data.shape is None:
+        return
+    known = {name: elements_of(context, v) for name, v in (("start", starts), ("end", ends))}
+    start, end = known["start"], known["end"]
+    at = range(len(start or ())) if axes is None else elements_of(context, axes)
+    by = [1] * len(start or ()) if steps is None else elements_of(context, steps)
+    if start is None or end is None or at is None or by is None:
+        return
+    dims = list(data.shape)
+    for axis, low, high, step in zip(at, start, end, by, strict=False):
+        if not isinstance(axis, int) or not -len(dims) <= axis < len(dims):
+            return
+        size = dims[axis]
+        if isinstance(size, int) and all(isinstance(x, int) for x in (low, high, step)):
+            dims[axis] = len(range(*slice(low, high, step).indices(size))) if step else 0
+            continue
+        length = _length(context, size, low, high, step)
+        dims[axis] = context.new_symbolic_dim() if length is None else as_library(length)
+    node.outputs[0].shape = ir.Shape(dims)
+
+
+def infer_expand(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Expand: the operand is broadcast to the target, and so is a size that it holds.
+
+    `torch.onnx.export` writes the bias that a convolution does not have as zeros expanded to a
+    size, and that size as one expanded to one element.
+    """
+    library.infer(context, node)
+    data, target = node.inputs
+    sizes = None if target is None else context.get_symbolic_value(target)
+    if sizes is not None and data is not None and data.shape is not None:
+        node.outputs[0].shape = broadcast_shape(context, [data.shape, ir.Shape(sizes)])
+        held = context.get_symbolic_value(data)
+        count = sizes[0] if len(sizes) == 1 else None
+        if held is not None and len(held) == 1 and isinstance(count, int) and 0 < count <= _FEW:
+            context.set_symbolic_value(node.outputs[0], list(held) * count)
+
+
+def infer_split(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Split: parts of sizes that are no constants are as large as they say, not equal parts."""
+    library.infer(context, node)
+    sizes = node.inputs[1] if len(node.inputs) > 1 else None
+    if sizes is None or sizes.const_value is not None:
+        return
+    known = context.get_symbolic_value(sizes)
+    data, axis = node.inputs[0], node.attributes.get("axis")
+    for index, output in enumerate(node.outputs):
+        if data is not None and data.shape is not None:
+            dims = list(data.shape)
+            part = None if known is None or len(known) != len(node.outputs) else known[index]
+            dims[0 if axis is None else axis.as_int()] = (
+                context.new_symbolic_dim() if part is None else part
+            )
+            output.shape = ir.Shape(dims)
+
+
+def infer_pad(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Pad: pads that are expressions count as numbers do."""
+    library.infer(context, node)
+    data, pads, axes = (node.inputs[i] if i < len(node.inputs) else None for i in (0, 1, 3))
+    if pads is None or pads.const_value is not None or data is None or data.shape is None:
+        return
+    known = elements_of(context, pads)
+    at = range(len(data.shape)) if axes is None else elements_of(context, axes)
+    if known is None or at is None or len(known) != 2 * len(at):
+        return
+    dims = list(data.shape)
+    for place, axis in enumerate(at):
+        size = readable_size(context, dims[axis]) if isinstance(axis, int) else None
+        if size is None:
+            return
+        dims[axis] = as_library(as_dim(size + known[place] + known[place + len(at)]))
+    node.outputs[0].shape = ir.Shape(dims)
+
+
+def infer_reshape(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Reshape: a size that a quotient shows to be a number is that number."""
+    library.infer(context, node)
+    shape = node.outputs[0].shape
+    if shape is not None:
+        known = [readable_size(context, d) for d in shape]
+        dims = [d if k is None else as_library(k) for d, k in zip(shape, known, strict=True)]
+        node.outputs[0].shape = ir.Shape(dims)
+
+
+def _length(
+    context: ShapeInferenceContext, dim: int | ir.SymbolicDim, start: Dim, end: Dim, step: Dim
+) -> Dim | None:
+    """The number of elements that a slice keeps of a dim; None where it cannot be said."""
+    size = readable_size(context, dim)
+    if size is None or not isinstance(step, int) or step == 0:
+        return None
+    if step < 0:
+        everything = step == -1 and start in (-1, 2**63 - 1, _FAR) and isinstance(end, int)
+        return size if everything and isinstance(end, int) and end <= -_FAR else None
+    to_the_end = isinstance(end, int) and end >= _FAR
+    first, last = _counts_from(start), _counts_from(end)
+    if first is None or last is None:
+        return None
+    if to_the_end and first < 0:
+        return round_up(sympy.Min(size, -start), step)
+    low = sympy.Min(start, size) if first > 0 else sympy.Max(0, size + start)
+    if to_the_end:
+        high = sympy.sympify(size)
+    elif last < 0:
+        high = sympy.Max(0, size + end)
+    else:
+        high = sympy.Min(end, size)
+    return round_up(high - low, step)
+
+
+def _counts_from(bound: Dim) -> int | None:
+    """1 for a bound that counts from the start, -1 from the end; None where it may do either."""
+    low, high = NO_CONSTRAINTS.bounds(bound)
+    if low is not None and low >= 0:
+        return 1
+    return -1 if high is not None and high < 0 else None
