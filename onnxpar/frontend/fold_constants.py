@@ -15,12 +15,15 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.graph.new_nodes import constant
-from onnxpar.ops.sizes.constant_folding import FOLD_BYTES, fold_node, is_foldable, reads
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.sizes.constant_folding import FOLD_BYTES, fold_node, folding_of, reads
 
 Array = NDArray[Any]
 
 
-def fold_constants(model: ir.Model, opset: int, kept: Collection[ir.Value]) -> bool:
+def fold_constants(
+    model: ir.Model, opset: int, kept: Collection[ir.Value], registry: Registry
+) -> bool:
     """Replaces nodes that are computed of constants by their results. The model is changed.
 
     Nodes in the bodies of control flow stay, and so does a node that makes a result of the model.
@@ -29,6 +32,7 @@ def fold_constants(model: ir.Model, opset: int, kept: Collection[ir.Value]) -> b
         model: The model, its nodes in topological order and its constants initializers.
         opset: Version of the default domain.
         kept: Initializers that may be trained.
+        registry: The table of operators.
 
     Returns:
         Whether anything was replaced.
@@ -38,16 +42,17 @@ def fold_constants(model: ir.Model, opset: int, kept: Collection[ir.Value]) -> b
     known: dict[ir.Value, Array] = {}
     folded: list[ir.Node] = []
     for node in graph:
-        if not is_foldable(node) or any(out in results for out in node.outputs):
+        folding = folding_of(node, registry)
+        if folding is None or any(out in results for out in node.outputs):
             continue
-        needed = set(reads(node))
+        needed = set(reads(node, folding))
         operands = [
             _constant(value, known, kept) if value is not None and index in needed else None
             for index, value in enumerate(node.inputs)
         ]
         if any(operands[i] is None for i in needed if node.inputs[i] is not None):
             continue
-        made = fold_node(node, operands, opset)
+        made = fold_node(node, operands, opset, folding)
         if made is not None:
             known.update(zip(node.outputs, made, strict=True))
             folded.append(node)

@@ -198,7 +198,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         model = step(model).model
     inline_constant_branches(model, BRANCHES)
     lift_constants(model)
-    fold_constants(model, opset, weights)
+    fold_constants(model, opset, weights, registry)
     unpack_heads(model)
     _name_nodes(model.graph)
     _name_dims(model.graph)
@@ -211,7 +211,9 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         _infer(model, opset, registry)
 
     # Types and sizes are known now, and with them what CastLike makes, and which branch is taken.
-    if fold_constants(model, opset, weights) or any(map(is_decided, model.graph.all_nodes())):
+    if fold_constants(model, opset, weights, registry) or any(
+        map(is_decided, model.graph.all_nodes())
+    ):
         changed()
         model = common.RemoveUnusedNodesPass()(model).model
     expand_unknown(model, registry, changed, lambda: symbol_table(model, {}, registry))

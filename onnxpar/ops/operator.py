@@ -22,6 +22,7 @@ from onnxpar.ops.slots import (
     NO_ROLES,
     PLAIN,
     DrawsFn,
+    Folding,
     InferFn,
     Kernel,
     Precision,
@@ -84,6 +85,7 @@ class OpDef:
             less, than is true; None where it is right, or the operator broadcasts.
         values: Computes the elements of its results from those of its operands, where they are
             sizes (see `onnxpar.ops.sizes.computed_sizes`).
+        folding: How its results are computed of constants when a model is read; None: they are not.
         reads_bodies: Whether its rule and local form follow from the rules of the nodes in its
             bodies (see `NodeView.bodies`).
         carries_integers: Whether integers that the operator makes stand for floats, as quantised
@@ -122,6 +124,7 @@ class OpDef:
     reads_bodies: bool = False
     infer: InferFn | None = None
     values: ValuesFn | None = None
+    folding: Folding | None = None
     carries_integers: bool = False
     draws: DrawsFn = never
     host_operands: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ depends on the opset.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -43,6 +44,20 @@ def always(node: ir.Node) -> bool:
 
 
 Shape = tuple[int, ...]
+
+
+class Folding(Enum):
+    """How the results of an operator are computed of constants when a model is read.
+
+    Only what is exact is computed: an exponential or a sine is left to the kernels, whose last bits
+    differ from those of any other library.
+    """
+
+    MOVE = "elements are moved, of any type"
+    CAST = "a cast without doubt"
+    SHAPE = "the sizes of a constant"
+    EXACT = "IEEE 754 rounds in one way: also of float32 and float64"
+    INTEGERS = "of integers and booleans alone"
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,7 @@ SLOT_WORDS: Mapping[str, Callable[[Any], str]] = {
     "body": _function,
     "infer": _function,
     "values": lambda values: _yes(values is not None),
+    "folding": lambda folding: "none" if folding is None else folding.value,
     "reads_bodies": _yes,
     "carries_integers": _yes,
     "draws": _first_line,

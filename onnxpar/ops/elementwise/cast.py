@@ -12,7 +12,7 @@ from onnxpar.ops.elementwise.cast_gradient import cast_gradient
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
 from onnxpar.ops.sizes.computed_sizes import cast_elements
-from onnxpar.ops.slots import IN_PLACE, REARRANGES
+from onnxpar.ops.slots import IN_PLACE, REARRANGES, Folding
 
 _F = ir.DataType
 # Casts that lose nothing, so that a sum may be taken after them.
@@ -91,6 +91,7 @@ DEFS = (
         roles=REARRANGES,
         memory=IN_PLACE,
         values=cast_elements,
+        folding=Folding.CAST,
     ),
     OpDef(
         "",
@@ -101,6 +102,7 @@ DEFS = (
         gradient=cast_gradient,
         keeps_zero=True,
         values=cast_elements,
+        folding=Folding.CAST,
     ),
     OpDef(
         "",

@@ -27,6 +27,7 @@ from onnxpar.ops.local_helpers import (
 )
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
+from onnxpar.ops.slots import Folding
 from onnxpar.ops.view.reshape import further
 
 # Types in which onnxruntime does not compare, and those in which it does so in their place.
@@ -268,8 +269,9 @@ DEFS = (
         compress_rule,
         gradient=Missing("the shape of its result, which a gradient must have, depends on data"),
         keeps_zero=True,
+        folding=Folding.MOVE,
     ),
-    OpDef("", "NonZero", 9, non_zero_rule, gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "NonZero", 9, non_zero_rule, gradient=NOT_DIFFERENTIABLE, folding=Folding.INTEGERS),
     OpDef(
         "",
         "Unique",

@@ -23,7 +23,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef, for_ranks
 from onnxpar.ops.sizes.computed_sizes import gathered
-from onnxpar.ops.slots import FOLLOWS, Roles
+from onnxpar.ops.slots import FOLLOWS, Folding, Roles
 
 _INDEXED = "V"
 _LIKE = 2
@@ -179,6 +179,7 @@ DEFS = (
         roles=Roles(weights=(0,), indexed_by=1),
         precision=FOLLOWS,
         values=gathered,
+        folding=Folding.MOVE,
     ),
     OpDef(
         DOMAIN,

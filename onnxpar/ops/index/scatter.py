@@ -38,7 +38,7 @@ from onnxpar.ops.local_helpers import (
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.slots import IN_PLACE
+from onnxpar.ops.slots import IN_PLACE, Folding
 
 _INDEXED = "V"
 _NO_SUMS = (BOOL, ir.DataType.STRING)
@@ -476,6 +476,7 @@ DEFS = (
         cost=moves,
         keeps_zero=True,
         memory=IN_PLACE,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -485,6 +486,7 @@ DEFS = (
         gather_nd_local,
         gradient=gather_nd_gradient,
         cost=selects,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -495,6 +497,7 @@ DEFS = (
         gradient=scattered_gradient,
         cost=moves,
         keeps_zero=True,
+        folding=Folding.MOVE,
     ),
     OpDef(
         DOMAIN,

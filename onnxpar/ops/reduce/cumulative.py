@@ -20,6 +20,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient
 from onnxpar.ops.reduce.reduce_gradient import cumsum_gradient
+from onnxpar.ops.slots import Folding
 
 
 def _axis(view: NodeView) -> int:
@@ -136,6 +137,7 @@ DEFS = (
         copy_or(cumsum_local),
         gradient=cumsum_gradient,
         host_operands=(1,),
+        folding=Folding.INTEGERS,
     ),
     OpDef("", "CumProd", 26, cumprod_rule, copy_or(cumprod_local), gradient=cumprod_gradient),
 )

@@ -28,6 +28,7 @@ from onnxpar.ops.sizes.computed_sizes import (
     REDUCE_PROD,
     REDUCE_SUM,
 )
+from onnxpar.ops.slots import Folding
 from onnxpar.ops.view.reshape import further
 
 # With noop_with_empty_axes the others still square their elements or take absolute values.
@@ -156,11 +157,11 @@ def _op(
 
 
 DEFS = (
-    _op("ReduceSum", "sum", "sum 0", zero=True, values=REDUCE_SUM),
+    _op("ReduceSum", "sum", "sum 0", zero=True, values=REDUCE_SUM, folding=Folding.INTEGERS),
     _op("ReduceMean", "sum", "sum 0", mean_local, zero=True),
-    _op("ReduceMax", "max", "max 0", values=REDUCE_MAX),
-    _op("ReduceMin", "min", "min 0", values=REDUCE_MIN),
-    _op("ReduceProd", "prod", "prod 0", values=REDUCE_PROD),
+    _op("ReduceMax", "max", "max 0", values=REDUCE_MAX, folding=Folding.INTEGERS),
+    _op("ReduceMin", "min", "min 0", values=REDUCE_MIN, folding=Folding.INTEGERS),
+    _op("ReduceProd", "prod", "prod 0", values=REDUCE_PROD, folding=Folding.INTEGERS),
     _op("ReduceL1", "sum", zero=True),
     _op("ReduceSumSquare", "sum", zero=True),
     _op("ReduceL2", "special", local=copy_or(_summed("ReduceSumSquare", "Sqrt"))),

@@ -16,36 +16,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.slots import Folding
+
 Array = NDArray[Any]
 
 FOLD_BYTES = 16 << 10
 """Size of the largest tensor that is read or made, so that files hardly grow."""
-
-_MOVES = frozenset(
-    (
-        "Compress", "Concat", "Expand", "Flatten", "Gather", "GatherND",
-        "Identity", "Reshape", "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze",
-        "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
-    )
-)  # fmt: skip
-_CASTS = frozenset(("Cast", "CastLike"))
-_SHAPES = frozenset(("Shape", "Size"))
-_MADE = frozenset(("ConstantOfShape", "Range"))
-_EXACT = frozenset(
-    (
-        "Abs", "Add", "And", "Ceil", "Clip", "Div", "Equal", "Floor", "Greater", "GreaterOrEqual",
-        "Less", "LessOrEqual", "Max", "Min", "Mul", "Neg", "Not", "Or", "Sign", "Sqrt", "Sub",
-        "Xor",
-    )
-)  # fmt: skip
-_INTEGERS_ONLY = frozenset(
-    (
-        "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "CumSum", "Mod",
-        "NonZero", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum",
-    )
-)  # fmt: skip
-FOLDABLE = _MOVES | _CASTS | _SHAPES | _MADE | _EXACT | _INTEGERS_ONLY
-"""Operators of the default domain that are computed at all."""
 
 _INTEGERS = tuple(ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32, 64))
 _FLOATS = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -53,25 +30,23 @@ _MOVED = frozenset((*_INTEGERS, *_FLOATS, ir.DataType.BOOL))
 _COMPUTED = _MOVED - {ir.DataType.FLOAT16}
 
 
-def is_foldable(node: ir.Node) -> bool:
-    """Whether a node's results can be computed if its operands are known."""
-    return (
-        node.domain in ("", "ai.onnx")
-        and node.op_type in FOLDABLE
-        and bool(node.inputs)
-        and not any(a.is_ref() for a in node.attributes.values())
-    )
+def folding_of(node: ir.Node, registry: Registry) -> Folding | None:
+    """Returns how a node's results can be computed if its operands are known; None if not."""
+    definition = registry.of(node)
+    if not node.inputs or any(a.is_ref() for a in node.attributes.values()):
+        return None
+    return None if definition is None else definition.folding
 
 
-def reads(node: ir.Node) -> tuple[int, ...]:
+def reads(node: ir.Node, folding: Folding) -> tuple[int, ...]:
     """Returns the operands whose elements a foldable node reads; of the others the type counts."""
-    if node.op_type in _SHAPES:
+    if folding is Folding.SHAPE:
         return ()
     return (0,) if node.op_type == "CastLike" else tuple(range(len(node.inputs)))
 
 
 def fold_node(
-    node: ir.Node, operands: Sequence[Array | None], opset: int
+    node: ir.Node, operands: Sequence[Array | None], opset: int, folding: Folding
 ) -> tuple[Array, ...] | None:
     """Returns the results of a foldable node; None where they are not known exactly, or large.
 
@@ -79,13 +54,14 @@ def fold_node(
         node: The node.
         operands: Its operands; None for absent ones and those that `reads` does not name.
         opset: Version of the default domain.
+        folding: As `folding_of` says.
     """
-    if node.op_type in _SHAPES:
+    if folding is Folding.SHAPE:
         return _sizes(node)
     present = [x for x in operands if x is not None]
-    if not all(_admitted(node, x) for x in present) or _too_large(node, operands):
+    if not all(_admitted(folding, x) for x in present) or _too_large(node, operands):
         return None
-    if node.op_type in _CASTS:
+    if folding is Folding.CAST:
         return _cast(node, present[0])
     if node.op_type in ("Div", "Mod") and present[1].dtype.kind in "iu" and not present[1].all():
         return None
@@ -125,14 +101,14 @@ def _sizes(node: ir.Node) -> tuple[Array] | None:
     return (np.array(shape[kept], np.int64),)
 
 
-def _admitted(node: ir.Node, x: Array) -> bool:
+def _admitted(folding: Folding, x: Array) -> bool:
     try:
         kind = ir.DataType.from_numpy(x.dtype)
     except TypeError:
         return False
-    if node.op_type in _INTEGERS_ONLY:
+    if folding is Folding.INTEGERS:
         return x.dtype.kind in "iub" and kind in _COMPUTED
-    return kind in (_MOVED if node.op_type in _MOVES | _CASTS | _MADE else _COMPUTED)
+    return kind in (_COMPUTED if folding is Folding.EXACT else _MOVED)
 
 
 def _too_large(node: ir.Node, operands: Sequence[Array | None]) -> bool:

@@ -23,7 +23,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.sizes.computed_sizes import filled, ranged
 from onnxpar.ops.sizes.inference import infer_constant_of_shape, infer_range
-from onnxpar.ops.slots import IN_PLACE
+from onnxpar.ops.slots import IN_PLACE, Folding
 
 
 def _shown(view: NodeView) -> tuple[Dim, ...]:
@@ -165,6 +165,7 @@ DEFS = (
         shape_local,
         gradient=NOT_DIFFERENTIABLE,
         reads_shape_only=True,
+        folding=Folding.SHAPE,
     ),
     OpDef(
         "",
@@ -174,6 +175,7 @@ DEFS = (
         size_local,
         gradient=NOT_DIFFERENTIABLE,
         reads_shape_only=True,
+        folding=Folding.SHAPE,
     ),
     OpDef(
         "",
@@ -185,6 +187,7 @@ DEFS = (
         host_operands=(0,),
         infer=infer_constant_of_shape,
         values=filled,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -196,6 +199,7 @@ DEFS = (
         host_operands=(0, 1, 2),
         infer=infer_range,
         values=ranged,
+        folding=Folding.INTEGERS,
     ),
     OpDef("", "Constant", 1, constant_rule, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "EyeLike", 9, eye_rule, eye_local, gradient=NOT_DIFFERENTIABLE),
@@ -209,5 +213,6 @@ DEFS = (
         keeps_zero=True,
         host_operands=(1,),
         memory=IN_PLACE,
+        folding=Folding.MOVE,
     ),
 )

@@ -14,7 +14,7 @@ from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.sizes.computed_sizes import tiled
-from onnxpar.ops.slots import FOLLOWS
+from onnxpar.ops.slots import FOLLOWS, Folding
 from onnxpar.ops.view.inference import infer_pad
 from onnxpar.ops.view.pad_gradient import pad_gradient, tile_gradient
 from onnxpar.ops.view.reshape import further
@@ -148,5 +148,6 @@ DEFS = (
         host_operands=(1,),
         precision=FOLLOWS,
         values=tiled,
+        folding=Folding.MOVE,
     ),
 )

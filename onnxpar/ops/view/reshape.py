@@ -23,7 +23,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.sizes.computed_sizes import same_elements, transposed
-from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW
+from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW, Folding
 from onnxpar.ops.view.inference import infer_reshape
 from onnxpar.ops.view.reshape_gradient import (
     identity_gradient,
@@ -298,6 +298,7 @@ DEFS = (
         precision=FOLLOWS,
         infer=infer_reshape,
         values=same_elements,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -311,6 +312,7 @@ DEFS = (
         memory=VIEW,
         precision=FOLLOWS,
         values=same_elements,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -322,6 +324,7 @@ DEFS = (
         roles=REARRANGES,
         precision=FOLLOWS,
         values=transposed,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -336,6 +339,7 @@ DEFS = (
         memory=VIEW,
         precision=FOLLOWS,
         values=same_elements,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -351,6 +355,7 @@ DEFS = (
         memory=VIEW,
         precision=FOLLOWS,
         values=same_elements,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -364,5 +369,6 @@ DEFS = (
         memory=VIEW,
         precision=FOLLOWS,
         values=same_elements,
+        folding=Folding.MOVE,
     ),
 )

@@ -22,7 +22,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.sizes.computed_sizes import chosen, concatenated, expanded, parts, sliced
-from onnxpar.ops.slots import FOLLOWS, Kernel, KernelCall
+from onnxpar.ops.slots import FOLLOWS, Folding, Kernel, KernelCall
 from onnxpar.ops.view.inference import infer_expand, infer_slice, infer_split
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
@@ -259,6 +259,7 @@ DEFS = (
         precision=FOLLOWS,
         infer=infer_split,
         values=parts,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -269,6 +270,7 @@ DEFS = (
         keeps_zero=True,
         precision=FOLLOWS,
         values=concatenated,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -283,6 +285,7 @@ DEFS = (
         precision=FOLLOWS,
         infer=infer_slice,
         values=sliced,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -296,6 +299,7 @@ DEFS = (
         precision=FOLLOWS,
         infer=infer_expand,
         values=expanded,
+        folding=Folding.MOVE,
     ),
     OpDef(
         "",
@@ -308,5 +312,6 @@ DEFS = (
         precision=FOLLOWS,
         broadcasts=True,
         values=chosen,
+        folding=Folding.MOVE,
     ),
 )
