@@ -8,12 +8,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.api.divide_training import DividedTraining, divide_training
-from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.symbols import Symbol
 from onnxpar.emit import check_target, write
 from onnxpar.emit.rank_graph import emit_rank
+from onnxpar.emit.training_entry import training_entry
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import in_memory, load, normalise, read, symbol_table
 from onnxpar.graph.dump import Dumper
@@ -24,17 +24,19 @@ from onnxpar.graph.shapes import shapes
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
-from onnxpar.parameters.recognise import read_parameters
+from onnxpar.parameters.recognise import Recognised, read_parameters
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
+from onnxpar.stages.partition_training import PartitionedTraining, partition_training
 from onnxpar.stages.stage_programs import Staging
 from onnxpar.strategy import Strategy, resolve, resolved, strategy_for
 from onnxpar.strategy.recompute_entry import RecomputeOptions
 from onnxpar.strategy.save import plan_data, write_strategy
+from onnxpar.strategy.schema import SEARCH
 
 NOTE = """The strategy as resolved: `onnxpar shard MODEL --strategy` of this file divides alike.
 `given` names the nodes that the user spoke of; the others followed."""
@@ -162,6 +164,39 @@ def divide_model(
     return Divided(stages.whole, stages.programs, strategy, staging.pipeline([stages]))
 
 
+def partition_for_training(
+    recognised: Recognised,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+) -> PartitionedTraining:
+    """Partitions the programs that train a model: all that `shard_model` does but write files.
+
+    Args:
+        recognised: The normalised model, and what its initializers were; it is used up.
+        strategy: The strategy.
+        symbols: Constraints on the symbols of its inputs.
+        spec: What to train and how.
+
+    Raises:
+        OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
+            between them has no gradient.
+    """
+    parallel = strategy.optimizer_parallel
+    if strategy.pipeline is None:
+        prepared = prepare_training(recognised, symbols, spec)
+        strategy = settled(strategy, Workload.training(prepared, spec, parallel), symbols)
+        return partition_training(prepared, strategy, symbols, spec)
+    if strategy.rest == SEARCH:
+        # What is searched is the program before it is cut; the plan says where.
+        whole = prepare_training(recognised.clone(), symbols, spec)
+        strategy = settled(strategy, Workload.training(whole, spec, parallel), symbols)
+    assert strategy.pipeline is not None
+    staging = Staging(strategy, strategy.pipeline)
+    prepared = prepare_training(recognised, symbols, spec, staging.put)
+    return partition_training(prepared, strategy, symbols, spec, staging)
+
+
 def plan(
     model: ir.Model | str | Path,
     strategy: str | Path | Strategy | None = None,
@@ -210,7 +245,7 @@ class Summary:
     partitioned: PartitionedModel
     report: dict[str, Any]
     seconds: dict[str, float]
-    training: DividedTraining | None = None
+    training: PartitionedTraining | None = None
 
 
 def shard_model(
@@ -290,7 +325,7 @@ def _shard(
     constraints = {**strategy.symbols, **symbols}
     if dumper:
         dumper.model("loaded", loaded)
-    divided: DividedTraining | None = None
+    divided: PartitionedTraining | None = None
     if training is None:
         forward = divide_model(loaded, strategy, constraints, dumper=dumper, lap=clock.lap)
         programs, pipeline, first = forward.programs, forward.pipeline, forward.whole
@@ -299,7 +334,7 @@ def _shard(
         parameters = read_parameters(loaded, training.ties)
         if dumper:
             dumper.model("normalised", parameters.model)
-        divided = divide_training(parameters, strategy, constraints, training)
+        divided = partition_for_training(parameters, strategy, constraints, training)
         programs, pipeline, strategy = divided.programs, divided.pipeline, divided.strategy
         first = pipeline.whole[0] if pipeline is not None else programs[0]
         clock.lap("divide")
@@ -323,7 +358,7 @@ def _shard(
         strategy=_resolved(first, divided, strategy),
         strategy_file=_strategy_file(first, divided, strategy, constraints),
         model_name=Path(model).stem,
-        training=divided.manifest if divided else None,
+        training=training_entry(divided) if divided else None,
         pipeline=pipeline,
     )
     clock.lap("write")
@@ -331,12 +366,12 @@ def _shard(
 
 
 def _resolved(
-    first: PartitionedModel, divided: DividedTraining | None, strategy: Strategy
+    first: PartitionedModel, divided: PartitionedTraining | None, strategy: Strategy
 ) -> dict[str, Any]:
     """The strategy as resolved; parameters lie as nodes want them, however they are kept."""
     if divided is None:
         return resolved(first.plan, first.source)
-    told = resolved(divided.shards.plan, divided.source)
+    told = resolved(divided.shards.plan, divided.prepared.program.model)
     told["optimizer_parallel"] = asdict(strategy.optimizer_parallel)
     if strategy.recompute:
         told["recompute"] = strategy.recompute.entry
@@ -345,14 +380,14 @@ def _resolved(
 
 def _strategy_file(
     first: PartitionedModel,
-    divided: DividedTraining | None,
+    divided: PartitionedTraining | None,
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
 ) -> str:
     """The same as a strategy file, from which the same programs follow."""
     plan, source = first.plan, first.source
     if divided is not None:
-        plan, source = divided.shards.plan, divided.source
+        plan, source = divided.shards.plan, divided.prepared.program.model
     return write_strategy(plan_data(plan, source, strategy, symbols), NOTE)
 
 

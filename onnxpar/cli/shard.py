@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onnxpar.api.divide_training import DividedTraining
 from onnxpar.api.shard_model import Summary, shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import (
@@ -22,6 +21,7 @@ from onnxpar.cli.options import (
 )
 from onnxpar.core.errors import ModelError, SymbolError
 from onnxpar.core.symbols import Symbol
+from onnxpar.stages.partition_training import PartitionedTraining
 from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
 from onnxpar_format.manifest import StateKind
 
@@ -193,9 +193,9 @@ def _size(sent: int | str | None) -> str:
     return "of a size that depends on data" if sent is None else f"{sent} bytes"
 
 
-def _trained(training: DividedTraining, device: str) -> list[str]:
+def _trained(training: PartitionedTraining, device: str) -> list[str]:
     """Returns what is trained and what is not, since to train less than one thinks is silent."""
-    selection, unreached = training.selection, training.unreached
+    selection, unreached = training.prepared.selection, training.prepared.unreached
     counts = selection.counts(unreached)
     lines = [
         f"trained       {counts.trained:,} of {counts.elements:,} parameters, in "
@@ -216,7 +216,7 @@ def _trained(training: DividedTraining, device: str) -> list[str]:
             "shared",
             [f"{t.name}, by {', '.join(t.used_by)}" for t in selection.shared(unreached)],
         ),
-        ("notice", list(training.manifest.notices)),
+        ("notice", list(training.prepared.notices)),
     )
     for title, texts in groups:
         lines += [f"{title:<14}{text}" for text in texts[:SHOWN]]
@@ -225,7 +225,7 @@ def _trained(training: DividedTraining, device: str) -> list[str]:
     return lines
 
 
-def _states(training: DividedTraining, device: str) -> list[str]:
+def _states(training: PartitionedTraining, device: str) -> list[str]:
     """Returns what a device keeps from step to step, and what of it replicas share."""
     kept = training.kept
     moments = kept[StateKind.MOMENT1] + kept[StateKind.MOMENT2]
@@ -236,7 +236,7 @@ def _states(training: DividedTraining, device: str) -> list[str]:
     shards = training.shards
     if shards.options.level:
         # Of a tensor that several stages have each has its own; it is one of the model.
-        trained = {p.name for p in training.selection.trained}
+        trained = {p.name for p in training.prepared.selection.trained}
         split, every = len(trained & shards.shards.keys()), len(trained & shards.gradients.keys())
         lines.append(
             f"              optimizer parallel, level {shards.options.level}: {split} of "

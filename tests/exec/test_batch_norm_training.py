@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.api.divide_training import TrainingSpec
 from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import ModelError, ShardingError
 from onnxpar.core.symbols import Symbol
 from onnxpar_format.options import VerifyOptions

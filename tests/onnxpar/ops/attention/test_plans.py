@@ -8,10 +8,10 @@ import onnx
 import pytest
 
 from onnxpar.api import runtime
-from onnxpar.api.divide_training import TrainingSpec
 from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
 
 HEADS = 2
 

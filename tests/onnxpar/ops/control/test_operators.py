@@ -10,10 +10,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.divide_training import TrainingSpec
 from onnxpar.api.shard_model import analyse, divide, shard_model
 from onnxpar.autodiff.append_loss import LossKind, LossSpec
 from onnxpar.autodiff.optimizer import OptimizerKind
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding

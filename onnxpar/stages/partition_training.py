@@ -1,4 +1,4 @@
-"""The programs of training, divided: one micro-batch, evaluation, the optimizer, accumulation.
+"""The programs of training, partitioned: one micro-batch, evaluation, the optimizer, accumulation.
 
 The loss is appended and differentiated on the undivided graph; forward and backward are then
 planned and partitioned together, as one graph. Parameters, gradients and moments are buffers of the
@@ -9,22 +9,21 @@ parallel changes how buffers lie, and nothing else (`onnxpar.cost.optimizer_para
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxpar.autodiff.append_loss import LossInfo, append_loss, append_metrics
+from onnxpar.autodiff.append_loss import append_loss, append_metrics
 from onnxpar.autodiff.optimizer import state_name
 from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.autodiff.recomputation.selection import Measure, recomputed
-from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec, prepare_training
+from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec
 from onnxpar.core.errors import RuleError
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
-from onnxpar.core.symbols import Symbol, dim_str
+from onnxpar.core.symbols import Symbol
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import Shards, shard_states
-from onnxpar.emit.manifest import state_entry
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places, with_added
@@ -33,34 +32,29 @@ from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.ops.norm.running_statistics import infer_with_statistics
 from onnxpar.ops.random.draws import stop_dropping
-from onnxpar.parameters.recognise import Recognised
-from onnxpar.parameters.trainable import ParameterInfo, Selection
+from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms, States
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.propagate import propagate
-from onnxpar.search.decide import settled
-from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
-from onnxpar.stages.state_buffers import Buffers
+from onnxpar.stages.state_buffers import Buffer, Buffers
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.schema import SEARCH
-from onnxpar_format.manifest import Loss, StateKind, Training
+from onnxpar_format.manifest import StateKind
 
 
 @dataclass(frozen=True)
-class DividedTraining:
+class PartitionedTraining:
     """All programs of a training directory.
 
     Attributes:
         programs: training_model first, then eval_model, optimizer_model, accumulation_model.
-        manifest: The manifest's entry "training".
-        selection: What is trained, and what is not.
-        unreached: Parameters chosen that the loss does not depend on, with the reason.
+        prepared: The program that the plan is of, without recomputation, and what it trains.
+        spec: What was asked for.
         shards: The plan of the training program, and how its buffers lie.
-        source: The program that the plan is of, without recomputation.
+        states: The buffers of the runtime.
         kept: Bytes of the buffers of each kind on a device, padding included; of a pipeline, on a
             device of the stage that has most.
         strategy: The strategy, without what was left to a search.
@@ -68,47 +62,34 @@ class DividedTraining:
     """
 
     programs: tuple[PartitionedModel, ...]
-    manifest: Training
-    selection: Selection
-    unreached: Mapping[str, str]
+    prepared: TrainingProgram
+    spec: TrainingSpec
     shards: Shards
-    source: ir.Model
+    states: tuple[Buffer, ...]
     kept: Mapping[StateKind, int]
     strategy: Strategy
     pipeline: PipelinePrograms | None = None
 
 
-def divide_training(
-    recognised: Recognised,
+def partition_training(
+    prepared: TrainingProgram,
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
-) -> DividedTraining:
-    """Plans and partitions the programs that train a model. The model given is used up.
+    staging: Staging | None = None,
+) -> PartitionedTraining:
+    """Plans and partitions the programs that train a model. The program given is used up.
 
     Args:
-        recognised: The normalised model, and what its initializers were.
-        strategy: How to divide it.
+        prepared: Forward, loss and backward; in a pipeline in their virtual stages.
+        strategy: How to partition them, with nothing left to a search.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
+        staging: The pipeline, where the strategy has one.
 
     Raises:
-        OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
-            between them has no gradient.
+        OnnxparError: The strategy does not fit the model.
     """
-    parallel = strategy.optimizer_parallel
-    staging: Staging | None = None
-    if strategy.pipeline is None:
-        prepared = prepare_training(recognised, symbols, spec)
-        strategy = settled(strategy, Workload.training(prepared, spec, parallel), symbols)
-    else:
-        if strategy.rest == SEARCH:
-            # What is searched is the program before it is cut; the plan says where.
-            whole = prepare_training(recognised.clone(), symbols, spec)
-            strategy = settled(strategy, Workload.training(whole, spec, parallel), symbols)
-        assert strategy.pipeline is not None
-        staging = Staging(strategy, strategy.pipeline)
-        prepared = prepare_training(recognised, symbols, spec, staging.put)
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
     shards = _planned(prepared, strategy, trained)
@@ -146,26 +127,12 @@ def divide_training(
         )
         programs = (*training.programs, *evaluated.programs, *rest)
         pipeline = staging.pipeline([training, evaluated], rest)
-    states = [
-        state_entry(b.item, b.kind, b.parameter, b.stages, summed=b.summed)
-        for b in buffers.all(updates)
-    ]
-    entry = Training(
-        loss=_loss_entry(prepared.loss),
-        optimizer=spec.optimizer,
-        states={state.name: state for state in states},
-        compute=prepared.compute,
-        tensors=prepared.selection.told(prepared.unreached),
-        notices=tuple(prepared.notices),
-        spec=asdict(spec),
-    )
-    return DividedTraining(
+    return PartitionedTraining(
         programs,
-        entry,
-        prepared.selection,
-        prepared.unreached,
+        prepared,
+        spec,
         shards,
-        prepared.program.model,
+        tuple(buffers.all(updates)),
         buffers.kept(updates),
         strategy,
         pipeline,
@@ -247,12 +214,6 @@ def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
                 f"running statistic {name!r}: expected {plan.parameters[name]}, its update leaves "
                 f"as {plan.outputs[new]}"
             )
-
-
-def _loss_entry(info: LossInfo) -> Loss:
-    count = info.count
-    size = count if count is None or isinstance(count, int) else dim_str(count)
-    return Loss(info.spec.kind, info.labels, info.spec.ignore_index, size)
 
 
 # -- the other programs --------------------------------------------------------------------------
