@@ -112,9 +112,10 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         ShardingError: The model's opset has no ScatterND that adds (16).
     """
     if node.builder.opset < 16:
-        raise ShardingError(
-            f"node {node.name!r}: the gradient of Gather adds up with ScatterND of opset 16, "
-            f"the model has {node.builder.opset}; convert it (onnx.version_converter)"
+        raise node.fail(
+            f"the gradient of Gather adds up with ScatterND of opset 16, "
+            f"the model has {node.builder.opset}; convert it (onnx.version_converter)",
+            ShardingError,
         )
     shape, rows = node.in_shape(1), node.in_shape(0)
     wide = _with_one(shape)

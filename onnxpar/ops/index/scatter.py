@@ -384,9 +384,10 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         ShardingError: The model's opset has no ScatterND that adds (16).
     """
     if node.builder.opset < 16:
-        raise ShardingError(
-            f"node {node.name!r}: the gradient of GatherND adds up with ScatterND of opset "
-            f"16, the model has {node.builder.opset}; convert it (onnx.version_converter)"
+        raise node.fail(
+            f"the gradient of GatherND adds up with ScatterND of opset "
+            f"16, the model has {node.builder.opset}; convert it (onnx.version_converter)",
+            ShardingError,
         )
     place, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
     batch, updates = int(node.attr("batch_dims", 0)), node.input(0)
