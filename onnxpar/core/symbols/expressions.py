@@ -16,12 +16,13 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import count
 from keyword import iskeyword
-from math import floor, gcd
+from math import gcd
 from typing import SupportsIndex, TypeAlias
 
 import sympy
 
 from onnxpar.core.errors import SymbolError
+from onnxpar_format.expressions import ExpressionError, evaluate_exact
 
 Dim: TypeAlias = int | sympy.Expr
 """The size of a tensor dimension: an `int` or an expression that is not a number."""
@@ -424,46 +425,33 @@ def _symbols_of(expr: sympy.Expr) -> frozenset[str]:
     return frozenset(symbol.name for symbol in expr.free_symbols)
 
 
+@lru_cache(_CACHE)
+def _quotient(expr: sympy.Expr) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """Returns numerator and denominator as text, and each symbol's name there and its own."""
+    over, under = fraction(canonical(expr))
+    names = tuple((safe_name(name), name) for name in sorted(symbols_of(expr)))
+    return _text_of(over), _text_of(under), names
+
+
 def value_of(expr: Dim, values: Mapping[str, int]) -> int | Fraction:
-    """Returns the value of a size, a `Fraction` where it is not an integer.
+    """Returns the value of a size, a `Fraction` where it is no integer.
 
     Raises:
         SymbolError: A symbol has no value, or the expression divides by zero.
     """
     if isinstance(expr, int):
         return expr
+    over, under, names = _quotient(expr)
     try:
-        found = _value(canonical(expr), values)
-    except ZeroDivisionError:
-        given = {name: values[name] for name in sorted(symbols_of(expr))}
+        given = {safe: values[name] for safe, name in names}
+    except KeyError as missing:
+        known = ", ".join(sorted(values)) or "none"
+        raise SymbolError(
+            f"expected a value for the symbol {missing.args[0]!r}; given: {known}"
+        ) from None
+    try:
+        found = evaluate_exact(over, given) / evaluate_exact(under, given)
+    except (ExpressionError, ZeroDivisionError):
+        given = {name: values[name] for _, name in names}
         raise SymbolError(f"the size {dim_str(expr)} divides by zero at {given}") from None
-    if isinstance(found, Fraction) and found.denominator == 1:
-        return found.numerator
-    return found
-
-
-def _value(expr: sympy.Expr, values: Mapping[str, int]) -> int | Fraction:
-    if isinstance(expr, sympy.Symbol):
-        if expr.name not in values:
-            known = ", ".join(sorted(values)) or "none"
-            raise SymbolError(f"expected a value for the symbol {expr.name!r}; given: {known}")
-        return values[expr.name]
-    if expr.is_Integer:
-        return int(expr)
-    if expr.is_Rational:
-        return Fraction(int(expr.p), int(expr.q))
-    parts = [_value(arg, values) for arg in expr.args]
-    first = parts[0]
-    if isinstance(expr, sympy.Add):
-        return sum(parts)
-    if isinstance(expr, sympy.Mul):
-        for part in parts[1:]:
-            first = first * part
-        return first
-    if isinstance(expr, sympy.Pow):
-        return Fraction(first) ** int(parts[1]) if parts[1] < 0 else first ** int(parts[1])
-    if isinstance(expr, sympy.Max | sympy.Min):
-        return max(parts) if isinstance(expr, sympy.Max) else min(parts)
-    if isinstance(expr, sympy.Mod):
-        return first % parts[1]
-    return floor(first)
+    return found.numerator if found.denominator == 1 else found
