@@ -22,7 +22,6 @@ SAME(cuda::kDeinitialized, CUDA_ERROR_DEINITIALIZED);
 SAME(cuda::kNotReady, CUDA_ERROR_NOT_READY);
 SAME(cuda::kStreamNonBlocking, CU_STREAM_NON_BLOCKING);
 SAME(cuda::kEventDisableTiming, CU_EVENT_DISABLE_TIMING);
-SAME(cuda::kEventBlockingSync, CU_EVENT_BLOCKING_SYNC);
 SAME(cuda::kHostAllocPortable, CU_MEMHOSTALLOC_PORTABLE);
 SAME(cuda::kOwnCaptures, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
 SAME(cuda::kMemoryUnified, CU_MEMORYTYPE_UNIFIED);

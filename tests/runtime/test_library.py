@@ -1,4 +1,4 @@
-"""The C functions that Python declares are those that the C++ sources declare."""
+"""The C++ sources: what Python declares of their functions, and which folder includes which."""
 
 import ctypes
 import re
@@ -18,6 +18,7 @@ POINTERS = {
     "int": ctypes.POINTER(ctypes.c_int),
     "int64_t": ctypes.POINTER(ctypes.c_int64),
 }
+FOLDERS = ("abi", "transport", "collective", "kernels", "capi")
 Prototypes = Mapping[str, tuple[Any, list[Any]]]
 
 
@@ -61,3 +62,14 @@ def test_the_mpi_library_is_declared_as_its_source_says() -> None:
     found = dict(exported((CSRC / "transport" / "mpi.cc").read_text()))
     found.pop("onnxpar_mpi_transport")  # which the operator library calls
     assert found == MPI_SIGNATURES
+
+
+def test_each_folder_includes_only_those_before_it() -> None:
+    wrong = [
+        f"{path.relative_to(CSRC)} includes {included}/"
+        for place, folder in enumerate(FOLDERS)
+        for path in sorted((CSRC / folder).rglob("*.*"))
+        for included in re.findall(r'#include "(\w+)/', path.read_text())
+        if included not in FOLDERS[: place + 1]
+    ]
+    assert wrong == []

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "abi/cuda_driver.h"
 
@@ -34,6 +34,10 @@ struct Compiler {
 #undef X
   const char* (*error_text)(int) = nullptr;
 };
+
+// Of random numbers, which are float32.
+constexpr const char* kRandom = "philox.cu";
+bool is_header(const std::string& file) { return file.find(".cuh") != std::string::npos; }
 
 constexpr const char* kNames[] = {"libnvrtc.so.13", "libnvrtc.so.12"};
 
@@ -160,7 +164,7 @@ Code compile(const std::string& source, DType element, int capability) {
   for (int i = 0; i < kSourceFileCount; ++i) {
     const SourceFile& file = kSourceFiles[i];
     if (source == file.name) main = file.text;
-    if (std::strstr(file.name, ".cuh") == nullptr) continue;
+    if (!is_header(file.name)) continue;
     names.push_back(file.name);
     texts.push_back(file.text);
   }
@@ -176,7 +180,7 @@ Code compile(const std::string& source, DType element, int capability) {
       "--gpu-architecture=" + std::string(exact ? "sm_" : "compute_") + std::to_string(best),
       "-DONNXPAR_ELEMENT=" + std::to_string(static_cast<int>(element)),
       // Random numbers are the same to the bit everywhere.
-      source == "philox.cu" ? "--fmad=false" : "--fmad=true",
+      source == kRandom ? "--fmad=false" : "--fmad=true",
   };
   std::vector<const char*> arguments;
   for (const std::string& option : options) arguments.push_back(option.c_str());
@@ -193,15 +197,15 @@ Code compile(const std::string& source, DType element, int capability) {
               "; a newer one makes machine code: pip install --upgrade nvidia-cuda-nvrtc"};
 }
 
-const std::vector<Program>& programs() {
-  static const std::vector<DType> floats = {DType::kFloat32, DType::kFloat16, DType::kBfloat16,
-                                            DType::kFloat64};
-  static const std::vector<Program> all = {
-      {"gather.cu", floats}, {"loss.cu", floats},       {"philox.cu", {DType::kFloat32}},
-      {"pointwise.cu", floats}, {"rows.cu", floats}, {"square_sum.cu", floats},
-      {"standard.cu", floats}, {"update.cu", floats},
-  };
-  return all;
+void compile_all(int capability) {
+  for (int i = 0; i < kSourceFileCount; ++i) {
+    const std::string source = kSourceFiles[i].name;
+    if (is_header(source)) continue;
+    for (DType element :
+         {DType::kFloat32, DType::kFloat16, DType::kBfloat16, DType::kFloat64}) {
+      if (element == DType::kFloat32 || source != kRandom) compile(source, element, capability);
+    }
+  }
 }
 
 }  // namespace onnxpar::cuda

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "abi/dtype.h"
 
@@ -33,11 +32,8 @@ struct Code {
 // Throws std::runtime_error with the compiler's log.
 Code compile(const std::string& source, DType element, int capability);
 
-// The sources that hold kernels, and the element types that each is made for.
-struct Program {
-  const char* source;
-  std::vector<DType> elements;
-};
-const std::vector<Program>& programs();
+// Compiles every source that holds kernels for each element type that it is made for, and drops the
+// result. Throws as compile does.
+void compile_all(int capability);
 
 }  // namespace onnxpar::cuda

@@ -26,7 +26,6 @@ inline constexpr int kDeinitialized = 4;           // CUDA_ERROR_DEINITIALIZED
 inline constexpr int kNotReady = 600;              // CUDA_ERROR_NOT_READY
 inline constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kEventDisableTiming = 2; // CU_EVENT_DISABLE_TIMING
-inline constexpr unsigned kEventBlockingSync = 1;  // CU_EVENT_BLOCKING_SYNC
 inline constexpr unsigned kHostAllocPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 inline constexpr int kOwnCaptures = 1;             // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 inline constexpr unsigned kMemoryUnified = 4;      // CU_MEMORYTYPE_UNIFIED

@@ -33,6 +33,13 @@ class TensorInfo {
   ort::TensorInfo* info_;
 };
 
+// True where the call succeeded; the error is dropped.
+bool succeeded(ort::Status* status) {
+  if (status == nullptr) return true;
+  g_api.release_status(status);
+  return false;
+}
+
 }  // namespace
 
 const ort::Api& api() { return g_api; }
@@ -43,12 +50,6 @@ void check(ort::Status* status) {
   const std::string message = g_api.get_error_message(status);
   g_api.release_status(status);
   throw std::runtime_error(message);
-}
-
-bool succeeded(ort::Status* status) {
-  if (status == nullptr) return true;
-  g_api.release_status(status);
-  return false;
 }
 
 size_t Tensor::count() const {

@@ -17,8 +17,6 @@ void set_api(const ort::Api& api);
 
 // Throws std::runtime_error with onnxruntime's message where a call failed.
 void check(ort::Status* status);
-// True where the call succeeded; the error is dropped.
-bool succeeded(ort::Status* status);
 
 struct Tensor {
   const void* data = nullptr;

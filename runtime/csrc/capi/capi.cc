@@ -260,11 +260,7 @@ int onnxpar_recv_device(const World* world, int rank, int peer, int tag, void* o
 }
 
 int onnxpar_compile_kernels(int capability) {
-  return guarded([&] {
-    for (const cuda::Program& program : cuda::programs()) {
-      for (DType element : program.elements) cuda::compile(program.source, element, capability);
-    }
-  });
+  return guarded([&] { cuda::compile_all(capability); });
 }
 
 // Called by onnxruntime. The rank is the one that onnxpar_bind set on this thread.

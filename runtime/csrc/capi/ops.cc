@@ -1,65 +1,25 @@
 #include "capi/ops.h"
 
-#include <deque>
+#include <map>
 #include <mutex>
 #include <stdexcept>
+#include <tuple>
 
-#include "collective/op_kernel.h"
-#include "kernels/kernels.h"
+#include "collective/operators.h"
+#include "kernels/operators.h"
 
 namespace onnxpar {
 namespace {
 
-constexpr int kAny = 0;
-constexpr int kToken = static_cast<int>(DType::kUint8);
-constexpr int kInt64 = static_cast<int>(DType::kInt64);
-constexpr int kFloat = static_cast<int>(DType::kFloat32);
-
-struct Port {
-  int type;
-  int characteristic = ort::kRequired;
-};
-
-struct Signature {
-  Op op;
-  std::vector<Port> inputs;
-  std::vector<Port> outputs;
-  bool inplace;    // output 0 may take the memory of input 0
-  bool alone;      // its kernel on a GPU needs nothing that a rank has there
-};
-
-const std::vector<Signature>& signatures() {
-  const Port x{kAny};
-  const Port integers{kInt64};
-  const Port token{kToken, ort::kOptional};
-  const Port many{kAny, ort::kVariadic};
-  static const std::vector<Signature> all = {
-      {Op::kAllReduce, {x, token}, {x, token}, true, false},
-      {Op::kAllGather, {x, token}, {x, token}, false, false},
-      {Op::kReduceScatter, {x, token}, {x, token}, false, false},
-      {Op::kAllToAll, {x, token}, {x, token}, false, false},
-      {Op::kBroadcast, {x, token}, {x, token}, true, false},
-      {Op::kPermute, {x, token}, {x, token}, false, false},
-      {Op::kSend, {x, token}, {{kToken}}, false, false},
-      {Op::kRecv, {integers, token}, {x, token}, false, false},
-      {Op::kBarrier, {x, many}, {x}, true, true},
-      {Op::kStart, {x, token}, {integers, token}, false, false},
-      {Op::kWait, {integers, x}, {x}, false, false},
-      {Op::kPhilox, {integers, integers, integers, integers}, {{kFloat}}, false, true},
-  };
-  return all;
-}
-
-// One operator on one provider. Tokens on a GPU are values that nobody writes or reads: only their
-// order is meant. So neither they nor the handle between Start and Wait, which stand for themselves by
-// their address, ever move between GPU and host.
+// One operator on one provider.
 struct CustomOp : ort::CustomOp {
-  const Signature* signature;
+  const Operator* of;
   RankContext* rank;
   bool on_device;
 };
 
 const CustomOp& self(const ort::CustomOp* op) { return *static_cast<const CustomOp*>(op); }
+const Operator& spec(const ort::CustomOp* op) { return *self(op).of; }
 
 ort::Status* failure(int code, const std::string& message) {
   return api().create_status(code, message.c_str());
@@ -69,21 +29,19 @@ ort::Status* create_kernel(const ort::CustomOp* op, const void*, const ort::Kern
                            void** kernel) {
   const CustomOp& custom = self(op);
   const KernelAttributes attributes(info);
-  const std::string name = op_name(custom.signature->op);
-  std::string where = name;
+  std::string where = custom.of->name;
   try {
     where += " '" + attributes.node() + "'";
-    if (custom.rank == nullptr) {
-      throw std::invalid_argument(
-          "the session options were not registered with a rank (onnxpar_runtime.World, "
-          "Rank.register)");
+    if (custom.of->of_rank) {
+      if (custom.rank == nullptr) {
+        throw std::invalid_argument(
+            "the session options were not registered with a rank (onnxpar_runtime.World, "
+            "Rank.register)");
+      }
+      where = "rank " + std::to_string(custom.rank->rank()) + ": " + where;
     }
-    where = "rank " + std::to_string(custom.rank->rank()) + ": " + where;
-    std::unique_ptr<Kernel> made =
-        custom.on_device ? make_device_kernel(custom.signature->op, *custom.rank, attributes)
-                         : make_host_kernel(custom.signature->op, *custom.rank, attributes);
-    made->set_outputs(attributes.outputs());
-    *kernel = made.release();
+    const Node node{attributes, where, custom.rank, custom.on_device, attributes.outputs()};
+    *kernel = custom.of->make(node).release();
     return nullptr;
   } catch (const std::exception& e) {
     return failure(ort::kInvalidArgument, where + ": " + e.what());
@@ -98,84 +56,68 @@ ort::Status* compute(void* kernel, ort::KernelContext* context) {
   } catch (const std::invalid_argument& e) {
     return failure(ort::kInvalidArgument, k.describe() + ": " + e.what());
   } catch (const std::exception& e) {
-    return failure(ort::kFail, e.what());
+    return failure(ort::kFail, k.failure(e.what()));
   }
 }
 
-// Shapes that can be told from the inputs' shapes and the attributes. What onnxruntime does not
-// know it reports as no dims at all, like a scalar: then nothing is said.
 ort::Status* infer_shape(const ort::CustomOp* op, ort::ShapeContext* context) {
-  const CustomOp& custom = self(op);
-  const Op kind = custom.signature->op;
+  const std::vector<OutPort>& outputs = spec(op).outputs;
   try {
-    const SymbolicTensor token{kToken, {1}, {""}};
-    if (kind == Op::kSend) infer_output(context, 0, token);
-    if (kind == Op::kStart) infer_output(context, 0, {kInt64, {1}, {""}});
-    if (kind == Op::kBarrier) {
-      const SymbolicTensor x = inferred_input(context, 0);
-      if (!x.shape.empty()) infer_output(context, 0, x);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!outputs[i].infer) continue;
+      Inferred found = outputs[i].infer({context, self(op).rank});
+      if (!found) continue;
+      if (outputs[i].type != kAny) found->type = outputs[i].type;
+      try {
+        infer_output(context, i, *found);
+      } catch (const std::runtime_error&) {
+        // The count of outputs cannot be asked for; one that may be left out is.
+        if (outputs[i].characteristic != ort::kOptional) throw;
+      }
     }
-    const bool collective = kind <= Op::kPermute;
-    if (!collective && kind != Op::kWait) return nullptr;
-    const ShapeAttributes attributes(context);
-    SymbolicTensor x = inferred_input(context, kind == Op::kWait ? 1 : 0);
-    const int world = custom.rank == nullptr ? 0 : custom.rank->size();
-    if (x.shape.empty() || world == 0) return nullptr;
-    const Op which = collective ? kind : collective_from_name(attributes.text("op").value_or(""));
-    const Collective c = parse_collective(which, "", attributes, world);
-    const Shape shape = output_shape(c, x.shape);
-    for (size_t i = 0; i < shape.size(); ++i) {
-      const int64_t axis = static_cast<int64_t>(i);
-      const auto is = [&](int64_t a) { return a == axis || a + static_cast<int64_t>(shape.size()) == axis; };
-      const bool resized = which == Op::kAllGather || which == Op::kReduceScatter
-                               ? is(c.axis)
-                               : which == Op::kAllToAll && (is(c.axis) || is(c.concat_axis));
-      if (resized) x.names[i].clear();
-    }
-    x.shape = shape;
-    infer_output(context, 0, x);
     return nullptr;
   } catch (const std::exception& e) {
-    return failure(ort::kInvalidArgument, std::string(op_name(kind)) + ": " + e.what());
+    return failure(ort::kInvalidArgument, std::string(spec(op).name) + ": " + e.what());
   }
 }
 
+// onnxruntime asks beyond the last for what a variadic port stands for.
+template <class Port>
 const Port& port(const std::vector<Port>& ports, size_t index) {
-  // onnxruntime asks beyond the last for what a variadic port stands for.
   return ports[index < ports.size() ? index : ports.size() - 1];
 }
 
-CustomOp make_op(const Signature& signature, RankContext* rank, bool on_device) {
+void release_pairs(int* inputs, int* outputs) {
+  delete[] inputs;
+  delete[] outputs;
+}
+
+CustomOp make_op(const Operator& of, RankContext* rank, bool on_device) {
   CustomOp op{};
   op.version = ort::kVersion;
-  op.signature = &signature;
+  op.of = &of;
   op.rank = rank;
   op.on_device = on_device;
-  op.name = [](const ort::CustomOp* o) { return op_name(self(o).signature->op); };
+  op.name = [](const ort::CustomOp* o) { return spec(o).name; };
   op.execution_provider = [](const ort::CustomOp* o) -> const char* {
     return self(o).on_device ? ort::kCudaProvider : nullptr;
   };
-  op.input_type = [](const ort::CustomOp* o, size_t i) {
-    return port(self(o).signature->inputs, i).type;
-  };
-  op.input_type_count = [](const ort::CustomOp* o) { return self(o).signature->inputs.size(); };
-  op.output_type = [](const ort::CustomOp* o, size_t i) {
-    return port(self(o).signature->outputs, i).type;
-  };
-  op.output_type_count = [](const ort::CustomOp* o) { return self(o).signature->outputs.size(); };
+  op.input_type = [](const ort::CustomOp* o, size_t i) { return port(spec(o).inputs, i).type; };
+  op.input_type_count = [](const ort::CustomOp* o) { return spec(o).inputs.size(); };
+  op.output_type = [](const ort::CustomOp* o, size_t i) { return port(spec(o).outputs, i).type; };
+  op.output_type_count = [](const ort::CustomOp* o) { return spec(o).outputs.size(); };
   op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   op.input_characteristic = [](const ort::CustomOp* o, size_t i) {
-    return port(self(o).signature->inputs, i).characteristic;
+    return port(spec(o).inputs, i).characteristic;
   };
   op.output_characteristic = [](const ort::CustomOp* o, size_t i) {
-    return port(self(o).signature->outputs, i).characteristic;
+    return port(spec(o).outputs, i).characteristic;
   };
   op.input_memory = [](const ort::CustomOp* o, size_t i) {
-    const Signature& of = *self(o).signature;
-    const bool numbers = port(of.inputs, i).type == kInt64 && of.op != Op::kWait;
-    return numbers ? ort::kMemoryCpuInput : ort::kMemoryDefault;
+    return port(spec(o).inputs, i).on_host ? ort::kMemoryCpuInput : ort::kMemoryDefault;
   };
-  op.variadic_input_min = [](const ort::CustomOp*) { return 0; };
+  // An operator has at least one input.
+  op.variadic_input_min = [](const ort::CustomOp* o) { return spec(o).inputs.size() == 1 ? 1 : 0; };
   op.variadic_input_homogeneous = [](const ort::CustomOp*) { return 0; };
   op.variadic_output_min = [](const ort::CustomOp*) { return 1; };
   op.variadic_output_homogeneous = [](const ort::CustomOp*) { return 0; };
@@ -184,56 +126,42 @@ CustomOp make_op(const Signature& signature, RankContext* rank, bool on_device) 
   op.infer_shape = infer_shape;
   op.start_version = [](const ort::CustomOp*) { return 1; };
   op.end_version = [](const ort::CustomOp*) { return 1; };
+  op.may_inplace = of.in_place;
+  op.release_may_inplace = release_pairs;
+  op.alias_map = never_in_place;
+  op.release_alias_map = release_pairs;
   return op;
 }
 
-// onnxruntime does not tell which operator it asks the in-place pairs of, so there is one function
-// for operators that have the pair (0, 0) and one for those that have none.
-size_t inplace_first(int** inputs, int** outputs) {
-  *inputs = new int[1]{0};
-  *outputs = new int[1]{0};
-  return 1;
-}
-size_t inplace_none(int** inputs, int** outputs) {
-  *inputs = nullptr;
-  *outputs = nullptr;
-  return 0;
-}
-void release_pairs(int* inputs, int* outputs) {
-  delete[] inputs;
-  delete[] outputs;
-}
-
-// Operators must outlive every session made with them, whose end nobody tells; they are kept.
-std::deque<CustomOp>& kept_ops() {
-  static auto* ops = new std::deque<CustomOp>();
-  return *ops;
-}
-std::mutex& kept_mutex() {
+// Operators must outlive every session made with them, whose end nobody tells: they are kept, one for
+// each rank, or one for all where it is not of ranks.
+const CustomOp& kept_op(const Operator& of, RankContext* rank, bool on_device) {
   static auto* mutex = new std::mutex();
-  return *mutex;
+  static auto* kept = new std::map<std::tuple<const Operator*, RankContext*, bool>, CustomOp>();
+  std::lock_guard lock(*mutex);
+  const auto key = std::make_tuple(&of, of.of_rank ? rank : nullptr, on_device);
+  const auto found = kept->find(key);
+  if (found != kept->end()) return found->second;
+  return kept->emplace(key, make_op(of, std::get<1>(key), on_device)).first->second;
 }
 
 }  // namespace
 
 ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
-  std::lock_guard lock(kept_mutex());
   ort::CustomOpDomain* domain = nullptr;
   if (ort::Status* status = api().create_domain("onnxpar", &domain)) return status;
   // A rank with a GPU has both kernels: onnxruntime leaves arithmetic of shapes to the CPU.
-  const bool has_device = rank != nullptr && rank->device() != nullptr;
-  for (const Signature& signature : signatures()) {
-    for (bool on_device : {false, true}) {
-      if (on_device && !has_device && !signature.alone) continue;
-      CustomOp& op = kept_ops().emplace_back(make_op(signature, rank, on_device));
-      op.may_inplace = signature.inplace ? inplace_first : inplace_none;
-      op.release_may_inplace = release_pairs;
-      op.alias_map = inplace_none;
-      op.release_alias_map = release_pairs;
-      if (ort::Status* status = api().domain_add(domain, &op)) return status;
+  const bool has_gpu = rank != nullptr && rank->device() != nullptr;
+  for (const auto* operators : {&collective_operators(), &fused_operators()}) {
+    for (const Operator& of : *operators) {
+      for (bool on_device : {false, true}) {
+        if (on_device ? of.needs_gpu && !has_gpu : !of.on_host) continue;
+        if (ort::Status* status = api().domain_add(domain, &kept_op(of, rank, on_device))) {
+          return status;
+        }
+      }
     }
   }
-  if (ort::Status* status = add_kernels(domain, has_device)) return status;
   return api().add_domain(options, domain);
 }
 

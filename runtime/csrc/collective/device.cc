@@ -2,18 +2,16 @@
 // hands the kernel; nothing waits for the device.
 #include <stdexcept>
 
-#include "abi/cuda_compiler.h"
 #include "collective/device_rank.h"
 #include "collective/op_sides.h"
-#include "kernels/device/philox.h"
 
 namespace onnxpar {
 namespace {
 
-class DeviceKernel : public Kernel {
+class DeviceKernel : public RankKernel {
  public:
-  DeviceKernel(RankContext& rank, std::string where)
-      : Kernel(rank, std::move(where)), device_(*rank.device()) {}
+  DeviceKernel(const Node& node, std::string where)
+      : RankKernel(node, std::move(where)), device_(*node.rank->device()) {}
 
  protected:
   Stream enter(const Io& io) {
@@ -69,8 +67,8 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
 
 class WaitKernel : public DeviceKernel {
  public:
-  WaitKernel(RankContext& rank, Collective collective)
-      : DeviceKernel(rank, collective.where), collective_(std::move(collective)) {}
+  WaitKernel(const Node& node, Collective collective)
+      : DeviceKernel(node, collective.where), collective_(std::move(collective)) {}
 
   void compute(const Io& io) override {
     const Stream stream = enter(io);
@@ -97,9 +95,9 @@ class WaitKernel : public DeviceKernel {
   const Collective collective_;
 };
 
-class BarrierKernel : public Kernel {
+class BarrierKernel : public RankKernel {
  public:
-  using Kernel::Kernel;
+  using RankKernel::RankKernel;
   void compute(const Io& io) override {
     const Tensor x = io.input(0);
     void* out = io.output(0, x.shape);
@@ -107,33 +105,18 @@ class BarrierKernel : public Kernel {
   }
 };
 
-class PhiloxKernel : public Kernel {
- public:
-  PhiloxKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : Kernel(rank, where), distribution_(philox_distribution(attributes)) {
-    cuda::load_compiler();
-  }
-  void compute(const Io& io) override { cuda::philox(io, distribution_); }
-
- private:
-  const Distribution distribution_;
-};
-
 }  // namespace
 
-std::unique_ptr<Kernel> make_device_kernel(Op op, RankContext& rank,
-                                           const KernelAttributes& attributes) {
-  const std::string where = std::string(op_name(op)) + " '" + attributes.node() + "'";
-  const auto collective = [&] { return collective_of(op, rank, attributes); };
+std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node) {
+  const auto collective = [&] { return collective_of(op, node); };
   switch (op) {
-    case Op::kSend: return std::make_unique<SendKernel<DeviceKernel>>(rank, where, attributes);
-    case Op::kRecv: return std::make_unique<RecvKernel<DeviceKernel>>(rank, where, attributes);
-    case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
-    case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
-    case Op::kWait: return std::make_unique<WaitKernel>(rank, collective());
-    case Op::kPhilox: return std::make_unique<PhiloxKernel>(rank, where, attributes);
+    case Op::kSend: return std::make_unique<SendKernel<DeviceKernel>>(node);
+    case Op::kRecv: return std::make_unique<RecvKernel<DeviceKernel>>(node);
+    case Op::kBarrier: return std::make_unique<BarrierKernel>(node, where_of(op, node));
+    case Op::kStart: return std::make_unique<StartKernel>(node, collective(), Lane::kAsync);
+    case Op::kWait: return std::make_unique<WaitKernel>(node, collective());
     default:
-      return std::make_unique<CollectiveKernel<DeviceKernel>>(rank, collective(), Lane::kMain);
+      return std::make_unique<CollectiveKernel<DeviceKernel>>(node, collective(), Lane::kMain);
   }
 }
 

@@ -2,14 +2,13 @@
 #include <cstring>
 
 #include "collective/op_sides.h"
-#include "kernels/host/philox.h"
 
 namespace onnxpar {
 namespace {
 
-class HostKernel : public Kernel {
+class HostKernel : public RankKernel {
  public:
-  using Kernel::Kernel;
+  using RankKernel::RankKernel;
 
  protected:
   Stream enter(const Io&) {
@@ -86,37 +85,18 @@ class BarrierKernel : public HostKernel {
   }
 };
 
-// Philox(key, shape, global_shape, start; distribution) -> Y
-class PhiloxKernel : public HostKernel {
- public:
-  PhiloxKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : HostKernel(rank, where), distribution_(philox_distribution(attributes)) {}
-  void compute(const Io& io) override {
-    const Shape shape = io.input(1).integers();
-    bytes_of(shape, DType::kFloat32);
-    philox_fill(static_cast<float*>(io.output(0, shape)), io.input(0).integers(), shape,
-                io.input(2).integers(), io.input(3).integers(), distribution_);
-  }
-
- private:
-  const Distribution distribution_;
-};
-
 }  // namespace
 
-std::unique_ptr<Kernel> make_host_kernel(Op op, RankContext& rank,
-                                         const KernelAttributes& attributes) {
-  const std::string where = std::string(op_name(op)) + " '" + attributes.node() + "'";
-  const auto collective = [&] { return collective_of(op, rank, attributes); };
+std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node) {
+  const auto collective = [&] { return collective_of(op, node); };
   switch (op) {
-    case Op::kSend: return std::make_unique<SendKernel<HostKernel>>(rank, where, attributes);
-    case Op::kRecv: return std::make_unique<RecvKernel<HostKernel>>(rank, where, attributes);
-    case Op::kBarrier: return std::make_unique<BarrierKernel>(rank, where);
-    case Op::kPhilox: return std::make_unique<PhiloxKernel>(rank, where, attributes);
-    case Op::kStart: return std::make_unique<StartKernel>(rank, collective(), Lane::kAsync);
-    case Op::kWait: return std::make_unique<WaitKernel>(rank, collective(), Lane::kAsync);
+    case Op::kSend: return std::make_unique<SendKernel<HostKernel>>(node);
+    case Op::kRecv: return std::make_unique<RecvKernel<HostKernel>>(node);
+    case Op::kBarrier: return std::make_unique<BarrierKernel>(node, where_of(op, node));
+    case Op::kStart: return std::make_unique<StartKernel>(node, collective(), Lane::kAsync);
+    case Op::kWait: return std::make_unique<WaitKernel>(node, collective(), Lane::kAsync);
     default:
-      return std::make_unique<CollectiveKernel<HostKernel>>(rank, collective(), Lane::kMain);
+      return std::make_unique<CollectiveKernel<HostKernel>>(node, collective(), Lane::kMain);
   }
 }
 

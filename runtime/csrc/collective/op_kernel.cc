@@ -5,15 +5,17 @@
 
 namespace onnxpar {
 
-Collective collective_of(Op op, const RankContext& rank, const KernelAttributes& attributes) {
-  const std::string node = attributes.node();
+std::string where_of(Op op, const Node& node) {
+  return std::string(op_name(op)) + " '" + node.attributes.node() + "'";
+}
+
+Collective collective_of(Op op, const Node& node) {
   const bool in_background = op == Op::kStart || op == Op::kWait;
   const Op which =
-      in_background ? collective_from_name(attributes.text("op").value_or("")) : op;
-  Collective c = parse_collective(which, node, attributes, rank.size());
-  if (in_background) {
-    c.where = std::string(op_name(op)) + " '" + node + "' (" + op_name(which) + ")";
-  }
+      in_background ? collective_from_name(node.attributes.text("op").value_or("")) : op;
+  Collective c =
+      parse_collective(which, node.attributes.node(), node.attributes, node.rank->size());
+  if (in_background) c.where = where_of(op, node) + " (" + op_name(which) + ")";
   return c;
 }
 
@@ -24,13 +26,13 @@ void require_member(const RankContext& rank, const Collective& collective) {
                               to_text(group));
 }
 
-Peer::Peer(const RankContext& context, const Attributes& attributes)
-    : rank(static_cast<int>(attributes.need_integer("peer"))),
-      tag(static_cast<int>(attributes.integer("tag").value_or(0))) {
-  if (rank < 0 || rank >= context.size() || rank == context.rank()) {
+Peer::Peer(const Node& node)
+    : rank(static_cast<int>(node.attributes.need_integer("peer"))),
+      tag(static_cast<int>(node.attributes.integer("tag").value_or(0))) {
+  if (rank < 0 || rank >= node.rank->size() || rank == node.rank->rank()) {
     throw std::invalid_argument("peer is " + std::to_string(rank) +
                                 ", expected another rank of a world of " +
-                                std::to_string(context.size()));
+                                std::to_string(node.rank->size()));
   }
   if (tag < 0 || tag >= kTags) {
     throw std::invalid_argument("tag is " + std::to_string(tag) + ", expected 0 to " +
@@ -57,19 +59,6 @@ Shape waited_shape(const Collective& own, const Tensor& x, const Collective& sta
     throw std::invalid_argument("its attributes differ from those of " + started.where);
   }
   return shape;
-}
-
-Distribution philox_distribution(const Attributes& attributes) {
-  const std::string name = attributes.text("distribution").value_or("uniform");
-  if (name != "uniform" && name != "normal") {
-    throw std::invalid_argument("distribution is '" + name + "', expected uniform or normal");
-  }
-  const int64_t type = attributes.integer("dtype").value_or(static_cast<int>(DType::kFloat32));
-  if (type != static_cast<int>(DType::kFloat32)) {
-    throw std::invalid_argument("dtype is " + std::to_string(type) +
-                                ", expected 1 (float32); cast the result for others");
-  }
-  return name == "normal" ? Distribution::kNormal : Distribution::kUniform;
 }
 
 }  // namespace onnxpar

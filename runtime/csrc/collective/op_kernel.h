@@ -1,46 +1,47 @@
-// What the kernels of the operators in ops.cc have in common, on whichever provider.
+// What the kernels of collectives have in common, on whichever provider.
 #pragma once
 
 #include <memory>
 #include <string>
 
-#include "abi/ort_io.h"
+#include "abi/operator.h"
 #include "collective/collective.h"
 #include "collective/world.h"
-#include "kernels/host/philox.h"
 
 namespace onnxpar {
 
-class Kernel {
+// The kernel of a node that acts as a rank.
+class RankKernel : public Kernel {
  public:
-  Kernel(RankContext& rank, std::string where) : rank_(rank), where_(std::move(where)) {}
-  // Whether the node uses its optional last output, the token.
-  void set_outputs(size_t outputs) { outputs_ = outputs; }
-  virtual ~Kernel() = default;
-  virtual void compute(const Io& io) = 0;
-  virtual std::string describe() const { return at(where_); }
+  RankKernel(const Node& node, std::string where)
+      : Kernel(std::move(where)), rank_(*node.rank), outputs_(node.outputs) {}
+  std::string describe() const override { return at(where_); }
+  // Transports say themselves which rank and node it is.
+  std::string failure(const std::string& what) const override { return what; }
 
  protected:
   std::string at(const std::string& where) const {
     return "rank " + std::to_string(rank_.rank()) + ": " + where;
   }
+  // Whether the node uses its optional last output, the token.
   bool has_output(size_t index) const { return index < outputs_; }
   RankContext& rank_;
-  const std::string where_;
 
  private:
-  size_t outputs_ = 0;
+  const size_t outputs_;
 };
 
+// "Send 'node'"
+std::string where_of(Op op, const Node& node);
 // The attributes of a node of one of the collectives, or of a Start or Wait of one. Throws
 // std::invalid_argument.
-Collective collective_of(Op op, const RankContext& rank, const KernelAttributes& attributes);
+Collective collective_of(Op op, const Node& node);
 // Throws std::invalid_argument where this rank is not in the group.
 void require_member(const RankContext& rank, const Collective& collective);
 
 // peer and tag of a Send or Recv. Throws std::invalid_argument.
 struct Peer {
-  Peer(const RankContext& rank, const Attributes& attributes);
+  explicit Peer(const Node& node);
   int rank;
   int tag;
 };
@@ -53,14 +54,9 @@ size_t bytes_of(const Shape& shape, DType type);
 Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,
                    const void* in, const Shape& input);
 
-// What a node of Philox says beside its inputs. Throws std::invalid_argument.
-Distribution philox_distribution(const Attributes& attributes);
-
-// The kernel of an operator for tensors in host memory, and for tensors on the rank's GPU (operators
-// that ops.cc registers there). Throw std::invalid_argument where the attributes are wrong.
-std::unique_ptr<Kernel> make_host_kernel(Op op, RankContext& rank,
-                                         const KernelAttributes& attributes);
-std::unique_ptr<Kernel> make_device_kernel(Op op, RankContext& rank,
-                                           const KernelAttributes& attributes);
+// The kernel of an operator for tensors in host memory, and for tensors on the rank's GPU. Throw
+// std::invalid_argument where the attributes are wrong.
+std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node);
+std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node);
 
 }  // namespace onnxpar

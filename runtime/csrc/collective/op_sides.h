@@ -15,9 +15,9 @@ namespace onnxpar {
 template <class Side>
 class CollectiveKernel : public Side {
  public:
-  CollectiveKernel(RankContext& rank, Collective collective, Lane lane)
-      : Side(rank, collective.where), collective_(std::move(collective)), lane_(lane) {
-    require_member(rank, collective_);
+  CollectiveKernel(const Node& node, Collective collective, Lane lane)
+      : Side(node, collective.where), collective_(std::move(collective)), lane_(lane) {
+    require_member(*node.rank, collective_);
   }
 
   std::string describe() const override {
@@ -59,8 +59,7 @@ class CollectiveKernel : public Side {
 template <class Side>
 class SendKernel : public Side {
  public:
-  SendKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : Side(rank, where), peer_(rank, attributes) {}
+  explicit SendKernel(const Node& node) : Side(node, where_of(Op::kSend, node)), peer_(node) {}
 
   void compute(const Io& io) override {
     const Stream stream = this->enter(io);
@@ -78,10 +77,10 @@ class SendKernel : public Side {
 template <class Side>
 class RecvKernel : public Side {
  public:
-  RecvKernel(RankContext& rank, const std::string& where, const Attributes& attributes)
-      : Side(rank, where),
-        peer_(rank, attributes),
-        type_(dtype_from_onnx(static_cast<int>(attributes.need_integer("dtype")))) {}
+  explicit RecvKernel(const Node& node)
+      : Side(node, where_of(Op::kRecv, node)),
+        peer_(node),
+        type_(dtype_from_onnx(static_cast<int>(node.attributes.need_integer("dtype")))) {}
 
   void compute(const Io& io) override {
     const Stream stream = this->enter(io);

@@ -2,12 +2,6 @@
 
 namespace onnxpar {
 
-size_t never_in_place(int** inputs, int** outputs) {
-  *inputs = nullptr;
-  *outputs = nullptr;
-  return 0;
-}
-
 template <class T>
 void convert(T* to, const Tensor& from, const char* name) {
   const size_t count = from.count();
@@ -29,24 +23,21 @@ void convert(T* to, const Tensor& from, const char* name) {
       for (size_t i = 0; i < count; ++i) to[i] = static_cast<T>(wide[i]);
       return;
     }
-    default: with_real(from, name, [](auto) {});  // throws
+    default: expect_float(from, name);  // throws
   }
 }
 template void convert(float*, const Tensor&, const char*);
 template void convert(double*, const Tensor&, const char*);
+
+void expect_float(const Tensor& tensor, const char* name) {
+  with_real(tensor, name, [](auto) {});
+}
 
 void expect_one(const Tensor& tensor, const char* name) {
   if (tensor.count() != 1) {
     throw std::invalid_argument(std::string(name) + " has shape " + to_text(tensor.shape) +
                                 ", expected one element");
   }
-}
-
-double scalar(const Tensor& tensor, const char* name) {
-  expect_one(tensor, name);
-  double value = 0;
-  convert(&value, tensor, name);
-  return value;
 }
 
 void expect_type(const Tensor& tensor, const char* name, DType type) {
@@ -85,14 +76,6 @@ size_t axis_of(const Shape& shape, int64_t axis) {
                                 to_text(shape));
   }
   return static_cast<size_t>(axis < 0 ? axis + rank : axis);
-}
-
-const Simd& simd() {
-#if defined(ONNXPAR_AVX2)
-  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx2) return simd_avx2::table;
-#endif
-  return simd_generic::table;
 }
 
 }  // namespace onnxpar

@@ -1,68 +1,26 @@
-// What the training kernels share: tensors as arrays of float or double, and pieces of work.
+// What fused kernels share: tensors as arrays of float or double, and pieces of work.
 #pragma once
 
-#include <functional>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "abi/ort_io.h"
-#include "kernels/host/simd.h"
 
 namespace onnxpar {
 
-using Compute = std::function<void(const Io&)>;
-
-inline constexpr int kAny = 0;
-inline constexpr int kDouble = static_cast<int>(DType::kFloat64);
-inline constexpr int kInt64 = static_cast<int>(DType::kInt64);
-
-// Shape and type of an output: those of an input, and for some another shape.
-struct Like {
-  enum class Shape { kSame, kScalar, kLoss, kPooled };
-  size_t input;
-  Shape shape = Shape::kSame;
-  bool wide = false;  // 16-bit types become float32
-  int type = kAny;    // where it is not that of the input
+// Memory of an output; none where the node leaves it out.
+struct Output {
+  void* data = nullptr;
+  DType type = DType::kFloat32;
+  Shape shape;
 };
-
-struct KernelSpec {
-  const char* name;
-  // The types of the inputs. Where onnxruntime does not know the shape of the input that output i
-  // is like, it gives the output the type of the last input of type kAny, so that one must be like
-  // it: a tensor is not told from a scalar there.
-  std::vector<int> inputs;
-  size_t optional;  // how many of the last inputs may be left out
-  bool variadic;    // the last input stands for one or more
-  // The input that output i has its type and shape from; all outputs but the first may be left out
-  // where `optional_outputs`.
-  std::vector<Like> like;
-  bool optional_outputs;
-  // Pairs of input and output that may share memory.
-  size_t (*in_place)(int** inputs, int** outputs);
-  // Null where the function that graphs carry does on the host.
-  Compute (*make)(const Attributes& attributes, size_t outputs);
-  // The same for tensors on a GPU.
-  Compute (*make_on_device)(const KernelAttributes& attributes, size_t outputs);
-};
-
-const std::vector<KernelSpec>& pointwise_kernels();
-const std::vector<KernelSpec>& row_kernels();
-const std::vector<KernelSpec>& loss_kernels();
-const std::vector<KernelSpec>& gather_kernels();
-const std::vector<KernelSpec>& update_kernels();
-const std::vector<KernelSpec>& standard_kernels();
-
-template <int... kInputs>
-size_t in_place(int** inputs, int** outputs) {
-  constexpr size_t kCount = sizeof...(kInputs);
-  *inputs = new int[kCount]{kInputs...};
-  *outputs = new int[kCount];
-  for (size_t i = 0; i < kCount; ++i) (*outputs)[i] = static_cast<int>(i);
-  return kCount;
+inline Output output(const Io& io, size_t index, const Shape& shape, DType type) {
+  return {io.output(index, shape), type, shape};
 }
-size_t never_in_place(int** inputs, int** outputs);
+inline Output output_like(const Io& io, size_t index, const Tensor& like) {
+  return output(io, index, like.shape, like.type);
+}
 
 // Calls f with a zero of the type to compute in. Throws std::invalid_argument for no float type.
 template <class F>
@@ -106,11 +64,11 @@ class Reader {
 template <class T>
 class Writer {
  public:
-  Writer(const Io& io, size_t index, const Shape& shape, DType type)
-      : out_(io.output(index, shape)), data_(static_cast<T*>(out_)), type_(type) {
-    if (type == DType::kFloat32 || type == DType::kFloat64) return;
+  explicit Writer(const Output& to)
+      : out_(to.data), data_(static_cast<T*>(out_)), type_(to.type) {
+    if (to.type == DType::kFloat32 || to.type == DType::kFloat64) return;
     size_t count = 1;
-    for (int64_t dim : shape) count *= static_cast<size_t>(dim);
+    for (int64_t dim : to.shape) count *= static_cast<size_t>(dim);
     copy_.resize(count);
     data_ = copy_.data();
   }
@@ -128,12 +86,12 @@ class Writer {
   std::vector<T> copy_;
 };
 
-// Throws std::invalid_argument where the tensor has not one element.
+// Throw std::invalid_argument.
+void expect_float(const Tensor& tensor, const char* name);
+// One element.
 void expect_one(const Tensor& tensor, const char* name);
-// The value of a tensor with one element. Throws std::invalid_argument where it has not one.
-double scalar(const Tensor& tensor, const char* name);
 
-// Throws std::invalid_argument where the tensor's type or shape is not that of the other.
+// The type and shape of the other.
 void expect_like(const Tensor& tensor, const char* name, const Tensor& other,
                  const char* other_name);
 void expect_type(const Tensor& tensor, const char* name, DType type);

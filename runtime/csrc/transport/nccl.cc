@@ -224,10 +224,10 @@ class NcclTransport : public Transport {
 
  private:
   void require(const Group& group, const Call& call, DType type, Reduction reduction) const {
-    const std::string reason = nccl_refuses(type, reduction);
-    if (!reason.empty()) {
-      throw std::runtime_error(describe(rank(), call, group.ranks) + ": " + reason);
-    }
+    if (nccl_type(type) >= 0) return;
+    throw std::runtime_error(describe(rank(), call, group.ranks) + ": NCCL has no " +
+                             reduction_name(reduction) + " of " + dtype_name(type) +
+                             "; cast it to int32 before");
   }
 
   template <class F>
@@ -290,12 +290,6 @@ class NcclTransport : public Transport {
 };
 
 }  // namespace
-
-std::string nccl_refuses(DType type, Reduction reduction) {
-  if (nccl_type(type) >= 0) return {};
-  return std::string("NCCL has no ") + reduction_name(reduction) + " of " + dtype_name(type) +
-         "; cast it to int32 before";
-}
 
 std::unique_ptr<Transport> make_nccl_transport(Transport& host, const cuda::Device& device,
                                                const char* library,

@@ -14,7 +14,4 @@ std::unique_ptr<Transport> make_nccl_transport(Transport& host, const cuda::Devi
                                                const char* library,
                                                const TransportOptions& options);
 
-// What it says of a reduction that NCCL does not have; empty where it has it.
-std::string nccl_refuses(DType type, Reduction reduction);
-
 }  // namespace onnxpar

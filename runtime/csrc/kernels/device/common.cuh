@@ -9,37 +9,14 @@
 // results are the same in every run. Nothing is added by atomic operations.
 #pragma once
 
-using Index = long long;
+#include "types.cuh"
+
+using namespace onnxpar::cuda;
 
 // The numbers of ONNX's element types.
 constexpr int kFloat32 = 1;
 constexpr int kFloat16 = 10;
 constexpr int kFloat64 = 11;
-
-struct Half {
-  unsigned short bits;
-};
-struct Bfloat {
-  unsigned short bits;
-};
-
-// Element is what lies in memory, Real what is computed in.
-#if ONNXPAR_ELEMENT == 1
-using Element = float;
-#elif ONNXPAR_ELEMENT == 10
-using Element = Half;
-#elif ONNXPAR_ELEMENT == 11
-using Element = double;
-#elif ONNXPAR_ELEMENT == 16
-using Element = Bfloat;
-#else
-#error "ONNXPAR_ELEMENT must be 1, 10, 11 or 16"
-#endif
-#if ONNXPAR_ELEMENT == 11
-using Real = double;
-#else
-using Real = float;
-#endif
 
 __device__ inline float widen(float x) { return x; }
 __device__ inline double widen(double x) { return x; }
@@ -154,7 +131,6 @@ __device__ inline double from_lane(double x, int mask) {
 
 // Threads that work on one row together. `combine` must be commutative, so that all threads of a
 // team come to the same bits. Blocks of either have kTeamThreads threads.
-constexpr int kTeamThreads = 256;
 
 struct WarpTeam {
   static constexpr int kSize = 32;
@@ -187,12 +163,6 @@ struct BlockTeam {
   }
 };
 
-// Where a kernel tells the host of a value that no result can be made from: a place, counted from
-// 1, and the value there. Of several, any. It is written in one piece.
-struct alignas(16) Fault {
-  Index place;
-  Index value;
-};
 __device__ inline void report(Fault* fault, Index place, Index value) {
   *fault = Fault{place + 1, value};
 }

@@ -1,33 +1,20 @@
 // Gradient of Gather, on a GPU: the places are sorted by row, then rows are added side by side.
+#include "kernels/gather.h"
+
 #include <algorithm>
 #include <limits>
 
-#include "kernels/checks.h"
-#include "kernels/device/kernels.h"
-#include "kernels/device/queue.h"
+#include "kernels/device/gather.cuh"
 
-namespace onnxpar::cuda {
+namespace onnxpar {
 namespace {
 
-// As in device/gather.cu.
-constexpr size_t kDigits = 256;
-constexpr size_t kTile = 2048;
-constexpr size_t kRun = 32;
-struct Place {
-  unsigned row;
-  unsigned from;
-};
-struct Sums {
-  Index count;
-  Index rows;
-  Index outer;
-  Index inner;
-};
+using namespace cuda;
 
 size_t up(size_t count, size_t each) { return (count + each - 1) / each; }
 
 // The places in the order of their rows.
-Place* sorted(Queue& queue, const Gather& g, Fault* fault) {
+Place* sorted(Queue& queue, const GatherGrad::Operands& g, Fault* fault) {
   Place* places = queue.scratch<Place>(g.count);
   Place* other = queue.scratch<Place>(g.count);
   const size_t tiles = up(g.count, kTile);
@@ -47,34 +34,26 @@ Place* sorted(Queue& queue, const Gather& g, Fault* fault) {
 
 }  // namespace
 
-Compute gather_grad(const KernelAttributes& attributes, size_t) {
-  const int64_t axis = attributes.integer("axis").value_or(0);
-  const auto faults = std::make_shared<FaultReport>("GatherGrad '" + attributes.node() + "'", "index",
-                                                    "rows");
-  return [=](const Io& io) {
-    const Gather g = gather_inputs(io, axis);
-    Fault* fault = faults->next(io.stream(), g.rows);
-    constexpr size_t kMost = std::numeric_limits<int32_t>::max();
-    if (g.rows >= kMost || g.count >= kMost) {
-      throw std::invalid_argument("data has " + std::to_string(g.rows) + " rows and indices " +
-                                  std::to_string(g.count) +
-                                  " elements, expected fewer than 2^31 on a GPU");
-    }
-    Queue queue(io, "gather.cu", g.data.type);
-    void* dx = io.output(0, g.data.shape);
-    queue.zero(dx, g.data.bytes());
-    const size_t columns = g.outer * g.inner;
-    if (g.count == 0 || columns == 0) return;
-    const Place* places = sorted(queue, g, fault);
-    const size_t runs = up(g.count, kRun);
-    const size_t real = g.data.type == DType::kFloat64 ? sizeof(double) : sizeof(float);
-    std::byte* parts = queue.scratch<std::byte>(runs * 2 * columns * real);
-    const Sums sums{static_cast<Index>(g.count), static_cast<Index>(g.rows),
-                    static_cast<Index>(g.outer), static_cast<Index>(g.inner)};
-    const Grid grid{up(columns, 32), std::min<size_t>(up(runs, 8), 65535), 32, 8};
-    queue.launch("gather_sums", grid, dx, parts, g.dy.data, places, sums);
-    queue.launch("gather_join", grid, dx, parts, places, sums);
-  };
+void GatherGrad::device(const Io& io, const Operands& g) const {
+  Fault* fault = faults_->next(io.stream(), g.rows);
+  constexpr size_t kMost = std::numeric_limits<int32_t>::max();
+  if (g.rows >= kMost || g.count >= kMost) {
+    throw std::invalid_argument("data has " + std::to_string(g.rows) + " rows and indices " +
+                                std::to_string(g.count) +
+                                " elements, expected fewer than 2^31 on a GPU");
+  }
+  Queue queue(io, "gather.cu", g.dx.type);
+  const size_t columns = g.outer * g.inner;
+  queue.zero(g.dx.data, columns * g.rows * dtype_size(g.dx.type));
+  if (g.count == 0 || columns == 0) return;
+  const Place* places = sorted(queue, g, fault);
+  const size_t runs = up(g.count, kRun);
+  std::byte* parts = queue.scratch<std::byte>(runs * 2 * columns * real_size(g.dx.type));
+  const Sums sums{static_cast<Index>(g.count), static_cast<Index>(g.rows),
+                  static_cast<Index>(g.outer), static_cast<Index>(g.inner)};
+  const Grid grid{up(columns, 32), std::min<size_t>(up(runs, 8), 65535), 32, 8};
+  queue.launch("gather_sums", grid, g.dx.data, parts, g.dy.data, places, sums);
+  queue.launch("gather_join", grid, g.dx.data, parts, places, sums);
 }
 
-}  // namespace onnxpar::cuda
+}  // namespace onnxpar

@@ -6,18 +6,7 @@
 // `parts`, which the warp of the run where the row begins adds in order. So nothing is added by
 // atomic operations, and a row that is taken thousands of times is spread over many warps.
 #include "common.cuh"
-
-constexpr int kDigits = 256;
-constexpr int kSortThreads = 256;
-constexpr int kSortWarps = kSortThreads / 32;
-constexpr int kRounds = 8;  // places of one thread
-constexpr int kTile = kSortThreads * kRounds;
-constexpr Index kRun = 32;
-
-struct Place {
-  unsigned row;
-  unsigned from;
-};
+#include "gather.cuh"
 
 // A row that is none is told, and counts as row `rows`, which nobody adds up.
 extern "C" __global__ void gather_rows(Place* places, const Index* indices, Index count,
@@ -128,22 +117,16 @@ extern "C" __global__ void gather_move(Place* to, const Place* places, const uns
                [&](const Place& place, unsigned at) { to[at] = place; });
 }
 
-// A row of dx has `inner` elements in each of `outer` slabs; columns count through all of them.
-struct Sums {
-  Index count;  // of places
-  Index rows;
-  Index outer;
-  Index inner;
-  __device__ Index columns() const { return outer * inner; }
-  __device__ Index source(Index from, Index column) const {
-    return (column / inner * count + from) * inner + column % inner;
-  }
-  __device__ Index target(Index row, Index column) const {
-    return (column / inner * rows + row) * inner + column % inner;
-  }
-};
-
 namespace {
+
+__device__ Index columns_of(const Sums& sums) { return sums.outer * sums.inner; }
+// Where a place's element of a column lies in dy, and a row's in dx.
+__device__ Index source_of(const Sums& sums, Index from, Index column) {
+  return (column / sums.inner * sums.count + from) * sums.inner + column % sums.inner;
+}
+__device__ Index target_of(const Sums& sums, Index row, Index column) {
+  return (column / sums.inner * sums.rows + row) * sums.inner + column % sums.inner;
+}
 
 __device__ Index first_run() {
   return static_cast<Index>(blockIdx.y) * blockDim.y + threadIdx.y;
@@ -157,7 +140,7 @@ __device__ Index run_step() { return static_cast<Index>(gridDim.y) * blockDim.y;
 extern "C" __global__ void gather_sums(Element* dx, Real* parts, const Element* dy,
                                        const Place* places, Sums sums) {
   const Index column = static_cast<Index>(blockIdx.x) * 32 + threadIdx.x;
-  if (column >= sums.columns()) return;
+  if (column >= columns_of(sums)) return;
   for (Index run = first_run(); run * kRun < sums.count; run += run_step()) {
     const Index begin = run * kRun;
     const Index end = begin + kRun < sums.count ? begin + kRun : sums.count;
@@ -167,14 +150,14 @@ extern "C" __global__ void gather_sums(Element* dx, Real* parts, const Element* 
     Real sum = 0;
     for (Index i = begin; i < end; ++i) {
       const Place place = places[i];
-      sum += widen(dy[sums.source(place.from, column)]);
+      sum += widen(dy[source_of(sums, place.from, column)]);
       if (i + 1 < end && places[i + 1].row == place.row) continue;
       if (before) {
-        parts[run * 2 * sums.columns() + column] = sum;
+        parts[run * 2 * columns_of(sums) + column] = sum;
       } else if (i + 1 == end && goes_on) {
-        parts[(run * 2 + 1) * sums.columns() + column] = sum;
+        parts[(run * 2 + 1) * columns_of(sums) + column] = sum;
       } else if (place.row < sums.rows) {
-        narrow(dx + sums.target(place.row, column), sum);
+        narrow(dx + target_of(sums, place.row, column), sum);
       }
       before = false;
       sum = 0;
@@ -186,7 +169,7 @@ extern "C" __global__ void gather_sums(Element* dx, Real* parts, const Element* 
 extern "C" __global__ void gather_join(Element* dx, const Real* parts, const Place* places,
                                        Sums sums) {
   const Index column = static_cast<Index>(blockIdx.x) * 32 + threadIdx.x;
-  if (column >= sums.columns()) return;
+  if (column >= columns_of(sums)) return;
   for (Index run = first_run(); (run + 1) * kRun < sums.count; run += run_step()) {
     const Index begin = run * kRun;
     const Index end = begin + kRun;
@@ -194,11 +177,11 @@ extern "C" __global__ void gather_join(Element* dx, const Real* parts, const Pla
     const bool whole = places[begin].row == row;
     const bool begins_here = !whole || begin == 0 || places[begin - 1].row != row;
     if (places[end].row != row || !begins_here || row >= sums.rows) continue;
-    Real sum = parts[(run * 2 + 1) * sums.columns() + column];
+    Real sum = parts[(run * 2 + 1) * columns_of(sums) + column];
     for (Index next = run + 1; next * kRun < sums.count && places[next * kRun].row == row;
          ++next) {
-      sum += parts[next * 2 * sums.columns() + column];
+      sum += parts[next * 2 * columns_of(sums) + column];
     }
-    narrow(dx + sums.target(row, column), sum);
+    narrow(dx + target_of(sums, row, column), sum);
   }
 }

@@ -2,19 +2,7 @@
 // the dims after C, so that the scores of label i begin at (i / inner) C inner + i % inner and lie
 // `inner` apart.
 #include "common.cuh"
-
-struct Labels {
-  const Index* of;
-  const Element* weights;  // of the classes, all 1 where null
-  Index count;
-  Index classes;
-  Index inner;
-  Index ignore;  // that does not count
-  bool ignores;
-};
-
-constexpr int kMean = 0;
-constexpr int kNone = 2;
+#include "loss.cuh"
 
 namespace {
 
@@ -64,13 +52,6 @@ struct Join {
 __device__ LogSum from_lane(const LogSum& x, int mask) {
   return {::from_lane(x.most, mask), ::from_lane(x.sum, mask)};
 }
-
-// Where the result of a label goes: to `each` where it is kept, else to values[i] with its weight.
-struct Results {
-  Element* each;
-  double* values;
-  double* weights;
-};
 
 __device__ void put(const Results& to, Index i, double weight, double value) {
   const double weighted = weight == 0 ? 0 : weight * value;
@@ -159,7 +140,7 @@ extern "C" __global__ void loss_columns(Results to, Element* log_prob, const Ele
 
 // One block: the loss out of what the labels gave.
 extern "C" __global__ void loss_total(Element* loss, const double* values, const double* weights,
-                                      Index count, int reduction) {
+                                      Index count, LossReduction reduction) {
   double sum = 0;
   double total = 0;
   for (Index i = threadIdx.x; i < count; i += blockDim.x) {
@@ -169,7 +150,7 @@ extern "C" __global__ void loss_total(Element* loss, const double* values, const
   sum = BlockTeam().all(sum, Plus());
   total = BlockTeam().all(total, Plus());
   if (threadIdx.x == 0) {
-    narrow(loss, static_cast<Real>(reduction == kMean ? sum / total : sum));
+    narrow(loss, static_cast<Real>(reduction == LossReduction::kMean ? sum / total : sum));
   }
 }
 
@@ -188,20 +169,17 @@ extern "C" __global__ void loss_grad_total(double* total, Labels labels, Fault* 
 namespace {
 
 // d loss / d (score) = factor (probability - [it is the label's]).
-struct Factor {
-  const void* dloss;
-  int dloss_type;
-  int reduction;
-  const double* total;  // where the reduction is a mean
-  __device__ Real of(Index i, double weight) const {
-    if (reduction == kNone) {
-      return static_cast<Real>(load_any(dloss, dloss_type, i)) * static_cast<Real>(weight);
-    }
-    double all = load_any(dloss, dloss_type, 0);
-    if (reduction == kMean) all = *total == 0 ? 0 : all / *total;
-    return static_cast<Real>(all * weight);
+__device__ Real factor_of(const Factor& factor, Index i, double weight) {
+  if (factor.reduction == LossReduction::kNone) {
+    return static_cast<Real>(load_any(factor.dloss, factor.dloss_type, i)) *
+           static_cast<Real>(weight);
   }
-};
+  double all = load_any(factor.dloss, factor.dloss_type, 0);
+  if (factor.reduction == LossReduction::kMean) {
+    all = *factor.total == 0 ? 0 : all / *factor.total;
+  }
+  return static_cast<Real>(all * weight);
+}
 
 }  // namespace
 
@@ -214,7 +192,7 @@ extern "C" __global__ void loss_grad_rows(Element* dx, Factor factor, const Elem
     double weight = 0;
     const Index label = read_label(labels, row, &weight, fault);
     const bool counts = weight != 0;
-    const Real f = counts ? factor.of(row, weight) : Real(0);
+    const Real f = counts ? factor_of(factor, row, weight) : Real(0);
     for_elements(n, wide, threadIdx.x, blockDim.x, [&](Index i, auto lanes) {
       constexpr int kWidth = decltype(lanes)::kCount;
       Real v[kWidth];
@@ -238,7 +216,7 @@ extern "C" __global__ void loss_grad_columns(Element* dx, Factor factor, const E
     const Index label = read_label(labels, i, &weight, fault);
     Real value = 0;
     if (weight != 0) {
-      const Real f = factor.of(i, weight);
+      const Real f = factor_of(factor, i, weight);
       value = f * exponential(widen(log_prob[e])) - (c == label ? f : Real(0));
     }
     narrow(dx + e, value);

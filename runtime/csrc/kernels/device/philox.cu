@@ -1,22 +1,7 @@
 // A block of a global array of random numbers.
 #include "common.cuh"
 #include "philox.cuh"
-
-constexpr int kMaxDims = 12;
-
-// A run is a row of elements that are neighbours in the global array too. The dims before it, the
-// last first, have sizes in the block and strides in the global array.
-struct Runs {
-  philox::Words state;
-  Index count;   // of runs
-  Index length;  // of a run
-  Index blocks;  // the most blocks of four numbers that a run meets
-  Index first;   // where in the global array the block's first element lies
-  int dims;
-  bool normal;
-  Index sizes[kMaxDims];
-  Index strides[kMaxDims];
-};
+#include "runs.cuh"
 
 // A thread takes the part of a run that lies in one block of four.
 extern "C" __global__ void philox_fill(float* out, Runs runs) {

@@ -1,72 +1,42 @@
-// Gradients of activations and the sum of squares, on a GPU.
-#include "kernels/checks.h"
-#include "kernels/device/kernels.h"
+#include "kernels/pointwise.h"
+
 #include "kernels/device/queue.h"
+#include "kernels/device/square_sum.cuh"
 
-namespace onnxpar::cuda {
-namespace {
+namespace onnxpar {
 
-Compute pointwise(const char* other, const char* kernel) {
-  return [=](const Io& io) {
-    const Pointwise inputs = pointwise_inputs(io, other);
-    const DType type = inputs.dy.type;
-    const size_t count = inputs.dy.count();
-    Queue queue(io, "pointwise.cu", type);
-    void* dx = io.output(0, inputs.dy.shape);
-    queue.launch(kernel, over(count, pack(type)), dx, inputs.dy.data, inputs.y.data,
-                 static_cast<Index>(count));
+using namespace cuda;
+
+void Pointwise::device(const Io& io, const Operands& o) const {
+  const size_t count = o.dy.count();
+  Queue queue(io, "pointwise.cu", o.dy.type);
+  queue.launch(rule_.kernel, over(count, pack(o.dy.type)), o.dx.data, o.dy.data, o.y.data,
+               static_cast<Index>(count));
+}
+
+void SquareSum::device(const Io& io, const Operands& o) const {
+  const auto pieces_of = [](size_t count) {
+    return (static_cast<Index>(count) + kSquares - 1) / kSquares;
   };
-}
-
-// As in device/square_sum.cu.
-constexpr size_t kTensors = 64;
-constexpr size_t kSquares = 16384;
-struct Tensors {
-  const void* data[kTensors] = {};
-  Index count[kTensors] = {};
-  Index first[kTensors + 1] = {};
-};
-
-}  // namespace
-
-Compute relu_grad(const KernelAttributes&, size_t) { return pointwise("y", "relu_grad"); }
-Compute tanh_grad(const KernelAttributes&, size_t) { return pointwise("y", "tanh_grad"); }
-Compute sigmoid_grad(const KernelAttributes&, size_t) { return pointwise("y", "sigmoid_grad"); }
-Compute gelu_grad(const KernelAttributes& attributes, size_t) {
-  return pointwise("x", gelu_is_tanh(attributes) ? "gelu_tanh_grad" : "gelu_grad");
-}
-
-Compute square_sum(const KernelAttributes&, size_t) {
-  return [](const Io& io) {
-    std::vector<Tensor> inputs;
-    size_t pieces = 0;
-    const size_t given = io.inputs();
-    for (size_t i = 0; i < given; ++i) {
-      const Tensor x = io.input(i);
-      if (i == 0) expect_float(x, "x");
-      else expect_type(x, "an input", inputs[0].type);
-      pieces += (x.count() + kSquares - 1) / kSquares;
-      inputs.push_back(x);
+  Index pieces = 0;
+  for (const Tensor& x : o.inputs) pieces += pieces_of(x.count());
+  Queue queue(io, "square_sum.cu", o.inputs[0].type);
+  double* parts = queue.scratch<double>(static_cast<size_t>(pieces));
+  Index done = 0;
+  for (size_t begin = 0; begin < o.inputs.size(); begin += kTensors) {
+    SquaredTensors tensors{};
+    for (size_t i = 0; i < kTensors; ++i) {
+      const bool there = begin + i < o.inputs.size();
+      const size_t count = there ? o.inputs[begin + i].count() : 0;
+      if (there) tensors.data[i] = o.inputs[begin + i].data;
+      tensors.count[i] = static_cast<Index>(count);
+      tensors.first[i + 1] = tensors.first[i] + pieces_of(count);
     }
-    Queue queue(io, "square_sum.cu", inputs[0].type);
-    double* parts = queue.scratch<double>(pieces);
-    size_t done = 0;
-    for (size_t begin = 0; begin < inputs.size(); begin += kTensors) {
-      Tensors tensors;
-      for (size_t i = 0; i < kTensors; ++i) {
-        const bool there = begin + i < inputs.size();
-        const size_t count = there ? inputs[begin + i].count() : 0;
-        if (there) tensors.data[i] = inputs[begin + i].data;
-        tensors.count[i] = static_cast<Index>(count);
-        tensors.first[i + 1] =
-            tensors.first[i] + static_cast<Index>((count + kSquares - 1) / kSquares);
-      }
-      const auto blocks = static_cast<size_t>(tensors.first[kTensors]);
-      queue.launch("square_sum_pieces", {blocks}, parts + done, tensors);
-      done += blocks;
-    }
-    queue.launch("square_sum_total", {1}, io.output(0, {}), parts, static_cast<Index>(pieces));
-  };
+    const Index blocks = tensors.first[kTensors];
+    queue.launch("square_sum_pieces", {static_cast<size_t>(blocks)}, parts + done, tensors);
+    done += blocks;
+  }
+  queue.launch("square_sum_total", {1}, o.sum, parts, pieces);
 }
 
-}  // namespace onnxpar::cuda
+}  // namespace onnxpar

@@ -102,6 +102,9 @@ Team team_for(size_t rows, size_t n) {
 }
 
 size_t pack(DType element) { return 16 / dtype_size(element); }
+size_t real_size(DType element) {
+  return element == DType::kFloat64 ? sizeof(double) : sizeof(float);
+}
 
 Queue::Queue(const Io& io, const char* source, DType element)
     : stream_(io.stream()), source_(source), element_(element) {

@@ -1,4 +1,4 @@
-// How operators launch kernels of device/*.cu: compiled once for each GPU and element type, and
+// How operators launch kernels of the .cu files: compiled once for each GPU and element type, and
 // enqueued on the stream that onnxruntime hands the operator. The host never waits.
 #pragma once
 
@@ -8,16 +8,14 @@
 
 #include "abi/cuda_driver.h"
 #include "abi/ort_io.h"
+#include "kernels/device/types.cuh"
 
 namespace onnxpar::cuda {
-
-// Indices on the device, as device/common.cuh has them.
-using Index = long long;
 
 struct Grid {
   size_t blocks = 0;
   size_t blocks_y = 1;
-  unsigned threads = 256;
+  unsigned threads = kTeamThreads;
   unsigned threads_y = 1;
 };
 
@@ -34,6 +32,8 @@ struct Team {
 Team team_for(size_t rows, size_t n);
 // Elements of the type that a thread moves at a time.
 size_t pack(DType element);
+// Bytes of the type that elements of this one are computed in.
+size_t real_size(DType element);
 
 // Memory that operators on one stream use one after the other.
 class Workspace;
@@ -71,13 +71,6 @@ class Queue {
   Workspace* workspace_ = nullptr;
   std::unique_lock<std::mutex> lock_;
   size_t used_ = 0;
-};
-
-// device/common.cuh's Fault: a value that no result can be made from, told by a kernel into memory
-// of the host.
-struct alignas(16) Fault {
-  Index place;
-  Index value;
 };
 
 // What the kernels of one node tell. Nobody waits for a kernel, so it is an error of whoever has waited

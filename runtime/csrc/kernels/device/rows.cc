@@ -1,30 +1,15 @@
-// Gradients of what normalises rows, on a GPU.
+#include "kernels/rows.h"
+
 #include <algorithm>
 
-#include "kernels/checks.h"
-#include "kernels/device/kernels.h"
 #include "kernels/device/queue.h"
+#include "kernels/device/rows.cuh"
 
-namespace onnxpar::cuda {
+namespace onnxpar {
+
+using namespace cuda;
+
 namespace {
-
-Compute softmax(int64_t axis, const std::string& kernel) {
-  return [=](const Io& io) {
-    const Softmax s = softmax_inputs(io, axis);
-    Queue queue(io, "rows.cu", s.dy.type);
-    void* dx = io.output(0, s.dy.shape);
-    const auto n = static_cast<Index>(s.n);
-    const auto outer = static_cast<Index>(s.outer);
-    if (s.dy.count() == 0) return;
-    if (s.inner != 1) {
-      queue.launch((kernel + "_columns").c_str(), over(s.outer * s.inner), dx, s.dy.data,
-                   s.y.data, outer, n, static_cast<Index>(s.inner));
-      return;
-    }
-    const Team team = team_for(s.outer, s.n);
-    queue.launch((kernel + team.suffix).c_str(), team.grid, dx, s.dy.data, s.y.data, outer, n);
-  };
-}
 
 // Rows whose sums one block makes, few enough for many blocks, so many that at most kChunks sums
 // are added at the end.
@@ -36,43 +21,46 @@ size_t chunk_of(size_t rows) {
 
 }  // namespace
 
-Compute softmax_grad(const KernelAttributes& attributes, size_t) {
-  return softmax(attributes.integer("axis").value_or(-1), "softmax_grad");
+void SoftmaxGrad::device(const Io& io, const Operands& o) const {
+  if (o.dy.count() == 0) return;
+  Queue queue(io, "rows.cu", o.dy.type);
+  const std::string kernel = rule_.kernel;
+  const auto n = static_cast<Index>(o.n);
+  const auto outer = static_cast<Index>(o.outer);
+  if (o.inner != 1) {
+    queue.launch((kernel + "_columns").c_str(), over(o.outer * o.inner), o.dx.data, o.dy.data,
+                 o.y.data, outer, n, static_cast<Index>(o.inner));
+    return;
+  }
+  const Team team = team_for(o.outer, o.n);
+  queue.launch((kernel + team.suffix).c_str(), team.grid, o.dx.data, o.dy.data, o.y.data, outer,
+               n);
 }
 
-Compute log_softmax_grad(const KernelAttributes& attributes, size_t) {
-  return softmax(attributes.integer("axis").value_or(-1), "log_softmax_grad");
+void LayerNormGrad::device(const Io& io, const Operands& o) const {
+  const LayerNorm l{o.dy.data,
+                    o.x.data,
+                    o.scale.data,
+                    o.mean.data,
+                    o.inv_std.data,
+                    static_cast<int>(o.mean.type),
+                    static_cast<int>(o.inv_std.type),
+                    static_cast<Index>(o.rows),
+                    static_cast<Index>(o.n)};
+  Queue queue(io, "rows.cu", o.x.type);
+  if (o.sums[0].data != nullptr || o.sums[1].data != nullptr) {
+    // Before dx, which may take the memory of dy.
+    const size_t length = chunk_of(o.rows);
+    const size_t chunks = (o.rows + length - 1) / length;
+    std::byte* parts = queue.scratch<std::byte>(chunks * 2 * o.n * real_size(o.x.type));
+    queue.launch("layer_norm_grad_columns",
+                 {(o.n + kTileColumns - 1) / kTileColumns, chunks, kTileColumns, kTileRows}, parts,
+                 l, static_cast<Index>(length));
+    queue.launch("layer_norm_grad_finish", over(2 * o.n), o.sums[0].data, o.sums[1].data, parts,
+                 static_cast<Index>(chunks), l.n);
+  }
+  const Team team = team_for(o.rows, o.n);
+  queue.launch((std::string("layer_norm_grad") + team.suffix).c_str(), team.grid, o.dx.data, l);
 }
 
-Compute layer_norm_grad(const KernelAttributes& attributes, size_t outputs) {
-  const int64_t axis = attributes.integer("axis").value_or(-1);
-  return [=](const Io& io) {
-    const LayerNorm l = layer_norm_inputs(io, axis);
-    const auto rows = static_cast<Index>(l.rows);
-    const auto n = static_cast<Index>(l.n);
-    const int mean_type = static_cast<int>(l.mean.type);
-    const int inverse_type = static_cast<int>(l.inv_std.type);
-    Queue queue(io, "rows.cu", l.x.type);
-    void* dx = io.output(0, l.x.shape);
-    void* dscale = outputs > 1 ? io.output(1, l.scale.shape) : nullptr;
-    void* dbias = outputs > 2 ? io.output(2, l.scale.shape) : nullptr;
-    if (dscale != nullptr || dbias != nullptr) {
-      // Before dx, which may take the memory of dy.
-      const size_t length = chunk_of(l.rows);
-      const size_t chunks = (l.rows + length - 1) / length;
-      const size_t real = l.x.type == DType::kFloat64 ? sizeof(double) : sizeof(float);
-      std::byte* parts = queue.scratch<std::byte>(chunks * 2 * l.n * real);
-      queue.launch("layer_norm_grad_columns", {(l.n + 31) / 32, chunks, 32, 8}, parts, l.dy.data,
-                   l.x.data, l.mean.data, l.inv_std.data, mean_type, inverse_type, rows, n,
-                   static_cast<Index>(length));
-      queue.launch("layer_norm_grad_finish", over(2 * l.n), dscale, dbias, parts,
-                   static_cast<Index>(chunks), n);
-    }
-    const Team team = team_for(l.rows, l.n);
-    queue.launch((std::string("layer_norm_grad") + team.suffix).c_str(), team.grid, dx, l.dy.data,
-                 l.x.data, l.scale.data, l.mean.data, l.inv_std.data, mean_type, inverse_type,
-                 rows, n);
-  };
-}
-
-}  // namespace onnxpar::cuda
+}  // namespace onnxpar

@@ -1,5 +1,6 @@
 // Gradients of what normalises rows: softmax, its logarithm and layer normalisation.
 #include "common.cuh"
+#include "rows.cuh"
 
 namespace {
 
@@ -87,26 +88,32 @@ ONNXPAR_SOFTMAX(log_softmax_grad, LogSoftmax)
 
 namespace {
 
+__device__ Real mean_of(const LayerNorm& l, Index row) {
+  return static_cast<Real>(load_any(l.mean, l.mean_type, row));
+}
+__device__ Real inverse_of(const LayerNorm& l, Index row) {
+  return static_cast<Real>(load_any(l.inv_std, l.inv_std_type, row));
+}
+
 // With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)).
 template <class Team>
-__device__ void layer_norm_rows(Element* dx, const Element* dy, const Element* x,
-                                const Element* scale, const void* means, const void* inverses,
-                                int mean_type, int inverse_type, Index rows, Index n) {
+__device__ void layer_norm_rows(Element* dx, const LayerNorm& l) {
   const Team team;
+  const Index n = l.n;
   const bool wide =
-      n % kPack == 0 && aligned(dx) && aligned(dy) && aligned(x) && aligned(scale);
-  for (Index row = team.first(); row < rows; row += team.step()) {
+      n % kPack == 0 && aligned(dx) && aligned(l.dy) && aligned(l.x) && aligned(l.scale);
+  for (Index row = team.first(); row < l.rows; row += team.step()) {
     const Index start = row * n;
-    const Real mean = static_cast<Real>(load_any(means, mean_type, row));
-    const Real inverse = static_cast<Real>(load_any(inverses, inverse_type, row));
+    const Real mean = mean_of(l, row);
+    const Real inverse = inverse_of(l, row);
     Real sum = 0;
     Real dot = 0;
     for_elements(n, wide, team.index(), Team::kSize, [&](Index i, auto lanes) {
       constexpr int kWidth = decltype(lanes)::kCount;
       Real d[kWidth], v[kWidth], s[kWidth];
-      load(d, dy + start + i);
-      load(v, x + start + i);
-      load(s, scale + i);
+      load(d, l.dy + start + i);
+      load(v, l.x + start + i);
+      load(s, l.scale + i);
       for (int k = 0; k < kWidth; ++k) {
         const Real w = d[k] * s[k];
         sum += w;
@@ -118,9 +125,9 @@ __device__ void layer_norm_rows(Element* dx, const Element* dy, const Element* x
     for_elements(n, wide, team.index(), Team::kSize, [&](Index i, auto lanes) {
       constexpr int kWidth = decltype(lanes)::kCount;
       Real d[kWidth], v[kWidth], s[kWidth];
-      load(d, dy + start + i);
-      load(v, x + start + i);
-      load(s, scale + i);
+      load(d, l.dy + start + i);
+      load(v, l.x + start + i);
+      load(s, l.scale + i);
       for (int k = 0; k < kWidth; ++k) {
         d[k] = inverse * (d[k] * s[k] - sum - (v[k] - mean) * inverse * dot);
       }
@@ -129,44 +136,29 @@ __device__ void layer_norm_rows(Element* dx, const Element* dy, const Element* x
   }
 }
 
-constexpr int kTileColumns = 32;
-constexpr int kTileRows = 8;
-
 }  // namespace
 
-extern "C" __global__ void layer_norm_grad_warps(Element* dx, const Element* dy, const Element* x,
-                                                 const Element* scale, const void* means,
-                                                 const void* inverses, int mean_type,
-                                                 int inverse_type, Index rows, Index n) {
-  layer_norm_rows<WarpTeam>(dx, dy, x, scale, means, inverses, mean_type, inverse_type, rows, n);
+extern "C" __global__ void layer_norm_grad_warps(Element* dx, LayerNorm l) {
+  layer_norm_rows<WarpTeam>(dx, l);
 }
 
-extern "C" __global__ void layer_norm_grad_blocks(Element* dx, const Element* dy,
-                                                  const Element* x, const Element* scale,
-                                                  const void* means, const void* inverses,
-                                                  int mean_type, int inverse_type, Index rows,
-                                                  Index n) {
-  layer_norm_rows<BlockTeam>(dx, dy, x, scale, means, inverses, mean_type, inverse_type, rows, n);
+extern "C" __global__ void layer_norm_grad_blocks(Element* dx, LayerNorm l) {
+  layer_norm_rows<BlockTeam>(dx, l);
 }
 
 // parts[chunk][0][c] = sum(dy h) and parts[chunk][1][c] = sum(dy) over the rows of the chunk, of
 // `length` rows. A block of 32 x 8 threads takes 32 columns of a chunk.
-extern "C" __global__ void layer_norm_grad_columns(Real* parts, const Element* dy,
-                                                   const Element* x, const void* means,
-                                                   const void* inverses, int mean_type,
-                                                   int inverse_type, Index rows, Index n,
-                                                   Index length) {
+extern "C" __global__ void layer_norm_grad_columns(Real* parts, LayerNorm l, Index length) {
+  const Index n = l.n;
   const Index column = static_cast<Index>(blockIdx.x) * kTileColumns + threadIdx.x;
   const Index begin = static_cast<Index>(blockIdx.y) * length;
-  const Index end = rows - begin < length ? rows : begin + length;
+  const Index end = l.rows - begin < length ? l.rows : begin + length;
   Real of_scale = 0;
   Real of_bias = 0;
   if (column < n) {
     for (Index row = begin + threadIdx.y; row < end; row += kTileRows) {
-      const Real mean = static_cast<Real>(load_any(means, mean_type, row));
-      const Real inverse = static_cast<Real>(load_any(inverses, inverse_type, row));
-      const Real d = widen(dy[row * n + column]);
-      of_scale += d * ((widen(x[row * n + column]) - mean) * inverse);
+      const Real d = widen(l.dy[row * n + column]);
+      of_scale += d * ((widen(l.x[row * n + column]) - mean_of(l, row)) * inverse_of(l, row));
       of_bias += d;
     }
   }

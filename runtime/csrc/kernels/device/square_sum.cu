@@ -1,25 +1,17 @@
 // The sum of the squares of many tensors, in float64.
 #include "common.cuh"
-
-constexpr int kTensors = 64;     // of one launch
-constexpr Index kPiece = 16384;  // elements that one block adds up
-
-struct Tensors {
-  const Element* data[kTensors];
-  Index count[kTensors];
-  Index first[kTensors + 1];  // the block that each begins with, and the end
-};
+#include "square_sum.cuh"
 
 // parts[block] = the sum of the squares of its piece
-extern "C" __global__ void square_sum_pieces(double* parts, Tensors tensors) {
+extern "C" __global__ void square_sum_pieces(double* parts, SquaredTensors tensors) {
   const Index block = blockIdx.x;
   int which = 0;
   while (tensors.first[which + 1] <= block) ++which;
-  const Index begin = (block - tensors.first[which]) * kPiece;
+  const Index begin = (block - tensors.first[which]) * kSquares;
   const Index left = tensors.count[which] - begin;
   const Element* data = tensors.data[which] + begin;
   double sum = 0;
-  for_elements(left < kPiece ? left : kPiece, aligned(data), threadIdx.x, blockDim.x,
+  for_elements(left < kSquares ? left : kSquares, aligned(data), threadIdx.x, blockDim.x,
                [&](Index i, auto lanes) {
                  constexpr int kWidth = decltype(lanes)::kCount;
                  Real x[kWidth];

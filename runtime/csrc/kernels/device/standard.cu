@@ -1,5 +1,6 @@
 // Standard operators that onnxruntime's CUDA provider lacks.
 #include "common.cuh"
+#include "standard.cuh"
 
 namespace {
 
@@ -17,13 +18,6 @@ __device__ void elementwise(Element* y, const Element* x, Index n, const F& f) {
 
 __device__ inline float less_one(float x) { return expm1f(x); }
 __device__ inline double less_one(double x) { return expm1(x); }
-
-// Up to three spatial dims; missing ones come first and have size 1.
-constexpr int kSpace = 3;
-struct Window {
-  Index size[kSpace], results[kSpace], kernel[kSpace], stride[kSpace], dilation[kSpace];
-  Index before[kSpace];
-};
 
 // What a window without elements has: the lowest number of the type.
 __device__ inline Real lowest() {

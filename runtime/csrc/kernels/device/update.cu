@@ -1,33 +1,11 @@
 // Steps of optimizers: a parameter and its moments in one pass over memory.
 #include "common.cuh"
-
-// Each points to a number on the device; null where the operator has not got it. So a step needs no
-// word from the host, and may be captured and replayed.
-struct Scalars {
-  const double* scale;
-  const double* learning;
-  const double* weight_decay;  // 0 where null
-  const double* decay;         // 1 where null
-  const double* keep1;
-  const double* take1;
-  const double* keep2;
-  const double* take2;
-  const double* correction2;
-  const double* eps;
-  const double* dampening;
-  const double* first;
-};
-
-// The gradient, and p and its moments; those of `to` may be those of `from`.
-struct Tensors {
-  const Element* gradient;
-  const Element* from[3];
-  Element* to[3];
-};
+#include "update.cuh"
 
 namespace {
 
-__device__ Real read(const double* scalar, double otherwise) {
+__device__ Real read(const Scalars& scalars, Scalar which, double otherwise) {
+  const double* scalar = scalars.of[which];
   return static_cast<Real>(scalar == nullptr ? otherwise : *scalar);
 }
 
@@ -36,9 +14,9 @@ struct Sgd {
   static constexpr int kStates = 1;
   Real scale, learning, weight_decay;
   __device__ explicit Sgd(const Scalars& s)
-      : scale(read(s.scale, 1)),
-        learning(read(s.learning, 0)),
-        weight_decay(read(s.weight_decay, 0)) {}
+      : scale(read(s, kScale, 1)),
+        learning(read(s, kLearning, 0)),
+        weight_decay(read(s, kWeightDecay, 0)) {}
   __device__ void operator()(Real* state, Real g) const {
     state[0] = state[0] - learning * (scale * g + weight_decay * state[0]);
   }
@@ -48,12 +26,12 @@ struct Momentum {
   static constexpr int kStates = 2;
   Real scale, learning, weight_decay, keep, take;
   __device__ explicit Momentum(const Scalars& s)
-      : scale(read(s.scale, 1)),
-        learning(read(s.learning, 0)),
-        weight_decay(read(s.weight_decay, 0)) {
-    const bool first = *s.first != 0;
-    keep = first ? Real(0) : read(s.keep1, 0);
-    take = first ? Real(1) : static_cast<Real>(1 - *s.dampening);
+      : scale(read(s, kScale, 1)),
+        learning(read(s, kLearning, 0)),
+        weight_decay(read(s, kWeightDecay, 0)) {
+    const bool first = *s.of[kFirst] != 0;
+    keep = first ? Real(0) : read(s, kKeep1, 0);
+    take = first ? Real(1) : static_cast<Real>(1 - *s.of[kDampening]);
   }
   __device__ void operator()(Real* state, Real g) const {
     const Real gradient = scale * g + weight_decay * state[0];
@@ -67,16 +45,16 @@ struct Adam {
   static constexpr int kStates = 3;
   Real scale, learning, weight_decay, decay, keep1, take1, keep2, take2, correction2, eps;
   __device__ explicit Adam(const Scalars& s)
-      : scale(read(s.scale, 1)),
-        learning(read(s.learning, 0)),
-        weight_decay(read(s.weight_decay, 0)),
-        decay(read(s.decay, 1)),
-        keep1(read(s.keep1, 0)),
-        take1(read(s.take1, 0)),
-        keep2(read(s.keep2, 0)),
-        take2(read(s.take2, 0)),
-        correction2(read(s.correction2, 1)),
-        eps(read(s.eps, 0)) {}
+      : scale(read(s, kScale, 1)),
+        learning(read(s, kLearning, 0)),
+        weight_decay(read(s, kWeightDecay, 0)),
+        decay(read(s, kDecay, 1)),
+        keep1(read(s, kKeep1, 0)),
+        take1(read(s, kTake1, 0)),
+        keep2(read(s, kKeep2, 0)),
+        take2(read(s, kTake2, 0)),
+        correction2(read(s, kCorrection2, 1)),
+        eps(read(s, kEps, 0)) {}
   __device__ void operator()(Real* state, Real g) const {
     const Real gradient = scale * g + weight_decay * state[0];
     const Real first = keep1 * state[1] + take1 * gradient;
@@ -88,7 +66,7 @@ struct Adam {
 };
 
 template <class Rule>
-__device__ void step(const Tensors& at, Index n, const Scalars& scalars) {
+__device__ void step(const StepTensors& at, Index n, const Scalars& scalars) {
   const Rule rule(scalars);
   bool wide = aligned(at.gradient);
   for (int s = 0; s < Rule::kStates; ++s) wide = wide && aligned(at.to[s]) && aligned(at.from[s]);
@@ -109,14 +87,14 @@ __device__ void step(const Tensors& at, Index n, const Scalars& scalars) {
 
 }  // namespace
 
-extern "C" __global__ void sgd_step(Tensors at, Index n, Scalars scalars) {
+extern "C" __global__ void sgd_step(StepTensors at, Index n, Scalars scalars) {
   step<Sgd>(at, n, scalars);
 }
 
-extern "C" __global__ void momentum_step(Tensors at, Index n, Scalars scalars) {
+extern "C" __global__ void momentum_step(StepTensors at, Index n, Scalars scalars) {
   step<Momentum>(at, n, scalars);
 }
 
-extern "C" __global__ void adam_step(Tensors at, Index n, Scalars scalars) {
+extern "C" __global__ void adam_step(StepTensors at, Index n, Scalars scalars) {
   step<Adam>(at, n, scalars);
 }

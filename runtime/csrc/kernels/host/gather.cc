@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/checks.h"
-#include "kernels/device/kernels.h"
+#include "kernels/gather.h"
+#include "kernels/host/simd.h"
 
 namespace onnxpar {
 namespace {
@@ -43,54 +43,32 @@ Sorted sorted(const std::vector<int64_t>& indices, size_t rows, size_t block) {
   return s;
 }
 
-Compute gather_grad(const Attributes& attributes, size_t) {
-  const int64_t axis = attributes.integer("axis").value_or(0);
-  return [=](const Io& io) {
-    const Gather inputs = gather_inputs(io, axis);
-    const size_t outer = inputs.outer;
-    const size_t rows = inputs.rows;
-    const size_t inner = inputs.inner;
-    const size_t count = inputs.count;
-    const Tensor& data = inputs.data;
-    const size_t block = std::max<size_t>(1, kPiece / std::max<size_t>(inner, 1));
-    const Sorted order = sorted(inputs.indices.integers(), rows, block);
-    with_real(data, "data", [&](auto zero) {
-      using T = decltype(zero);
-      const Reader<T> from(inputs.dy, "dy");
-      Writer<T> out(io, 0, data.shape, data.type);
-      const auto add = simd().of<T>().add;
-      const size_t blocks = order.begin.size() - 1;
-      pieces(io, inner == 0 ? 0 : outer * blocks, 1, [&](size_t index, size_t) {
-        const size_t which = index % blocks;
-        const size_t slab = index / blocks;
-        T* to = out.data() + slab * rows * inner;
-        const size_t first = which * block;
-        std::memset(to + first * inner, 0, std::min(block, rows - first) * inner * sizeof(T));
-        for (size_t i = order.begin[which]; i < order.begin[which + 1]; ++i) {
-          const Taken& taken = order.taken[i];
-          add(to + taken.row * inner, from.data() + (slab * count + taken.from) * inner, inner);
-        }
-      });
-      out.finish();
-    });
-  };
-}
-
 }  // namespace
 
-const std::vector<KernelSpec>& gather_kernels() {
-  static const std::vector<KernelSpec> all = {
-      {"GatherGrad",
-       {kAny, kInt64, kAny},
-       0,
-       false,
-       {{2}},
-       false,
-       never_in_place,
-       gather_grad,
-       cuda::gather_grad},
-  };
-  return all;
+void GatherGrad::host(const Io& io, const Operands& g) const {
+  const size_t block = std::max<size_t>(1, kPiece / std::max<size_t>(g.inner, 1));
+  const Sorted order = sorted(g.indices.integers(), g.rows, block);
+  with_real(g.dy, "dy", [&](auto zero) {
+    using T = decltype(zero);
+    const Reader<T> from(g.dy, "dy");
+    Writer<T> out(g.dx);
+    const auto add = simd().of<T>().add;
+    const size_t blocks = order.begin.size() - 1;
+    pieces(io, g.inner == 0 ? 0 : g.outer * blocks, 1, [&](size_t index, size_t) {
+      const size_t which = index % blocks;
+      const size_t slab = index / blocks;
+      T* to = out.data() + slab * g.rows * g.inner;
+      const size_t first = which * block;
+      std::memset(to + first * g.inner, 0,
+                  std::min(block, g.rows - first) * g.inner * sizeof(T));
+      for (size_t i = order.begin[which]; i < order.begin[which + 1]; ++i) {
+        const Taken& taken = order.taken[i];
+        add(to + taken.row * g.inner, from.data() + (slab * g.count + taken.from) * g.inner,
+            g.inner);
+      }
+    });
+    out.finish();
+  });
 }
 
 }  // namespace onnxpar

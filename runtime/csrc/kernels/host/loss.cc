@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/checks.h"
-#include "kernels/device/kernels.h"
+#include "kernels/host/simd.h"
+#include "kernels/loss.h"
 
 namespace onnxpar {
 namespace {
@@ -104,45 +104,6 @@ size_t place(const Labels& labels, size_t i) {
   return row * labels.inner + i % labels.inner;
 }
 
-Compute loss(const Attributes& attributes, size_t outputs) {
-  const LossReduction reduction = loss_reduction(attributes);
-  const std::optional<int64_t> ignore_index = attributes.integer("ignore_index");
-  return [=](const Io& io) {
-    const Labelled inputs = loss_inputs(io);
-    const Tensor& scores = inputs.scores;
-    const Labels labels = read_labels(inputs, ignore_index);
-    with_real(scores, "scores", [&](auto zero) {
-      using T = decltype(zero);
-      const Reader<T> x(scores, "scores");
-      LogSums<T> sums;
-      if (scores.count() != 0) sums = log_sums(io, x.data(), labels);
-      if (outputs > 1) {
-        Writer<T> log_prob(io, 1, scores.shape, scores.type);
-        if (log_prob.data() != nullptr && !sums.most.empty()) {
-          write_log_prob(io, log_prob.data(), x.data(), sums, labels);
-          log_prob.finish();
-        }
-      }
-      const bool each = reduction == LossReduction::kNone;
-      Writer<T> out(io, 0, each ? inputs.labels.shape : Shape{}, scores.type);
-      double sum = 0;
-      for (size_t i = 0; i < labels.which.size(); ++i) {
-        double value = 0;
-        if (labels.which[i] != kIgnored) {
-          const double below = static_cast<double>(sums.most[i]) -
-                               static_cast<double>(x.data()[place(labels, i)]);
-          value = labels.weight[i] * (below + static_cast<double>(sums.log_sum[i]));
-        }
-        if (each) out.data()[i] = static_cast<T>(value);
-        sum += value;
-      }
-      if (reduction == LossReduction::kMean) sum /= labels.total;
-      if (!each) *out.data() = static_cast<T>(sum);
-      out.finish();
-    });
-  };
-}
-
 // d loss / d (score of a label's class) is factor * (probability - 1).
 template <class T>
 std::vector<T> label_factors(const Labels& labels, const Tensor& dloss, LossReduction reduction) {
@@ -154,75 +115,79 @@ std::vector<T> label_factors(const Labels& labels, const Tensor& dloss, LossRedu
     }
     return factors;
   }
-  double all = scalar(dloss, "dloss");
+  double all = 0;
+  convert(&all, dloss, "dloss");
   if (reduction == LossReduction::kMean) all = labels.total == 0 ? 0 : all / labels.total;
   for (size_t i = 0; i < factors.size(); ++i) factors[i] = static_cast<T>(all * labels.weight[i]);
   return factors;
 }
 
-Compute loss_grad(const Attributes& attributes, size_t) {
-  const LossReduction reduction = loss_reduction(attributes);
-  const std::optional<int64_t> ignore_index = attributes.integer("ignore_index");
-  return [=](const Io& io) {
-    const LossGrad inputs = loss_grad_inputs(io, reduction);
-    const Tensor& log_prob = inputs.of.scores;
-    const Labels labels = read_labels(inputs.of, ignore_index);
-    with_real(log_prob, "log_prob", [&](auto zero) {
-      using T = decltype(zero);
-      const Reader<T> y(log_prob, "log_prob");
-      const std::vector<T> factors = label_factors<T>(labels, inputs.dloss, reduction);
-      Writer<T> dx(io, 0, log_prob.shape, log_prob.type);
-      if (log_prob.count() == 0) return;
-      const auto& loops = simd().of<T>();
-      const size_t classes = labels.classes;
-      const size_t inner = labels.inner;
-      const size_t length = inner == 1 ? classes : inner;
-      pieces(io, log_prob.count() / length, std::max<size_t>(1, kPiece / length),
-             [&](size_t begin, size_t rows) {
-               for (size_t row = begin; row < begin + rows; ++row) {
-                 T* to = dx.data() + row * length;
-                 const T* from = y.data() + row * length;
-                 if (inner != 1) {
-                   loops.scaled_exp_each(to, from, factors.data() + row / classes * inner, inner);
-                 } else if (labels.which[row] == kIgnored) {
-                   std::memset(to, 0, length * sizeof(T));
-                 } else {
-                   loops.scaled_exp(to, from, factors[row], length);
-                 }
-               }
-             });
-      for (size_t i = 0; i < labels.which.size(); ++i) {
-        if (labels.which[i] != kIgnored) dx.data()[place(labels, i)] -= factors[i];
-      }
-      dx.finish();
-    });
-  };
-}
-
 }  // namespace
 
-const std::vector<KernelSpec>& loss_kernels() {
-  static const std::vector<KernelSpec> all = {
-      {"SoftmaxCrossEntropyLoss",
-       {kAny, kInt64, kAny},
-       1,
-       false,
-       {{0, Like::Shape::kLoss}, {0}},
-       true,
-       never_in_place,
-       loss,
-       cuda::loss},
-      {"SoftmaxCrossEntropyLossGrad",
-       {kAny, kAny, kInt64, kAny},
-       1,
-       false,
-       {{1}},
-       false,
-       never_in_place,
-       loss_grad,
-       cuda::loss_grad},
-  };
-  return all;
+void Loss::host(const Io& io, const Operands& o) const {
+  const Tensor& scores = o.of.scores;
+  const Labels labels = read_labels(o.of, ignore_index_);
+  with_real(scores, "scores", [&](auto zero) {
+    using T = decltype(zero);
+    const Reader<T> x(scores, "scores");
+    LogSums<T> sums;
+    if (scores.count() != 0) sums = log_sums(io, x.data(), labels);
+    if (o.log_prob.data != nullptr && !sums.most.empty()) {
+      Writer<T> log_prob(o.log_prob);
+      write_log_prob(io, log_prob.data(), x.data(), sums, labels);
+      log_prob.finish();
+    }
+    const bool each = reduction_ == LossReduction::kNone;
+    Writer<T> out(o.loss);
+    double sum = 0;
+    for (size_t i = 0; i < labels.which.size(); ++i) {
+      double value = 0;
+      if (labels.which[i] != kIgnored) {
+        const double below = static_cast<double>(sums.most[i]) -
+                             static_cast<double>(x.data()[place(labels, i)]);
+        value = labels.weight[i] * (below + static_cast<double>(sums.log_sum[i]));
+      }
+      if (each) out.data()[i] = static_cast<T>(value);
+      sum += value;
+    }
+    if (reduction_ == LossReduction::kMean) sum /= labels.total;
+    if (!each) *out.data() = static_cast<T>(sum);
+    out.finish();
+  });
+}
+
+void LossGrad::host(const Io& io, const Operands& o) const {
+  const Tensor& log_prob = o.of.scores;
+  const Labels labels = read_labels(o.of, ignore_index_);
+  with_real(log_prob, "log_prob", [&](auto zero) {
+    using T = decltype(zero);
+    const Reader<T> y(log_prob, "log_prob");
+    const std::vector<T> factors = label_factors<T>(labels, o.dloss, reduction_);
+    Writer<T> dx(o.dx);
+    if (log_prob.count() == 0) return;
+    const auto& loops = simd().of<T>();
+    const size_t classes = labels.classes;
+    const size_t inner = labels.inner;
+    const size_t length = inner == 1 ? classes : inner;
+    pieces(io, log_prob.count() / length, std::max<size_t>(1, kPiece / length),
+           [&](size_t begin, size_t rows) {
+             for (size_t row = begin; row < begin + rows; ++row) {
+               T* to = dx.data() + row * length;
+               const T* from = y.data() + row * length;
+               if (inner != 1) {
+                 loops.scaled_exp_each(to, from, factors.data() + row / classes * inner, inner);
+               } else if (labels.which[row] == kIgnored) {
+                 std::memset(to, 0, length * sizeof(T));
+               } else {
+                 loops.scaled_exp(to, from, factors[row], length);
+               }
+             }
+           });
+    for (size_t i = 0; i < labels.which.size(); ++i) {
+      if (labels.which[i] != kIgnored) dx.data()[place(labels, i)] -= factors[i];
+    }
+    dx.finish();
+  });
 }
 
 }  // namespace onnxpar

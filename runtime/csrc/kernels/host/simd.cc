@@ -340,7 +340,9 @@ double square_sum(const T* x, size_t n) {
 }
 
 template <class T>
-void sgd(T* p_out, const T* p, const T* g, const StepScalars<T>& scalars, size_t n) {
+void sgd_step(T* const* to, const T* const* from, const StepScalars<T>& scalars, size_t n) {
+  T* p_out = to[0];
+  const T *p = from[0], *g = from[1];
   const StepScalars<T> s = scalars;
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) {
@@ -349,8 +351,9 @@ void sgd(T* p_out, const T* p, const T* g, const StepScalars<T>& scalars, size_t
 }
 
 template <class T>
-void momentum(T* p_out, T* m_out, const T* p, const T* g, const T* m,
-              const StepScalars<T>& scalars, size_t n) {
+void momentum_step(T* const* to, const T* const* from, const StepScalars<T>& scalars, size_t n) {
+  T *p_out = to[0], *m_out = to[1];
+  const T *p = from[0], *g = from[1], *m = from[2];
   const StepScalars<T> s = scalars;
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) {
@@ -362,8 +365,9 @@ void momentum(T* p_out, T* m_out, const T* p, const T* g, const T* m,
 }
 
 template <class T>
-void adam(T* p_out, T* m_out, T* v_out, const T* p, const T* g, const T* m, const T* v,
-          const StepScalars<T>& scalars, size_t n) {
+void adam_step(T* const* to, const T* const* from, const StepScalars<T>& scalars, size_t n) {
+  T *p_out = to[0], *m_out = to[1], *v_out = to[2];
+  const T *p = from[0], *g = from[1], *m = from[2], *v = from[3];
   const StepScalars<T> s = scalars;
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) {
@@ -396,9 +400,9 @@ constexpr Loops<T> loops() {
           layer_norm_grad<T>,
           add<T>,
           square_sum<T>,
-          sgd<T>,
-          momentum<T>,
-          adam<T>};
+          sgd_step<T>,
+          momentum_step<T>,
+          adam_step<T>};
 }
 
 }  // namespace

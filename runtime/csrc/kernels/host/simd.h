@@ -13,7 +13,7 @@ namespace onnxpar {
 // The most columns of a reduction over a dim that is not the last that a loop takes together.
 inline constexpr size_t kColumns = 256;
 
-// What an optimizer step needs besides tensors; see the operators in kernels.h.
+// What an optimizer step needs besides tensors; see kernels/operators.h.
 template <class T>
 struct StepScalars {
   T scale;         // multiplies the gradient before all else
@@ -29,22 +29,28 @@ struct StepScalars {
 };
 
 template <class T>
+using GradLoop = void (*)(T* dx, const T* dy, const T* y, size_t n);
+template <class T>
+using ColumnLoop = void (*)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
+                            size_t columns);
+template <class T>
+using StepLoop = void (*)(T* const* to, const T* const* from, const StepScalars<T>& s, size_t n);
+
+template <class T>
 struct Loops {
-  void (*relu_grad)(T* dx, const T* dy, const T* y, size_t n);
-  void (*tanh_grad)(T* dx, const T* dy, const T* y, size_t n);
-  void (*sigmoid_grad)(T* dx, const T* dy, const T* y, size_t n);
-  // Error in float32 below 1e-6 |dy| (the derivative lies between -0.13 and 1.13).
-  void (*gelu_grad)(T* dx, const T* dy, const T* x, size_t n);
-  void (*gelu_tanh_grad)(T* dx, const T* dy, const T* x, size_t n);
+  GradLoop<T> relu_grad;
+  GradLoop<T> tanh_grad;
+  GradLoop<T> sigmoid_grad;
+  // Of x, not y. Error in float32 below 1e-6 |dy| (the derivative lies between -0.13 and 1.13).
+  GradLoop<T> gelu_grad;
+  GradLoop<T> gelu_tanh_grad;
 
   // One row of a softmax or its logarithm.
-  void (*softmax_grad)(T* dx, const T* dy, const T* y, size_t n);
-  void (*log_softmax_grad)(T* dx, const T* dy, const T* y, size_t n);
+  GradLoop<T> softmax_grad;
+  GradLoop<T> log_softmax_grad;
   // Up to kColumns softmaxes side by side: element i of each is at i * stride.
-  void (*softmax_grad_columns)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
-                               size_t columns);
-  void (*log_softmax_grad_columns)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
-                                   size_t columns);
+  ColumnLoop<T> softmax_grad_columns;
+  ColumnLoop<T> log_softmax_grad_columns;
   // The greatest of n elements and log(sum(exp(x - most))), apart since their sum would round; the
   // same for up to kColumns columns, whose element i is at i * stride.
   void (*log_sum_exp)(T* most, T* log_sum, const T* x, size_t n);
@@ -65,11 +71,10 @@ struct Loops {
   void (*add)(T* to, const T* from, size_t n);
   double (*square_sum)(const T* x, size_t n);
 
-  void (*sgd)(T* p_out, const T* p, const T* g, const StepScalars<T>& s, size_t n);
-  void (*momentum)(T* p_out, T* m_out, const T* p, const T* g, const T* m,
-                   const StepScalars<T>& s, size_t n);
-  void (*adam)(T* p_out, T* m_out, T* v_out, const T* p, const T* g, const T* m, const T* v,
-               const StepScalars<T>& s, size_t n);
+  // `to` are p and the moments, `from` p, g and the moments.
+  StepLoop<T> sgd_step;
+  StepLoop<T> momentum_step;
+  StepLoop<T> adam_step;
 };
 
 struct Simd {
@@ -93,5 +98,18 @@ extern const Simd table;
 
 // The loops for this processor.
 const Simd& simd();
+
+// One of the loops, for either type.
+template <template <class> class Loop>
+struct Choice {
+  Loop<float> Loops<float>::*f32;
+  Loop<double> Loops<double>::*f64;
+  template <class T>
+  Loop<T> of() const {
+    if constexpr (sizeof(T) == sizeof(float)) return simd().f32.*f32;
+    else return simd().f64.*f64;
+  }
+};
+#define ONNXPAR_CHOICE(name) {&Loops<float>::name, &Loops<double>::name}
 
 }  // namespace onnxpar

@@ -1,9 +1,11 @@
-// Fused kernels for training, as operators of the domain `onnxpar`, version 1, for onnxruntime's CPU
+// Operators that compute, most of them fused for training, as operators of the domain `onnxpar`, version 1, for onnxruntime's CPU
 // and CUDA providers.
 //
 // Graphs carry each of these operators together with a model-local function of the same name that
 // says the same in standard operators. onnxruntime takes the kernel where one is registered and
-// expands the function where none is, as on other providers.
+// expands the function where none is, as on other providers. Those that stand for a standard operator
+// are registered only where there is a GPU: of an operator that is registered onnxruntime expands no
+// function, for want of a kernel either.
 //
 // T is float32, float64, float16 or bfloat16, the last two computed in float32; in a node all T are
 // the same. The ports take any type, since one that is not registered would not go to the function
@@ -43,17 +45,20 @@
 //       -> (p' T, m' T, v' T)
 //   AdamWStep: as AdamStep, but its last input is decay D? = 1 - lr weight_decay
 //     These four follow torch.optim; g is first multiplied by `scale`, the coefficient of clipping.
+//   Philox(key int64, shape int64, global_shape int64, start int64;
+//          distribution = "uniform" | "normal", dtype = 1) -> Y float32
+//     See kernels/host/philox.h. It is of ranks, and its inputs lie in host memory.
 //   Acos, Acosh, Asin, Asinh, Atan, Atanh, Celu, Cosh, Elu, MaxPool, Selu, Sinh, Tan,
 //   ThresholdedRelu
 //     As ONNX's, on GPUs alone; of MaxPool those of up to three spatial dims and storage_order 0.
 #pragma once
 
-#include "abi/ort_abi.h"
+#include <vector>
+
+#include "abi/operator.h"
 
 namespace onnxpar {
 
-// Adds the operators to the domain; those that stand for a standard one only where there is a device:
-// of an operator that is registered onnxruntime expands no function, for want of a kernel either.
-ort::Status* add_kernels(ort::CustomOpDomain* domain, bool has_device);
+const std::vector<Operator>& fused_operators();
 
 }  // namespace onnxpar

@@ -1,0 +1,100 @@
+// How an operator of the domain `onnxpar` is described: once, for the kernels of either provider.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "abi/ort_io.h"
+
+namespace onnxpar {
+
+class RankContext;
+
+inline constexpr int kAny = 0;
+inline constexpr int kFloat = static_cast<int>(DType::kFloat32);
+inline constexpr int kDouble = static_cast<int>(DType::kFloat64);
+inline constexpr int kInt64 = static_cast<int>(DType::kInt64);
+inline constexpr int kToken = static_cast<int>(DType::kUint8);
+
+struct InPort {
+  int type = kAny;
+  int characteristic = ort::kRequired;
+  bool on_host = false;  // lies in host memory for kernels on a GPU too
+};
+
+// What the shape of an output is inferred from. `rank` is null for sessions without one.
+struct ShapeQuery {
+  const ort::ShapeContext* context;
+  RankContext* rank;
+  SymbolicTensor input(size_t index) const { return inferred_input(context, index); }
+};
+// Nothing where it cannot be told. onnxruntime reports an input whose shape it does not know as one
+// without dims, like a scalar: of that, nothing is said either.
+using Inferred = std::optional<SymbolicTensor>;
+
+struct OutPort {
+  int type = kAny;
+  int characteristic = ort::kRequired;
+  // Null where nothing is told. Throws std::invalid_argument.
+  std::function<Inferred(const ShapeQuery&)> infer = nullptr;
+};
+
+// The kernel of one node. Calls throw std::invalid_argument for wrong inputs.
+class Kernel {
+ public:
+  // `where` is how errors name the node.
+  explicit Kernel(std::string where) : where_(std::move(where)) {}
+  virtual ~Kernel() = default;
+  virtual void compute(const Io& io) = 0;
+  virtual std::string describe() const { return where_; }
+  // What to say where a call failed for another reason than its inputs.
+  virtual std::string failure(const std::string& what) const { return describe() + ": " + what; }
+
+ protected:
+  const std::string where_;
+};
+
+// A node that a kernel is made for.
+struct Node {
+  const KernelAttributes& attributes;
+  std::string where;  // "rank 0: Philox 'node'", the rank only where the operator is of ranks
+  RankContext* rank;  // null where the operator is not of ranks
+  bool on_device;     // its tensors are on a GPU
+  size_t outputs;
+};
+
+// Pairs of input and output that may share memory: output i is that of the i-th number.
+using InPlace = size_t (*)(int** inputs, int** outputs);
+template <int... kInputs>
+size_t in_place(int** inputs, int** outputs) {
+  constexpr size_t kCount = sizeof...(kInputs);
+  *inputs = new int[kCount]{kInputs...};
+  *outputs = new int[kCount];
+  for (size_t i = 0; i < kCount; ++i) (*outputs)[i] = static_cast<int>(i);
+  return kCount;
+}
+inline size_t never_in_place(int** inputs, int** outputs) {
+  *inputs = nullptr;
+  *outputs = nullptr;
+  return 0;
+}
+
+struct Operator {
+  const char* name;
+  // Where onnxruntime does not know the shape of the input that output i is like, it gives the output
+  // the type of the last input of type kAny, so that one must be like it: a tensor is not told from a
+  // scalar there.
+  std::vector<InPort> inputs;
+  std::vector<OutPort> outputs;
+  InPlace in_place = never_in_place;
+  // Throws std::invalid_argument where the attributes are wrong.
+  std::function<std::unique_ptr<Kernel>(const Node&)> make;
+  bool of_rank = false;    // its kernels act as a rank
+  bool on_host = true;     // false where the CPU provider, or a function in graphs, does it
+  bool needs_gpu = false;  // it is registered for the CUDA provider only where the rank has a GPU
+};
+
+}  // namespace onnxpar

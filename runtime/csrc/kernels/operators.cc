@@ -1,0 +1,19 @@
+#include "kernels/operators.h"
+
+#include "kernels/fused.h"
+
+namespace onnxpar {
+
+const std::vector<Operator>& fused_operators() {
+  static const std::vector<Operator> all = [] {
+    std::vector<Operator> made;
+    for (auto* family : {pointwise_operators, row_operators, loss_operators, gather_operators,
+                         step_operators, philox_operators, standard_operators}) {
+      for (Operator& of : family()) made.push_back(std::move(of));
+    }
+    return made;
+  }();
+  return all;
+}
+
+}  // namespace onnxpar

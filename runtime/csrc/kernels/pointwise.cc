@@ -1,0 +1,65 @@
+// Gradients of activations, and the sum of squares.
+#include "kernels/pointwise.h"
+
+#include "kernels/fused.h"
+
+namespace onnxpar {
+namespace {
+
+#define ONNXPAR_RULE(other, name) {other, #name, ONNXPAR_CHOICE(name)}
+constexpr Pointwise::Rule kRelu = ONNXPAR_RULE("y", relu_grad);
+constexpr Pointwise::Rule kTanh = ONNXPAR_RULE("y", tanh_grad);
+constexpr Pointwise::Rule kSigmoid = ONNXPAR_RULE("y", sigmoid_grad);
+constexpr Pointwise::Rule kGelu = ONNXPAR_RULE("x", gelu_grad);
+constexpr Pointwise::Rule kGeluTanh = ONNXPAR_RULE("x", gelu_tanh_grad);
+
+std::unique_ptr<Kernel> gelu(const Node& node) {
+  const std::string approximate = node.attributes.text("approximate").value_or("none");
+  if (approximate != "none" && approximate != "tanh") {
+    throw std::invalid_argument("approximate is '" + approximate + "', expected none or tanh");
+  }
+  return fused<Pointwise>(approximate == "tanh" ? kGeluTanh : kGelu)(node);
+}
+
+Operator gradient(const char* name, decltype(Operator::make) make) {
+  return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, std::move(make)};
+}
+
+// Of 16-bit inputs float32.
+Inferred wide_scalar(const ShapeQuery& query) {
+  const bool is_double = query.input(0).type == kDouble;
+  return SymbolicTensor{is_double ? kDouble : kFloat, {}, {}};
+}
+
+}  // namespace
+
+Pointwise::Operands Pointwise::read(const Io& io) const {
+  const Tensor dy = io.input(0);
+  const Tensor y = io.input(1);
+  expect_like(y, rule_.other, dy, "dy");
+  expect_float(dy, "dy");
+  return {dy, y, output_like(io, 0, dy)};
+}
+
+SquareSum::Operands SquareSum::read(const Io& io) const {
+  Operands o{};
+  const size_t inputs = io.inputs();
+  for (size_t i = 0; i < inputs; ++i) {
+    o.inputs.push_back(io.input(i));
+    if (i == 0) expect_float(o.inputs[0], "x");
+    else expect_type(o.inputs[i], "an input", o.inputs[0].type);
+  }
+  o.sum = io.output(0, {});
+  return o;
+}
+
+std::vector<Operator> pointwise_operators() {
+  return {gradient("ReluGrad", fused<Pointwise>(kRelu)),
+          gradient("TanhGrad", fused<Pointwise>(kTanh)),
+          gradient("SigmoidGrad", fused<Pointwise>(kSigmoid)),
+          gradient("GeluGrad", gelu),
+          {"SquareSum", {{kAny, ort::kVariadic}}, {port_like(wide_scalar)}, never_in_place,
+           fused<SquareSum>()}};
+}
+
+}  // namespace onnxpar

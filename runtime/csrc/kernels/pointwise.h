@@ -1,0 +1,43 @@
+#pragma once
+
+#include "abi/operator.h"
+#include "kernels/host/simd.h"
+#include "kernels/io.h"
+
+namespace onnxpar {
+
+// The gradient of an activation.
+class Pointwise {
+ public:
+  struct Rule {
+    const char* other;   // what the second input is called
+    const char* kernel;  // on a device
+    Choice<GradLoop> loop;
+  };
+  struct Operands {
+    Tensor dy;
+    Tensor y;
+    Output dx;
+  };
+  Pointwise(const Node&, const Rule& rule) : rule_(rule) {}
+  Operands read(const Io& io) const;
+  void host(const Io& io, const Operands& o) const;
+  void device(const Io& io, const Operands& o) const;
+
+ private:
+  const Rule rule_;
+};
+
+class SquareSum {
+ public:
+  struct Operands {
+    std::vector<Tensor> inputs;
+    void* sum;  // float64 for float64 inputs, else float32
+  };
+  explicit SquareSum(const Node&) {}
+  Operands read(const Io& io) const;
+  void host(const Io& io, const Operands& o) const;
+  void device(const Io& io, const Operands& o) const;
+};
+
+}  // namespace onnxpar
