@@ -62,7 +62,7 @@ def annotate(
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
             for the annotation that the model has, which is written anew.
         out: The file to write, which may be the model itself.
-        devices: Number of devices, where the strategy does not say.
+        devices: Number of devices, if the strategy does not give it.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
 
     Raises:
@@ -88,7 +88,7 @@ def annotate(
         data = proto.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
         raise ModelError(
-            f"{str(path)!r}: expected a model of less than 2 GiB besides its external files: "
+            f"{str(path)!r}: expected a model of less than 2 GiB without its external files: "
             f"{error}"
         ) from None
     with new_file(out) as name:
@@ -153,8 +153,8 @@ def _copy_weights(proto: onnx.ModelProto, source: Path, target: Path) -> None:
         if new.exists():
             if not (os.path.samefile(old, new) or filecmp.cmp(old, new, shallow=False)):
                 raise ModelError(
-                    f"{str(new)!r}: expected no file of that name, or the model's own weights, got "
-                    "another file"
+                    f"{str(new)!r}: expected no file of that name, or the model's own weights, "
+                    f"got another file"
                 )
             continue
         new.parent.mkdir(parents=True, exist_ok=True)

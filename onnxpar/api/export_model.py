@@ -55,11 +55,11 @@ class Exported:
 
     def __str__(self) -> str:
         """What was written, for people."""
-        text = f"{self.path}: {self.tensors} tensors as trained, {self.kept} as they were"
+        text = f"{self.path}: {self.tensors} trained tensors, {self.kept} unchanged"
         if self.untied:
             text += (
-                "; the graph is the one that was trained, in which what the exporter had merged, "
-                "folded or dropped of parameters is as it was"
+                "; the graph is the one that was trained, with the parameters that the exporter "
+                "had merged, folded or dropped restored"
             )
         return text + (f"; weights in {self.external.name}" if self.external else "")
 
@@ -68,7 +68,7 @@ def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ())
     """Writes a model with weights of a safetensors file in the place of its own.
 
     Args:
-        model: The model that was cut for training.
+        model: The model that was made for training.
         weights: Tensors by the names of initializers, in the initializers' shapes.
         out: The file to write, which may be the model itself.
         ties: `A=B` each, as it was cut (`--tie`).

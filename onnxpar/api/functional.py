@@ -74,10 +74,10 @@ def shard(
             path or proto, or a part of one (`onnxpar.part`), whose declared sizes hold.
         in_strategy: For each input of `fn` a tuple with a number of pieces for each dim, a layout
             (a `Layout` that was called with a name for each dim), or None: derived. The nodes that
-            read the input take it as it lies wherever their rules allow it.
+            read the input take it in its current layout wherever their rules allow it.
         out_strategy: For each output the same: how it is laid out when it is made. None: derived.
         parameter_plan: The same for the initializers of `fn`, by name or pattern.
-        level: What is sought for all that is open: 0 little communication for the computing done,
+        level: What is sought for all that is open: 0 little communication relative to computation,
             1 little memory, 2 speed.
         devices: Number of ranks. By default as many as mpirun started; outside of mpirun as few as
             the strategies can be carried out on.
@@ -95,8 +95,8 @@ def shard(
     """
     if isinstance(fn, Sharded):
         raise ModelError(
-            f"shard: {fn.name!r} is divided already, and shard is not nested: the ranks of the "
-            "inner program would each have to be several; give all strategies in one call"
+            f"shard: {fn.name!r} is already sharded, and shard cannot be nested; give all "
+            f"strategies in one call"
         )
     source = source_of(fn)
     sliced = _sliced(dataset, len(source.inputs))
@@ -183,7 +183,7 @@ def _devices(
     if count is None:
         if not matrices:
             raise StrategyError(
-                "devices: expected a number of ranks, as no strategy says one; got none"
+                "devices: expected a number of ranks, since no strategy gives one; got none"
             )
         count = lcm(*(prod(matrix) for _, matrix in matrices))
     if not 1 <= count <= MAX_DEVICES:
@@ -192,7 +192,7 @@ def _devices(
         if count % prod(matrix):
             product = "·".join(map(str, matrix))
             raise StrategyError(
-                f"{title}: expected pieces whose product divides the {count} devices, "
+                f"{title}: expected numbers of shards whose product divides the {count} devices, "
                 f"got {product} = {prod(matrix)}"
             )
     return count
@@ -298,7 +298,7 @@ class Sharded:
         feeds = dict(zip(self.inputs, arrays, strict=False))
         for name, array in named.items():
             if name not in self.inputs or name in feeds:
-                state = "is given twice" if name in feeds else "is no input"
+                state = "is given twice" if name in feeds else "is not an input"
                 known = ", ".join(map(repr, self.inputs))
                 raise CallError(f"{self.name}: {name!r} {state}; inputs are {known}")
             feeds[name] = array
@@ -502,7 +502,7 @@ def _values(
             else:
                 expected = found.setdefault(dim, size)
             if expected != size:
-                what = f" for {dim!r}, as elsewhere" if isinstance(dim, str) else ""
+                what = f" for {dim!r}, as in other inputs" if isinstance(dim, str) else ""
                 raise CallError(
                     f"input {name!r}, dim {axis}: expected {expected}{what}, got {size}"
                 )

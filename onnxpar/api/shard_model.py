@@ -38,8 +38,8 @@ from onnxpar.strategy.recompute_entry import RecomputeOptions
 from onnxpar.strategy.save import plan_data, write_strategy
 from onnxpar.strategy.schema import SEARCH
 
-NOTE = """The strategy as resolved: `onnxpar shard MODEL --strategy` of this file divides alike.
-`given` names the nodes that the user spoke of; the others followed."""
+NOTE = """The resolved strategy: `onnxpar shard MODEL --strategy` with this file gives this plan.
+`given` names the nodes of the user's strategy; the others were propagated."""
 
 
 def analyse(
@@ -212,7 +212,7 @@ def plan(
         model: The model, or its path. A model given is used up.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`;
             by default what the model is annotated with.
-        devices: Number of devices, where the strategy does not say.
+        devices: Number of devices, if the strategy does not give it.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
 
     Raises:
@@ -269,11 +269,11 @@ def shard_model(
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
             for what the model is annotated with.
         out: The directory to write; it is written whole or not at all.
-        devices: Number of devices, where the strategy does not say.
+        devices: Number of devices, if the strategy does not give it.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
         ranks: Write these ranks only.
         dump: Directory for the model after each stage.
-        force: Replace an output directory that is there.
+        force: Replace an existing output directory.
         training: Write the programs that train the model, instead of the model.
         optimizer_parallel: Level of optimizer parallel; it replaces the strategy's.
         recompute: What of training is recomputed; it replaces the strategy's.

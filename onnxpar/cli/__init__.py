@@ -92,7 +92,7 @@ def build_app(only: str | None = None) -> "typer.Typer":
     )
 
     def group(version: bool = version) -> None:
-        """Cut an ONNX model into one program for each device, and run it."""
+        """Partition an ONNX model into one program for each device, and run it."""
 
     app.callback()(group)
     known = only == _VERSION or only in [name for name, _ in COMMANDS]

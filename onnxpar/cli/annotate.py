@@ -21,14 +21,13 @@ def command(
         str | None,
         typer.Option(
             metavar="FILE|PRESET",
-            help="Strategy file or preset, as of `shard`. Default: what the model is annotated "
-            "with.",
+            help="Strategy file or preset, as for `shard`. Default: the model's annotations.",
         ),
     ] = None,
     devices: Devices = None,
     symbol: Constraints = None,
 ) -> None:
-    """Write how a model is divided into the model, for `shard` and for other tools."""
+    """Write a model's strategy into the model as annotations, for `shard` and for other tools."""
     done = annotate(model, strategy, out, devices=devices, symbols=parse_symbols(symbol or []))
     console = Console(soft_wrap=True, highlight=False)
     lines = [
@@ -39,7 +38,7 @@ def command(
         shown = ", ".join(done.differing[:SHOWN])
         more = len(done.differing) - SHOWN
         lines.append(
-            f"differing     {len(done.differing)}, which annotations cannot say: {shown}"
+            f"differing     {len(done.differing)}whose layout annotations cannot express: {shown}"
             f"{f' and {more} more' if more > 0 else ''}"
         )
     lines += [f"written       {done.out}", f"next          onnxpar shard {done.out} -o DIR"]

@@ -5,15 +5,18 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Make other files of a checkpoint.")
+app = typer.Typer(no_args_is_help=True, help="Convert checkpoints.")
 
 SourceFolder = Annotated[
     Path,
-    typer.Argument(metavar="SRC", help="A checkpoint, or a folder of them: the last whole one."),
+    typer.Argument(
+        metavar="SRC", help="A checkpoint, or a folder whose last complete checkpoint is used."
+    ),
 ]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="The checkpoint to write.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare SHA-256 of SRC's files too, not sums alone.")
+    bool,
+    typer.Option("--verify", help="Also compare the SHA-256 of SRC's files, not only checksums."),
 ]
 
 
@@ -23,11 +26,11 @@ def reshard(
     target: Target,
     to: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="What `onnxpar shard --train` wrote for the other mesh."),
+        typer.Option(metavar="DIR", help="Output of `onnxpar shard --train` for the new mesh."),
     ],
     verify: Verify = False,
 ) -> None:
-    """Write a checkpoint as the ranks of another mesh hold it."""
+    """Reshard a checkpoint for another mesh."""
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
@@ -36,7 +39,7 @@ def reshard(
 
 @app.command()
 def merge(source: SourceFolder, target: Target, verify: Verify = False) -> None:
-    """Write a checkpoint with every tensor whole, as one device holds it."""
+    """Merge a checkpoint into unsharded tensors, as for one device."""
     from onnxpar.api import runtime
 
     typer.echo(runtime.merge_checkpoint(source, target, verify=verify))
@@ -51,15 +54,17 @@ def export(
     ],
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="For .onnx: the model that was cut and trained."),
+        typer.Option(metavar="MODEL", help="For .onnx: the model that was sharded and trained."),
     ] = None,
     tie: Annotated[
         list[str] | None,
-        typer.Option(metavar="A=B", help="For .onnx: as `shard` was given it; may be repeated."),
+        typer.Option(
+            metavar="A=B", help="For .onnx: the value that was given to `shard`; may be repeated."
+        ),
     ] = None,
     verify: Verify = False,
 ) -> None:
-    """Write the trained parameters: the model with them, or by name for PyTorch."""
+    """Write the trained parameters, as an ONNX model or by name for PyTorch."""
     from onnxpar.api import runtime
 
     typer.echo(runtime.export_checkpoint(source, output, model, tie or (), verify=verify))

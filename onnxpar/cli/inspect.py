@@ -30,10 +30,10 @@ WIDTH = 240
 def command(
     target: Annotated[
         Path,
-        typer.Argument(metavar="DIR|MODEL", help="What `onnxpar shard` wrote, or an ONNX model."),
+        typer.Argument(metavar="DIR|MODEL", help="Output of `onnxpar shard`, or an ONNX model."),
     ],
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Of collectives, show the groups of this rank only.")
+        int | None, typer.Option(min=0, help="Show the collective groups of this rank only.")
     ] = None,
     program: Annotated[
         str | None,
@@ -46,12 +46,12 @@ def command(
         str | None,
         typer.Option(
             metavar="cuda",
-            help="Show which nodes onnxruntime would compute on the CPU beside this device.",
+            help="Show which nodes onnxruntime would run on the CPU instead of this device.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a model was divided, or what of a model can be."""
+    """Show how a model was sharded, or which dims of a model can be."""
     if device not in (None, "cuda"):
         raise ArtifactError(f"--device: expected cuda, got {device!r}")
     if not target.exists():
@@ -87,7 +87,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
 
     Args:
         directory: The directory.
-        rank: Of collectives, show the groups of this rank only.
+        rank: Show the collective groups of this rank only.
         program: Which program; None for the forward or the training program.
 
     Raises:
@@ -98,7 +98,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     report = manifest.get("report") if isinstance(manifest, dict) else None
     keys = ("mesh", "devices", "stages", "symbols", "program", "programs", *OF_A_PROGRAM)
     if not isinstance(report, dict) or any(key not in report for key in keys):
-        raise ArtifactError(f"{path}: expected a report of how the model was divided, got none")
+        raise ArtifactError(f"{path}: expected a report of how the model was sharded, got none")
     if rank is not None and rank >= report["devices"]:
         raise ArtifactError(
             f"{directory}: expected a rank from 0 to {report['devices'] - 1}, got {rank}"
@@ -293,14 +293,15 @@ def show_model(data: Json, console: Console) -> None:
         _row(nodes, node["name"], node["op_type"], ", ".join(node["operands"]), rule, factors)
     console.print(nodes)
     console.print(
-        "A strategy has one list for each operand, one entry a dim: a number of pieces or a mesh "
-        "axis. Dims of one factor are cut alike; a reduced factor (sum) leaves a partial sum."
+        "A strategy has one list for each operand with one entry for each dim: a number of "
+        "shards or a mesh axis. Dims of one factor are sharded alike; a reduced factor (sum) "
+        "makes the result a partial sum."
     )
 
 
 def show_device(data: Json, console: Console) -> None:
     """Prints which nodes are computed on the CPU beside a device."""
-    fallbacks = _table("graph", "node", "operator", "types", "why it is computed on the CPU")
+    fallbacks = _table("graph", "node", "operator", "types", "why it runs on the CPU")
     for name, program in data["programs"].items():
         for item in program["fallbacks"]:
             operator = ":".join(filter(None, (item["domain"], item["op_type"])))
@@ -311,7 +312,7 @@ def show_device(data: Json, console: Console) -> None:
     for name, program in data["programs"].items():
         text = (
             f"{name}: of {count(program['nodes'], 'node')} {len(program['fallbacks'])} would fall "
-            f"back to the CPU; {len(program['sizes'])} compute sizes there on purpose"
+            f"back to the CPU; {len(program['sizes'])} compute sizes there by design"
         )
         console.print(escape(text))
     console.print(f"kernels: CUDA provider of onnxruntime {data['onnxruntime']}")

@@ -13,10 +13,10 @@ def command(
     ],
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", metavar="N", help="Number of ranks. Default: DIR's."),
+        typer.Option("-n", "--ranks", metavar="N", help="Number of ranks. Default: that of DIR."),
     ] = None,
     retries: Annotated[
-        int, typer.Option(metavar="K", help="Start again up to K times when a rank has died.")
+        int, typer.Option(metavar="K", help="Restart up to K times when a rank fails.")
     ] = 0,
     fallback: Annotated[
         list[Path] | None,
@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Train under mpirun: `onnxpar launch -n N --retries K -- train DIR --checkpoint FOLDER …`.
 
-    When a rank dies, all end, and the run goes on from the last whole checkpoint.
+    If a rank fails, all ranks stop, and training resumes from the last complete checkpoint.
     """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime

@@ -19,7 +19,7 @@ WIDTH = 200
 def command(
     as_json: AsJson = False,
 ) -> None:
-    """Show the operators that can be divided, and how."""
+    """Show the operators that can be sharded, and how."""
     rows = operator_table()
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
@@ -34,6 +34,6 @@ def command(
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table)
     console.print(
-        f"{len(rows)} definitions. Any other operator is computed whole by every device, and "
-        "`onnxpar inspect` names it."
+        f"{len(rows)} definitions. All other operators are replicated, and `onnxpar inspect` "
+        f"names them."
     )

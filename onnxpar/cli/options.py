@@ -15,13 +15,13 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
 from onnxpar_format.options import Option
 
-Artifacts = Annotated[Path, typer.Argument(metavar="DIR", help="What `onnxpar shard` wrote.")]
+Artifacts = Annotated[Path, typer.Argument(metavar="DIR", help="Output of `onnxpar shard`.")]
 TrainingArtifacts = Annotated[
-    Path, typer.Argument(metavar="DIR", help="What `onnxpar shard --train` wrote.")
+    Path, typer.Argument(metavar="DIR", help="Output of `onnxpar shard --train`.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Devices = Annotated[
-    int | None, typer.Option(min=1, help="Number of devices, where the strategy does not say.")
+    int | None, typer.Option(min=1, help="Number of devices, if the strategy does not give it.")
 ]
 Constraints = Annotated[
     list[str] | None,
@@ -36,7 +36,7 @@ RecomputeCommunication = Annotated[
     str,
     typer.Option(
         metavar="keep|recompute",
-        help="Whether results of collectives among what is recomputed are kept.",
+        help="Whether to repeat collectives when recomputing, or to keep their results.",
     ),
 ]
 
@@ -50,7 +50,8 @@ class TrainingOptions:
         typer.Option(
             metavar="LOSS",
             help="What training minimises: softmax_cross_entropy, mse, mae or bce of the first "
-            "output (or of another, as in mse:NAME), or output:NAME, a scalar of the model.",
+            "output (or of another, as in mse:NAME), or output:NAME for a scalar output of the "
+            "model.",
             rich_help_panel=TRAINING,
         ),
     ] = None
@@ -58,15 +59,13 @@ class TrainingOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Input of the model that has the labels. Default: a new input, labels.",
+            help="Model input with the labels. Default: a new input named labels.",
             rich_help_panel=TRAINING,
         ),
     ] = None
     ignore_index: Annotated[
         int | None,
-        typer.Option(
-            help="Label that does not count, for softmax_cross_entropy.", rich_help_panel=TRAINING
-        ),
+        typer.Option(help="Label to ignore, for softmax_cross_entropy.", rich_help_panel=TRAINING),
     ] = None
     optimizer: Annotated[
         str | None,
@@ -80,8 +79,8 @@ class TrainingOptions:
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Train these tensors too, though they may be constants or --freeze matches them; "
-            "may be repeated.",
+            help="Also train these tensors, even if they may be constants or --freeze matches "
+            "them; may be repeated.",
             rich_help_panel=TRAINING,
         ),
     ] = None
@@ -97,8 +96,8 @@ class TrainingOptions:
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Train these two tensors of equal elements, maybe transposed, as one, A; may be "
-            "repeated.",
+            help="Tie B to A: train two tensors with equal elements (possibly transposed) as "
+            "one; may be repeated.",
             rich_help_panel=TRAINING,
         ),
     ] = None
@@ -106,8 +105,8 @@ class TrainingOptions:
         str | None,
         typer.Option(
             metavar="TYPE",
-            help="float16 or bfloat16: compute products of a float32 model in it; parameters stay "
-            "float32. bfloat16 runs on CUDA alone.",
+            help="float16 or bfloat16: compute the products of a float32 model in this type; "
+            "parameters stay float32. bfloat16 runs on CUDA only.",
             rich_help_panel=TRAINING,
         ),
     ] = None
@@ -117,8 +116,8 @@ class TrainingOptions:
             min=0,
             max=3,
             metavar="LEVEL",
-            help="What replicas of a parameter share, instead of holding it all: 1 moments, 2 "
-            "gradients too, 3 parameters too; 0 nothing. Default: what the strategy says, else 0.",
+            help="Shard over data-parallel devices: 0 nothing, 1 optimizer states, 2 also "
+            "gradients, 3 also parameters. Default: the strategy's level, else 0.",
         ),
     ] = None
 

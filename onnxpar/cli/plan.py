@@ -48,7 +48,7 @@ OPTIMIZER = "adamw"
 
 @takes_options
 def command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to plan for.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model.")],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The strategy file to write.")
     ],
@@ -58,21 +58,22 @@ def command(
         str | None,
         typer.Option(
             metavar="FILE|AXES",
-            help="What is fixed, the rest being searched for: a file, or only the mesh, as "
-            "dp=2,tp=4. Default: the model's annotations.",
+            help="The fixed part of the strategy: a file, or only a mesh such as dp=2,tp=4. The "
+            "rest is searched. Default: the model's annotations.",
         ),
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(metavar="NAME", help="recursive (the default) or ilp, exact.")
+        str | None,
+        typer.Option(metavar="NAME", help="recursive (the default), or ilp for an exact search."),
     ] = None,
     level: Annotated[
         int | None,
         typer.Option(
-            min=0, max=2, help="What counts: 0 little communication, 1 memory, 2 speed (default)."
+            min=0, max=2, help="Objective: 0 little communication, 1 memory, 2 speed (the default)."
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What a device may hold, as 80GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Memory limit of a device, such as 80GiB.")
     ] = None,
     machine: Annotated[
         str | None,
@@ -82,26 +83,26 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME=SIZE|NAME:CONSTRAINTS",
-            help="The size to plan for, or constraints; may be repeated.",
+            help="The size to plan for, or constraints on it; may be repeated.",
         ),
     ] = None,
     stages: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Pipeline stages; auto tries all that fit."),
+        typer.Option(metavar="N|auto", help="Number of pipeline stages; auto tries all that fit."),
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, metavar="M", help="Micro-batches of a step.")
+        int | None, typer.Option(min=1, metavar="M", help="Micro-batches in a step.")
     ] = None,
     json_output: AsJson = False,
 ) -> None:
-    """Search for a strategy, say why it won, and write it to a file."""
+    """Search for a strategy, explain the choice, and write it to a file."""
     check_file(out)
     sizes, constraints = _symbols(symbol or [])
     with blamed_on_model(model):
         proto = read(model)
     wanted = searching(strategy_for(strategy, devices, proto, f"model {str(model)!r}", AUTO))
     if training.loss is None and (given := [n for n in training.given() if n != "--optimizer"]):
-        raise ModelError(f"{given[0]}: it is for training; expected --loss as well")
+        raise ModelError(f"{given[0]}: only for training; expected --loss as well")
     if training.optimizer_parallel is not None:
         wanted = wanted.at_level(training.optimizer_parallel)
     search: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
@@ -248,7 +249,7 @@ def _print(planned: FoundStrategy, console: Console) -> None:
         )
     console.print(layers)
     if all(row.name == REPLICATED or not row.nodes for row in rows):
-        console.print("Every device computes all of it: nothing is divided.")
+        console.print("Everything is replicated: every device computes the full model.")
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
     step = f"a step of {runs} micro-batches" if runs > 1 else "a step"
@@ -269,7 +270,7 @@ def _print(planned: FoundStrategy, console: Console) -> None:
     console.print(ways)
     console.print(escape(planned.reason()))
     if planned.found.timed:
-        console.print("The clock stopped a search: on another machine another plan may be found.")
+        console.print("The search reached its time limit: another machine may find another plan.")
 
 
 def _print_stages(way: Way, console: Console) -> None:

@@ -13,14 +13,18 @@ from onnxpar_format.options import Execution
 def command(
     directory: Artifacts,
     inputs: Annotated[
-        Path, typer.Option(metavar="FILE", help=".npz file of whole arrays, named as the inputs.")
+        Path,
+        typer.Option(
+            metavar="FILE", help=".npz file of global arrays, with the names of the inputs."
+        ),
     ],
     outputs: Annotated[
-        Path, typer.Option(metavar="FILE", help=".npz file to write, named as the outputs.")
+        Path,
+        typer.Option(metavar="FILE", help=".npz file to write, with the names of the outputs."),
     ],
     how: Execution,
 ) -> None:
-    """Run the program once on whole arrays: `mpirun -n N onnxpar run DIR …`."""
+    """Run the program once on global arrays: `mpirun -n N onnxpar run DIR …`."""
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime
 

@@ -36,22 +36,24 @@ class _TrainingOptions(TrainingOptions):
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Weight decay for these too. Default: parameters of two dims or more.",
+            help="Also apply weight decay to these. Default: parameters with two or more dims.",
             rich_help_panel=TRAINING,
         ),
     ] = None
     no_decay: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="No weight decay for these.", rich_help_panel=TRAINING),
+        typer.Option(
+            metavar="GLOB", help="Apply no weight decay to these.", rich_help_panel=TRAINING
+        ),
     ] = None
     recompute: Annotated[
         list[str] | None,
         typer.Option(
             metavar="WHAT",
-            help="What the backward pass computes again instead of keeping it: a pattern of nodes, "
-            "layers (all that repeat), layers=K (each K-th), or auto=BYTES (the least with which a "
-            "device holds so much); may be repeated. Default: what the strategy says, else "
-            "nothing.",
+            help="Forward values to recompute in the backward pass: a node name pattern, layers "
+            "(all repeated layers), layers=K (every K-th layer), or auto=BYTES (as few as "
+            "possible within this memory per device); may be repeated. Default: as in the "
+            "strategy, else none.",
         ),
     ] = None
 
@@ -63,17 +65,23 @@ class _TrainingOptions(TrainingOptions):
 
 @takes_options
 def command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to divide.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to shard.")],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Directory to write, whole or not.")
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Output directory. It is written completely or not at all.",
+        ),
     ],
     training: _TrainingOptions,
     strategy: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|PRESET",
-            help="Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate, auto. Default: what the "
-            "model is annotated with.",
+            help="Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate, auto. Default: the "
+            "model's annotations.",
         ),
     ] = None,
     devices: Devices = None,
@@ -87,14 +95,14 @@ def command(
         typer.Option(metavar="DIR", help="Write the model after each stage to this directory."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace an output directory that is there.")
+        bool, typer.Option("--force", help="Replace an existing output directory.")
     ] = False,
     train: Annotated[
         bool, typer.Option("--train", help="Write programs that train the model.")
     ] = False,
     recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:
-    """Cut a model into one program for each device."""
+    """Partition a model into one program for each device."""
     given, spec = training.given(), None
     if train:
         if training.loss is None or training.optimizer is None:
@@ -102,7 +110,7 @@ def command(
             raise ModelError(f"--train: expected {missing} as well, got none")
         spec = training.spec(training.loss, training.optimizer)
     elif given:
-        raise ModelError(f"{next(iter(given))}: it is for training; expected --train as well")
+        raise ModelError(f"{next(iter(given))}: only for training; expected --train as well")
     recompute = training.recompute
     summary = shard_model(
         model,
@@ -208,7 +216,7 @@ def _trained(training: PartitionedTraining, device: str) -> list[str]:
         lines.append(
             f"constants     {count(len(constants), 'tensor')} of "
             f"{sum(t.elements for t in constants):,} elements, among them {constants[0].name}; "
-            "onnxpar inspect lists all, with the rule that tells"
+            "onnxpar inspect lists all of them, with the reason"
         )
     groups = (
         ("not trained", [f"{t.name}: {t.reason}" for t in told if t.parameter and not t.trained]),
@@ -255,7 +263,7 @@ def describe_mesh(report: dict[str, Any]) -> str:
 
 def describe_device(report: dict[str, Any]) -> str:
     """Returns whose bytes are told: stages hold different parameters."""
-    return "each device" if report["stages"] == 1 else "a device of the fullest stage"
+    return "each device" if report["stages"] == 1 else "a device of the stage with most memory"
 
 
 def describe_sent(report: dict[str, Any]) -> str:
@@ -263,7 +271,7 @@ def describe_sent(report: dict[str, Any]) -> str:
     sent = f"{report['totals']['bytes']} bytes"
     if report["stages"] == 1:
         return f"a device sends {sent}"
-    return f"a device of each stage, together, sends {sent} within the stages"
+    return f"one device of each stage, added up, sends {sent} within the stages"
 
 
 def describe_nodes(report: dict[str, Any]) -> str:
@@ -277,7 +285,7 @@ def describe_nodes(report: dict[str, Any]) -> str:
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         parts.append(
-            f"{len(names)} computed whole for want of a rule ({', '.join(names[:SHOWN])}{more})"
+            f"{len(names)} replicated: no sharding rule ({', '.join(names[:SHOWN])}{more})"
         )
     return ", ".join(parts)
 

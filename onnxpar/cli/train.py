@@ -8,7 +8,7 @@ from onnxpar_format.options import Execution, TrainingRun
 
 @takes_options
 def command(directory: TrainingArtifacts, wanted: TrainingRun, how: Execution) -> None:
-    """Train on a source of data: `mpirun -n N onnxpar train DIR …`."""
+    """Train a model on data: `mpirun -n N onnxpar train DIR …`."""
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime
 

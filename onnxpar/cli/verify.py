@@ -25,7 +25,7 @@ def command(
     model: Annotated[
         Path,
         typer.Option(
-            metavar="MODEL", help="The undivided model, or a directory cut with `--devices 1`."
+            metavar="MODEL", help="The undivided model, or the output of `shard --devices 1`."
         ),
     ],
     options: VerifyOptions,
@@ -33,7 +33,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE[,…]",
-            help="One case: values of symbols; may be repeated. Default: three cases.",
+            help="Values of symbols for one case; may be repeated. Default: three cases.",
         ),
     ] = None,
     inputs: Annotated[
@@ -73,7 +73,7 @@ def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
         jumps = sorted({name for step in one.steps for name in step.jumps})
         if jumps:
             named = ", ".join(jumps[:_SHOWN]) + (", …" if jumps[_SHOWN:] else "")
-            told = f"{len(jumps)} compared less strictly, since gradients jump there: {named}"
+            told = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
             console.print(told, markup=False, soft_wrap=True)
     for case in cases:
         for problem in case.problems:

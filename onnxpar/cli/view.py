@@ -15,13 +15,15 @@ from onnxpar.emit.read_manifest import read_manifest
 
 def command(
     directory: Artifacts,
-    rank: Annotated[int, typer.Option(min=0, help="Whose graph.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="Rank whose graph is shown.")] = 0,
     program: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which program. Default: the first that the rank runs."),
+        typer.Option(
+            metavar="NAME", help="Program to show. Default: the first one that the rank runs."
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
 ) -> None:
     """Show a rank's graph in Netron until interrupted."""
@@ -43,7 +45,7 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
         directory: The artifact directory.
         program: Which program; None for the first that the rank runs. Of one that runs through the
             stages of a pipeline, the first program of the rank's stage.
-        rank: Whose graph.
+        rank: Rank whose graph is shown.
 
     Raises:
         ArtifactError: No manifest, no such program or rank, or the file is missing.
@@ -66,7 +68,7 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
     found = next((directory / str(mine[name]) for name in wanted if name in mine), None)
     if found is None and mine:
         raise ArtifactError(
-            f"{directory}: rank {rank} does not run {program!r}, it runs {sorted(mine)}"
+            f"{directory}: rank {rank} does not run {program!r}; it runs {sorted(mine)}"
         )
     if found is None or not found.is_file():
         raise ArtifactError(f"{directory}: the graph of rank {rank} was not written")

@@ -83,8 +83,8 @@ def source_of(fn: object) -> Source:
 
     else:
         raise ModelError(
-            "shard: expected a function of onnxscript, an onnx_ir.Function, a model, its path or "
-            f"a part of it, got {type(fn).__name__}: what is divided must be known as a graph"
+            "shard: expected an onnxscript function, an onnx_ir.Function, a model, its path or "
+            "a part of it, got {type(fn).__name__}; only a graph can be sharded"
         )
     model = make()
     _check_undivided(model, name)
@@ -113,8 +113,9 @@ def _exported(fn: Exportable) -> onnx.ModelProto:
 def _function_model(function: ir.Function) -> ir.Model:
     for attribute in function.attributes.values():
         raise ModelError(
-            f"shard: function {function.name!r}: expected a function of tensors alone, got the "
-            f"attribute {attribute.name!r}: give it a value in a function that calls this one"
+            f"shard: function {function.name!r}: expected a function of tensors only, got the "
+            f"attribute {attribute.name!r}; call the function from another one that gives it a "
+            f"value"
         )
     graph = function.clone().graph
     version = IR_VERSION
@@ -133,9 +134,9 @@ def _check_undivided(model: ir.Model, name: str) -> None:
         for node in ir.traversal.RecursiveGraphIterator(graph):
             if node.domain == COLLECTIVES:
                 raise ModelError(
-                    f"shard: {name!r} has the collective {node.op_type} (node {node.name!r}): it "
-                    "is divided already, and shard is not nested: the ranks of the inner program "
-                    "would each have to be several"
+                    f"shard: {name!r} has the collective {node.op_type} (node {node.name!r}): "
+                    f"it is already sharded, and shard cannot be nested; give all strategies in "
+                    f"one call"
                 )
 
 

@@ -64,7 +64,7 @@ def inline_functions(model: ir.Model) -> None:
                 node.name = names.fresh(node.op_type)
             _by_function(model, node, model.functions[node.op_identifier()], names)
     raise ModelError(
-        f"node {calls[0].name!r}: the functions of the model call one another without end"
+        f"node {calls[0].name!r}: the functions of the model call each other recursively"
     )
 
 
@@ -101,7 +101,7 @@ def expand_unknown(
         for node, definition in unknown:
             try:
                 ours = definition is not None and definition.body is not None
-                # Shapes within the bodies of control flow are not known to the builder.
+                # Shapes within the bodies of control flow are unknown to the builder.
                 if definition is not None and ours and node.graph is model.graph:
                     if builder is None:
                         env = shapes(model, table())
@@ -146,7 +146,7 @@ def expand_by_body(
         end: What is differentiated.
 
     Raises:
-        ModelError: What a body needs to know is not known.
+        ModelError: What a body needs to know is unknown.
     """
     opset = builder.opset
     for _ in range(MAX_DEPTH):
@@ -199,7 +199,7 @@ def _by_our_body(node: ir.Node, definition: OpDef, builder: GlobalBuilder) -> No
 
 
 def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: Names) -> list[ir.Node]:
-    """Puts the nodes of ONNX's body in the place of a node; their shapes are not known yet."""
+    """Puts the nodes of ONNX's body in the place of a node; their shapes are unknown yet."""
     function = schema_body(node, opset)
     fill_defaults(node, opset)
     return _by_function(model, node, function, names)
@@ -208,7 +208,7 @@ def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: Names) -> list
 def _by_function(
     model: ir.Model, node: ir.Node, function: ir.Function, names: Names
 ) -> list[ir.Node]:
-    """Puts the nodes of a function in the place of a node; their shapes are not known yet."""
+    """Puts the nodes of a function in the place of a node; their shapes are unknown yet."""
     # The body is instantiated on operands of its own, one each even where one value is two.
     operands = [
         None if v is None else ir.Value(name=f"operand.{i}", type=v.type, shape=v.shape)

@@ -272,12 +272,12 @@ def _check_edges(model: ir.Model) -> None:
         for index, value in enumerate(node.inputs):
             if value is not None and id(value) not in known:
                 raise ModelError(
-                    f"node {node.name!r} ({node.op_type}): input {index} ({value.name!r}) is made "
-                    "by no node, input or initializer"
+                    f"node {node.name!r} ({node.op_type}): input {index} ({value.name!r}) is "
+                    f"not defined by a node, input or initializer"
                 )
     for value in graph.outputs:
         if id(value) not in known:
-            raise ModelError(f"output {value.name!r} is made by no node")
+            raise ModelError(f"output {value.name!r} is not computed by a node")
     for name, value in graph.initializers.items():
         if value.const_value is None:
             raise ModelError(f"initializer {name!r} has no data")

@@ -66,7 +66,7 @@ class Builder(ABC):
         """Returns the shape of a value, in the graph's terms: local or global.
 
         Raises:
-            KeyError: It is not known.
+            KeyError: It is unknown.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Builder(ABC):
         Args:
             op_type: The operator.
             inputs: Its operands; None for one that is absent.
-            outputs: Element type and shape of each result; None where they are not known.
+            outputs: Element type and shape of each result; None where they are unknown.
             attributes: Its attributes.
             domain: Domain of the operator.
             name: What the node's name begins with; the scope and the operator where it is None.

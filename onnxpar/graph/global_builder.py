@@ -94,7 +94,7 @@ class GlobalBuilder(Builder):
         self.shapes[value.name or ""] = tuple(shape)
 
     def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Returns the global shape of a value; KeyError where it is not known."""
+        """Returns the global shape of a value; KeyError where it is unknown."""
         return self.shapes[value.name or ""]
 
     def append(self, node: ir.Node) -> None:

@@ -114,7 +114,7 @@ class LocalBuilder(Builder):
         self.shapes[value] = tuple(shape)
 
     def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Returns the local shape of a value; KeyError where it is not known."""
+        """Returns the local shape of a value; KeyError where it is unknown."""
         return self.shapes[value]
 
     def op(
@@ -134,8 +134,8 @@ class LocalBuilder(Builder):
         """
         if not domain and not _is_defined(op_type, self.opset):
             raise ShardingError(
-                f"{self.scope}: to be divided it needs the operator {op_type}, which opset "
-                f"{self.opset} does not have; convert the model to opset 13 or newer"
+                f"{self.scope}: sharding it needs the operator {op_type}, which opset "
+                f"{self.opset} lacks; convert the model to opset 13 or later"
             )
         return super().op(
             op_type, *inputs, shape=shape, dtype=dtype, domain=domain, name=name, **attributes
@@ -162,7 +162,7 @@ class LocalBuilder(Builder):
         return total
 
     def bind(self, symbol: str, value: ir.Value, axis: int) -> None:
-        """Tells where a symbol that is no input symbol is read: dim `axis` of a local value.
+        """Tells where a symbol that is not an input symbol is read: dim `axis` of a local value.
 
         The dim must not be split, so that the local size is the global one. The first word stays.
         """
@@ -197,8 +197,8 @@ class LocalBuilder(Builder):
                 return self._bound[expr.name]()
             if expr.name not in self.table:
                 raise ShardingError(
-                    f"{self.scope}: the size {expr.name!r} is known only when the model runs, and "
-                    "no value that is whole on every device has it"
+                    f"{self.scope}: the size {expr.name!r} is known only at run time, and no "
+                    f"replicated value has it"
                 )
             return self.system_input(f"{SYMBOL_PREFIX}{expr.name}")
         if isinstance(expr, sympy.floor | sympy.ceiling):
@@ -328,10 +328,10 @@ class LocalBuilder(Builder):
             over = self.varying.get(symbol, frozenset()) & set(atoms)
             if over:
                 raise ShardingError(
-                    f"{reason}: {value!r} would be moved by {op_type} over "
+                    f"{reason}: {value!r} would be transferred by {op_type} over "
                     f"{self.mesh.describe(tuple(atoms))}, and its size has the symbol {symbol!r}, "
-                    f"which is per-rank along {self.mesh.describe(tuple(sorted(over)))}: choose a "
-                    "strategy that leaves it where it is, or give all ranks one size"
+                    f"which is per-rank along {self.mesh.describe(tuple(sorted(over)))}: choose "
+                    f"a strategy that does not move it, or use one size on all ranks"
                 )
 
 

@@ -118,7 +118,7 @@ class NodeView:
         if name not in self.env.shapes:
             raise ModelError(
                 f"node {self.name!r} ({self.node.op_type}): the shape of input {index} "
-                f"({name!r}) is not known"
+                f"({name!r}) is unknown"
             )
         return self.env.shapes[name]
 
@@ -132,12 +132,12 @@ class NodeView:
         if name is None or name not in self.env.shapes:
             raise ModelError(
                 f"node {self.name!r} ({self.node.op_type}): the shape of output {index} "
-                f"({name!r}) is not known"
+                f"({name!r}) is unknown"
             )
         return self.env.shapes[name]
 
     def contents(self, index: int) -> tuple[Dim, ...] | None:
-        """Elements of integer input `index` as expressions; None where they are not known."""
+        """Elements of integer input `index` as expressions; None where they are unknown."""
         return self.env.contents.get(self._input(index).name or "")
 
     def const(self, index: int) -> NDArray[Any] | None:
@@ -163,7 +163,7 @@ class NodeView:
             if known is None or not all(isinstance(k, int) for k in known):
                 raise ModelError(
                     f"node {self.name!r} ({self.node.op_type}): input {input_index} must be "
-                    "constant to be divided"
+                    f"constant to be sharded"
                 )
             return tuple(int(k) for k in known)
         value = self.attr(attribute)

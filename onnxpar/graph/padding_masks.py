@@ -90,7 +90,7 @@ def select(
     """
     dtype, shape = x.dtype, builder.shape_of(x)
     if dtype is None:
-        raise ShardingError(f"the element type of {x.name!r} is not known")
+        raise ShardingError(f"the element type of {x.name!r} is unknown")
     if dtype == ir.DataType.BOOL:
         # onnxruntime has no Where on booleans either.
         return builder.op("Or", x, builder.op("Not", kept)) if fill else builder.op("And", x, kept)

@@ -104,8 +104,8 @@ def _factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:
         shape = shape_of(index)
         if len(shape) != len(operand.dims):
             raise ShardingError(
-                f"node {view.name!r}: its rule has {len(operand.dims)} dims for operand {index}, "
-                f"the operand has shape {shape}"
+                f"node {view.name!r}: its rule has {len(operand.dims)} dims for operand "
+                f"{index}, but the operand has shape {shape}"
             )
         for size, names in zip(shape, operand.dims, strict=True):
             # Operands that must agree may say it differently: a number tells more than a symbol.
@@ -181,15 +181,15 @@ def shardings(
         atoms = [a for c in parts for a in c.atoms]
         if atoms and rule.kinds[name] == REPLICATED:
             raise ShardingError(
-                f"node {view.name!r}: its dim {name!r} must not be split, got "
-                f"{mesh.count(atoms)} pieces"
+                f"node {view.name!r}: its dim {name!r} must be replicated, got "
+                f"{mesh.count(atoms)} shards"
             )
         used += atoms
     if len(set(used)) != len(used):
         twice = {a for a in used if used.count(a) > 1}
         names = [n for n, parts in factors.items() if twice & set(_atoms(parts))]
         raise ShardingError(
-            f"node {view.name!r}: expected mesh axes that split one of its dims each, got "
+            f"node {view.name!r}: expected mesh axes that each shard one of its dims, got "
             f"{mesh.describe(tuple(sorted(twice)))} for {' and '.join(names)}"
         )
     table = view.table
@@ -214,7 +214,7 @@ def shardings(
     reductions |= {kind for _, kind in carried.values()}
     if len(reductions) > 1:
         raise ShardingError(
-            f"node {view.name!r}: its outputs would wait for two reductions, "
+            f"node {view.name!r}: its outputs would be partial over two reductions, "
             f"{' and '.join(sorted(reductions))}"
         )
     reduction = reductions.pop() if reductions else "sum"

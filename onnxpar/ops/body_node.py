@@ -70,7 +70,7 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
     schema = _schema(node, opset)
     assert schema is not None
     if any(a.type in _GRAPH_KINDS for a in node.attributes.values()):
-        raise ModelError(f"{what}: ONNX's body of it cannot take the graph that it applies")
+        raise ModelError(f"{what}: ONNX's function body cannot contain the graph that it applies")
     given = schema.has_function
     versions = (
         schema.function_opset_versions
@@ -85,7 +85,7 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
         types = []
         for value in node.inputs:
             if value is not None and value.type is None:
-                raise ModelError(f"{what}: the type of {value.name!r} is not known")
+                raise ModelError(f"{what}: the type of {value.name!r} is unknown")
             kind = onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type
             types.append(kind.SerializeToString())
         proto = ir.serde.serialize_node(node)
@@ -95,13 +95,13 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
                 version, proto.SerializeToString(), types
             )
         except RuntimeError as error:
-            raise ModelError(f"{what}: ONNX has no body of it: {error}") from error
+            raise ModelError(f"{what}: ONNX has no function body: {error}") from error
     function = onnx.FunctionProto()
     function.ParseFromString(data)
     if not function.node or len(function.output) < len(node.outputs):
-        raise ModelError(f"{what}: ONNX has no body of it for these operands and attributes")
+        raise ModelError(f"{what}: ONNX has no function body for these operands and attributes")
     if any(a.HasField("g") for n in function.node for a in n.attribute):
-        raise ModelError(f"{what}: what ONNX's body of it does depends on what its operands hold")
+        raise ModelError(f"{what}: ONNX's function body depends on the values of its operands")
     if version > opset:
         _check_older(function.node, what, version, opset)
     made = ir.serde.deserialize_function(function)

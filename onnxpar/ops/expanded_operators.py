@@ -18,7 +18,7 @@ def center_crop_pad_body(node: BodyNode) -> Sequence[ir.Value]:
     ONNX's body pads and cuts every dim, by numbers that it computes when the model runs.
 
     Raises:
-        ModelError: It is not known which dims are cut and which grow; ONNX's body is then taken.
+        ModelError: It is unknown which dims are cut and which grow; ONNX's body is then taken.
     """
     x, view = node.input(0), node.view
     shape = list(node.shape(x))
@@ -34,7 +34,7 @@ def center_crop_pad_body(node: BodyNode) -> Sequence[ir.Value]:
         if view.table.equal(have, wanted):
             continue
         if not isinstance(have, int) or not isinstance(wanted, int):
-            raise node.fail(f"expected to know whether dim {axis} is cut or grows")
+            raise node.fail(f"expected to know whether dim {axis} shrinks or grows")
         if wanted < have:
             start = (have - wanted) // 2
             starts[axis] = start, start + wanted

@@ -61,8 +61,8 @@ def refuse_random(node: ir.Node, registry: Registry, devices: int, *, copied: bo
 
 def _refuse(what: str, devices: int) -> NoReturn:
     raise ShardingError(
-        f"{what} draws random numbers, which the ranks would draw differently: expected one "
-        f"device, got {devices}"
+        f"{what} draws random numbers, which would differ between ranks: expected one device, "
+        f"got {devices}"
     )
 
 
@@ -80,7 +80,7 @@ def require_readable(view: NodeView, what: str, dims: Iterable[Dim]) -> None:
     dims = tuple(dims)
     if not readable(view, dims):
         raise view.fail(
-            f"{what} must follow from the sizes of the inputs, got {', '.join(map(str, dims))}"
+            f"{what} must be determined by the sizes of the inputs, got {', '.join(map(str, dims))}"
         )
 
 

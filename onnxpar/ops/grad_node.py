@@ -96,8 +96,8 @@ class GradNode(EmittedNode[GlobalBuilder]):
         value = self.cotangents[index]
         if value is None:
             raise self.fail(
-                f"its gradient needs the cotangent of output {index}, on which the loss does not "
-                "depend",
+                f"its gradient needs the cotangent of output {index}, but the loss does not "
+                "depend on that output",
                 RuleError,
             )
         return value
@@ -123,7 +123,7 @@ class GradNode(EmittedNode[GlobalBuilder]):
         Dims that the input does not have are summed away, dims of size 1 summed and kept.
 
         Raises:
-            ModelError: It is not known before the model runs whether a dim is 1.
+            ModelError: It is unknown before the model runs whether a dim is 1.
         """
         target = self.input(index)
         want, have = self.shape(target), self.shape(x)
@@ -138,8 +138,8 @@ class GradNode(EmittedNode[GlobalBuilder]):
             else:
                 raise self.view.fail(
                     f"dim {position} of input "
-                    f"{index} is {dim_str(size)} and meets {dim_str(whole)}: whether it is "
-                    "broadcast must be known for a gradient"
+                    f"{index} is {dim_str(size)} and is combined with {dim_str(whole)}: a "
+                    "gradient needs to know whether it is broadcast"
                 )
         if axes:
             x = self.builder.reduce("ReduceSum", x, axes, keepdims=extra == 0)

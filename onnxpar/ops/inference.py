@@ -1,6 +1,6 @@
 """Shape inference by the library's functions, and by those of records that correct them.
 
-A size that is wrong is worse than one that is not known, since the split of everything behind it
+A size that is wrong is worse than one that is unknown, since the split of everything behind it
 follows from it. What corrects `onnx-shape-inference` is the slot `infer` of an operator's record.
 """
 

@@ -41,7 +41,7 @@ def normal_axes(
         )
     found = tuple(sorted(a + rank if a < 0 else a for a in axes))
     if len(set(found)) != len(found):
-        raise view.fail(f"{name!r}: expected different axes, got {list(axes)}")
+        raise view.fail(f"{name!r}: expected distinct axes, got {list(axes)}")
     return found
 
 

@@ -152,7 +152,7 @@ class LocalNode(EmittedNode[LocalBuilder]):
             shape=self.shape(x),
             moved=moved_bytes("all_reduce", self._bytes(x), self.mesh.count(atoms)),
             value=x.name or "",
-            reason=f"{self.view.name} ({self.view.op_type} over a split dim)",
+            reason=f"{self.view.name} ({self.view.op_type} over a sharded dim)",
             reduction=reduction,
         )
 
@@ -166,7 +166,7 @@ class LocalNode(EmittedNode[LocalBuilder]):
             shape=[*shape[:axis], shape[axis] * count, *shape[axis + 1 :]],
             moved=moved_bytes("all_gather", self._bytes(x), count),
             value=x.name or "",
-            reason=f"{self.view.name} ({self.view.op_type} over a split dim)",
+            reason=f"{self.view.name} ({self.view.op_type} over a sharded dim)",
             axis=axis,
         )
 

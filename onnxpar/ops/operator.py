@@ -57,10 +57,10 @@ class ByBody:
 
 
 BY_BODY = ByBody()
-UNWRITTEN = Missing("no gradient rule is written for it")
+UNWRITTEN = Missing("it has no gradient rule")
 NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
 FOR_RANKS = NotDifferentiable("it stands in the graphs of ranks alone")
-FROM_RULE = Missing("counted from the rule's factors")
+FROM_RULE = Missing("from the rule's factors")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def written_only(view: NodeView) -> OpRule:
     """
     raise ModelError(
         f"expected an undivided graph, got node {view.name!r}: {view.op_type} stands in the "
-        f"graphs of ranks alone"
+        "graphs of ranks alone"
     )
 
 
@@ -168,6 +168,6 @@ def expanded(view: NodeView) -> OpRule:
         ModelError: Always: a node that is still there could not be replaced.
     """
     raise ModelError(
-        f"{view.op_type} is divided through its body, and what that needs to know of node "
-        f"{view.name!r} is not known"
+        f"{view.op_type} is sharded through its body, but node {view.name!r} lacks the "
+        "constants that its body needs"
     )

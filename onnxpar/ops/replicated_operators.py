@@ -8,9 +8,9 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 
-_TEXT = "it computes with text, which no collective moves"
-_IMAGE = "the bytes of an image file are decoded one after the other"
-_OLD_SCAN = "opset 9 gave Scan another meaning, in which it is divided"
+_TEXT = "it computes on text, which no collective can transfer"
+_IMAGE = "the bytes of an image file are decoded sequentially"
+_OLD_SCAN = "before opset 9, Scan has another meaning, which cannot be sharded"
 
 
 def _whole(reason: str) -> Callable[[NodeView], OpRule]:

@@ -211,8 +211,8 @@ def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
     for new, name in updated.items():
         if plan.outputs[new] != plan.parameters[name]:
             raise RuleError(
-                f"running statistic {name!r}: expected {plan.parameters[name]}, its update leaves "
-                f"as {plan.outputs[new]}"
+                f"running statistic {name!r}: expected {plan.parameters[name]}, its update "
+                f"produces {plan.outputs[new]}"
             )
 
 

@@ -18,7 +18,7 @@ def fullest_stage(
     split: PipelineSplit,
     sizes: Mapping[str, int],
 ) -> int:
-    """Returns the bytes that a device of the fullest stage holds at its peak.
+    """Returns the bytes that a device of the stage with most memory holds at its peak.
 
     While one of its programs runs, a stage keeps what the schedule's micro-batches under way have
     left for their backwards, whatever the virtual stage alike.

@@ -31,7 +31,7 @@ class PipelineSplit:
 
     Attributes:
         stages: Number of stages.
-        micro_batches: Micro-batches of a step.
+        micro_batches: Micro-batches in a step.
         schedule: In which order they run.
         chunks: Virtual stages of the model that each stage has.
         assign: Virtual stages of nodes that are fixed, by name.

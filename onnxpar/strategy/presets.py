@@ -47,8 +47,8 @@ def load_strategy(text: str, devices: int | None = None) -> Strategy:
     parts = [_PART.fullmatch(part.strip()) for part in text.split(",")]
     if path.suffix or any(part is None for part in parts):
         raise StrategyError(
-            f"strategy {text!r}: expected a file or a preset, got neither "
-            f"(dp, tp=4, dp=2,tp=4, {REPLICATE}, {AUTO}, {AUTO}:ilp)"
+            f"strategy {text!r}: expected an existing file or a preset "
+            f"(dp, tp=4, dp=2,tp=4, {REPLICATE}, {AUTO}, {AUTO}:ilp), got neither"
         )
     return _preset(text, [(p[1], p[2]) for p in parts if p is not None], devices)
 

@@ -195,7 +195,7 @@ def read_checkpoint(directory: Path) -> CheckpointContents:
     if not directory.is_dir():
         raise FormatError(f"{directory}: no such checkpoint")
     path = directory / FILE_NAME
-    raw = load_json(path, f"not a checkpoint, it has no {FILE_NAME}")
+    raw = load_json(path, f"not a checkpoint: it has no {FILE_NAME}")
     signed = from_json(_Signed, raw, f"{path}: checkpoint")
     schema = signed.contents.get("schema")
     if schema not in _READ:
@@ -205,5 +205,7 @@ def read_checkpoint(directory: Path) -> CheckpointContents:
         )
     got = _digest(_canonical(signed.contents))
     if got != signed.sha256:
-        raise FormatError(f"{path}: changed, expected SHA-256 {signed.sha256}, got {got}")
+        raise FormatError(
+            f"{path}: its content has changed: expected SHA-256 {signed.sha256}, got {got}"
+        )
     return from_json(CheckpointContents, signed.contents, f"{path}: contents")

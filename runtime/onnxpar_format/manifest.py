@@ -152,7 +152,7 @@ class Loss:
         kind: `softmax_cross_entropy`, `mse`, `mae`, `bce`, or `output` for one of the model's own.
         labels: Name of the input with the labels, or None.
         ignore_index: The label that does not count, or None.
-        count: What its mean is over, as a size expression; None where that is not known, and a
+        count: What its mean is over, as a size expression; None where that is unknown, and a
             batch counts by its rows.
     """
 
@@ -411,7 +411,7 @@ def manifest_json(directory: Path) -> Any:
     if not directory.is_dir():
         raise FormatError(f"{directory}: no such directory")
     missing = (
-        f"not an artifact directory, it has no {FILE_NAME} (is it the output of `onnxpar shard`?)"
+        f"not an artifact directory: it has no {FILE_NAME} (is it the output of `onnxpar shard`?)"
     )
     return load_json(directory / FILE_NAME, missing)
 

@@ -48,7 +48,9 @@ CustomOps = Annotated[
 class Execution:
     """How a rank's program runs."""
 
-    device: Annotated[str, Option("auto, cpu, cuda or cuda:NUMBER, a GPU.", "DEVICE")] = "auto"
+    device: Annotated[str, Option("auto, cpu, cuda, or cuda:NUMBER for one GPU.", "DEVICE")] = (
+        "auto"
+    )
     transport: Annotated[str, Option("auto, mpi, nccl or threads.", "TRANSPORT")] = "auto"
     log_dir: Annotated[
         Path | None, Option("Write rank0000.log, rank0001.log, … to this folder.", "FOLDER")
@@ -61,22 +63,20 @@ class Execution:
 class Settings:
     """What the user sets of an optimizer; None takes the default of its kind."""
 
-    momentum: Annotated[float | None, Option("Momentum of the optimizer momentum: 0.9.", "M")] = (
-        None
-    )
-    dampening: Annotated[float | None, Option("Dampening of the optimizer momentum: 0.", "D")] = (
-        None
-    )
+    momentum: Annotated[float | None, Option("For momentum. Default: 0.9.", "M")] = None
+    dampening: Annotated[float | None, Option("For momentum. Default: 0.", "D")] = None
     betas: Annotated[
         tuple[float, float] | None,
-        Option("Of adam, adamw and lamb: 0.9,0.999.", "A,B", parse=parse_betas),
+        Option("For adam, adamw and lamb. Default: 0.9,0.999.", "A,B", parse=parse_betas),
     ] = None
-    eps: Annotated[float | None, Option("Of adam and adamw: 1e-8; of lamb: 1e-6.", "E")] = None
-    weight_decay: Annotated[float | None, Option("Of adamw and lamb: 0.01; otherwise 0.", "W")] = (
-        None
-    )
+    eps: Annotated[
+        float | None, Option("For adam and adamw (default 1e-8) and lamb (default 1e-6).", "E")
+    ] = None
+    weight_decay: Annotated[
+        float | None, Option("Weight decay. Default: 0.01 for adamw and lamb, otherwise 0.", "W")
+    ] = None
     clip_norm: Annotated[
-        float | None, Option("Largest 2-norm of all gradients together; else none.", "C")
+        float | None, Option("Clip gradients to this global 2-norm. Default: no clipping.", "C")
     ] = None
 
 
@@ -86,9 +86,10 @@ class Saving:
 
     checkpoint: Annotated[Path | None, Option("Write checkpoints to this folder.", "FOLDER")] = None
     every: Annotated[
-        int | None, Option("Write one after each K-th step (100), and the last one.", "K")
+        int | None,
+        Option("Write a checkpoint every K steps (default 100) and after the last step.", "K"),
     ] = None
-    keep: Annotated[int | None, Option("Keep the last N checkpoints (2).", "N")] = None
+    keep: Annotated[int | None, Option("Keep the last N checkpoints. Default: 2.", "N")] = None
 
 
 @dataclass(frozen=True)
@@ -98,45 +99,56 @@ class TrainingRun:
     data: Annotated[
         str,
         Option(
-            "digits (scikit-learn's handwritten digits), npz:FILE (arrays named as the inputs), "
+            "digits (scikit-learn's handwritten digits), npz:FILE (arrays with the names of the "
+            "inputs), "
             "idx:DIR (MNIST's files) or module:function (an iterator of dicts).",
             "SOURCE",
         ),
     ]
     lr: Annotated[float, Option("Learning rate.", "X")]
-    batch_size: Annotated[int | None, Option("Samples in a step, of all ranks together.", "B")] = (
-        None
-    )
-    epochs: Annotated[int | None, Option("Epochs. Default: 1, or what --steps takes.", "E")] = None
-    steps: Annotated[int | None, Option("End after so many steps, of all epochs.", "K")] = None
-    seed: Annotated[int, Option("Seed of the order of samples and of dropout.", "S", minimum=0)] = 0
+    batch_size: Annotated[int | None, Option("Samples in a step, over all ranks.", "B")] = None
+    epochs: Annotated[
+        int | None, Option("Epochs. Default: 1, or as many as --steps needs.", "E")
+    ] = None
+    steps: Annotated[
+        int | None, Option("Stop after this number of steps, over all epochs.", "K")
+    ] = None
+    seed: Annotated[
+        int, Option("Seed for the order of samples and for dropout.", "S", minimum=0)
+    ] = 0
     settings: Settings = Settings()
     loss_scale: Annotated[
         str | None,
-        Option("Of 16-bit computation. Default: dynamic for float16, 1 for bfloat16.", "dynamic|N"),
+        Option(
+            "Loss scale for 16-bit computation. Default: dynamic for float16, 1 for bfloat16.",
+            "dynamic|N",
+        ),
     ] = None
     accumulate: Annotated[
         int | None,
         Option(
-            "Micro-batches of a step. Default: as many as the pipeline was partitioned for, or 1.",
+            "Micro-batches in a step. Default: as many as the pipeline was partitioned for, or 1.",
             "K",
         ),
     ] = None
     schedule: Annotated[str, Option("constant, linear or cosine.", "KIND")] = "constant"
-    warmup: Annotated[int, Option("Steps in which the learning rate rises from 0.", "K")] = 0
+    warmup: Annotated[
+        int, Option("Number of steps in which the learning rate rises from 0.", "K")
+    ] = 0
     evaluate: Annotated[
         bool,
         Option(
-            "Evaluate after each epoch, on the test part of SOURCE if it has one.",
+            "Evaluate after each epoch, on the test split of SOURCE if it has one.",
             flags=("--eval",),
         ),
     ] = False
     eval_data: Annotated[
-        str | None, Option("Evaluate after each epoch, on this; of any kind.", "SOURCE")
+        str | None,
+        Option("Evaluate after each epoch on this data, of any kind of source.", "SOURCE"),
     ] = None
-    parameters: Annotated[
-        Path | None, Option("Begin with these, as --save wrote them.", "FILE")
-    ] = None
+    parameters: Annotated[Path | None, Option("Initial parameters, written by --save.", "FILE")] = (
+        None
+    )
     save: Annotated[
         Path | None, Option("Write the trained parameters, complete, as safetensors.", "FILE")
     ] = None
@@ -146,7 +158,7 @@ class TrainingRun:
     ] = None
     log: Annotated[Path | None, Option("Write a JSON line for each step.", "FILE")] = None
     print_every: Annotated[
-        int, Option("Print each K-th step of an epoch; 0: none.", "K", minimum=0)
+        int, Option("Print every K-th step of an epoch; 0 prints none.", "K", minimum=0)
     ] = 1
     log_every: Annotated[
         int,
@@ -160,7 +172,7 @@ class TrainingRun:
     check_replicas: Annotated[
         int | None,
         Option(
-            "After every K-th step compare replicas of some parameters and moments, bit for bit: "
+            "Compare replicas of some parameters and moments bit for bit after every K-th step, "
             "for debugging.",
             "K",
             minimum=1,
@@ -169,7 +181,7 @@ class TrainingRun:
     trace: Annotated[
         Path | None,
         Option(
-            "Write when the stages of a pipeline computed, for chrome://tracing or Perfetto.",
+            "Write a timeline of the pipeline stages, for chrome://tracing or Perfetto.",
             "FILE.json",
         ),
     ] = None
@@ -187,17 +199,17 @@ class EvaluationRun:
     data: Annotated[
         str,
         Option(
-            "As of `onnxpar train`; of digits and idx:DIR the half that is not trained on.",
+            "As for `onnxpar train`; digits and idx:DIR use their test split.",
             "SOURCE",
         ),
     ]
     parameters: Annotated[
-        Path | None, Option("Trained parameters, as `onnxpar train --save` wrote them.", "FILE")
+        Path | None, Option("Trained parameters from `onnxpar train --save`.", "FILE")
     ] = None
     batch_size: Annotated[
-        int | None, Option("Samples in a batch. Default: up to 256, as symbols allow.", "B")
+        int | None, Option("Samples in a batch. Default: up to 256, if the symbols allow it.", "B")
     ] = None
-    metric: Annotated[str | None, Option("accuracy: fail if there is none.", "NAME")] = None
+    metric: Annotated[str | None, Option("accuracy: fail if the model has none.", "NAME")] = None
     as_json: Annotated[bool, Option("Print JSON.", flags=("--json",))] = False
 
 
@@ -214,14 +226,18 @@ class VerifyOptions:
             minimum=0,
         ),
     ] = None
-    atol: Annotated[float, Option("Absolute tolerance, added.", minimum=0)] = 0.0
+    atol: Annotated[float, Option("Absolute tolerance, added to the relative one.", minimum=0)] = (
+        0.0
+    )
     steps: Annotated[
         int | None,
-        Option("Artifacts for training: steps of each case. Default: 1.", minimum=1),
+        Option("For training artifacts: steps in each case. Default: 1.", minimum=1),
     ] = None
     lr: Annotated[
         float | None,
-        Option("Their learning rate. Default: one that suits the optimizer.", minimum=0),
+        Option(
+            "For training artifacts: learning rate. Default: depends on the optimizer.", minimum=0
+        ),
     ] = None
     ort: Ort = ()
     custom_ops: CustomOps = ()

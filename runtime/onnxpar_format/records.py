@@ -3,7 +3,7 @@
 A record is a frozen dataclass, or a named tuple, of numbers, texts, tuples, mappings and other
 records. Its fields in their order are the JSON object. What a type does not say, a mark in
 `Annotated` says: `Check`, `Key`, `KEYED`, `LISTED` or `OPTIONAL`. Conditions on several fields are
-in the record's method `problems`. A field that may be None may be missing. Keys that are not known
+in the record's method `problems`. A field that may be None may be missing. Keys that are unknown
 are ignored.
 """
 

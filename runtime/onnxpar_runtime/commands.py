@@ -118,12 +118,12 @@ def check_size(
     if mpirun_place() is None:
         more = " --oversubscribe" if manifest.devices > (os.cpu_count() or 1) else ""
         raise LaunchError(
-            f"{manifest.directory} was cut for {manifest.devices} ranks: start it with "
+            f"{manifest.directory} was made for {manifest.devices} ranks: start it with "
             f"`mpirun{more} -n {manifest.devices} onnxpar {command} {manifest.directory} …`"
         )
     if transport == "threads":
         raise LaunchError(
-            f"--transport threads: a world of one rank, and {manifest.directory} was cut for "
+            f"--transport threads: expected one rank, but {manifest.directory} was made for "
             f"{manifest.devices}; leave it out"
         )
     raise LaunchError(wrong_size(manifest, size))

@@ -38,4 +38,6 @@ def check_sum(path: Path, entry: FileEntry, error: type[OnnxparRuntimeError]) ->
     except OSError as failed:
         raise error(f"{path}: cannot be read: {failed.strerror or failed}") from None
     if digest != entry.sha256:
-        raise error(f"{path}: changed, expected SHA-256 {entry.sha256}, got {digest}")
+        raise error(
+            f"{path}: its content has changed: expected SHA-256 {entry.sha256}, got {digest}"
+        )

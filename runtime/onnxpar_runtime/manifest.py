@@ -66,7 +66,7 @@ class Manifest(ManifestContents):
         """Returns what the artifact says about training.
 
         Raises:
-            ArtifactError: It says nothing: it was cut for inference.
+            ArtifactError: It says nothing: it was made for inference.
         """
         if self.training is None:
             raise ArtifactError(

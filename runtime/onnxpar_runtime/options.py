@@ -160,7 +160,9 @@ def cuda_options(index: int, stream: int, pairs: Mapping[str, str]) -> tuple[str
     }
     own = {k.removeprefix("cuda."): v for k, v in pairs.items() if k.startswith("cuda.")}
     if "device_id" in own:
-        raise LaunchError(f"cuda.device_id: say --device cuda:{own['device_id']} instead")
+        raise LaunchError(f"cuda.device_id: use --device cuda:{own['device_id']} instead")
     if {"user_compute_stream", "has_user_compute_stream"} & set(own):
-        raise LaunchError("cuda.user_compute_stream: the stream is the rank's own")
+        raise LaunchError(
+            "cuda.user_compute_stream: it cannot be set, because each rank uses its own stream"
+        )
     return CUDA, settings | own

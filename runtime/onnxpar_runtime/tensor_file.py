@@ -93,7 +93,7 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
     """Returns the tensors of a file by name; they are read-only and stay on the disk until used.
 
     Raises:
-        InputError: The file is missing, is no safetensors file, or has a type that is not known.
+        InputError: The file is missing, is no safetensors file, or has a type that is unknown.
     """
     try:
         with open(path, "rb") as stream:

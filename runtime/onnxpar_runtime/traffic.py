@@ -86,7 +86,7 @@ def compare_bytes(
 
     Returns:
         The bytes that the rank which sends most should send, None where a formula has a size that
-        is not known; the most that any rank counted; and what does not hold, for people.
+        is unknown; the most that any rank counted; and what does not hold, for people.
     """
     manifest = group.manifest
     wanted = [_expected(manifest, runs, stage, values) for stage in range(manifest.stages)]

@@ -106,7 +106,7 @@ def test_that_nothing_is_divided_is_said(
     save(two_layer.build(inputs=1, hidden=1, outputs=1), path)
     command = ["plan", str(path), "--devices", "4", "--symbol", "batch=1"]
     assert main([*command, "-o", str(tmp_path / "s.yaml")]) == 0
-    assert "nothing is divided" in capsys.readouterr().out
+    assert "Everything is replicated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -288,8 +288,8 @@ def test_a_forward_program_runs_once_whatever_its_stages(
     [
         (["--devices", "4", "--stages", "3"], "expected numbers that divide the 4 devices, got 3"),
         (["--devices", "4", "--stages", "x"], "--stages: expected a number or auto, got 'x'"),
-        (["--devices", "4", "--optimizer-parallel", "1"], "it is for training; expected --loss"),
-        (["--devices", "4", "--freeze", "*"], "--freeze: it is for training; expected --loss"),
+        (["--devices", "4", "--optimizer-parallel", "1"], "only for training; expected --loss"),
+        (["--devices", "4", "--freeze", "*"], "--freeze: only for training; expected --loss"),
         (["--devices", "4", "--algorithm", "magic"], "--algorithm: expected one of recursive, ilp"),
         (["--devices", "4", "--memory", "much"], "--memory: expected a size such as 80GiB"),
         (["--devices", "4", "--memory", "1KiB"], "no strategy fits the memory limit: the smallest"),
@@ -303,7 +303,7 @@ def test_a_forward_program_runs_once_whatever_its_stages(
         (["--devices", "4", "--symbol", "batch=-1"], "batch=-1: expected a size, as in batch=32"),
         (
             ["--devices", "4", "--symbol", "batch=12", "--symbol", "batch:divisor=8"],
-            "symbol 'batch' is 12, which leaves 4 when divided by 8",
+            "symbol 'batch' is 12, which leaves a remainder of 4 when divided by 8",
         ),
     ],
 )

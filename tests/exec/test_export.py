@@ -59,7 +59,7 @@ def test_the_file_keeps_its_graph(tmp_path: Path, capsys: pytest.CaptureFixture[
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained(directory, batch)
     told = exported(tmp_path, tmp_path / "m.onnx", capsys)
-    assert "2 tensors as trained, 1 as they were; after step 4" in told
+    assert "2 trained tensors, 1 unchanged; after step 4" in told
     x = next(a for n, a in batch.items() if n != "labels")
     got = run(tmp_path / "trained.onnx", x)
     # float32 sums in another order.
@@ -93,7 +93,7 @@ def test_merged_tensors_have_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     batch["x"] *= np.arange(1, 9, dtype=np.float32)
     wanted = trained(directory, batch)
     told = exported(tmp_path, tmp_path / "m.onnx", capsys)
-    assert "8 tensors as trained, 0 as they were; the graph is the one that was trained" in told
+    assert "8 trained tensors, 0 unchanged; the graph is the one that was trained" in told
     got = run(tmp_path / "trained.onnx", batch["x"])
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     names = {t.name for t in onnx.load(tmp_path / "trained.onnx").graph.initializer}
@@ -113,7 +113,7 @@ def test_tied_tensors_are_both_as_trained(
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained(directory, batch)
     told = exported(tmp_path, tmp_path / "m.onnx", capsys)
-    assert "1 tensors as trained, 0 as they were; the graph is the one that was trained" in told
+    assert "1 trained tensors, 0 unchanged; the graph is the one that was trained" in told
     got = run(tmp_path / "trained.onnx", batch["ids"])
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 

@@ -121,7 +121,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "empty": (lambda data: b"", "truncated, expected {} bytes, got 0 bytes"),
     "cut short": (lambda data: data[:-1], "truncated, expected {} bytes"),
     "longer": (lambda data: data + b"x", "changed, expected {} bytes"),
-    "a bit": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "changed, expected the sum"),
+    "a bit": (
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        "its content has changed: expected the sum",
+    ),
     "no header": (lambda data: bytes(len(data)), "rank0000.safetensors"),
     "header": (lambda data: data[:9] + b"?" + data[10:], "rank0000.safetensors"),
 }
@@ -142,7 +145,7 @@ def test_files_that_are_missing(copy: Path, tmp_path: Path) -> None:
     told = tried(copy, tmp_path / "out") or ""
     assert "rank0001.safetensors: missing, though the checkpoint names it" in told
     (copy / FILE_NAME).unlink()
-    with pytest.raises(CheckpointError, match="has no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         merge(copy, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"not a checkpoint, it has no checkpoint.json"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint: it has no checkpoint.json"):
         Checkpoint.load(copy)

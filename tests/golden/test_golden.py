@@ -157,7 +157,7 @@ def sends(part: object, seen: set[object]) -> bool:
 
 def communicating(made: str) -> set[str]:
     """The operators of which a result has a collective that their own local form emitted."""
-    told = re.findall(r"reason: \S+ \((\w+)(?: over a split dim|: halo)\)", made)
+    told = re.findall(r"reason: \S+ \((\w+)(?: over a sharded dim|: halo)\)", made)
     staged = re.findall(r"reason: \S+/(\w+) sums over stages", made)
     return {*told, *staged}
 

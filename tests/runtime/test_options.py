@@ -108,7 +108,9 @@ def test_the_cuda_provider() -> None:
         "cudnn_conv_algo_search": "HEURISTIC",
         "use_tf32": "0",
     }
-    with pytest.raises(LaunchError, match=r"cuda.device_id: say --device cuda:3 instead"):
+    with pytest.raises(LaunchError, match=r"cuda.device_id: use --device cuda:3 instead"):
         cuda_options(2, 4096, {"cuda.device_id": "3"})
-    with pytest.raises(LaunchError, match="the stream is the rank's own"):
+    with pytest.raises(
+        LaunchError, match="it cannot be set, because each rank uses its own stream"
+    ):
         cuda_options(2, 4096, {"cuda.has_user_compute_stream": "1"})

@@ -47,7 +47,11 @@ def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
     path = directory / "rank0001.model.onnx"
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"Add", b"Sub", 1))
-    with pytest.raises(ArtifactError, match=r"rank0001\.model\.onnx: changed, expected SHA-256"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"rank0001\.model\.onnx: its content has changed: "
+        r"expected SHA-256",
+    ):
         verify(directory, model)
 
 
@@ -212,7 +216,7 @@ def test_size_inputs_are_not_guessed(tmp_path: Path) -> None:
         outputs=[hand_made.tensor("y", "float32", ["k"], [[("k", [])]])],
     )
     model = hand_made.undivided(tmp_path / "m.onnx", text)
-    with pytest.raises(InputError, match=r"'n' decides the shape of an output.*--inputs"):
+    with pytest.raises(InputError, match=r"'n' determines the shape of an output.*--inputs"):
         verify(directory, model)
     assert verify(directory, model, [], {"n": np.array([4])})[0].ok
 
@@ -223,7 +227,7 @@ def test_given_inputs(tmp_path: Path) -> None:
     feeds = {"x": np.ones((7, 3), np.float32)}
     (case,) = verify(directory, model, [], feeds)
     assert case.ok and case.symbols == {"batch": 7}
-    with pytest.raises(InputError, match="give inputs or symbols"):
+    with pytest.raises(InputError, match="expected inputs or symbols"):
         verify(directory, model, [{"batch": 7}], feeds)
 
 

@@ -34,7 +34,9 @@ def export_checkpoint(
         raise ArtifactError(f"{output}: expected a file named *{ONNX} or *{SAFETENSORS}")
     if (output.suffix == ONNX) != (model is not None):
         need = "needs" if model is None else "takes no"
-        raise ArtifactError(f"{output}: {output.suffix[1:]} {need} --model, the one that was cut")
+        raise ArtifactError(
+            f"{output}: {output.suffix[1:]} {need} --model, the model that was sharded"
+        )
     if model is None:
         return told(reshard.export_weights(source, output, verify=verify))
     if not output.absolute().parent.is_dir():

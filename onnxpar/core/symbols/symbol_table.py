@@ -96,7 +96,7 @@ class SymbolTable(Mapping[str, Symbol]):
             if other in values and values[other] != values[name]:
                 raise SymbolError(
                     f"symbols {other!r} and {name!r} must be equal, as they are one unique "
-                    "symbol, but are "
+                    f"symbol, but are "
                     f"{values[other]} and {values[name]}"
                 )
 

@@ -59,8 +59,8 @@ def group_query_rule(view: NodeView) -> OpRule:
     """
     if not view.has(1) or not view.has(2):
         raise view.fail(
-            "heads of a packed operand lie in three "
-            "places of one dim and cannot be split; give query, key and value each its own"
+            "the heads of a packed operand cannot be sharded, because they occur in three parts "
+            "of one dim; pass query, key and value as separate operands"
         )
     kv, groups = heads_of(view, view.attr("num_heads"), view.attr("kv_num_heads"))
     size = head_size(view, view.shape(0)[2], kv * groups)
@@ -110,9 +110,9 @@ def multi_head_rule(view: NodeView) -> OpRule:
             search, or the bias is of heads of two sizes.
     """
     if view.has(_STEP) or view.has(_BEAMS):
-        raise view.fail("a step on a shared cache is not divided")
+        raise view.fail("a step on a shared cache cannot be sharded")
     if len(view.shape(0)) != 3 or not view.has(1) or not view.has(2):
-        raise view.fail("expected query, key and value each as an operand of its own")
+        raise view.fail("expected query, key and value as separate operands")
     heads = _multi_heads(view)
     causal = bool(view.attr("unidirectional", 0))
     s = "1" if causal or len(view.node.outputs) > 3 else "s"
@@ -123,7 +123,7 @@ def multi_head_rule(view: NodeView) -> OpRule:
         operands.add(f"b 1 (h {size})" if flat else f"b h 1 {size}")
     if view.has(3) and heads.size != heads.value_size:
         raise view.fail(
-            f"a bias of heads of {heads.size} and {heads.value_size} elements cannot be split"
+            f"a bias of heads of {heads.size} and {heads.value_size} elements cannot be sharded"
         )
     operands.add("(c h d)")
     if view.has(_PADDING):
@@ -174,7 +174,7 @@ def multi_head_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """
     view = node.view
     if len(view.shape(0)) != 3 or not node.has(2) or len(view.node.outputs) > 3:
-        raise node.fail("its gradient needs query, key and value each as an operand of its own")
+        raise node.fail("its gradient needs query, key and value as separate operands")
     if view.has(_STEP) or view.has(_BEAMS):
         raise node.fail("its gradient needs a cache that grows")
     heads = _multi_heads(view)

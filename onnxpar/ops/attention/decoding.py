@@ -50,13 +50,13 @@ def linear_attention_rule(view: NodeView) -> OpRule:
     queries, values = (int(view.attr(f"{n}_num_heads")) for n in ("q", "kv"))
     if queries != values or view.attr("state_window", 0):
         raise view.fail(
-            f"expected as many query heads as value heads "
-            f"and one state, got {queries}, {values} and {view.attr('state_window', 0)}"
+            f"expected equal numbers of query and value heads, and one state, got {queries}, "
+            f"{values} and {view.attr('state_window', 0)}"
         )
     size = head_size(view, view.shape(0)[2], queries)
     value_size = head_size(view, view.shape(2)[2], values)
     if view.shape(1)[2] != view.shape(0)[2]:
-        raise view.fail("keys have other heads than values")
+        raise view.fail("expected equal numbers of key and value heads")
     operands = Operands(view)
     for text in ("b 1 (h d)", "b 1 (h d)", "b 1 (h e)", "b h 1 1"):
         operands.add(text)

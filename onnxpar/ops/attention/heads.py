@@ -49,12 +49,12 @@ def heads_of(view: NodeView, queries: object, keys: object) -> tuple[int, int]:
     """Returns heads of keys and values, and query heads for each.
 
     Raises:
-        ModelError: The numbers are not known, or one does not divide the other.
+        ModelError: The numbers are unknown, or one does not divide the other.
     """
     if not isinstance(queries, int) or not isinstance(keys, int) or keys < 1 or queries % keys:
         raise view.fail(
-            f"expected a number of query heads that the "
-            f"heads of keys divide, got {queries} and {keys}"
+            "expected a number of query heads that is a multiple of the key heads, got "
+            f"{queries} and {keys}"
         )
     return keys, queries // keys
 
@@ -62,7 +62,7 @@ def heads_of(view: NodeView, queries: object, keys: object) -> tuple[int, int]:
 def head_size(view: NodeView, hidden: Dim, heads: int) -> int:
     """Returns the elements of a head; ModelError where the hidden size has no such heads."""
     if not isinstance(hidden, int) or hidden % heads:
-        raise view.fail(f"expected a hidden size that {heads} heads divide, got {hidden}")
+        raise view.fail(f"expected a hidden size that is a multiple of {heads} heads, got {hidden}")
     return hidden // heads
 
 

@@ -72,7 +72,7 @@ def contrib_rotary_rule(view: NodeView) -> OpRule:
         ModelError: Sequences of a packed batch (`is_packed_batching`).
     """
     if view.attr("is_packed_batching", 0):
-        raise view.fail("a packed batch is not divided")
+        raise view.fail("a packed batch cannot be sharded")
     text, sizes = _operand(view, _contrib_heads(view))
     offset = len(view.shape(1)) == 1
     positions = "1" if offset else "b s"

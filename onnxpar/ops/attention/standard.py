@@ -269,7 +269,7 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """
     view = node.view
     if len(view.node.outputs) > 3 and view.node.outputs[3].name:
-        raise node.fail("its gradient needs that its scores are no output")
+        raise node.fail("it has no gradient when its scores are an output")
     heads = _heads(view)
     queries, new, total = _lengths(view)
     rank = len(view.shape(0))

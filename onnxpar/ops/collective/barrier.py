@@ -36,7 +36,7 @@ DEFS = (
         BARRIER,
         VERSION,
         barrier_rule,
-        gradient=Missing("it is put into graphs that have been differentiated"),
+        gradient=Missing("it is inserted only after differentiation"),
         keeps_zero=True,
         memory=IN_PLACE,
     ),

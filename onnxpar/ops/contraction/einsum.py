@@ -28,7 +28,7 @@ class Equation:
         output: Labels of the dims of the result.
         sizes: Size of each label, that of an operand that is not broadcast along it.
         broadcast: For each operand the positions of its dims of size 1 that are broadcast.
-        unknown: Labels of which it is not known whether an operand is broadcast along them.
+        unknown: Labels of which it is unknown whether an operand is broadcast along them.
     """
 
     inputs: tuple[tuple[str, ...], ...]
@@ -42,7 +42,7 @@ def read_equation(view: NodeView) -> Equation:
     """Reads the equation of an Einsum node.
 
     Raises:
-        ModelError: It does not fit the operands, or the shape of one is not known.
+        ModelError: It does not fit the operands, or the shape of one is unknown.
     """
     text = str(view.attr("equation")).replace(" ", "")
     shapes = [view.shape(i) for i in range(view.arity)]
@@ -87,7 +87,7 @@ def read_equation(view: NodeView) -> Equation:
 def _term(view: NodeView, text: str) -> tuple[str, bool, str]:
     match = _TERM.fullmatch(text)
     if match is None:
-        raise _wrong(view, "expected letters, and one ellipsis a term")
+        raise _wrong(view, "expected letters and at most one ellipsis in each term")
     return match[1], bool(match[2]), match[3]
 
 

@@ -43,8 +43,7 @@ def _cotangent(
 ) -> ir.Value:
     if len(set(labels)) != len(labels):
         raise node.fail(
-            f"no gradient of a diagonal, as that of operand "
-            f"{index} in the equation {node.attr('equation')!r}"
+            f"a diagonal has no gradient: operand {index} in the equation {node.attr('equation')!r}"
         )
     parts = [(node.cotangent(), output)]
     parts += [(node.input(i), names) for i, names in enumerate(own) if i != index]

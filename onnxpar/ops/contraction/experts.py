@@ -45,7 +45,7 @@ def experts_rule(view: NodeView) -> OpRule:
     """MoE: `n 1, n 1, 1 k 1, 1 k, 1 1 k, 1 1, … -> n 1; sum: k`, k the inner width."""
     inner = view.shape(4)[2]
     if not isinstance(inner, int):
-        raise view.fail(f"its inner width must be known, got {inner}")
+        raise view.fail(f"expected a known inner width, got {inner}")
     rows = _widths(view, view.shape(2)[1], inner).format("k")
     tokens, router = _tokens(view)
     operands = Operands(view)
@@ -130,7 +130,7 @@ DEFS = (
         1,
         experts_rule,
         experts_local,
-        gradient=Missing("export the experts as operators of their own to train them"),
+        gradient=Missing("to train the experts, export them as separate operators"),
         cost=routes(2, 4, 6),
     ),
     OpDef(
@@ -139,7 +139,7 @@ DEFS = (
         1,
         quantised_experts_rule,
         experts_local,
-        gradient=Missing("its weights are integers of few bits"),
+        gradient=Missing("its weights are integers with few bits"),
         cost=routes(2, 5, 8, bits=4),
     ),
 )

@@ -29,7 +29,7 @@ def matmul_rule(view: NodeView) -> OpRule:
         ModelError: FusedMatMul moves the batch dims as well (`transBatchA`, `transBatchB`).
     """
     if view.attr("transBatchA", 0) or view.attr("transBatchB", 0):
-        raise ModelError(f"node {view.name!r}: transBatchA and transBatchB are not divided")
+        raise ModelError(f"node {view.name!r}: transBatchA and transBatchB cannot be sharded")
     left, right, out = view.shape(0), view.shape(1), view.out_shape()
     m, n = len(left) > 1, len(right) > 1
     batch = out[: len(out) - m - n]

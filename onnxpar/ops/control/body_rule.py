@@ -125,7 +125,7 @@ class BodyAnalysis:
     # -- dims --------------------------------------------------------------------------------------
 
     def dims(self, value: ir.Value) -> tuple[int, ...] | None:
-        """The parts that the dims of a value are; None where its rank is not known."""
+        """The parts that the dims of a value are; None where its rank is unknown."""
         name = value.name or ""
         if name not in self._dims:
             shape = self._shape(name)
@@ -156,7 +156,7 @@ class BodyAnalysis:
         name = node.name or ""
         rule, view = body.rules[name], body.views[name]
         sizes = factor_sizes(rule, view)
-        why = f"{name!r} ({node.op_type}) in its body needs it whole"
+        why = f"{name!r} ({node.op_type}) in its body needs it replicated"
         if name in body.reasons:
             why = f"{name!r} ({node.op_type}) in its body: {body.reasons[name]}"
         factors = self._factors[name] = {f: self.parts.new(sizes[f]) for f in rule.factors}
@@ -183,7 +183,7 @@ class BodyAnalysis:
                 self.parts.forbid((factors[factor],), told)
 
     def _port(self, port: Port) -> None:
-        why = "a body has no known rank for it"
+        why = "its rank in a body is unknown"
         if port.outer is None or not port.outer.name:
             return
         outer = self.dims(port.outer)
@@ -194,7 +194,7 @@ class BodyAnalysis:
         rest = outer
         if port.axis is not None:
             axis = port.axis + len(outer) if port.axis < 0 else port.axis
-            self.parts.forbid((outer[axis],), "it is what the body steps along")
+            self.parts.forbid((outer[axis],), "the body iterates over it")
             rest = (*outer[:axis], *outer[axis + 1 :])
         for value in port.inner:
             inner = self.dims(value)
@@ -203,7 +203,7 @@ class BodyAnalysis:
                 self._forbid(value, why)
                 continue
             for a, b in zip(rest, inner, strict=True):
-                self.parts.unify((a,), (b,), "the bodies make other sizes of it")
+                self.parts.unify((a,), (b,), "the bodies give it different sizes")
 
     def _leaves(self, value: ir.Value) -> set[int]:
         return set(self.parts.leaves(self.dims(value) or ()))
@@ -230,14 +230,14 @@ class BodyAnalysis:
                 if old == new:
                     continue
                 if not is_zero(begin) or not old.items() <= new.items():
-                    return self._refuse({**old, **new}, "a sum over it is handed to the next step")
+                    return self._refuse({**old, **new}, "a sum over it is passed to the next step")
                 entering[inner.name or ""] = new
                 grown = True
             if not grown:
                 break
         for value in self.wiring.control:
             if self.pending.get(value.name or ""):
-                return self._refuse(self.pending[value.name or ""], "what is run depends on it")
+                return self._refuse(self.pending[value.name or ""], "it determines what runs")
         self._check_results()
         return len(self.parts.fixed) == before
 
@@ -327,7 +327,7 @@ class BodyAnalysis:
                 reached |= self._leaves(port.outer)
         for value in self._outside():
             for leaf in self._leaves(value) - reached:
-                self.parts.forbid((leaf,), "no result has it")
+                self.parts.forbid((leaf,), "no result contains it")
 
     def result_pending(self, port: Port) -> PartialDims:
         """What a result waits for."""
@@ -372,7 +372,7 @@ class BodyAnalysis:
         return parse_rule(text, {name: self.parts.size(leaf) for leaf, name in leaves.items()})
 
     def _why(self) -> str:
-        told = f"node {self.view.name!r} ({self.view.op_type}): nothing of it can be divided"
+        told = f"node {self.view.name!r} ({self.view.op_type}): no dim can be sharded"
         reasons = dict.fromkeys(
             self.parts.fixed[leaf]
             for value in (*self._outside(), *self.view.node.outputs)

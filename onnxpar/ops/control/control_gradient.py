@@ -293,8 +293,8 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
     builder, loop = node.builder, node.view.node
     if not node.has(0) or not runs_through(loop):
         raise node.fail(
-            "to be differentiated it must run for a trip count known at its start, and a "
-            "condition may end it"
+            "for a gradient, expected a trip count that is known at the start, got a condition "
+            "that may end the loop"
         )
     body = bodies_of(loop)["body"]
     learn(builder, body)
@@ -304,7 +304,7 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
         raise node.fail("a state has no initial value")
     if _steps(node, len(states)) == 0:
         # onnxruntime's Scan refuses to take no step.
-        raise node.fail("to be differentiated it must take a step, and its trip count is 0")
+        raise node.fail("for a gradient, expected at least one step, got a trip count of 0")
     copy, _, _ = copied(builder, body)
     inner = builder.nested(copy)
     number, condition, *entering = copy.inputs

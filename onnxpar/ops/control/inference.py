@@ -66,7 +66,7 @@ def infer_scan(library: Library, context: ShapeInferenceContext, node: ir.Node) 
 
 
 def trip_count(context: ShapeInferenceContext, node: ir.Node) -> Size | None:
-    """The number of steps of a Loop; None where it is not known, or a condition may end it."""
+    """The number of steps of a Loop; None where it is unknown, or a condition may end it."""
     first = node.inputs[0]
     known = None if first is None else context.get_symbolic_value(first)
     if known is None or len(known) != 1 or not runs_through(node):

@@ -88,7 +88,7 @@ def rule_by(wiring: WiringFn) -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
         return BodyAnalysis(view, wiring(view), view.bodies).rule()
 
-    rule.__doc__ = "What all nodes of the bodies let be split alike, without communication."
+    rule.__doc__ = "Dims that all nodes of the bodies can shard alike, without communication."
     return rule
 
 

@@ -44,7 +44,7 @@ def _gelu_body(*, tanh: bool) -> Callable[[BodyNode], Sequence[ir.Value]]:
             x = node.op("Add", x, node.input(1), shape=shape)
         return (_gelu(node, x, tanh=tanh),)
 
-    body.__doc__ = "The sum with the bias, where there is one, and Gelu of it."
+    body.__doc__ = "The sum with the bias, if any, and its Gelu."
     return body
 
 

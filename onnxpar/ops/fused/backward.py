@@ -26,7 +26,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.slots import IN_PLACE
 
-_ITSELF = Missing("it is a gradient itself")
+_ITSELF = Missing("it is already a gradient")
 
 
 _GRADIENT = ("dy", "y")

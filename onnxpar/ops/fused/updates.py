@@ -134,7 +134,7 @@ def _update_rule(function: Function, tensors: int) -> Callable[[NodeView], OpRul
         operands = [dims] * tensors + ["."] * (len(function.inputs) - tensors)
         return parse_rule(f"{', '.join(operands)} -> {', '.join([dims] * len(function.outputs))}")
 
-    rule.__doc__ = "Every dim of the parameter and its states; scalars whole."
+    rule.__doc__ = "Every dim of the parameter and its states; scalars are replicated."
     return rule
 
 

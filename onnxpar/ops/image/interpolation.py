@@ -50,7 +50,7 @@ def places(axis: Interpolation, real: type[np.floating[Any]] = np.float64) -> ND
     """Where each element after lies among those before, computed in the type `real`.
 
     Raises:
-        ModelError: The mode of coordinates is not known, or crops.
+        ModelError: The mode of coordinates is unknown, or crops.
     """
     index, scale = np.arange(axis.out, dtype=real), real(axis.scale)
     half = real(0.5)
@@ -78,7 +78,7 @@ def nearest(axis: Interpolation) -> NDArray[np.int64]:
     """Which element before each one after is, for mode nearest.
 
     Raises:
-        ModelError: The mode of rounding is not known.
+        ModelError: The mode of rounding is unknown.
     """
     # In float32, as onnxruntime: what rounds up and what down is decided by the last bit.
     at = places(axis, np.float32)
@@ -109,7 +109,7 @@ def matrix(axis: Interpolation) -> AxisWeights:
     """The weights, [elements after, elements before].
 
     Raises:
-        ModelError: A mode is not known.
+        ModelError: A mode is unknown.
     """
     found = np.zeros((axis.out, axis.size))
     rows = np.arange(axis.out)

@@ -57,7 +57,7 @@ def _scales(view: NodeView) -> dict[int, float] | None:
         known = view.const(index)
         given = None if known is None else [float(s) for s in known]
     if given is None or len(given) != len(_places(view)):
-        raise view.fail("the scales must be constant to be divided")
+        raise view.fail("the scales must be constant to be sharded")
     return dict(zip(_places(view), given, strict=True))
 
 
@@ -74,7 +74,7 @@ def _keeps_ratio(view: NodeView) -> bool:
 
 
 def resized(view: NodeView) -> dict[int, Interpolation | None]:
-    """Returns the axes that are resized, each with how; None where that is not known.
+    """Returns the axes that are resized, each with how; None where that is unknown.
 
     Raises:
         ModelError: The scales are not constant.
@@ -141,7 +141,8 @@ def resize_rule(view: NodeView) -> OpRule:
     by_sizes = _scales(view) is None
     if by_sizes and _keeps_ratio(view) and set(_places(view)) != set(axes):
         raise view.fail(
-            "a kept aspect ratio is divided where the attribute axes names the resized dims alone"
+            "a kept aspect ratio can only be sharded if the attribute axes names just the "
+            "resized dims"
         )
     left, right, scaled, whole = list(names), list(names), [], []
     for axis, how in axes.items():

@@ -82,12 +82,12 @@ def suppression_rule(view: NodeView) -> OpRule:
         ModelError: Always.
     """
     raise view.fail(
-        "how many boxes it selects of each image is known "
-        "only when the model runs, and their list is of all images"
+        "the number of boxes that it selects from each image is known only at run time, and one "
+        "list contains those of all images"
     )
 
 
-_ELSEWHERE = Missing("no gradient rule is written for it; RoiAlign has one")
+_ELSEWHERE = Missing("it has no gradient rule; RoiAlign has one")
 DEFS: tuple[OpDef, ...] = (
     *(
         OpDef(domain, "GridSample", since, grid_rule, gradient=BY_BODY, body=grid_body)

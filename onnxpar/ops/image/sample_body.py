@@ -66,7 +66,7 @@ def grid_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """GridSample: for each place, a weighted sum of the elements around it.
 
     Raises:
-        ModelError: The size of the images is symbolic, or a mode is not known.
+        ModelError: The size of the images is symbolic, or a mode is unknown.
     """
     image, grid = node.input(0), node.input(1)
     sizes = _sizes(node, node.shape(image)[2:])
@@ -174,7 +174,7 @@ def affine_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """AffineGrid: places of an even grid times each matrix: a product, whatever the dims.
 
     Raises:
-        ModelError: The sizes are not known before the model runs, or are 1 with corners aligned.
+        ModelError: The sizes are unknown before the model runs, or are 1 with corners aligned.
     """
     theta = node.input(0)
     known = node.view.contents(1)
@@ -184,8 +184,8 @@ def affine_body(node: BodyNode) -> Sequence[ir.Value | None]:
     align = bool(node.attr("align_corners", 0))
     if align and 1 in spatial:
         raise node.fail(
-            "where the one place of an axis lies if corners are aligned is a matter of "
-            "implementation: expected two at least for its body"
+            "with aligned corners, the position of a single sample is undefined: expected at "
+            "least two for its body"
         )
     lines = []
     for size in spatial:

@@ -267,7 +267,7 @@ DEFS = (
         "Compress",
         9,
         compress_rule,
-        gradient=Missing("the shape of its result, which a gradient must have, depends on data"),
+        gradient=Missing("the shape of its resultdepends on data, but a gradient needs it"),
         keeps_zero=True,
         folding=Folding.MOVE,
     ),
@@ -277,6 +277,6 @@ DEFS = (
         "Unique",
         11,
         unique_rule,
-        gradient=Missing("the shape of its result, which a gradient must have, depends on data"),
+        gradient=Missing("the shape of its resultdepends on data, but a gradient needs it"),
     ),
 )

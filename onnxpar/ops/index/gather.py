@@ -113,8 +113,8 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """
     if node.builder.opset < 16:
         raise node.fail(
-            f"the gradient of Gather adds up with ScatterND of opset 16, "
-            f"the model has {node.builder.opset}; convert it (onnx.version_converter)",
+            f"the gradient of Gather needs ScatterND of opset 16, got opset "
+            f"{node.builder.opset}; convert the model (onnx.version_converter)",
             ShardingError,
         )
     shape, rows = node.in_shape(1), node.in_shape(0)
@@ -188,7 +188,7 @@ DEFS = (
         1,
         gather_grad_rule,
         gather_grad_local,
-        gradient=Missing("it is a gradient itself"),
+        gradient=Missing("it is already a gradient"),
         cost=moves,
     ),
     for_ranks(GATHER_GRAD.name, function=GATHER_GRAD),

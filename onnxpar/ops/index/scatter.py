@@ -147,8 +147,8 @@ def scatter_elements_rule(view: NodeView) -> OpRule:
 def scatter_rule(view: NodeView) -> OpRule:
     """Scatter: computed whole; opset 11 has ScatterElements in its place, which is divided."""
     raise view.fail(
-        "opsets before 11 lack what divides it; convert the model "
-        "to opset 11, which calls it ScatterElements"
+        "Scatter cannot be sharded before opset 11; convert the model to opset 11, which has "
+        "ScatterElements instead"
     )
 
 
@@ -215,7 +215,7 @@ def _depth(view: NodeView) -> int:
     """How many dims an index names."""
     depth = view.shape(1)[-1]
     if not isinstance(depth, int):
-        raise view.fail("how many dims are indexed must be known")
+        raise view.fail("the number of indexed dims must be known")
     return depth
 
 
@@ -385,8 +385,8 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """
     if node.builder.opset < 16:
         raise node.fail(
-            f"the gradient of GatherND adds up with ScatterND of opset "
-            f"16, the model has {node.builder.opset}; convert it (onnx.version_converter)",
+            f"the gradient of GatherND needs ScatterND of opset 16, got opset "
+            f"{node.builder.opset}; convert the model (onnx.version_converter)",
             ShardingError,
         )
     place, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
@@ -464,7 +464,7 @@ DEFS = (
         "Scatter",
         9,
         scatter_rule,
-        gradient=Missing("gradients need opset 13, which has ScatterElements in its place"),
+        gradient=Missing("gradients need opset 13, which has ScatterElements instead"),
         cost=moves,
     ),
     OpDef(
@@ -506,7 +506,7 @@ DEFS = (
         1,
         gather_nd_grad_rule,
         gather_nd_grad_local,
-        gradient=Missing("it is a gradient itself"),
+        gradient=Missing("it is already a gradient"),
         cost=moves,
     ),
 )

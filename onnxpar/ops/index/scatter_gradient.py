@@ -31,8 +31,8 @@ def add_elements(node: GradNode, dy: ir.Value, indices: ir.Value, axis: int) -> 
     """
     if node.builder.opset < _MIN_OPSET:
         raise node.fail(
-            f"a gradient needs ScatterElements "
-            f"of opset {_MIN_OPSET}, the model has {node.builder.opset}; convert it "
+            "a gradient needs ScatterElements "
+            f"of opset {_MIN_OPSET}, got opset {node.builder.opset}; convert the model "
             "(onnx.version_converter)"
         )
     shape = node.shape(node.input(0))

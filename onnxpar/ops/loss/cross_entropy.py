@@ -78,7 +78,7 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
             return node.copy([node.input(SCORES), _safe_labels(node), *node.inputs[WEIGHTS:]])
         return _Loss(node, softmax).emit()
 
-    local.__doc__ = "Labels found where their class lies; global weights under a mean."
+    local.__doc__ = "Each device finds the labels of its classes; a mean uses global weights."
 
     return local
 
@@ -436,7 +436,7 @@ DEFS = (
         1,
         loss_grad_rule,
         loss_grad_local,
-        gradient=Missing("it is a gradient itself"),
+        gradient=Missing("it is already a gradient"),
     ),
     for_ranks(CROSS_ENTROPY.name, function=CROSS_ENTROPY),
     for_ranks(CROSS_ENTROPY_GRAD.name, function=CROSS_ENTROPY_GRAD),

@@ -44,13 +44,13 @@ def batch_norm_rule(view: NodeView) -> OpRule:
     if rank < 2:
         raise view.fail(f"expected a batch and channels, got a tensor of rank {rank}")
     if not view.attr("spatial", 1):
-        raise view.fail("its statistics are not one number a channel (spatial=0)")
+        raise view.fail("expected one statistic for each channel (spatial=1), got spatial=0")
     names = axis_names(rank)
     dims = " ".join(names)
     outputs = [dims, *["b"] * (len(view.node.outputs) - 1)]
     trains = view.attr("training_mode", 0)
     if len(outputs) > 1 and not trains:
-        raise view.fail("its statistics are outputs, which needs training_mode")
+        raise view.fail("expected training_mode, because its statistics are outputs")
     text = f"{dims}, b, b, b, b -> {', '.join(outputs)}"
     if trains:
         text += f"; special: {' '.join(names[axis] for axis in _axes(rank))}"
@@ -170,6 +170,6 @@ DEFS = (
         1,
         batch_norm_grad_rule,
         batch_norm_grad_local,
-        gradient=Missing("it is a gradient itself"),
+        gradient=Missing("it is already a gradient"),
     ),
 )

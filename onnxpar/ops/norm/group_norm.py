@@ -86,7 +86,7 @@ def group_norm_rule(view: NodeView) -> OpRule:
     Before opset 21 scale and bias are one number a group.
 
     Raises:
-        ModelError: The channels are not known to be so many groups.
+        ModelError: The channels are unknown to be so many groups.
     """
     shape = view.shape(0)
     groups = int(view.attr("num_groups", 1))

@@ -56,7 +56,7 @@ def _rule(kind: _Kind) -> Callable[[NodeView], OpRule]:
         shapes = {0: dims, _MEAN: row, _INVERSE: row, _SUM: dims}
         outputs = [shapes[i] if out.name else "." for i, out in enumerate(view.node.outputs)]
         if not kind.centre and len(outputs) > _MEAN and outputs[_MEAN] != ".":
-            raise view.fail("it has no mean to give")
+            raise view.fail("it has no mean output")
         text = f"{', '.join(operands)} -> {', '.join(outputs)}"
         if last not in whole:
             text += f"; special: {last}"
@@ -64,7 +64,7 @@ def _rule(kind: _Kind) -> Callable[[NodeView], OpRule]:
             text += f"; replicated: {' '.join(sorted(whole))}"
         return parse_rule(text)
 
-    rule.__doc__ = "Leading dims parallel, the normalised one special; vectors go with it."
+    rule.__doc__ = "Leading dims are parallel, the normalised dim special; vectors go with it."
     return rule
 
 
@@ -98,7 +98,7 @@ def _local(kind: _Kind) -> LocalFn:
             outputs.append(node.builder.cast(value, out.dtype if out.name else None))
         return outputs
 
-    local.__doc__ = "Statistics summed over the parts, two numbers a row at most."
+    local.__doc__ = "Statistics summed over the shards, at most two numbers a row."
     return local
 
 
@@ -142,7 +142,7 @@ def _body(kind: _Kind) -> Callable[[BodyNode], Sequence[ir.Value | None]]:
             found[index] = value
         return found[: len(view.node.outputs)]
 
-    body.__doc__ = "The sum, and the normalisation of it."
+    body.__doc__ = "The sum, and its normalisation."
     return body
 
 

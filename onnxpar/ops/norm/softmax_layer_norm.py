@@ -153,7 +153,7 @@ def _normalised_local(
             node.builder.cast(value, node.out_dtype(index)) for index, value in enumerate(outputs)
         ]
 
-    local.__doc__ = "Statistics summed over the parts, two numbers a row at most."
+    local.__doc__ = "Statistics summed over the shards, at most two numbers a row."
     return local
 
 

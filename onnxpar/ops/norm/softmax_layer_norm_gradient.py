@@ -55,7 +55,7 @@ def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         if any(c is not None for c in node.cotangents[1:]):
             raise node.fail(
-                "the loss depends on its mean or inverse deviation, for which there is no gradient"
+                "the loss depends on its mean or inverse deviation, which have no gradient"
             )
         x, scale, dy = node.input(0), node.input(1), node.cotangent()
         if not node.wants(0) and not node.wants(1):
@@ -91,15 +91,14 @@ def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | 
 def rms_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
     """Returns the rule of RMSNormalization (Zhang & Sennrich, 2019).
 
-    With x̂ = x · inverse and g = dy · scale: dx = inverse (g - x̂ mean(g x̂)) and dscale = Σ dy x̂ over
-    the leading dims. The inverse is that of the forward node, which gives it as a further output.
+    With x̂ = x · inverse and g = dy · scale: dx = inverse (g - x̂ mean(g x̂)) and dscale = Σ dy x̂
+    over the leading dims. The inverse is that of the forward node, which gives it as a further
+    output.
     """
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         if any(c is not None for c in node.cotangents[1:]):
-            raise node.fail(
-                "the loss depends on its inverse deviation, for which there is no gradient"
-            )
+            raise node.fail("the loss depends on its inverse deviation, which has no gradient")
         scale, over = node.input(1), axes(node.view)
         dtype = node.input(0).dtype
         assert dtype is not None and scale.dtype is not None

@@ -48,7 +48,7 @@ def global_count(node: LocalNode, sizes: Sequence[Dim], dtype: ir.DataType) -> i
         if node.builder.varying.get(symbol, frozenset()) & atoms:
             raise ShardingError(
                 f"its statistics run over the size {symbol!r}, which is per-rank along the axes "
-                "that split it: give all ranks one size, or leave what it normalises whole"
+                f"that shard it: use one size on all ranks, or replicate the normalised dims"
             )
     return count_of(node, sizes, dtype)
 

@@ -25,7 +25,7 @@ from onnxpar.ops.quantized.inference import infer_gather_block_quantized, infer_
 
 MICROSOFT = "com.microsoft"
 _ZERO_POINTS, _GROUP_INDEX, _BIAS = 3, 4, 5
-_INTEGERS = NotDifferentiable("its weights are integers of few bits")
+_INTEGERS = NotDifferentiable("its weights are integers with few bits")
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ DEFS = (
         1,
         matmul_nbits_rule,
         matmul_nbits_local,
-        gradient=Missing("the weight is of integers; train a dequantised model"),
+        gradient=Missing("the weight holds integers; train a dequantised model"),
     ),
     OpDef(
         MICROSOFT,
@@ -214,7 +214,7 @@ DEFS = (
         1,
         matmul_bnb4_rule,
         matmul_nbits_local,
-        gradient=Missing("the weight is of integers; train a dequantised model"),
+        gradient=Missing("the weight holds integers; train a dequantised model"),
         infer=infer_matmul_bnb4,
     ),
     OpDef(

@@ -35,7 +35,7 @@ class _Conv:
         x, w = view.shape(0), view.shape(weight)
         group = int(view.attr("group", 1))
         if not isinstance(w[0], int) or not isinstance(w[1], int):
-            raise view.fail(f"the channels must be known to be divided, got {w[0]} and {w[1]}")
+            raise view.fail(f"the channels must be known to be sharded, got {w[0]} and {w[1]}")
         self.view = view
         self.sizes: dict[str, Dim] = {}
         self.inner = "1" if group == w[1] == 1 else _merged(self.sizes, group, _IN, w[1])

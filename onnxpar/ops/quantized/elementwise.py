@@ -43,7 +43,7 @@ def _broadcast(*tensors: int) -> RuleFn:
         clause = f"; replicated: {' '.join(sorted(whole))}" if whole else ""
         return parse_rule(f"{', '.join(texts)} -> {result}{clause}")
 
-    rule.__doc__ = "Element by element; scales and zero points are needed whole."
+    rule.__doc__ = "Element by element; scales and zero points are replicated."
     return rule
 
 

@@ -1,6 +1,6 @@
 """Pieces that quantised operators share: ranges, padding that counts as zero, requantisation.
 
-A quantised operator that sums over a split dim sums integers, exactly, and rounds once, after the
+A quantised operator that sums over a sharded dim sums integers, exactly, and rounds once, after the
 sum: the result is that of one device to the last bit.
 """
 

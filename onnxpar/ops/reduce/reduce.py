@@ -58,7 +58,7 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
             text += f"; linear: {linear}"
         return parse_rule(text)
 
-    rule.__doc__ = f"Reduced dims: {kind}, the others are kept." + (
+    rule.__doc__ = f"Reduced dims: {kind}; the others are kept." + (
         f" Linear: {linear}." if linear else ""
     )
     return rule
@@ -119,7 +119,7 @@ def _summed(op_type: str, last: str) -> Callable[[LocalNode], Sequence[ir.Value]
         total = node.all_reduce(node.builder.reduce(op_type, x, axes, keepdims=True), atoms)
         return _finish(node, node.op(last, total, shape=kept))
 
-    special.__doc__ = f"{op_type} of the local part, all-reduced, then {last}."
+    special.__doc__ = f"{op_type} of the local shard, all-reduced, then {last}."
     return special
 
 

@@ -34,7 +34,7 @@ _ABSENT = object()
 def fold_sequences(model: ir.Model) -> bool:
     """Replaces what reads sequences and optional values that are known. The model is changed.
 
-    Shapes are to be inferred anew afterwards, since those of new nodes are not known.
+    Shapes are to be inferred anew afterwards, since those of new nodes are unknown.
 
     Args:
         model: The model, on which shape inference has run.
@@ -339,16 +339,16 @@ def _int(node: ir.Node, name: str, default: int) -> int:
 
 def sequence_rule(view: NodeView) -> OpRule:
     """Folded into Split, Concat and the like where length and positions are known, else whole."""
-    raise view.fail("the length of its sequence, or a position, is not known before the model runs")
+    raise view.fail("the length of its sequence, or a position, is unknown before the model runs")
 
 
 def optional_rule(view: NodeView) -> OpRule:
     """Folded where it is known whether the value is there; else computed whole."""
-    raise view.fail("whether the value is there is not known before the model runs")
+    raise view.fail("whether the value is present is unknown before the model runs")
 
 
-_UNKNOWN = Missing("none of a sequence whose length or positions are not known")
-_UNKNOWN_VALUE = Missing("none of a value that may be absent")
+_UNKNOWN = Missing("no gradient for a sequence of unknown length or positions")
+_UNKNOWN_VALUE = Missing("no gradient for a value that may be absent")
 
 DEFS = (
     OpDef("", "SplitToSequence", 11, sequence_rule, gradient=_UNKNOWN),

@@ -37,7 +37,7 @@ def transformed_axis(view: NodeView) -> int:
         return rank - 2
     known = view.contents(2)
     if known is None or not isinstance(known[0], int):
-        raise view.fail("the axis must be constant to be divided")
+        raise view.fail("the axis must be constant to be sharded")
     return normal_axis(view, known[0], rank)
 
 
@@ -146,7 +146,7 @@ def mel_rule(view: NodeView) -> OpRule:
     Raises:
         ModelError: Always.
     """
-    raise view.fail("a small matrix that five numbers give is made whole on every device")
+    raise view.fail("this small matrix is computed on every device")
 
 
 def _gradient(node: GradNode) -> Sequence[ir.Value | None]:

@@ -35,7 +35,7 @@ def dft_gradient(node: GradNode, axis: int) -> ir.Value:
     if not isinstance(length, int) or not isinstance(size, int):
         raise view.fail(f"a gradient needs an axis of constant size, got {size}")
     if inverse and onesided:
-        raise view.fail("there is no gradient of an inverse from half of a spectrum")
+        raise view.fail("an inverse transform of half a spectrum has no gradient")
     if onesided:
         # What the spectrum does not have got no cotangent.
         dy = _resized(node, dy, axis, length)

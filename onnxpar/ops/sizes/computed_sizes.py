@@ -3,7 +3,7 @@
 `onnx-shape-inference` follows sums and products of sizes. Here the other arithmetic is followed
 too: quotients, remainders, minima, roundings through floating-point numbers, choices, and all that
 moves elements about, on tensors of any rank. An element is an `int`, an expression, a `bool`, or
-None where it is not known.
+None where it is unknown.
 
 The arithmetic of elements is in `onnxpar.ops.sizes.element_arithmetic`.
 """
@@ -57,7 +57,7 @@ _found: "WeakKeyDictionary[ShapeInferenceContext, dict[ir.Value, Array]]" = Weak
 
 Result: TypeAlias = Sequence[Array | None]
 ValuesFn: TypeAlias = Callable[["_Operands"], Result]
-"""Returns the elements of a node's results; UnknownError where they are not known."""
+"""Returns the elements of a node's results; UnknownError where they are unknown."""
 
 
 def put_values(context: ShapeInferenceContext, node: ir.Node, compute: ValuesFn) -> None:

@@ -48,7 +48,7 @@ def reads(node: ir.Node, folding: Folding) -> tuple[int, ...]:
 def fold_node(
     node: ir.Node, operands: Sequence[Array | None], opset: int, folding: Folding
 ) -> tuple[Array, ...] | None:
-    """Returns the results of a foldable node; None where they are not known exactly, or large.
+    """Returns the results of a foldable node; None where they are unknown exactly, or large.
 
     Args:
         node: The node.

@@ -2,7 +2,7 @@
 
 Numbers are the specification's and onnxruntime's: integers are divided towards zero (of sizes,
 which are not negative, that is the floor), and Mod has its divisor's sign unless `fmod` says
-otherwise. Where the sign of an operand is not known, the expression holds for both.
+otherwise. Where the sign of an operand is unknown, the expression holds for both.
 
 A floating-point element is the exact value that its operations have. It is kept only where a kernel
 gives it too. Numbers whose denominator is a power of two are computed exactly below 2^24. Of other
@@ -30,7 +30,7 @@ _MAX_POWER = 8
 
 
 class UnknownError(Exception):
-    """What is asked for is not known."""
+    """What is asked for is unknown."""
 
 
 def number(x: Number) -> Number:

@@ -24,7 +24,7 @@ def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
     """Returns for each axis that gets or loses elements how many before and after.
 
     Raises:
-        ModelError: They are not known before the model runs.
+        ModelError: They are unknown before the model runs.
     """
     rank = len(view.shape(0))
     if view.opset < 11:
@@ -34,7 +34,7 @@ def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
         given = view.contents(1)
         axes = view.ints(3, "axes")
     if given is None:
-        raise view.fail("the pads must be known to be divided")
+        raise view.fail("the pads must be known to be sharded")
     places = range(rank) if axes is None else [normal_axis(view, a, rank) for a in axes]
     if len(given) != 2 * len(places):
         raise view.fail(f"expected {2 * len(places)} pads, got {len(given)}")
@@ -81,7 +81,7 @@ def padded_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def _repeats(view: NodeView) -> tuple[Dim, ...]:
     known = view.contents(1)
     if known is None:
-        raise view.fail("the repeats must be known to be divided")
+        raise view.fail("the repeats must be known to be sharded")
     if len(known) != len(view.shape(0)):
         raise view.fail(f"expected {len(view.shape(0))} repeats, got {len(known)}")
     require_readable(view, "the repeats", known)

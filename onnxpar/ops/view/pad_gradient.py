@@ -25,11 +25,11 @@ def pad_gradient(
         amounts: Of each axis that got or lost elements, how many before and after.
 
     Raises:
-        ModelError: How many they are is not known, or a border was copied from a dim of unknown
+        ModelError: How many they are is unknown, or a border was copied from a dim of unknown
             size, or the model's opset is before 11.
     """
     if node.builder.opset < _MIN_OPSET:
-        raise node.fail(f"a gradient needs opset {_MIN_OPSET}, the model has {node.builder.opset}")
+        raise node.fail(f"a gradient needs opset {_MIN_OPSET}, got opset {node.builder.opset}")
     dy = node.cotangent()
     if mode != "constant":
         return [_copied(node, dy, mode, amounts)]
@@ -38,7 +38,7 @@ def pad_gradient(
             least, most = node.builder.table.bounds(end)
             if (least is None or least < 0) and (most is None or most > 0):
                 raise node.fail(
-                    f"whether it is added or cut must be known for a gradient, got "
+                    "a gradient needs to know whether elements are added or removed, got "
                     f"{dim_str(ends[0])} and {dim_str(ends[1])} along axis {axis}"
                 )
     added = {axis: _parts(node, ends, 1) for axis, ends in amounts.items()}

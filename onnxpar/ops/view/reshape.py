@@ -236,7 +236,7 @@ def squeeze_rule(view: NodeView) -> OpRule:
 
     Raises:
         SymbolError: No axes are given and a dim may be 1 when the model runs. The rank of the
-            output is not known then, nor is anything that follows from it.
+            output is unknown then, nor is anything that follows from it.
     """
     shape = view.shape(0)
     axes = view.ints(1, "axes")
@@ -260,8 +260,8 @@ def _refuse_unsure(view: NodeView, shape: Sequence[Dim]) -> None:
         low, _ = view.table.bounds(size)
         if low is None or low < 2:
             raise SymbolError(
-                f"node {view.name!r} (Squeeze): without axes, dim {axis} ({size}) goes out where "
-                "it is 1: expected a size proved to be 2 or more (a symbol with min: 2) or axes, "
+                f"node {view.name!r} (Squeeze): without axes, dim {axis} ({size}) is removed if "
+                f"it is 1: expected a size proved to be 2 or more (a symbol with min: 2) or axes, "
                 f"got one that may be {low}"
             )
 

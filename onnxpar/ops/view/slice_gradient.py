@@ -43,7 +43,7 @@ def concat_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     else:
         raise view.fail(
             f"the pieces {', '.join(map(dim_str, sizes))} are cut "
-            f"again only from opset 13 on, the model has {node.builder.opset}"
+            f"again only from opset 13 on, got opset {node.builder.opset}"
         )
     return list(node.builder.ops("Split", inputs, outputs, attributes))
 
@@ -99,8 +99,8 @@ def _taken(node: GradNode, cut: AxisSlice, full: Dim, count: Dim) -> ir.Value:
         return builder.const(cut.start + cut.step * np.arange(count, dtype=np.int64))
     if builder.opset < _MIN_OPSET:
         raise node.fail(
-            f"a gradient over indices that the run decides needs "
-            f"opset {_MIN_OPSET}, the model has {builder.opset}"
+            f"a gradient with indices that are computed at run time needs opset {_MIN_OPSET}, "
+            f"got opset {builder.opset}"
         )
     # All indices cut as the axis is, so that bounds outside of it are understood as they are there.
     zero, one = builder.const(0), builder.const(1)

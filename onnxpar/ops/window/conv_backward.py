@@ -27,7 +27,7 @@ from onnxpar.ops.window.conv_gradient import INPUT_GRAD, WEIGHT_GRAD
 from onnxpar.ops.window.geometry import Spatial, constant, kernel_of, spatial_dims, windowed, words
 from onnxpar.ops.window.transposed import spread
 
-_ITSELF = Missing("it is a gradient itself")
+_ITSELF = Missing("it is already a gradient")
 FEW_CHANNELS = 16
 """Channels of a group below which the products of all elements of the kernel are one."""
 

@@ -26,11 +26,11 @@ def deform_conv_rule(view: NodeView) -> OpRule:
     Groups are a factor where each has offsets of its own or all have the same.
 
     Raises:
-        ModelError: A number of channels is not known, or groups and offset groups differ.
+        ModelError: A number of channels is unknown, or groups and offset groups differ.
     """
     group, offsets = int(view.attr("group", 1)), int(view.attr("offset_group", 1))
     if group > 1 and offsets not in (1, group):
-        raise view.fail(f"expected 1 or {group} offset groups to be divided, got {offsets}")
+        raise view.fail(f"expected 1 or {group} offset groups for sharding, got {offsets}")
     x, w = view.shape(0), view.shape(1)
     channel = channels(view, x[1], w[0], group)
     image, results, few = channel.image, channel.results, channel.few
@@ -87,13 +87,13 @@ def col2im_rule(view: NodeView) -> OpRule:
     """Col2Im: `N (C k) l -> N C y x`; blocks and image are whole.
 
     Raises:
-        ModelError: The number of channels is not known before the model runs.
+        ModelError: The number of channels is unknown before the model runs.
     """
     made, held = view.out_shape(), view.shape(0)
     require_readable(view, "the shape of the image", made)
     count, rows = made[1], held[1]
     if not isinstance(count, int) or not isinstance(rows, int):
-        raise view.fail(f"the channels must be known to be divided, got {count}")
+        raise view.fail(f"the channels must be known to be sharded, got {count}")
     space = " ".join(f"s{d}" for d in range(len(made) - 2))
     text = f"{BATCH} ({MANY} k) l, ., . -> {BATCH} {MANY} {space}; replicated: k l {space}"
     return parse_rule(f"{text}; linear: sum 0", {MANY: count, "k": rows // count})

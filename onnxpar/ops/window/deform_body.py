@@ -31,7 +31,7 @@ def deform_conv_body(node: BodyNode) -> Sequence[ir.Value | None]:
     results = view.out_shape()[2:]
     fixed = (channels, many, few, *image, *kernel, *results)
     if len(kernel) != 2 or not all(isinstance(size, int) for size in fixed):
-        raise node.fail("its body needs two spatial dims, and constant sizes but for the batch")
+        raise node.fail("its body needs two spatial dims, and constant sizes except for the batch")
     offsets = int(view.attr("offset_group", 1))
     taps = int(kernel[0]) * int(kernel[1])
     count = taps * int(results[0]) * int(results[1])

@@ -70,7 +70,7 @@ def kernel_of(view: NodeView, weight: int | None) -> tuple[int, ...]:
         return tuple(int(k) for k in given)
     found = () if weight is None else view.shape(weight)[2:]
     if not found or not all(isinstance(k, int) for k in found):
-        raise view.fail(f"the kernel's sizes must be known to be divided, got {list(found)}")
+        raise view.fail(f"the kernel's sizes must be known to be sharded, got {list(found)}")
     return tuple(int(k) for k in found)
 
 
@@ -154,7 +154,7 @@ class Words:
 def words(dims: Sequence[Spatial]) -> Words:
     """Returns the spatial dims of a rule.
 
-    Where the padding is not known before the model runs, all dims are whole. A dim whose kernel has
+    Where the padding is unknown before the model runs, all dims are whole. A dim whose kernel has
     one element has no halo and is parallel, without stride and padding.
     """
     image, results, scaled, whole = [], [], [], []

@@ -20,12 +20,12 @@ def window_attributes(node: GradNode, dims: Sequence[Spatial], opset: int) -> di
     """
     view = node.view
     if node.builder.opset < opset:
-        raise view.fail(f"a gradient needs opset {opset}, the model has {node.builder.opset}")
+        raise view.fail(f"a gradient needs opset {opset}, got opset {node.builder.opset}")
     before = [d.before for d in dims if d.before is not None]
     after = [d.after for d in dims if d.after is not None]
     if len(before) != len(dims):
         raise view.fail(
-            f"a gradient needs sizes from which the padding of "
+            "a gradient needs sizes that determine the padding of "
             f"auto_pad={view.attr('auto_pad', 'NOTSET')!r} follows"
         )
     return {

@@ -24,7 +24,7 @@ from onnxpar.ops.window.pool_counts import divided_by_counts
 from onnxpar.ops.window.pool_gradient import MAX_POOL_GRAD, SUM_POOL_GRAD
 from onnxpar.ops.window.transposed import kept, spread
 
-_ITSELF = Missing("it is a gradient itself")
+_ITSELF = Missing("it is already a gradient")
 
 
 def _dims(view: NodeView) -> tuple[Spatial, ...]:

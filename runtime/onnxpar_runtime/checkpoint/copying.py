@@ -31,7 +31,7 @@ class Source:
         self._files: dict[str, dict[str, Array]] = {}
 
     def array(self, tensor: StoredTensor, shard: StoredShard) -> Array:
-        """Returns a shard as it lies in its file.
+        """Returns a shard in its current layout in its file.
 
         Raises:
             CheckpointError: The file cannot be read, or has another type or shape.

@@ -58,7 +58,7 @@ def resolve(path: str | Path) -> Path:
         return root
     steps = whole_steps(root)
     if not steps:
-        what = "has no whole checkpoint" if root.is_dir() else "no such checkpoint or folder"
+        what = "has no complete checkpoint" if root.is_dir() else "no such checkpoint or folder"
         raise CheckpointError(f"{root}: {what}")
     return root / step_name(steps[-1])
 
@@ -79,7 +79,7 @@ def owned(root: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"{root}: another run writes its checkpoints there") from None
+            raise CheckpointError(f"{root}: another run is writing checkpoints there") from None
         except OSError as error:
             # Without it two runs would each remove what the other one is writing.
             raise CheckpointError(

@@ -80,7 +80,7 @@ def written(manifest: Manifest) -> Iterator[Written]:
 def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
     """Returns what a checkpoint of the ranks of an artifact directory holds, by name.
 
-    Sums are zero: what is in the tensors is not known here.
+    Sums are zero: what is in the tensors is unknown here.
     """
     shards: dict[str, list[StoredShard]] = {s.name: [] for s in kept_states(manifest)}
     for part in written(manifest):

@@ -151,7 +151,9 @@ def _write(
 ) -> Made:
     """Writes a checkpoint of these tensors' shards; the folder appears whole or not at all."""
     if os.path.lexists(target):
-        raise CheckpointError(f"{target}: exists; a checkpoint is not written over")
+        raise CheckpointError(
+            f"{target}: already exists; expected a new path (a checkpoint is never overwritten)"
+        )
     partial = target.parent / f".{target.name}.partial"
     # Of one that was killed.
     shutil.rmtree(partial, ignore_errors=True)
@@ -243,8 +245,8 @@ class _Files:
             if tensor.sum not in (None, got):
                 files = ", ".join(dict.fromkeys(shard.file for shard in tensor.shards))
                 raise CheckpointError(
-                    f"{self._checkpoint.directory}: tensor {name!r} in {files}: changed, expected "
-                    f"the sum {tensor.sum}, got {got}"
+                    f"{self._checkpoint.directory}: tensor {name!r} in {files}: its content has "
+                    f"changed: expected the sum {tensor.sum}, got {got}"
                 )
 
 

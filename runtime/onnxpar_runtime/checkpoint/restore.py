@@ -65,7 +65,8 @@ def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
             wrong.append(f"{expected}, got none")
         elif (tensor.kind, tensor.dtype, tensor.shape) != (state.kind, state.dtype, shape):
             wrong.append(f"{expected}, got {tensor.kind} {tensor.dtype} {list(tensor.shape)}")
-    wrong += [f"got {t.kind} {n!r}, which it has not" for n, t in checkpoint.tensors.items()
+    wrong += [f"got {t.kind} {n!r}, which the artifact does not "
+              f"have" for n, t in checkpoint.tensors.items()
               if n not in wanted]  # fmt: skip
     if checkpoint.optimizer != optimizer:
         wrong.insert(0, f"expected the optimizer {optimizer}, got {checkpoint.optimizer}")
@@ -123,11 +124,11 @@ def check_run(checkpoint: Checkpoint, run: Mapping[str, Any]) -> list[str]:
     for key, option in MUST_AGREE.items():
         if before.get(key) != run[key]:
             raise CheckpointError(
-                f"{checkpoint.directory}: {option}: expected {before.get(key)}, with which it was "
-                f"written, got {run[key]}: the position in the data depends on it"
+                f"{checkpoint.directory}: {option}: expected {before.get(key)}, which it was "
+                f"written with, got {run[key]}; the position in the data depends on it"
             )
     return [
-        f"notice: {key} is {value}, where the checkpoint was written with {before.get(key)}"
+        f"notice: {key} is {value}, but the checkpoint was written with {before.get(key)}"
         for key, value in run.items()
         if key not in MUST_AGREE and before.get(key) != value
     ]

@@ -127,7 +127,7 @@ class Checkpointer:
         later = [step for step in whole_steps(self._root) if step > begun]
         if later:
             raise CheckpointError(
-                f"{self._root}: has checkpoints up to step {later[-1]}, and this run begins at "
+                f"{self._root}: has checkpoints up to step {later[-1]}, but this run begins at "
                 f"step {begun}: continue it with --resume {self._root}, or write to another folder"
             )
 
@@ -147,8 +147,8 @@ class Checkpointer:
         def see() -> None:
             if not probe.exists():
                 raise CheckpointError(
-                    f"{self._root}: rank {self._rank.index} does not see what rank 0 writes there; "
-                    "checkpoints need a folder that all ranks share"
+                    f"{self._root}: rank {self._rank.index} does not see the files that rank 0 "
+                    f"writes there; expected a folder that all ranks share"
                 )
 
         together(self._rank, write)

@@ -138,7 +138,7 @@ def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> Epo
     them satisfies the constraint.
 
     Raises:
-        LaunchError: A full batch cannot be split so, or there are too few samples for a step.
+        LaunchError: A full batch cannot be sharded so, or there are too few samples for a step.
     """
     if batch < 1 or accumulate < 1:
         raise LaunchError(
@@ -256,7 +256,7 @@ def steps_from(
 
     Raises:
         InputError: A batch lacks an input, or has no dim of samples.
-        LaunchError: A batch cannot be split as the constraint wants.
+        LaunchError: A batch cannot be sharded as the constraint wants.
     """
     for number, batch in enumerate(stream.open(request), 1):
         parts = batch if isinstance(batch, tuple) else (batch,)

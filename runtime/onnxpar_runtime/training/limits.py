@@ -157,7 +157,7 @@ def _lamb(update: Array, direction: Array, tensor: Tensor, hyper: Mapping[str, f
     """Returns the limit of an update of LAMB, lr |p| d / |d|, d = Adam's direction + decay p.
 
     Where d may be a large part of its own length apart, the limit is two whole updates. Whether a
-    parameter decays is not known here, so the larger of both limits is taken.
+    parameter decays is unknown here, so the larger of both limits is taken.
     """
     lr, p = hyper["lr"], tensor.before
     length, moved = float(np.linalg.norm(p)), np.abs(tensor.after - p)

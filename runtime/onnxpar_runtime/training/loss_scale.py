@@ -78,7 +78,7 @@ def loss_scale(text: str | None, compute: str | None) -> LossScale:
 
     Raises:
         LaunchError: Something else; or a scale for an artifact that computes in float32.
-        ArtifactError: The type is not known.
+        ArtifactError: The type is unknown.
     """
     if compute is None:
         if text is not None:

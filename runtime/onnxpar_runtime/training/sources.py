@@ -202,7 +202,7 @@ def open_source(
 
 
 def samples(name: str, arrays: Arrays, specs: Sequence[TensorEntry]) -> Samples:
-    """Returns samples of arrays named as the inputs, converted to their dtypes without loss.
+    """Returns samples of arrays named like the inputs, converted to their dtypes without loss.
 
     Raises:
         InputError: A name, dtype or number of dims does not fit, or the lengths differ.

@@ -36,7 +36,9 @@ def chosen_cases(
         chosen = [complete_case(manifest, program, case) for case in cases]
         return chosen or default_cases(manifest, program), None
     if cases:
-        raise InputError("give inputs or symbols: the inputs' shapes tell the symbols")
+        raise InputError(
+            "expected inputs or symbols, got both (the shapes of the inputs determine the symbols)"
+        )
     given = convert(program.inputs, feeds)
     values = bind_symbols(program.inputs, {name: a.shape for name, a in given.items()})
     check_symbols(manifest.symbols, values)

@@ -104,7 +104,8 @@ def _shape(spec: TensorEntry, values: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(evaluate(size, values) for size in spec.shape)
     except ExpressionError as error:
         raise InputError(
-            f"input {spec.name!r}: no random array of shape {list(spec.shape)}: {error} (give "
+            f"input {spec.name!r}: cannot draw a random array of shape {list(spec.shape)}: "
+            f"{error} (give "
             "inputs with --inputs)"
         ) from None
 
@@ -197,8 +198,8 @@ def index_spans(
             return False
         if found != usual:
             raise InputError(
-                f"input {spec.name!r} decides the shape of an output, so no random values are "
-                "drawn for it: give inputs with --inputs"
+                f"input {spec.name!r} determines the shape of an output, so it is not drawn at "
+                f"random: give inputs with --inputs"
             )
         return True
 

@@ -12,7 +12,7 @@ So where a gradient differs, the undivided program is asked how far its own grad
 parameters move by rounding; that far they may be apart. Running statistics likewise, since layers
 that normalise over few elements carry rounding on (`onnxpar_runtime.training.limits`).
 
-Before the first step both evaluate. Steps have as many micro-batches as a pipeline was cut for, or
+Before the first step both evaluate. Steps have as many micro-batches as a pipeline was made for, or
 one; those of even number have one more, and clip the gradients to half of the last step's norm. The
 bytes that the ranks count are compared with the formulas of the manifest.
 """

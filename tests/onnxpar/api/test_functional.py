@@ -139,7 +139,9 @@ def test_every_input_derived(sharded: Make) -> None:
     fn = sharded(dense_relu, (None, None, None), devices=4)
     x, weight, bias = numbers(64, 128), numbers(128, 32), numbers(32)
     close(fn(x, weight, bias), expected(x, weight, bias))
-    with pytest.raises(StrategyError, match="devices: expected a number of ranks, as no strategy"):
+    with pytest.raises(
+        StrategyError, match="devices: expected a number of ranks, since no strategy"
+    ):
         onnxpar.shard(dense_relu, (None, None, None))
 
 
@@ -396,17 +398,21 @@ def test_mistakes_are_told_before_anything_is_called(
 
 def test_what_is_divided_is_not_divided_again(sharded: Make, tmp_path: Path) -> None:
     fn = sharded(PART, ((2, 1),))
-    with pytest.raises(ModelError, match="shard is not nested"):
+    with pytest.raises(ModelError, match="shard cannot be nested"):
         onnxpar.shard(fn, ((2, 1),))
     path = tmp_path / "two.onnx"
     ir.save(two_layer.build(), path)
     onnxpar.shard_model(path, "tp=2", tmp_path / "out")
-    with pytest.raises(ModelError, match=r"collective .* divided already, and shard is not nested"):
+    with pytest.raises(
+        ModelError,
+        match=r"collective .* already sharded, and shard cannot be "
+        r"nested",
+    ):
         onnxpar.shard(tmp_path / "out" / "rank0000.model.onnx", ((2, 1),))
 
 
 def test_what_is_no_graph_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"expected a function of onnxscript, .* got function"):
+    with pytest.raises(ModelError, match=r"expected an onnxscript function, .* got function"):
         onnxpar.shard(lambda x: x, ((2, 1),))  # type: ignore[arg-type]
 
     @script()
@@ -426,7 +432,7 @@ def test_calls_that_do_not_fit(sharded: Make) -> None:
         ((), {}, "expected an array for input 'x', got none"),
         ((x, x), {}, "expected 1 inputs, got 2 arguments"),
         ((x,), {"x": x}, "'x' is given twice"),
-        ((x,), {"z": x}, "'z' is no input; inputs are 'x'"),
+        ((x,), {"z": x}, "'z' is not an input; inputs are 'x'"),
         ((numbers(4, 31),), {}, "input 'x', dim 1: expected 32, got 31"),
         ((numbers(32),), {}, r"input 'x': expected 2 dims \(batch, 32\), got the shape \(32,\)"),
         ((np.array(["a"]),), {}, "expected an array of numbers"),

@@ -182,5 +182,5 @@ def test_a_loop_that_a_condition_may_end_is_refused() -> None:
            loss = ReduceSum<keepdims=0>(a)""",
         "int64 m, bool c, double[4] x",
     )
-    with pytest.raises(ModelError, match=r"\(Loop\): .* a condition may end it"):
+    with pytest.raises(ModelError, match=r"\(Loop\): .* a condition that may end the loop"):
         differentiate(model, env, REGISTRY, "loss", ["x"])

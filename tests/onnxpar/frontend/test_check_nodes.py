@@ -90,7 +90,7 @@ def test_an_attribute_that_refers_to_the_functions_own() -> None:
 
 def test_axes_that_some_runtimes_take_twice_are_computed_whole() -> None:
     reasons = analyse(model("ReduceMax<axes = [0, 0]>(x)", 13), {}).rules.reasons
-    assert reasons == {"bad": "node 'bad' (ReduceMax): 'axes': expected different axes, got [0, 0]"}
+    assert reasons == {"bad": "node 'bad' (ReduceMax): 'axes': expected distinct axes, got [0, 0]"}
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_a_function_in_a_branch() -> None:
         (
             """<domain: "l", opset_import: ["": 20, "m": 1]> F <k> (x) => (y) { y = m.G(x) }
             <domain: "m", opset_import: ["": 20, "l": 1]> G (x) => (y) { y = l.F(x) }""",
-            "call one another without end",
+            "call each other recursively",
         ),
     ],
 )

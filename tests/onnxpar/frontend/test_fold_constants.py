@@ -169,7 +169,7 @@ def kept_text(body: str, weights: str = "float[4, 4] w") -> str:
         # A constant in the graph is no parameter.
         ("c = Constant<value_float = 16.0>() r = Sqrt(c) t = MatMul(x, w) y = Div(t, r)",
          ["MatMul", "Div"]),
-        # What is drawn at random, or rounded by a kernel, is not known before it runs.
+        # What is drawn at random, or rounded by a kernel, is unknown before it runs.
         ("c = Constant<value_float = 16.0>() r = Exp(c) t = MatMul(x, w) y = Div(t, r)",
          ["Exp", "MatMul", "Div"]),
         ("c = Constant<value_ints = [4]>() r = RandomNormal<shape = [4]>() t = MatMul(x, w) "

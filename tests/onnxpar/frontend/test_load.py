@@ -51,7 +51,7 @@ def test_dangling_input_is_named() -> None:
 
 def test_output_without_a_node() -> None:
     proto = onnx.parser.parse_model(HEAD + "g (float[n] x) => (float[n] y) { z = Relu(x) }")
-    with pytest.raises(ModelError, match="'y' is made by no node"):
+    with pytest.raises(ModelError, match="'y' is not computed by a node"):
         normalise(ir.serde.deserialize_model(proto))
 
 

@@ -22,7 +22,7 @@ def computed(sizes: list[Dim], values: dict[str, int]) -> list[int]:
     builder = LocalBuilder(TABLE, 20, Mesh.of(dp=2))
     results = [builder.size(size) for size in sizes]
     inputs = list(builder.system_inputs.values())
-    # A size that is a constant or a symbol alone is made by no node.
+    # A size that is a constant or a symbol alone is not computed by a node.
     outputs = [builder.op("Identity", value, shape=[1]) for value in results]
     graph = ir.Graph(
         inputs, outputs, nodes=builder.nodes, initializers=builder.initializers,

@@ -95,8 +95,8 @@ def test_what_is_expanded_is_listed_once() -> None:
         ("SwiGLU", "Replaced by its body, in operators that have rules", "of its body"),
         ("CenterCropPad", "Replaced by its body, in operators that have rules", "of its body"),
         ("Mean", "Every dim, broadcast as numpy does", "of its body"),
-        ("StringSplit", "Replicated: it computes with text", "not differentiable"),
-        ("SequenceAt", "Folded into Split, Concat and the like", "none of a sequence whose"),
+        ("StringSplit", "Replicated: it computes on text", "not differentiable"),
+        ("SequenceAt", "Folded into Split, Concat and the like", "no gradient for a sequence"),
     ],
 )
 def test_the_command_line_lists_them(

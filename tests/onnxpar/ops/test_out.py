@@ -58,7 +58,7 @@ def test_a_result_lies_as_asked(case: Case, tmp_path: Path) -> None:
 
 AXES = ("a", "b", "c")
 """Mesh axes of two devices each."""
-CLEAR = ("expected", "cannot be divided", "outputs would wait for two reductions")
+CLEAR = ("expected", "cannot be sharded", "outputs would be partial over two reductions")
 """What a message about a strategy has: it says what is possible, or why nothing is."""
 
 

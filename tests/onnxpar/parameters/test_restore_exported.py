@@ -361,7 +361,7 @@ def test_a_tie_of_the_user(second: NDArray[Any]) -> None:
     [
         ("w1", "--tie 'w1': expected two names, A=B"),
         ("w1=w9", "--tie 'w1=w9': .* got 'w9'; nearest: 'w3', 'w2', 'w1'"),
-        ("w1=w2", "--tie 'w1=w2': expected tensors of equal elements"),
+        ("w1=w2", "--tie 'w1=w2': expected tensors with equal elements"),
         ("w1=w3", r"got different ones, of \[4, 4\] and \[4, 3\]"),
     ],
 )

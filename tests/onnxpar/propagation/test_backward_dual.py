@@ -141,7 +141,7 @@ def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
 @pytest.mark.parametrize("devices", [2, 4, 6])
 @pytest.mark.parametrize("algorithm", ["recursive", "ilp"])
 def test_a_step_costs_what_the_search_counts(devices: int, algorithm: str) -> None:
-    """Where sizes are not known to divide, so that few splits can be handed on."""
+    """Where sizes are unknown to divide, so that few splits can be handed on."""
     workload = trained(transformer.build(GPT), "softmax_cross_entropy", {})
     wanted = searching(Strategy.from_dict({"devices": devices, "search": {"sizes": SIZES}}))
     spec = SearchSpec(PRESETS["cpu"], algorithm, sizes=SIZES)

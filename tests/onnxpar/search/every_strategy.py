@@ -45,7 +45,7 @@ class Setting:
         machine: The machine.
         mesh: The mesh.
         parallel: What replicas of a parameter share in training.
-        micro_batches: Micro-batches of a step.
+        micro_batches: Micro-batches in a step.
         pins: How inputs and parameters lie that the user laid out.
     """
 

@@ -249,8 +249,8 @@ def test_presets(text: str, devices: int | None, axes: dict[str, int]) -> None:
         ("pd=2", None, "got 'pd'; nearest: 'tp', 'pp', 'dp'"),
         ("auto", None, "expected a mesh, 'devices' or --devices"),
         ("auto:magic", 8, "expected one of recursive, ilp, propagation after 'auto:'"),
-        ("missing.yaml", 8, "expected a file or a preset, got neither"),
-        ("dp=two", 8, "expected a file or a preset, got neither"),
+        ("missing.yaml", 8, r"expected an existing file or a preset \(.*\), got neither"),
+        ("dp=two", 8, r"expected an existing file or a preset \(.*\), got neither"),
         ("", 8, "expected a file or a preset, got a directory"),
     ],
 )

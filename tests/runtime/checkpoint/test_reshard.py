@@ -174,13 +174,23 @@ def test_a_changed_byte_of_the_source_is_found(trained: Path, tmp_path: Path) ->
     data[-1] ^= 1
     file.write_bytes(data)
     for action, message in (
-        (lambda: merge(merged, tmp_path / "n"), r"in rank0000.safetensors: changed, expected the"),
-        (lambda: reshard(merged, tmp_path / "n", trained / "tp4"), "changed, expected the sum"),
+        (
+            lambda: merge(merged, tmp_path / "n"),
+            r"in rank0000.safetensors: its content has "
+            r"changed: expected the",
+        ),
+        (
+            lambda: reshard(merged, tmp_path / "n", trained / "tp4"),
+            "its content has changed: expected the sum",
+        ),
         (
             lambda: merge(merged, tmp_path / "n", verify=True),
-            "rank0000.safetensors: changed, expect",
+            "rank0000.safetensors: its content has changed: expect",
         ),
-        (lambda: export_weights(merged, tmp_path / "n", verify=True), "changed, expected SHA-256"),
+        (
+            lambda: export_weights(merged, tmp_path / "n", verify=True),
+            "its content has changed: expected SHA-256",
+        ),
     ):
         with pytest.raises(CheckpointError, match=message):
             action()
@@ -193,8 +203,8 @@ def test_what_cannot_be_is_told(
     (tmp_path / "there").mkdir()
     other = cut(tmp_path / "sgd", transformer.build(**GPT, fused_qkv=True), "tp=2", optimizer="sgd")
     cases = (
-        (["merge", str(trained / "ck"), str(tmp_path / "there")], "is not written over"),
-        (["merge", str(trained), str(tmp_path / "x")], "has no whole checkpoint"),
+        (["merge", str(trained / "ck"), str(tmp_path / "there")], "already exists"),
+        (["merge", str(trained), str(tmp_path / "x")], "has no complete checkpoint"),
         (["reshard", str(trained / "ck"), str(tmp_path / "x"), "--to", str(other)],
          "expected the optimizer sgd, got adamw"),
         (["reshard", str(trained / "ck"), str(tmp_path / "x"), "--to", str(tmp_path)],

@@ -166,11 +166,11 @@ def test_what_does_not_fit_is_told_on_all_ranks(tmp_path: Path) -> None:
          "expected the optimizer sgd, got momentum; expected parameter .* got none"),
         (directory, replace(wanted, seed=4, resume=tmp_path / "ck"), "--seed: expected 3, with"),
         (directory, replace(wanted, batch_size=2, resume=tmp_path / "ck"),
-         "--batch-size: expected 4, with which it was written, got 2"),
+         "--batch-size: expected 4, which it was written with, got 2"),
         (directory, replace(wanted, resume=tmp_path / "nowhere"), "no such checkpoint or folder"),
-        (directory, replace(wanted, resume=tmp_path / "a"), "has no whole checkpoint"),
+        (directory, replace(wanted, resume=tmp_path / "a"), "has no complete checkpoint"),
         (directory, replace(wanted, checkpoints=Saving(tmp_path / "ck")),
-         "has checkpoints up to step 2, and this run begins at step 0"),
+         "has checkpoints up to step 2, but this run begins at step 0"),
         (directory, replace(wanted, resume=tmp_path / "ck", parameters=tmp_path / "w"),
          "--resume and --parameters: use only one, because a checkpoint contains the parameters"),
     ]  # fmt: skip
@@ -182,7 +182,9 @@ def test_what_does_not_fit_is_told_on_all_ranks(tmp_path: Path) -> None:
     file = tmp_path / "ck" / step_name(2) / "rank0001.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(OnnxparRuntimeError, match=r"rank0001.safetensors: changed, expected SHA-"):
+    with pytest.raises(
+        OnnxparRuntimeError, match=r"rank0001.safetensors: its content has changed: expected SHA-"
+    ):
         train(directory, replace(wanted, resume=tmp_path / "ck"))
 
 
@@ -197,8 +199,8 @@ def test_another_learning_rate_is_told_and_taken(
     assert (
         f"resumed from {tmp_path / 'ck' / step_name(4)}: 4 steps are done, epoch 2, step 1" in told
     )
-    assert "notice: lr is 0.2, where the checkpoint was written with 0.1" in told
-    assert "notice: total_steps is 9, where the checkpoint was written with 4" in told
+    assert "notice: lr is 0.2, but the checkpoint was written with 0.1" in told
+    assert "notice: total_steps is 9, but the checkpoint was written with 4" in told
 
 
 def test_a_full_disk_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +241,6 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     wanted = replace(linear(tmp_path), checkpoints=Saving(tmp_path / "ck"))
     with (
         owned(tmp_path / "ck"),
-        pytest.raises(OnnxparRuntimeError, match="another run writes its checkpoints there"),
+        pytest.raises(OnnxparRuntimeError, match="another run is writing checkpoints there"),
     ):
         train(regression(tmp_path / "a"), wanted)

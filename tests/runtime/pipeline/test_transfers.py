@@ -221,7 +221,7 @@ def test_waiting_costs_nothing_that_travelling_does_not(name: str, latency: floa
         (Edge(0, 2, (), ()), r"0 to 2: expected values or cotangents, got neither"),
         (Edge(0, 2, ("x", "x"), ()), r"expected distinct values, got \['x', 'x'\]"),
         (Edge(0, 2, ("x",), ("y",)), r"expected cotangents of \['x'\], got \['y'\]"),
-        (Edge(0, 1, ("y",), ()), "0 to 1: given twice"),
+        (Edge(0, 1, ("y",), ()), "0 to 1: expected one edge with all values, got two"),
     ],
 )
 def test_impossible_edges_are_refused(edge: Edge, message: str) -> None:

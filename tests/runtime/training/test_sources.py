@@ -71,7 +71,7 @@ def test_digits_in_the_dtypes_of_the_inputs(dtype: str) -> None:
     [
         ((spec("x", "float32", "b", 1, 28, 28),), r"one input for images and one for labels"),
         ((IMAGES, spec("labels", "bool", "b")), r"expected an integer or floating input \[batch\]"),
-        ((IMAGES, spec("labels", "float32", "b", 2)), r"(further dims must be 1), got 'labels'"),
+        ((IMAGES, spec("labels", "float32", "b", 2)), r"\(further dims must be 1\), got 'labels'"),
         ((IMAGES, spec("labels", "int64", "b", 10)), "further dims must be 1"),
         (
             (spec("x", "int64", "b", 784), LABELS),

@@ -107,7 +107,7 @@ def test_what_is_run_may_not_depend_on_a_part() -> None:
     }"""
     _, parted = divided(text)
     ((_, op_type, reason),) = parted.replicated
-    assert op_type == "Loop" and "what is run depends on it" in reason
+    assert op_type == "Loop" and "it determines what runs" in reason
 
 
 def test_dims_that_change_places_are_not_split() -> None:
@@ -117,7 +117,7 @@ def test_dims_that_change_places_are_not_split() -> None:
     }"""
     _, parted = divided(text)
     ((_, _, reason),) = parted.replicated
-    assert "two dims of 'l/Transpose' in its body are one" in reason
+    assert "two dims of 'l/Transpose' in its body must be equal" in reason
     x = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
     assert np.array_equal(run_model(parted, {"x": x}, 20, {})["y"], x.T)
 

@@ -76,4 +76,4 @@ def test_only_candidates_travel(op: str, count: int) -> None:
     parted = divide(model, seeds)
     # A float and an int64 each: all-reduced over 2 devices, or gathered, each sends it once.
     assert [c.bytes for c in parted.builder.collectives] == [5 * count * 4, 5 * count * 8]
-    assert all("over a split dim" in c.reason for c in parted.builder.collectives)
+    assert all("over a sharded dim" in c.reason for c in parted.builder.collectives)

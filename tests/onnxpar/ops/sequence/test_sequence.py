@@ -190,7 +190,7 @@ def test_computed_whole_where_not_known(title: str) -> None:
     parted = divide(analysed, Seeds(Mesh.of(dp=2), {}, whole))
     told = {op_type: reason for _, op_type, reason in parted.replicated}
     assert operators <= set(told)
-    assert all("not known before the model runs" in told[o] for o in operators)
+    assert all("unknown before the model runs" in told[o] for o in operators)
     feeds = {"x": np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)}
     if len(proto.graph.input) > 1:
         feeds["i"] = np.array(1)

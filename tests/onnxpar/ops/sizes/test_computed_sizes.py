@@ -64,7 +64,7 @@ def parsed(text: str) -> onnx.ModelProto:
 
 
 def known(env: ShapeEnv, name: str) -> list[str]:
-    """The elements of a value as text; it fails where one is not known."""
+    """The elements of a value as text; it fails where one is unknown."""
     items = env.contents[name]
     assert all(symbols_of(item) <= {"a", "b"} for item in items), items
     return [str(item) for item in items]
