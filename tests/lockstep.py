@@ -41,7 +41,6 @@ COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multi
 def run_model(
     model: PartitionedModel,
     feeds: Mapping[str, Array],
-    opset: int,
     symbols: Mapping[str, int],
     *,
     reference: bool = False,
@@ -52,7 +51,6 @@ def run_model(
     Args:
         model: The program of all ranks.
         feeds: Whole inputs by name; those of parameters may be among them, else their content is.
-        opset: Version of the default domain.
         symbols: The value of each symbol.
         reference: Whether standard nodes run in onnx.reference.
         padding: What the padding of floats holds that enter; the program may rely on 0.
@@ -79,9 +77,7 @@ def run_model(
                 value = symbols[name.removeprefix(SYMBOL_PREFIX)]
             here[name] = np.array([value], np.int64)
         local.append(here)
-    values = Lockstep(mesh, model.builder, opset, reference).run(
-        local, [o.local for o in model.outputs]
-    )
+    values = Lockstep(mesh, model.builder, reference).run(local, [o.local for o in model.outputs])
     outputs = {}
     for item, shards in zip(model.outputs, values, strict=True):
         dims = zip(item.sharding.dims, shards[0].shape, strict=True)
@@ -128,7 +124,6 @@ class Lockstep:
 
     mesh: Mesh
     builder: LocalBuilder
-    opset: int
     reference: bool
 
     def run(
@@ -177,11 +172,13 @@ class Lockstep:
         model = onnx.helper.make_model(
             graph,
             opset_imports=[
-                onnx.helper.make_opsetid("", self.opset),
+                onnx.helper.make_opsetid("", self.builder.opset),
                 onnx.helper.make_opsetid(DOMAIN, VERSION),
                 onnx.helper.make_opsetid(MICROSOFT, 1),
             ],
-            functions=[ir.to_proto(FUNCTIONS[name].made(self.opset)) for name in sorted(called)],
+            functions=[
+                ir.to_proto(FUNCTIONS[name].made(self.builder.opset)) for name in sorted(called)
+            ],
             ir_version=10,
         )
         evaluate = _kept_evaluator(model.SerializeToString(), self.reference)

@@ -27,8 +27,6 @@ from onnxpar.ops.local_helpers import work_dtype
 LOSS = "onnxpar.loss"
 CORRECT = "onnxpar.correct"
 LABELS = "labels"
-MIN_OPSET = 13
-"""Oldest opset in which every operator used here takes and gives the types that it has today."""
 
 _BOOL = ir.DataType.BOOL
 _FLOAT = ir.DataType.FLOAT
@@ -135,12 +133,6 @@ def append_loss(model: ir.Model, spec: LossSpec) -> LossInfo:
     """
     _check_spec(spec)
     graph = model.graph
-    opset = _opset(model)
-    if opset < MIN_OPSET:
-        raise ModelError(
-            f"loss {spec.kind}: expected a model of opset {MIN_OPSET} or newer, got {opset}; "
-            "convert it first (onnx.version_converter)"
-        )
     source = _find_output(graph, spec)
     builder = _builder(model, LOSS)
     for name in (LOSS, LOSS_WEIGHT):
@@ -218,13 +210,11 @@ def _numbered(builder: GlobalBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _builder(model: ir.Model, scope: str) -> GlobalBuilder:
-    builder = GlobalBuilder.over(model.graph, _opset(model), shapes(model, NO_CONSTRAINTS))
+    builder = GlobalBuilder.over(
+        model.graph, default_opset(model.opset_imports), shapes(model, NO_CONSTRAINTS)
+    )
     builder.scope = scope
     return builder
-
-
-def _opset(model: ir.Model) -> int:
-    return default_opset(model.opset_imports)
 
 
 # -- finding and checking operands ---------------------------------------------------------------

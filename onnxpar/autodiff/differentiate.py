@@ -27,8 +27,6 @@ from onnxpar.ops.operator import Missing, NotDifferentiable
 from onnxpar.ops.registry import Registry
 
 GRADIENT_PREFIX = "onnxpar.grad."
-MIN_OPSET = 13
-"""Oldest opset in which every operator that gradients use takes and gives what it does today."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def differentiate(
             one of them, all get a gradient; it is zero where there is none.
 
     Raises:
-        ModelError: There is no such loss or variable, the opset is too old, or a node between the
+        ModelError: There is no such loss or variable, or a node between the
             two has no gradient; the message names the path.
     """
     return _Autodiff(model, env, registry, loss, variables, copies or {}).run()
@@ -88,8 +86,6 @@ class _Autodiff:
     def __post_init__(self) -> None:
         graph = self.model.graph
         self.opset = default_opset(self.model.opset_imports)
-        if self.opset < MIN_OPSET:
-            raise ModelError(f"gradients: expected opset {MIN_OPSET} or later, got {self.opset}")
         self.builder = GlobalBuilder.over(graph, self.opset, self.env)
         named = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
         self.sources: dict[str, ir.Value] = {}

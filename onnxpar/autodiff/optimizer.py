@@ -27,9 +27,10 @@ from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.ops.collective.stage_sum import STAGE_SUM
-from onnxpar.ops.function import MIN_OPSET, Function, attach_functions
+from onnxpar.ops.function import Function, attach_functions
 from onnxpar.ops.fused.updates import ADAM_STEP, ADAMW_STEP, MOMENTUM_STEP, SGD_STEP, SQUARE_SUM
 from onnxpar.ops.local_helpers import DOUBLE, FLOAT, work_dtype
+from onnxpar.ops.old_node import OPSET
 from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar_format.manifest import StateKind
 
@@ -131,7 +132,7 @@ def optimizer_model(
     kind: OptimizerKind | str,
     parameters: Sequence[ParameterInfo],
     *,
-    opset: int = MIN_OPSET,
+    opset: int = OPSET,
     scaled: bool = False,
     stages: int = 1,
     double: bool = False,
@@ -151,7 +152,7 @@ def optimizer_model(
     Args:
         kind: The optimizer.
         parameters: What it trains.
-        opset: Version of the default domain; an older one than 18 is raised to it.
+        opset: Version of the default domain.
         scaled: Whether gradients carry a loss scale.
         stages: Number of pipeline stages, each with a program for its own parameters, which may be
             none; the norm is that of all.
@@ -162,7 +163,6 @@ def optimizer_model(
     """
     kind = parse_optimizer(kind)
     update = _UPDATES[kind]
-    opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.PARAMETER, StateKind.GRADIENT, *update.moments))
     builder, inputs = _open(parameters, states, opset, "optimizer", empty=stages > 1)
     reduced: dict[str, ir.Value] = {}
@@ -211,7 +211,7 @@ def optimizer_model(
 
 
 def accumulation_model(
-    parameters: Sequence[ParameterInfo], *, opset: int = MIN_OPSET, empty: bool = False
+    parameters: Sequence[ParameterInfo], *, opset: int = OPSET, empty: bool = False
 ) -> StateProgram:
     """Returns the program that adds the gradients of one micro-batch to those of the step.
 
@@ -226,7 +226,6 @@ def accumulation_model(
     Raises:
         ModelError: Nothing to train, a parameter given twice or not floating.
     """
-    opset = max(opset, MIN_OPSET)
     states = states_of(parameters, (StateKind.GRADIENT, StateKind.MICRO_GRADIENT))
     builder, inputs = _open(parameters, states, opset, "accumulation", empty=empty)
     updated = {}

@@ -13,6 +13,7 @@ from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
+from onnxpar.frontend.upgrade import upgrade_graph
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import NOT_EXPANDED
@@ -30,6 +31,7 @@ from onnxpar.ops.body_node import (
 )
 from onnxpar.ops.elementwise.cast import fold_casts
 from onnxpar.ops.inference import inference
+from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.operator import ByBody, OpDef, expanded
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.sequence.sequence import fold_sequences
@@ -38,8 +40,10 @@ MAX_DEPTH = 16
 """Bodies within bodies; ONNX's go three deep."""
 
 
-def inline_functions(model: ir.Model) -> None:
+def inline_functions(model: ir.Model, registry: Registry) -> None:
     """Replaces every call of a function of the model by its body. The model is changed.
+
+    A function of an older opset is brought to that of the model first.
 
     Raises:
         ModelError: A function calls itself, takes a graph, or is written for another opset in which
@@ -49,6 +53,10 @@ def inline_functions(model: ir.Model) -> None:
         return
     opset = _opset(model)
     for function in model.functions.values():
+        version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
+        if version < opset:
+            upgrade_graph(function.graph, version, min(opset, OPSET), registry, {})
+            function.opset_imports[""] = max(version, min(opset, OPSET))
         adopt_opset(function, opset)
         for domain, version in function.opset_imports.items():
             model.opset_imports.setdefault(domain, version)

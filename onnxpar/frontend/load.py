@@ -28,6 +28,7 @@ from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbol
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
 from onnxpar.frontend.expand import expand_unknown, inline_functions
 from onnxpar.frontend.fold_constants import fold_constants
+from onnxpar.frontend.upgrade import upgrade_model
 from onnxpar.graph.body_captures import (
     close,
     hand_on_results,
@@ -40,12 +41,12 @@ from onnxpar.graph.names import Names
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
 from onnxpar.ops.inference import inference
+from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
 MIN_OPSET = 7
-_PLAIN_OPSET = 20
 
 
 def load(path: str | Path) -> ir.Model:
@@ -164,7 +165,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
     if opset is None and not any(n.domain in ("", "ai.onnx") for n in model.graph.all_nodes()):
         # A model of other domains alone need not import it; the nodes that are added are of it.
-        opset = model.opset_imports[""] = _PLAIN_OPSET
+        opset = model.opset_imports[""] = OPSET
     if opset is None or opset < MIN_OPSET:
         raise ModelError(f"expected an opset version of at least {MIN_OPSET}, got {opset}")
     if opset > onnx.defs.onnx_opset_version():
@@ -183,7 +184,8 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     except ValueError as error:
         raise ModelError(f"the graph has a cycle: {_cycle(model.graph)}") from error
     hand_on_results(model)
-    inline_functions(model)
+    inline_functions(model, registry)
+    opset = upgrade_model(model, opset, registry)
     weights = {
         value
         for graph in model.graphs()

@@ -23,10 +23,6 @@ DOMAIN = "onnxpar"
 GENERATED = ".out"
 INT64 = ir.DataType.INT64
 
-# Opset from which an operator takes its axes as an input; before, they are an attribute.
-_AXES_INPUT_SINCE = {"ReduceSum": 13, "Unsqueeze": 13, "Squeeze": 13}
-_AXES_INPUT_DEFAULT = 18
-
 
 @dataclass
 class Builder(ABC):
@@ -185,29 +181,20 @@ class Builder(ABC):
         """Emits a reduction of `x` over `axes`, which go out or (`keepdims`) have size 1."""
         before = self.shape_of(x)
         shape = [1 if a in axes else d for a, d in enumerate(before) if keepdims or a not in axes]
-        return self._with_axes(op_type, x, axes, shape, keepdims=int(keepdims))
+        every = self.const(np.array(axes, np.int64))
+        return self.op(op_type, x, every, shape=shape, keepdims=int(keepdims))
 
     def unsqueeze(self, x: ir.Value, axes: Sequence[int]) -> ir.Value:
         """Inserts dims of size 1, so that the result has them at `axes` (ascending)."""
         shape = list(self.shape_of(x))
         for axis in axes:
             shape.insert(axis, 1)
-        return self._with_axes("Unsqueeze", x, axes, shape)
-
-    def _with_axes(
-        self, op_type: str, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim], **more: Any
-    ) -> ir.Value:
-        since = _AXES_INPUT_SINCE.get(op_type, _AXES_INPUT_DEFAULT)
-        if self.opset >= since:
-            every = self.const(np.array(axes, np.int64))
-            return self.op(op_type, x, every, shape=shape, **more)
-        return self.op(op_type, x, shape=shape, axes=list(axes), **more)
+        return self.op("Unsqueeze", x, self.const(np.array(axes, np.int64)), shape=shape)
 
     def reshape_to(self, x: ir.Value, sizes: ir.Value, shape: Sequence[Dim]) -> ir.Value:
         """Returns `x` in `shape`, which the int64 value `sizes` holds."""
-        # A size of zero means zero; before opset 14 there was no way to say so.
-        zeros: dict[str, Any] = {"allowzero": 1} if self.opset >= 14 else {}
-        return self.op("Reshape", x, sizes, shape=shape, **zeros)
+        # A size of zero means zero.
+        return self.op("Reshape", x, sizes, shape=shape, allowzero=1)
 
     def reshape(self, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
         """Returns `x` with the shape `dims`; the value itself where nothing changes."""

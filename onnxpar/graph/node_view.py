@@ -152,19 +152,18 @@ class NodeView:
         attribute = self.node.attributes.get(name)
         return default if attribute is None else attribute.value
 
-    def ints(self, input_index: int, attribute: str) -> tuple[int, ...] | None:
-        """Integers that older opsets give as attribute and newer ones as input; None if absent.
+    def ints(self, input_index: int) -> tuple[int, ...] | None:
+        """Integers that an input gives, such as axes; None if it is absent.
 
         Raises:
             ModelError: The input is there, but is not a constant.
         """
-        if self.has(input_index):
-            known = self.contents(input_index)
-            if known is None or not all(isinstance(k, int) for k in known):
-                raise ModelError(
-                    f"node {self.name!r} ({self.node.op_type}): input {input_index} must be "
-                    f"constant to be sharded"
-                )
-            return tuple(int(k) for k in known)
-        value = self.attr(attribute)
-        return None if value is None else tuple(int(v) for v in value)
+        if not self.has(input_index):
+            return None
+        known = self.contents(input_index)
+        if known is None or not all(isinstance(k, int) for k in known):
+            raise ModelError(
+                f"node {self.name!r} ({self.node.op_type}): input {input_index} must be "
+                "constant to be sharded"
+            )
+        return tuple(int(k) for k in known)

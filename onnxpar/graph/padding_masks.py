@@ -37,15 +37,9 @@ def valid_count(builder: LocalBuilder, component: Component) -> ir.Value:
 
 
 def _clamp(builder: LocalBuilder, x: ir.Value, top: ir.Value) -> ir.Value:
-    """Returns min(max(x, 0), top) of int64 [1]; Min and Max have no integers before opset 12."""
-    zero = builder.const([0])
-    if builder.opset >= 12:
-        low = builder.op("Max", x, zero, dtype=INT64, shape=[1])
-        return builder.op("Min", low, top, dtype=INT64, shape=[1])
-    less = builder.op("Less", x, zero, dtype=ir.DataType.BOOL, shape=[1])
-    low = builder.op("Where", less, zero, x, dtype=INT64, shape=[1])
-    more = builder.op("Less", top, low, dtype=ir.DataType.BOOL, shape=[1])
-    return builder.op("Where", more, top, low, dtype=INT64, shape=[1])
+    """Returns min(max(x, 0), top) of int64 [1]."""
+    low = builder.op("Max", x, builder.const([0]), dtype=INT64, shape=[1])
+    return builder.op("Min", low, top, dtype=INT64, shape=[1])
 
 
 def block_start(builder: LocalBuilder, component: Component) -> ir.Value:

@@ -56,15 +56,14 @@ def has_schema_body(node: ir.Node, opset: int) -> bool:
 def schema_body(node: ir.Node, opset: int) -> ir.Function:
     """Returns the function that ONNX's schema gives a node.
 
-    The newest version of the body that the opset has is taken. Where there is none so old, the
-    oldest is, if all that stands in it means the same to the model's opset.
+    The newest version of the body that the opset has is taken.
 
     Args:
         node: The node, the types and shapes of its operands as far as they are known.
         opset: Version of the default domain.
 
     Raises:
-        ModelError: There is no body for this node, or it is written for a newer opset.
+        ModelError: There is no body for this node.
     """
     what = f"node {node.name!r} ({node.op_type})"
     schema = _schema(node, opset)
@@ -77,8 +76,7 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
         if given
         else schema.context_dependent_function_opset_versions
     )
-    fitting = [v for v in versions if v <= opset]
-    version = max(fitting) if fitting else min(versions)
+    version = max(v for v in versions if v <= opset)
     if given:
         data = schema.get_function_with_opset_version(version)
     else:
@@ -102,8 +100,6 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
         raise ModelError(f"{what}: ONNX has no function body for these operands and attributes")
     if any(a.HasField("g") for n in function.node for a in n.attribute):
         raise ModelError(f"{what}: ONNX's function body depends on the values of its operands")
-    if version > opset:
-        _check_older(function.node, what, version, opset)
     made = ir.serde.deserialize_function(function)
     made.opset_imports[""] = opset
     return made
@@ -155,20 +151,6 @@ def adopt_opset(function: ir.Function, opset: int) -> None:
     function.opset_imports[""] = opset
 
 
-def _check_older(nodes: Sequence[onnx.NodeProto], what: str, version: int, opset: int) -> None:
-    """Refuses a body of which a node would be another, or none, in an older opset."""
-    for node in nodes:
-        names = [a.name for a in node.attribute]
-        if difference(node.op_type, len(node.input), names, version, opset):
-            raise ModelError(
-                f"{what}: its body needs opset {version} (for {node.op_type}), got {opset}"
-            )
-
-
-_OTHER_MEANING = {("GroupNormalization", 18, 21)}
-"""Operators whose meaning changed with a version, and nothing that their schemas tell."""
-
-
 def difference(name: str, arity: int, attributes: Sequence[str], given: int, wanted: int) -> str:
     """Returns what a node of opset `given` would be in opset `wanted`; "" where it is the same.
 
@@ -182,9 +164,8 @@ def difference(name: str, arity: int, attributes: Sequence[str], given: int, wan
     ours, theirs = schemas
     if ours.since_version == theirs.since_version:
         return ""
-    low, high = sorted(s.since_version for s in schemas)
     changed = "is another operator than in"
-    if (name, low, high) in _OTHER_MEANING or arity > theirs.max_input:
+    if arity > theirs.max_input:
         return changed
     if any(attribute not in theirs.attributes for attribute in attributes):
         return changed

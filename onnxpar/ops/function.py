@@ -19,8 +19,6 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import default_opset
 
 VERSION = 1
-MIN_OPSET = 18
-"""Oldest opset of the default domain in which the bodies are written."""
 
 
 @dataclass(frozen=True)

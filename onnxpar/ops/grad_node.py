@@ -18,7 +18,7 @@ from onnxpar.core.symbols import Dim, dim_str
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.ops.emitted_node import EmittedNode
-from onnxpar.ops.function import MIN_OPSET, Function
+from onnxpar.ops.function import Function
 
 
 class InnerGradients(Protocol):
@@ -108,13 +108,8 @@ class GradNode(EmittedNode[GlobalBuilder]):
 
     # -- emission --------------------------------------------------------------------------------
 
-    @property
-    def fuses(self) -> bool:
-        """Whether the model's opset is one for which fused gradients have bodies."""
-        return self.builder.opset >= MIN_OPSET
-
     def fused(self, function: Function, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """Emits a fused gradient of one output, shaped as the first input; see `fuses`."""
+        """Emits a fused gradient of one output, shaped as the first input."""
         return self.op(function.name, *inputs, domain=DOMAIN, **attributes)
 
     def unbroadcast(self, x: ir.Value, index: int) -> ir.Value:

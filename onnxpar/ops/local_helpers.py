@@ -1,4 +1,4 @@
-"""Pieces that several local forms share: axes, reductions in any opset, indices of a shard."""
+"""Pieces that several local forms share: axes, reductions, indices of a shard."""
 
 from collections.abc import Callable, Sequence
 
@@ -57,7 +57,7 @@ def reduced_axes(view: NodeView) -> tuple[int, ...] | None:
         ModelError: The axes are an input that is not constant.
     """
     rank = len(view.shape(0))
-    axes = view.ints(1, "axes")
+    axes = view.ints(1)
     if not axes:
         return None if view.attr("noop_with_empty_axes", 0) else tuple(range(rank))
     return normal_axes(view, axes, rank)
@@ -156,7 +156,6 @@ def locate(
             start = block_start(node.builder, component)
             digit = node.op("Sub", digit, start, shape=shape)
         limit = valid_count(node.builder, component)
-        # GreaterOrEqual came with opset 12.
         below = node.op("Less", digit, zero, dtype=BOOL, shape=shape)
         low = node.op("Not", below, shape=shape)
         high = node.op("Less", digit, limit, dtype=BOOL, shape=shape)

@@ -1,7 +1,7 @@
 """What an operator must say to be divided: `OpDef`."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -16,6 +16,7 @@ from onnxpar.ops.function import Function
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
+from onnxpar.ops.old_node import Upgrade
 from onnxpar.ops.sizes.computed_sizes import ValuesFn
 from onnxpar.ops.slots import (
     FLOAT32,
@@ -109,6 +110,8 @@ class OpDef:
             GPUs where onnxruntime's CUDA provider has no kernel and the runtime's library has one.
         refused: Returns why the CUDA provider refuses a node in spite of a kernel, because of an
             attribute; None where it takes it.
+        upgrades: By version of the operator, how a node of the version before is written for it,
+            where that is not the same node. The rest holds for `OPSET` and newer.
     """
 
     domain: str
@@ -137,6 +140,7 @@ class OpDef:
     function: Function | None = None
     device_function: Function | None = None
     refused: Callable[[ir.Node], str | None] | None = None
+    upgrades: Mapping[int, Upgrade] = field(default_factory=dict, hash=False)
 
 
 def written_only(view: NodeView) -> OpRule:

@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import RuleError
 from onnxpar.graph.node_view import default_opset
+from onnxpar.ops.old_node import Upgrade
 from onnxpar.ops.operator import OpDef
 
 
@@ -36,6 +37,11 @@ class Registry:
             if op.since_version <= version:
                 return op
         return None
+
+    def upgrades(self, op_type: str) -> Mapping[int, Upgrade]:
+        """Returns how nodes of an operator of the default domain are upgraded, by version."""
+        versions = self._index.get(("", op_type), ())
+        return {v: upgrade for op in versions for v, upgrade in op.upgrades.items()}
 
     def definition(self, node: ir.Node, opsets: Mapping[str, int]) -> OpDef | None:
         """Returns the definition of a node's operator, or None.

@@ -10,7 +10,6 @@ from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 
 _TEXT = "it computes on text, which no collective can transfer"
 _IMAGE = "the bytes of an image file are decoded sequentially"
-_OLD_SCAN = "before opset 9, Scan has another meaning, which cannot be sharded"
 
 
 def _whole(reason: str) -> Callable[[NodeView], OpRule]:
@@ -41,6 +40,5 @@ DEFS = (
         )
     ),
     OpDef("", "ImageDecoder", 20, _whole(_IMAGE), gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "Scan", 8, _whole(_OLD_SCAN), gradient=NOT_DIFFERENTIABLE),
     OpDef("", "TfIdfVectorizer", 9, tf_idf_rule, gradient=NOT_DIFFERENTIABLE),
 )

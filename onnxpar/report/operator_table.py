@@ -177,5 +177,6 @@ SLOT_WORDS: Mapping[str, Callable[[Any], str]] = {
     "function": lambda function: "none" if function is None else function.name,
     "device_function": lambda function: "none" if function is None else function.name,
     "refused": _function,
+    "upgrades": lambda upgrades: _operands(tuple(upgrades)),
 }
 """How each further slot of a record is told."""

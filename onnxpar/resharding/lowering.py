@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim, ceil_div
@@ -24,8 +23,6 @@ from onnxpar.resharding.routes import OPERATORS, ReshardStep, Slot
 
 # For these onnxruntime 1.31 has a kernel of Pad on the CPU and on CUDA.
 PADDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL)
-# Pad takes computed sizes since opset 11, Slice since 10.
-MIN_OPSET = 11
 
 
 def emit_reshard(
@@ -46,9 +43,6 @@ def emit_reshard(
         dtype: Its element type.
         name: Name of the global value, for people.
         reason: Which node and operand want it, for people.
-
-    Raises:
-        ShardingError: The opset is too old for the nodes that a reshard takes.
     """
     if value.dtype is None:
         value.dtype = dtype
@@ -146,7 +140,7 @@ class _Emitter:
         """Pads an axis with zeros at its end up to `size`."""
         if self.builder.table.equal(shape[axis], size):
             return x, shape
-        build = self._with_bounds()
+        build = self.builder
         missing = build.op("Sub", build.size(size), build.size(shape[axis]), dtype=INT64, shape=[1])
         before, shape = shape, [*shape[:axis], size, *shape[axis + 1 :]]
         if x.dtype not in PADDED:
@@ -170,7 +164,7 @@ class _Emitter:
         if self.builder.table.equal(shape[axis], size):
             return x, shape
         shape = [*shape[:axis], size, *shape[axis + 1 :]]
-        kept = self._with_bounds().op(
+        kept = self.builder.op(
             "Slice",
             x,
             self.builder.const([0]),
@@ -198,20 +192,11 @@ class _Emitter:
             )
             stop = self.builder.op("Add", start, piece, dtype=INT64, shape=[1])
             shape = [*shape[:axis], local, *shape[axis + 1 :]]
-            x = self._with_bounds().op(
+            x = self.builder.op(
                 "Slice", x, start, stop, self.builder.const([axis]), dtype=x.dtype, shape=shape
             )
             first = last
         return x, shape
-
-    def _with_bounds(self) -> LocalBuilder:
-        """The builder, for nodes whose bounds are computed in the graph."""
-        if self.builder.opset < MIN_OPSET:
-            raise ShardingError(
-                f"{self.reason}: {self.name!r} is sharded there by Slice and Pad with computed "
-                f"bounds: expected opset {MIN_OPSET} or later, got {self.builder.opset}"
-            )
-        return self.builder
 
     def _is_even(self, levels: list[Dim], index: int) -> bool:
         parts = self.mesh.atoms[self.step.atoms[index]]

@@ -174,7 +174,8 @@ class Site:
 def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int, TensorEntry]]:
     """Returns the operand that each entry is for.
 
-    Operands that are not sharded (the target of a Reshape, scalars) may be left out.
+    Operands that are not divided (the target of a Reshape, scalars), or that the node does not
+    have, may be left out.
 
     Raises:
         StrategyError: Another number of entries, or another rank than the operand's.
@@ -183,7 +184,8 @@ def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int
     data = [i for i, o in enumerate(rule.inputs) if not o.mode and view.has(i)]
     needed = [i for i in data if rule.inputs[i].dims]
     everything = list(range(view.arity))
-    for indices in (needed, data, everything):
+    given = [i for i in everything if view.has(i)]
+    for indices in (needed, data, given, everything):
         if len(entries) == len(indices):
             break
     else:

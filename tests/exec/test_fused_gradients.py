@@ -10,7 +10,8 @@ import pytest
 from onnx import helper
 
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.function import MIN_OPSET, VERSION
+from onnxpar.ops.function import VERSION
+from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.table import REGISTRY
 from onnxpar_runtime.library import custom_op_library
 from tests.lockstep import evaluator
@@ -122,7 +123,7 @@ def run(proto: onnx.ModelProto, arrays: list[Array], *, kernel: bool) -> list[Ar
     return made
 
 
-@pytest.mark.parametrize("opset", [MIN_OPSET, 21])
+@pytest.mark.parametrize("opset", [OPSET, 24])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_and_function_agree(name: str, dtype: type[np.floating], opset: int) -> None:

@@ -64,7 +64,7 @@ def case(seed: int) -> bool:
         for equal in parted.equalities:
             sizes = [table.evaluate(side.size, symbols) for side in (equal.left, equal.right)]
             assert sizes[0] == sizes[1], f"{equal} does not hold in a valid run"
-        got = run_model(parted, data, model.opset_import[0].version, symbols)
+        got = run_model(parted, data, symbols)
         assert got.keys() == want.keys()
         for name, array in want.items():
             compare(name, got[name], array, ROUNDED if narrow else EXACT, symbols)

@@ -251,7 +251,4 @@ def _reduce(node: Emitter, op_type: str, x: ir.Value, dims: Sequence[Dim]) -> ir
     kept = [*dims[:4], 1]
     if isinstance(node, BodyNode):
         return node.builder.reduce(op_type, x, [4], keepdims=True)
-    since = 13 if op_type == "ReduceSum" else 18
-    if node.builder.opset >= since:
-        return node.op(op_type, x, node.builder.const([4]), shape=kept, keepdims=1)
-    return node.op(op_type, x, shape=kept, keepdims=1, axes=[4])
+    return node.op(op_type, x, node.builder.const([4]), shape=kept, keepdims=1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule
 from onnxpar.graph.body_captures import bodies_of, own_inputs
 from onnxpar.graph.node_view import NodeView
@@ -19,6 +20,7 @@ from onnxpar.ops.control.control_gradient import if_gradient, loop_body, scan_gr
 from onnxpar.ops.control.inference import infer_loop, infer_scan
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import Captured, LocalNode
+from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, ByBody, OpDef
 
 WiringFn = Callable[[NodeView], Wiring]
@@ -151,8 +153,50 @@ def _control(
     )
 
 
+def _batch_outside(old: OldNode) -> None:
+    """Scan was of a batch of sequences: it is a Scan over the batch of what it is today.
+
+    Raises:
+        ModelError: The sequences have different lengths.
+    """
+    node = old.node
+    what = f"node {node.name!r} (Scan)"
+    if old.input(0) is not None:
+        raise ModelError(f"{what}: sequence_lens of opset 8 are not supported; convert the model")
+    operands = [value for value in node.inputs[1:] if value is not None]
+    items = []
+    for index, value in enumerate(operands):
+        item = ir.Value(name=old.fresh(f"{node.name}/item.{index}"))
+        item.type = None if value.dtype is None else ir.TensorType(value.dtype)
+        items.append(item)
+    count = int(old.attr("num_scan_inputs"))
+    inner = ir.Node(
+        "",
+        "Scan",
+        items,
+        [
+            node.attributes["body"],
+            ir.AttrInt64("num_scan_inputs", count),
+            ir.AttrInt64s("scan_input_directions", old.attr("directions", [0] * count)),
+        ],
+        num_outputs=len(node.outputs),
+        name=old.fresh(f"{node.name}/Scan"),
+    )
+    for index, out in enumerate(inner.outputs):
+        out.name = old.fresh(f"{inner.name}:{index}")
+    body = ir.Graph(items, inner.outputs, nodes=[inner], name=f"{node.name}/batch")
+    old.become("Scan", operands, {"body": body, "num_scan_inputs": len(operands)})
+
+
 DEFS = (
     _control("If", 1, if_wiring, if_gradient, host_operands=(0,)),
     _control("Loop", 1, loop_wiring, BY_BODY, loop_body, host_operands=(0, 1), infer=infer_loop),
-    _control("Scan", 9, scan_wiring, scan_gradient, infer=infer_scan),
+    _control(
+        "Scan",
+        9,
+        scan_wiring,
+        scan_gradient,
+        infer=infer_scan,
+        upgrades={9: Upgrade(_batch_outside)},
+    ),
 )

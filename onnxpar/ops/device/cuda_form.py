@@ -18,11 +18,9 @@ from onnxpar.ops.body_node import difference
 from onnxpar.ops.device.cuda_functions import function_for
 from onnxpar.ops.device.cuda_kernels import type_name, why_no_kernel, why_on_host
 from onnxpar.ops.function import Function
+from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.registry import Registry
 
-_OLDEST = 21
-"""The oldest opset that graphs are written in for the sake of kernels; none lost its kernel before.
-What the versions since then changed has been read: types, attributes, and what is written here."""
 _WINDOWS = 22
 """Since this opset a pool's last window is left out where it would begin in the padding."""
 
@@ -52,7 +50,7 @@ def cuda_form(nodes: Iterable[ir.Node], opset: int, registry: Registry) -> CudaF
     """
     standard = [node for node in nodes if node.domain in ("", "ai.onnx")]
     best, lacking = opset, _lacking(standard, opset, registry)
-    for version in range(opset - 1, _OLDEST - 1, -1):
+    for version in range(opset - 1, OPSET - 1, -1):
         if not lacking or not all(_is_same(node, opset, version) for node in standard):
             break
         found = _lacking(standard, version, registry)

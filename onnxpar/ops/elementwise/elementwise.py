@@ -15,6 +15,7 @@ from onnxpar.ops.elementwise.elementwise_gradient import SEVERAL, UNARY
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_helpers import BOOL
 from onnxpar.ops.local_node import LocalNode, copy_node
+from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
 from onnxpar.ops.sizes.computed_sizes import (
     ABS,
@@ -165,6 +166,12 @@ _ROWS = Roles(row_vectors=(0, 1))
 def _sum_kept(call: KernelCall) -> int:
     """With a bias before it onnxruntime makes one kernel of both, which keeps the sum."""
     return call.bytes(call.outputs[0]) if call.after_bias else 0
+
+
+def _bounds_as_operands(old: OldNode) -> None:
+    for index, name in enumerate(("min", "max"), 1):
+        old.operand(name, index)
+        old.like(index)
 
 
 DEFS = (
@@ -348,5 +355,6 @@ DEFS = (
         precision=FOLLOWS,
         values=clipped,
         folding=Folding.EXACT,
+        upgrades={11: Upgrade(_bounds_as_operands)},
     ),
 )

@@ -64,25 +64,17 @@ def _one_minus_square(node: GradNode, x: ir.Value) -> ir.Value:
 
 def _relu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where y > 0."""
-    if node.fuses:
-        return node.fused(RELU_GRAD, dy, node.output())
-    return _where(node, _test(node, "Greater", node.output(), 0), dy, 0)
+    return node.fused(RELU_GRAD, dy, node.output())
 
 
 def _tanh(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(1 - y²)."""
-    y = node.output()
-    if node.fuses:
-        return node.fused(TANH_GRAD, dy, y)
-    return node.op("Mul", dy, _from(node, 1, node.op("Mul", y, y)))
+    return node.fused(TANH_GRAD, dy, node.output())
 
 
 def _sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·y·(1 - y)."""
-    y = node.output()
-    if node.fuses:
-        return node.fused(SIGMOID_GRAD, dy, y)
-    return node.op("Mul", node.op("Mul", dy, y), _from(node, 1, y))
+    return node.fused(SIGMOID_GRAD, dy, node.output())
 
 
 def _exp(node: GradNode, dy: ir.Value) -> ir.Value:

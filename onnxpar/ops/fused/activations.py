@@ -1,6 +1,5 @@
 """Activations and products that onnxruntime's optimiser fuses (domain `com.microsoft`)."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,23 +16,11 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, OpDef
 
 MICROSOFT = "com.microsoft"
-_GELU_OPSET = 20
-_TANH_SLOPE = math.sqrt(2 / math.pi)
-_TANH_CUBE = 0.044715
 
 
 def _gelu(node: BodyNode, x: ir.Value, *, tanh: bool) -> ir.Value:
     """Gelu, by the error function or the hyperbolic tangent (Hendrycks and Gimpel, 2016)."""
-    if node.builder.opset >= _GELU_OPSET:
-        return node.op("Gelu", x, approximate="tanh" if tanh else "none")
-    half = node.op("Mul", x, node.number(0.5, x))
-    if tanh:
-        square = node.op("Mul", node.op("Mul", x, x), node.number(_TANH_CUBE, x))
-        inner = node.op("Mul", x, node.op("Add", square, node.number(1, x)))
-        bent = node.op("Tanh", node.op("Mul", inner, node.number(_TANH_SLOPE, x)))
-    else:
-        bent = node.op("Erf", node.op("Mul", x, node.number(1 / math.sqrt(2), x)))
-    return node.op("Mul", half, node.op("Add", bent, node.number(1, x)))
+    return node.op("Gelu", x, approximate="tanh" if tanh else "none")
 
 
 def _gelu_body(*, tanh: bool) -> Callable[[BodyNode], Sequence[ir.Value]]:

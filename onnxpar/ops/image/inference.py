@@ -1,11 +1,9 @@
 """Shape inference of operators on images where `onnx-shape-inference` says too little, or else.
 
-It rounds down where an aspect ratio is kept, and knows neither the scales that Resize of opset 10
-has as its second operand nor those that Upsample of opset 7 has as an attribute. A symbolic number
-of regions is another symbol to it after RoiAlign.
+It rounds down where an aspect ratio is kept. A symbolic number of regions is another symbol to it
+after RoiAlign.
 """
 
-from collections.abc import Sequence
 from math import floor
 
 import onnx_ir as ir
@@ -13,15 +11,9 @@ from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.ops.slots import Library
 
-_OLD = 2
-"""Operands of Resize in opset 10: the scales are the second."""
-
 
 def infer_resize(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
     """Resize: a kept aspect ratio rounds to the nearest size, halves up."""
-    if len(node.inputs) == _OLD:
-        _infer_old_resize(context, node)
-        return
     library.infer(context, node)
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
     x = node.inputs[0]
@@ -40,39 +32,6 @@ def infer_resize(library: Library, context: ShapeInferenceContext, node: ir.Node
     for axis, size in zip(axes, before, strict=True):
         dims[axis] = floor(int(size) * ratio + 0.5)  # type: ignore[arg-type]
     node.outputs[0].shape = ir.Shape(dims)
-
-
-def _infer_old_resize(context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Resize of opset 10: the scales are the second operand."""
-    scales = node.inputs[1] if len(node.inputs) > 1 else None
-    known = None if scales is None else ir.convenience.get_const_tensor(scales)
-    _scaled(context, node, None if known is None else [float(s) for s in known.numpy().ravel()])
-
-
-def infer_upsample(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Upsample: the scales are an attribute until opset 9."""
-    if "scales" not in node.attributes:
-        library.infer(context, node)
-        return
-    _scaled(context, node, node.attributes["scales"].as_floats())
-
-
-def _scaled(context: ShapeInferenceContext, node: ir.Node, scales: Sequence[float] | None) -> None:
-    x = node.inputs[0]
-    if x is None or x.shape is None:
-        return
-    dims: list[int | ir.SymbolicDim] = []
-    for place, size in enumerate(x.shape):
-        scale = None if scales is None else scales[place]
-        if scale == 1:
-            dims.append(size)
-        elif scale is not None and isinstance(size, int):
-            dims.append(floor(size * scale))
-        elif scale is not None and scale == int(scale):
-            dims.append(size * int(scale))
-        else:
-            dims.append(context.new_symbolic_dim())
-    context.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), x.dtype)
 
 
 def infer_roi_align(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:

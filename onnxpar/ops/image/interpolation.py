@@ -29,7 +29,7 @@ class Interpolation:
         scale: Elements after for one before, as the coordinates are computed by it.
         mode: nearest, linear or cubic.
         coordinates: `coordinate_transformation_mode`.
-        nearest: `nearest_mode`, or "simple": up for a reduction, down otherwise.
+        nearest: `nearest_mode`, or "": up for a reduction, down otherwise.
         cubic: `cubic_coeff_a`.
         exclude_outside: Whether taps beyond the border count for nothing.
         antialias: Whether a reduction widens the filter.
@@ -87,9 +87,9 @@ def nearest(axis: Interpolation) -> NDArray[np.int64]:
         found = np.ceil(at - half)
     elif axis.nearest == "round_prefer_ceil":
         found = np.floor(at + half)
-    elif axis.nearest == "floor" or (axis.nearest == "simple" and axis.scale >= 1):
+    elif axis.nearest == "floor" or (axis.nearest == "" and axis.scale >= 1):
         found = np.floor(at)
-    elif axis.nearest in ("ceil", "simple"):
+    elif axis.nearest in ("ceil", ""):
         found = np.ceil(at)
     else:
         raise ModelError(f"Resize: no rounding {axis.nearest!r}")

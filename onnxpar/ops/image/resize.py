@@ -20,19 +20,19 @@ from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.grad_node import GradNode
-from onnxpar.ops.image.inference import infer_resize, infer_upsample
+from onnxpar.ops.image.inference import infer_resize
 from onnxpar.ops.image.interpolation import Interpolation, matrix, nearest, repeats
 from onnxpar.ops.image.resize_gradient import resize_gradient
 from onnxpar.ops.local_helpers import BOOL, global_index, work_dtype
 from onnxpar.ops.local_node import LocalNode
-from onnxpar.ops.operator import OpDef
+from onnxpar.ops.old_node import OldNode, Upgrade, operands, renamed
+from onnxpar.ops.operator import BY_BODY, OpDef, expanded
 
 _MATRIX_LIMIT = 1 << 22
 """Elements of a matrix of weights that is written into a graph."""
 
 
-def _scales_index(view: NodeView) -> int:
-    return 2 if view.op_type == "Resize" and view.opset >= 11 else 1
+_SCALES = 2
 
 
 def _places(view: NodeView) -> tuple[int, ...]:
@@ -48,14 +48,10 @@ def _scales(view: NodeView) -> dict[int, float] | None:
     Raises:
         ModelError: They are not constant.
     """
-    index = _scales_index(view)
-    if view.op_type == "Upsample" and view.opset < 9:
-        given: Sequence[float] | None = view.attr("scales")
-    else:
-        if not view.has(index) or view.shape(index) == (0,):
-            return None
-        known = view.const(index)
-        given = None if known is None else [float(s) for s in known]
+    if not view.has(_SCALES) or view.shape(_SCALES) == (0,):
+        return None
+    known = view.const(_SCALES)
+    given = None if known is None else [float(s) for s in known]
     if given is None or len(given) != len(_places(view)):
         raise view.fail("the scales must be constant to be sharded")
     return dict(zip(_places(view), given, strict=True))
@@ -84,7 +80,6 @@ def resized(view: NodeView) -> dict[int, Interpolation | None]:
     if not _crops(view) and shape == out and all(isinstance(d, int) for d in shape):
         return {}  # onnxruntime copies, whatever the scales
     found: dict[int, Interpolation | None] = {}
-    old = view.op_type == "Upsample" or view.opset < 11
     policy = scales is None and _keeps_ratio(view)
     for axis, (before, after) in enumerate(zip(shape, out, strict=True)):
         scale = None if scales is None else scales.get(axis, 1.0)
@@ -94,15 +89,13 @@ def resized(view: NodeView) -> dict[int, Interpolation | None]:
         if not isinstance(before, int) or not isinstance(after, int) or _crops(view) or policy:
             found[axis] = None
             continue
-        mode = _mode(view)
         found[axis] = Interpolation(
             before,
             after,
             after / before if scale is None else float(np.float32(scale)),
-            # Upsample, and Resize before opset 11, say bilinear and the like.
-            "linear" if mode.endswith("linear") else mode,
-            "asymmetric" if old else view.attr("coordinate_transformation_mode", "half_pixel"),
-            "simple" if old else view.attr("nearest_mode", "round_prefer_floor"),
+            _mode(view),
+            view.attr("coordinate_transformation_mode", "half_pixel"),
+            view.attr("nearest_mode", "round_prefer_floor"),
             float(view.attr("cubic_coeff_a", -0.75)),
             bool(view.attr("exclude_outside", 0)),
             bool(view.attr("antialias", 0)),
@@ -121,8 +114,7 @@ def _linear(view: NodeView, axes: Mapping[int, Interpolation | None]) -> str:
 
 def _splits(view: NodeView, axis: Interpolation | None) -> bool:
     """Whether a resized axis may be split."""
-    # Where came with opset 9.
-    if axis is None or axis.size * axis.out > _MATRIX_LIMIT or view.opset < 9:
+    if axis is None or axis.size * axis.out > _MATRIX_LIMIT:
         return False
     value = view.node.inputs[0]
     real = value is not None and value.dtype is not None and value.dtype.is_floating_point()
@@ -220,7 +212,6 @@ def _part(
     length = [node.local_size(factor)]
     if not node.is_even(factor):
         last = node.builder.const(np.array(how.out - 1, np.int64))
-        # Min has no integers before opset 12.
         inside = node.op("Less", index, last, dtype=BOOL, shape=length)
         index = node.op("Where", inside, index, last, dtype=INT64, shape=length)
     if how.mode == "nearest":
@@ -276,11 +267,8 @@ def _rest(node: LocalNode, x: ir.Value, left: Mapping[int, object]) -> ir.Value:
             inputs[3] = node.builder.sizes([out[p] for p in places])
         return node.copy(inputs)[0]
     given = [scales[p] if p in left else 1.0 for p in places]
-    index = _scales_index(view)
-    if index < len(inputs):
-        inputs[index] = node.builder.const(np.array(given, np.float32))
-        return node.copy(inputs)[0]
-    return node.copy(inputs, {"scales": given})[0]
+    inputs[_SCALES] = node.builder.const(np.array(given, np.float32))
+    return node.copy(inputs)[0]
 
 
 def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -303,7 +291,6 @@ def _always_repeats(view: NodeView, scale: float) -> int:
     mode = view.attr("coordinate_transformation_mode", "half_pixel")
     if scale != int(scale) or scale < 1 or mode in ("align_corners", "half_pixel_symmetric"):
         return 0
-    old = view.op_type == "Upsample" or view.opset < 11
     # What is repeated depends on the position within an element alone.
     size = 64
     return repeats(
@@ -312,10 +299,31 @@ def _always_repeats(view: NodeView, scale: float) -> int:
             size * int(scale),
             scale,
             _mode(view),
-            "asymmetric" if old else mode,
-            "simple" if old else view.attr("nearest_mode", "round_prefer_floor"),
+            mode,
+            view.attr("nearest_mode", "round_prefer_floor"),
         )
     )
+
+
+def _coordinates_as_attributes(old: OldNode) -> None:
+    """Places were counted from the corner, and rounded down when enlarging, else up.
+
+    onnxruntime reads the empty mode so, whatever the scales are.
+    """
+    mode = old.attr("mode", "nearest")
+    # Some said bilinear and the like.
+    mode = "linear" if mode.endswith("linear") else mode
+    given = old.input(1)
+    scales = None if given is None else ir.convenience.get_const_tensor(given)
+    rounded = ""
+    if scales is not None and (scales.numpy() >= 1).all():
+        rounded = "floor"
+    elif scales is not None and (scales.numpy() <= 1).all():
+        rounded = "ceil"
+    attributes = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
+    if mode == "nearest":
+        attributes["nearest_mode"] = rounded
+    old.become("Resize", [old.input(0), None, given], attributes)
 
 
 DEFS: tuple[OpDef, ...] = (
@@ -328,15 +336,14 @@ DEFS: tuple[OpDef, ...] = (
         gradient=_gradient,
         host_operands=(1, 2, 3),
         infer=infer_resize,
+        upgrades={11: Upgrade(_coordinates_as_attributes)},
     ),
     OpDef(
         "",
         "Upsample",
         7,
-        resize_rule,
-        resize_local,
-        gradient=_gradient,
-        host_operands=(1,),
-        infer=infer_upsample,
+        expanded,
+        gradient=BY_BODY,
+        upgrades={9: operands(scales=1), 10: renamed("Resize")},
     ),
 )

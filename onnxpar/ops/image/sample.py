@@ -17,8 +17,8 @@ from onnxpar.ops.image.inference import infer_roi_align
 from onnxpar.ops.image.sample_body import affine_body, grid_body, roi_body
 from onnxpar.ops.local_helpers import locate, zero_unless
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, Missing, OpDef, expanded
-from onnxpar.ops.quantized.helpers import can_mask
 
 _IMAGE, _REGION = "N", "R"
 
@@ -38,7 +38,7 @@ def grid_rule(view: NodeView) -> OpRule:
 def align_rule(view: NodeView) -> OpRule:
     """RoiAlign: `N C h w, R 1, R -> R C y x; sum: N; replicated: h w y x`, linear (sum or max)."""
     linear = "sum 0" if view.attr("mode", "avg") == "avg" else "max 0"
-    kinds = "sum: N; replicated: h w y x" if can_mask(view) else "replicated: N R h w y x"
+    kinds = "sum: N; replicated: h w y x"
     return parse_rule(f"N C h w, R 1, R -> R C y x; {kinds}; linear: {linear}")
 
 
@@ -65,8 +65,7 @@ def crop_rule(view: NodeView) -> OpRule:
 
 def max_rule(view: NodeView) -> OpRule:
     """MaxRoiPool: `N C h w, R 1 -> R C y x; replicated: N h w y x`: a region names its image."""
-    regions = "" if can_mask(view) else "R "
-    return parse_rule(f"N C h w, R 1 -> R C y x; replicated: {regions}N h w y x; linear: max 0")
+    return parse_rule("N C h w, R 1 -> R C y x; replicated: N h w y x; linear: max 0")
 
 
 def max_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -87,12 +86,29 @@ def suppression_rule(view: NodeView) -> OpRule:
     )
 
 
+def _modes_of_any_rank(old: OldNode) -> None:
+    mode = old.attr("mode", "bilinear")
+    old.node.attributes.add(ir.AttrString("mode", mode.removeprefix("bi")))
+
+
+def _from_the_corner(old: OldNode) -> None:
+    """Pixels were not taken to lie at their centres."""
+    mode = ir.AttrString("coordinate_transformation_mode", "output_half_pixel")
+    old.node.attributes.add(mode)
+
+
 _ELSEWHERE = Missing("it has no gradient rule; RoiAlign has one")
 DEFS: tuple[OpDef, ...] = (
-    *(
-        OpDef(domain, "GridSample", since, grid_rule, gradient=BY_BODY, body=grid_body)
-        for domain, since in (("", 16), ("com.microsoft", 1))
+    OpDef(
+        "",
+        "GridSample",
+        16,
+        grid_rule,
+        gradient=BY_BODY,
+        body=grid_body,
+        upgrades={20: Upgrade(_modes_of_any_rank)},
     ),
+    OpDef("com.microsoft", "GridSample", 1, grid_rule, gradient=BY_BODY, body=grid_body),
     OpDef("", "AffineGrid", 20, expanded, gradient=BY_BODY, body=affine_body),
     OpDef(
         "",
@@ -103,6 +119,7 @@ DEFS: tuple[OpDef, ...] = (
         gradient=BY_BODY,
         body=roi_body,
         infer=infer_roi_align,
+        upgrades={16: Upgrade(_from_the_corner)},
     ),
     OpDef(
         "com.microsoft",

@@ -222,9 +222,7 @@ def roi_body(node: BodyNode) -> Sequence[ir.Value | None]:
         raise node.fail("its body averages a fixed number of samples (sampling_ratio above 0)")
     regions = node.shape(rois)[0]
     bins = int(view.attr("output_height", 1)), int(view.attr("output_width", 1))
-    half = view.opset >= 16 and view.attr("coordinate_transformation_mode", "half_pixel") == (
-        "half_pixel"
-    )
+    half = view.attr("coordinate_transformation_mode", "half_pixel") == "half_pixel"
     taps_y = _line(node, 1, height, bins[0], samples, half=half)
     taps_x = _line(node, 0, width, bins[1], samples, half=half)
     grid = [regions, bins[0] * samples, bins[1] * samples]

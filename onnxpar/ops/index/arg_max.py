@@ -7,6 +7,7 @@ found, as on one device.
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 import sympy
 
@@ -23,9 +24,10 @@ from onnxpar.ops.local_helpers import (
     copy_or,
     global_index,
     normal_axis,
-    written_out,
 )
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.norm.old_versions import OF_ONE_AXIS
+from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
 from onnxpar.ops.slots import Folding
 from onnxpar.ops.view.reshape import further
@@ -57,21 +59,8 @@ def hardmax_rule(view: NodeView) -> OpRule:
     """Hardmax: every dim may be split; the searched one communicates a value and an index a row."""
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
-    if view.opset < 13:
-        # All dims from the axis on are searched as one.
-        rank = len(names)
-        first = int(view.attr("axis", 1))
-        joint = names[first + rank if first < 0 else first :]
-        return parse_rule(
-            f"{text} -> {text}" + (f"; replicated: {' '.join(joint)}" if joint else "")
-        )
     axis = normal_axis(view, view.attr("axis", -1), len(names))
     return parse_rule(f"{text} -> {text}; special: {names[axis]}")
-
-
-def _hardmax_axes(view: NodeView) -> tuple[int, ...]:
-    """The axis that is searched, where it is one."""
-    return (int(view.attr("axis", -1)),) if view.opset >= 13 else ()
 
 
 def hardmax_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -155,12 +144,7 @@ def top_k_rule(view: NodeView) -> OpRule:
     result = list(names)
     result[axis] = "K"
     operand, found = " ".join(names), " ".join(result)
-    # Until opset 11 nothing puts candidates of several devices in order.
-    kinds = (
-        f"special: {names[axis]}; replicated: K"
-        if view.opset >= 11
-        else f"replicated: {names[axis]} K"
-    )
+    kinds = f"special: {names[axis]}; replicated: K"
     return parse_rule(f"{operand}{further(view)} -> {found}, {found}; {kinds}")
 
 
@@ -242,6 +226,11 @@ def unique_rule(view: NodeView) -> OpRule:
     return _depends_on_data(view, "how many values are found, and their order,")
 
 
+def _count_as_operand(old: OldNode) -> None:
+    old.put(1, old.constant([old.attr("k")], np.int64))
+    del old.node.attributes["k"]
+
+
 DEFS = (
     OpDef("", "ArgMax", 1, arg_rule, copy_or(arg_max_local), gradient=NOT_DIFFERENTIABLE),
     OpDef("", "ArgMin", 1, arg_rule, copy_or(arg_min_local), gradient=NOT_DIFFERENTIABLE),
@@ -253,14 +242,16 @@ DEFS = (
         copy_or(top_k_local),
         gradient=top_k_gradient,
         host_operands=(1,),
+        upgrades={10: Upgrade(_count_as_operand)},
     ),
     OpDef(
         "",
         "Hardmax",
         1,
         hardmax_rule,
-        written_out(hardmax_local, _hardmax_axes),
+        hardmax_local,
         gradient=NotDifferentiable("constant between its steps"),
+        upgrades={13: OF_ONE_AXIS},
     ),
     OpDef(
         "",

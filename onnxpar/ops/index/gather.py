@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ShardingError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.function import MIN_OPSET, Function
+from onnxpar.ops.function import Function
 from onnxpar.ops.index.gather_gradient import INDEXED_SUM, gather_gradient
 from onnxpar.ops.local_helpers import locate, normal_axis, zero_unless
 from onnxpar.ops.local_node import LocalNode
@@ -106,17 +105,7 @@ def gather_grad_rule(view: NodeView) -> OpRule:
 
 
 def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Adds rows up at the indices that are in this rank's part of the indexed dim.
-
-    Raises:
-        ShardingError: The model's opset has no ScatterND that adds (16).
-    """
-    if node.builder.opset < 16:
-        raise node.fail(
-            f"the gradient of Gather needs ScatterND of opset 16, got opset "
-            f"{node.builder.opset}; convert the model (onnx.version_converter)",
-            ShardingError,
-        )
+    """Adds rows up at the indices that are in this rank's part of the indexed dim."""
     shape, rows = node.in_shape(1), node.in_shape(0)
     wide = _with_one(shape)
     place = _wrapped(node, node.builder.cast(node.input(1), INT64), wide)
@@ -126,16 +115,12 @@ def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         inside = node.builder.reshape(inside, [*wide, *[1] * (len(rows) - len(shape))])
         updates = zero_unless(node, inside, updates)
     out = node.out_shape()
-    if node.builder.opset >= MIN_OPSET:
-        # Zeros would be folded into a constant as large as the result.
-        like = node.inputs[_LIKE]
-        if like is None or like.shape != ir_shape(out):
-            like = _zeros(node, updates.dtype, out)
-        made = [(updates.dtype, out)]
-        return node.builder.ops(GATHER_GRAD.name, [updates, place, like], made, domain=DOMAIN)
-    place = node.builder.reshape(place, [*wide, 1])
-    start = _zeros(node, updates.dtype, out)
-    return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
+    # Zeros would be folded into a constant as large as the result.
+    like = node.inputs[_LIKE]
+    if like is None or like.shape != ir_shape(out):
+        like = _zeros(node, updates.dtype, out)
+    made = [(updates.dtype, out)]
+    return node.builder.ops(GATHER_GRAD.name, [updates, place, like], made, domain=DOMAIN)
 
 
 def _zeros(node: LocalNode, dtype: ir.DataType | None, shape: Sequence[Dim]) -> ir.Value:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ShardingError
 from onnxpar.core.rule import SPECIAL, Operand, OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
@@ -37,7 +36,8 @@ from onnxpar.ops.local_helpers import (
 )
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
-from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.old_node import renamed
+from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
 from onnxpar.ops.slots import IN_PLACE, Folding
 
 _INDEXED = "V"
@@ -142,14 +142,6 @@ def scatter_elements_rule(view: NodeView) -> OpRule:
         whole = [*whole, names[axis]]
     text += f"; replicated: {' '.join(whole)}" if whole else ""
     return parse_rule(f"{text}; linear: {_LINEAR[reduction]}")
-
-
-def scatter_rule(view: NodeView) -> OpRule:
-    """Scatter: computed whole; opset 11 has ScatterElements in its place, which is divided."""
-    raise view.fail(
-        "Scatter cannot be sharded before opset 11; convert the model to opset 11, which has "
-        "ScatterElements instead"
-    )
 
 
 def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -378,17 +370,7 @@ def gather_nd_grad_rule(view: NodeView) -> OpRule:
 
 
 def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Adds rows up at the places that are in this rank's part.
-
-    Raises:
-        ShardingError: The model's opset has no ScatterND that adds (16).
-    """
-    if node.builder.opset < 16:
-        raise node.fail(
-            f"the gradient of GatherND needs ScatterND of opset 16, got opset "
-            f"{node.builder.opset}; convert the model (onnx.version_converter)",
-            ShardingError,
-        )
+    """Adds rows up at the places that are in this rank's part."""
     place, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
     batch, updates = int(node.attr("batch_dims", 0)), node.input(0)
     found = _columns(node, place, lead, node.plan.rule.outputs[0], batch)
@@ -463,9 +445,9 @@ DEFS = (
         "",
         "Scatter",
         9,
-        scatter_rule,
-        gradient=Missing("gradients need opset 13, which has ScatterElements instead"),
-        cost=moves,
+        expanded,
+        gradient=BY_BODY,
+        upgrades={11: renamed("ScatterElements")},
     ),
     OpDef(
         "",

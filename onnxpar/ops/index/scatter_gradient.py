@@ -15,8 +15,6 @@ GATHER_ND_GRAD = "GatherNDGrad"
 """Operator of the global graph: rows [a…, i…, b…], indices [a…, i…, k] -> [a…, V1…Vk, b…], rows of
 equal index added up (the gradient of GatherND with the same attribute batch_dims)."""
 
-_MIN_OPSET = 16
-
 
 def gather_elements_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Adds the cotangent's elements up where they were read."""
@@ -24,17 +22,7 @@ def gather_elements_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def add_elements(node: GradNode, dy: ir.Value, indices: ir.Value, axis: int) -> ir.Value:
-    """Emits zeros shaped as input 0 with `dy` added along `axis` at `indices`, both of one shape.
-
-    Raises:
-        ModelError: The model's opset has no ScatterElements that adds (16).
-    """
-    if node.builder.opset < _MIN_OPSET:
-        raise node.fail(
-            "a gradient needs ScatterElements "
-            f"of opset {_MIN_OPSET}, got opset {node.builder.opset}; convert the model "
-            "(onnx.version_converter)"
-        )
+    """Emits zeros shaped as input 0 with `dy` added along `axis` at `indices`, of its shape."""
     shape = node.shape(node.input(0))
     zeros = _zeros(node, shape, dy.dtype)
     return node.op("ScatterElements", zeros, indices, dy, shape=shape, axis=axis, reduction="add")

@@ -18,7 +18,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.function import MIN_OPSET, Function
+from onnxpar.ops.function import Function
 from onnxpar.ops.local_helpers import BOOL, count_of, locate, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.loss.cross_entropy_gradient import (
@@ -85,8 +85,7 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
 
 def _fuses(node: LocalNode) -> bool:
     """Whether a kernel can take the place of the node's form in standard operators."""
-    whole = not node.has(WEIGHTS) and not node.atoms(CLASSES)
-    return whole and node.builder.opset >= MIN_OPSET
+    return not node.has(WEIGHTS) and not node.atoms(CLASSES)
 
 
 def _fused_loss(node: LocalNode) -> Sequence[ir.Value]:
@@ -174,7 +173,7 @@ class _Loss:
         if atoms:
             x = node.masked(x, SCORES, CLASSES, "lowest")
         x = node.builder.cast(x, self.wide)
-        if not atoms and node.builder.opset >= 13:
+        if not atoms:
             return node.op("LogSoftmax", x, shape=shape, axis=1)
         return log_softmax(node, x, 1, atoms, shape)
 
@@ -223,11 +222,8 @@ class _Loss:
         if not self.rows:
             return x
         node = self.node
-        axes = list(range(len(self.rows)))
-        if node.builder.opset >= 13:
-            every = node.builder.const(np.array(axes, np.int64))
-            return node.op("ReduceSum", x, every, shape=[], keepdims=0)
-        return node.op("ReduceSum", x, shape=[], keepdims=0, axes=axes)
+        every = node.builder.const(np.arange(len(self.rows)))
+        return node.op("ReduceSum", x, every, shape=[], keepdims=0)
 
     def _denominator(self, weight: ir.Value | None) -> ir.Value:
         """The global weight of all labels, as a scalar."""
@@ -357,11 +353,7 @@ def _scatter_add(
     column: Sequence[Dim],
 ) -> ir.Value:
     """Adds `there`, of shape `column`, to `x`, of `shape`, at one place along dim 1 of each row."""
-    if node.builder.opset >= 16:
-        return node.op("ScatterElements", x, index, there, shape=shape, axis=1, reduction="add")
-    before = node.op("GatherElements", x, index, shape=column, axis=1)
-    total = node.op("Add", before, there, shape=column)
-    return node.op("ScatterElements", x, index, total, shape=shape, axis=1)
+    return node.op("ScatterElements", x, index, there, shape=shape, axis=1, reduction="add")
 
 
 def label_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:

@@ -17,6 +17,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.batch_norm_gradient import BATCH_NORM_GRAD, batch_norm_gradient
+from onnxpar.ops.norm.old_versions import statistics_of_channels, training_as_attribute
 from onnxpar.ops.norm.split_statistics import (
     global_count,
     inverse_deviation,
@@ -24,6 +25,7 @@ from onnxpar.ops.norm.split_statistics import (
     mean_and_variance,
     split_atoms,
 )
+from onnxpar.ops.old_node import Upgrade
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.slots import Roles
 
@@ -37,14 +39,11 @@ def batch_norm_rule(view: NodeView) -> OpRule:
     """`a b c, b, b, b, b -> a b c`; in training form `a` and `c` are special.
 
     Raises:
-        ModelError: There is no dim of channels; the statistics are not one number a channel; or the
-            node is in the training form of opset 13 and older, which says itself by its outputs.
+        ModelError: There is no dim of channels; or statistics are outputs of the inference form.
     """
     rank = len(view.shape(0))
     if rank < 2:
         raise view.fail(f"expected a batch and channels, got a tensor of rank {rank}")
-    if not view.attr("spatial", 1):
-        raise view.fail("expected one statistic for each channel (spatial=1), got spatial=0")
     names = axis_names(rank)
     dims = " ".join(names)
     outputs = [dims, *["b"] * (len(view.node.outputs) - 1)]
@@ -60,7 +59,7 @@ def batch_norm_rule(view: NodeView) -> OpRule:
 def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     """Copies the inference form; writes out the training form, whatever is split.
 
-    Written out it works in any opset and on any of onnxruntime's devices: on CUDA there is no
+    Written out it works on any of onnxruntime's devices: on CUDA there is no
     kernel for the training form, and the CPU's writes new statistics over the old ones.
     """
     view = node.view
@@ -163,6 +162,7 @@ DEFS = (
         batch_norm_local,
         gradient=batch_norm_gradient,
         roles=Roles(vectors=(1, 2), statistics=(3, 4)),
+        upgrades={9: Upgrade(statistics_of_channels), 14: Upgrade(training_as_attribute)},
     ),
     OpDef(
         DOMAIN,

@@ -25,12 +25,14 @@ from onnxpar.ops.norm.group_norm_gradient import (
     lp_norm_gradient,
     mean_variance_norm_gradient,
 )
+from onnxpar.ops.norm.old_versions import affine_of_channels
 from onnxpar.ops.norm.split_statistics import (
     inverse_deviation,
     masker,
     mean_and_variance,
     split_atoms,
 )
+from onnxpar.ops.old_node import Upgrade
 from onnxpar.ops.operator import BY_BODY, OpDef
 from onnxpar.ops.slots import Roles
 
@@ -83,8 +85,6 @@ def _standardised(
 def group_norm_rule(view: NodeView) -> OpRule:
     """`a (g k) c, (g k), (g k) -> a (g k) c; special: k c` (Wu & He, 2018).
 
-    Before opset 21 scale and bias are one number a group.
-
     Raises:
         ModelError: The channels are unknown to be so many groups.
     """
@@ -94,8 +94,7 @@ def group_norm_rule(view: NodeView) -> OpRule:
         raise view.fail(f"expected channels in {groups} groups, got {shape[1]}")
     space = [f"s{axis}" for axis in range(2, len(shape))]
     dims = " ".join(["n", "(g k)", *space])
-    affine = "g" if view.opset < 21 else "(g k)"
-    text = f"{dims}, {affine}, {affine} -> {dims}; special: {' '.join(['k', *space])}"
+    text = f"{dims}, (g k), (g k) -> {dims}; special: {' '.join(['k', *space])}"
     return parse_rule(text, {"g": groups, "k": shape[1] // groups})
 
 
@@ -122,7 +121,7 @@ def group_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     inverse = inverse_deviation(node, variance, epsilon, reduced(grouped, axes))
     y = node.op("Mul", centred, inverse, shape=grouped)
     rest = [1] * len(shape[2:])
-    aside = [1, groups, 1 if view.opset < 21 else inner, *rest]
+    aside = [1, groups, inner, *rest]
     scale, bias = (
         node.builder.reshape(node.builder.cast(node.input(i), wide), aside) for i in (1, 2)
     )
@@ -242,6 +241,7 @@ DEFS: tuple[OpDef, ...] = (
         group_norm_local,
         gradient=group_norm_gradient,
         roles=Roles(vectors=(1, 2)),
+        upgrades={21: Upgrade(affine_of_channels, by_shapes=True)},
     ),
     OpDef(
         "",

@@ -19,10 +19,7 @@ def instance_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def group_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """GroupNormalization (Wu & He, 2018): as `pull_back`, over channels of a group and space.
-
-    Scale and bias are one number a group before opset 21, one a channel since.
-    """
+    """GroupNormalization (Wu & He, 2018): as `pull_back`, over channels of a group and space."""
     x, build = node.input(0), node.builder
     shape = node.shape(x)
     groups = int(node.attr("num_groups", 1))
@@ -33,10 +30,8 @@ def group_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     # The bias alone does not ask for x.
     parted = dy if node.wanted == {2} else node.op("Reshape", x, split, shape=grouped)
     axes = tuple(range(2, len(grouped)))
-    of_group = node.view.opset < 21
-    aside: list[Dim] = [groups, 1 if of_group else inner, *[1] * len(shape[2:])]
-    summed = (0, *axes) if of_group else (0, *axes[1:])
-    dx, *rest = _affine(node, parted, dy, axes, aside, summed)
+    aside: list[Dim] = [groups, inner, *[1] * len(shape[2:])]
+    dx, *rest = _affine(node, parted, dy, axes, aside, (0, *axes[1:]))
     return [None if dx is None else build.reshape_like(dx, x), *rest]
 
 

@@ -19,8 +19,6 @@ from onnxpar.ops.norm.inference import infer_skip_norm
 from onnxpar.ops.norm.split_statistics import inverse_deviation, masker, mean_and_variance
 from onnxpar.ops.operator import BY_BODY, LocalFn, OpDef
 
-_LAYER_NORM_SINCE = 17
-
 
 @dataclass(frozen=True)
 class _Kind:
@@ -116,8 +114,6 @@ def _body(kind: _Kind) -> Callable[[BodyNode], Sequence[ir.Value | None]]:
         view, build = node.view, node.builder
         x = node.input(0)
         shape = node.shape(x)
-        if kind.centre and view.opset < _LAYER_NORM_SINCE:
-            raise node.fail(f"expected opset {_LAYER_NORM_SINCE} or newer for its parts")
         total = node.op("Add", x, node.input(1))
         if view.has(kind.bias):
             total = node.op("Add", total, node.input(kind.bias))

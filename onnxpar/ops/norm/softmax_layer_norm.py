@@ -11,6 +11,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import copy_or, normal_axis, reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.norm.old_versions import OF_ONE_AXIS
 from onnxpar.ops.norm.softmax_layer_norm_gradient import (
     layer_norm_gradient,
     log_softmax_gradient,
@@ -28,20 +29,16 @@ from onnxpar.ops.slots import NO_ROLES, Kernel, KernelCall, Roles
 
 
 def softmax_axes(view: NodeView) -> tuple[int, ...]:
-    """Returns the axes normalised together: one since opset 13, before it `axis` and all after."""
-    rank = len(view.shape(0))
-    if view.opset >= 13:
-        return (normal_axis(view, view.attr("axis", -1), rank),)
-    first = view.attr("axis", 1)
-    return tuple(range(first + rank if first < 0 else first, rank))
+    """Returns the axis that is normalised."""
+    return (normal_axis(view, view.attr("axis", -1), len(view.shape(0))),)
 
 
 def softmax_rule(view: NodeView) -> OpRule:
     """Every dim may be split; those of the normalised axis by the communicating form."""
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
-    special = " ".join(names[axis] for axis in softmax_axes(view))
-    return parse_rule(f"{text} -> {text}" + (f"; special: {special}" if special else ""))
+    (axis,) = softmax_axes(view)
+    return parse_rule(f"{text} -> {text}; special: {names[axis]}")
 
 
 def _softmax(*, log: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
@@ -176,6 +173,7 @@ DEFS = (
         softmax_rule,
         copy_or(_softmax(log=False)),
         gradient=softmax_gradient(softmax_axes),
+        upgrades={13: OF_ONE_AXIS},
         memory=_SOFTMAX_MEMORY,
     ),
     OpDef(
@@ -185,6 +183,7 @@ DEFS = (
         softmax_rule,
         copy_or(_softmax(log=True)),
         gradient=log_softmax_gradient(softmax_axes),
+        upgrades={13: OF_ONE_AXIS},
         memory=_SOFTMAX_MEMORY,
     ),
     OpDef(

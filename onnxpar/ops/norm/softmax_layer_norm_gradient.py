@@ -15,31 +15,24 @@ Axes = Callable[[NodeView], tuple[int, ...]]
 
 
 def softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
-    """Returns the rule dx = y (dy - Σ dy y) over the axes that are normalised together."""
+    """Returns the rule dx = y (dy - Σ dy y) over the axis that is normalised."""
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         dy, y = node.cotangent(), node.output()
-        if node.fuses:
-            (axis,) = axes(node.view)
-            return [node.fused(SOFTMAX_GRAD, dy, y, axis=axis)]
-        part = node.op("Mul", dy, y)
-        total = node.builder.reduce("ReduceSum", part, axes(node.view), keepdims=True)
-        return [node.op("Sub", part, node.op("Mul", y, total))]
+        (axis,) = axes(node.view)
+        return [node.fused(SOFTMAX_GRAD, dy, y, axis=axis)]
 
     gradient.__doc__ = softmax_gradient.__doc__
     return gradient
 
 
 def log_softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
-    """Returns the rule dx = dy - exp(y) Σ dy over the axes that are normalised together."""
+    """Returns the rule dx = dy - exp(y) Σ dy over the axis that is normalised."""
 
     def gradient(node: GradNode) -> Sequence[ir.Value | None]:
         dy, y = node.cotangent(), node.output()
-        if node.fuses:
-            (axis,) = axes(node.view)
-            return [node.fused(LOG_SOFTMAX_GRAD, dy, y, axis=axis)]
-        total = node.builder.reduce("ReduceSum", dy, axes(node.view), keepdims=True)
-        return [node.op("Sub", dy, node.op("Mul", node.op("Exp", y), total))]
+        (axis,) = axes(node.view)
+        return [node.fused(LOG_SOFTMAX_GRAD, dy, y, axis=axis)]
 
     gradient.__doc__ = log_softmax_gradient.__doc__
     return gradient
@@ -64,7 +57,7 @@ def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | 
         stash = ir.DataType(node.attr("stash_type", 1))
         kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
         mean, inverse = (node.further_output(i, stash, kept) for i in (1, 2))
-        if node.wants(0) and node.fuses and _is_plain(node, over):
+        if node.wants(0) and _is_plain(node, over):
             return _fused(node, (dy, x, scale, mean, inverse), over)
         assert x.dtype is not None
         mean, inverse = node.builder.cast(mean, x.dtype), node.builder.cast(inverse, x.dtype)

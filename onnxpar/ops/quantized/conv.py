@@ -17,7 +17,6 @@ from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.quantized.helpers import (
     INT32,
-    can_mask,
     filled,
     is_single,
     output_scale,
@@ -67,7 +66,6 @@ class _Conv:
         shown = ", ".join(operands[: self.view.arity])
         text = f"{shown} -> {self.y}; replicated: {' '.join(self.whole)}"
         if self.channels != 1:
-            kind = kind if can_mask(self.view) else "replicated"
             text += f"{f' {_IN}' if kind == 'replicated' else f'; {kind}: {_IN}'}"
         return parse_rule(text, self.sizes)
 

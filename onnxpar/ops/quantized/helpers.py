@@ -147,11 +147,6 @@ def output_scale(
     return node.op("Div", both, divisor, shape=shape)
 
 
-def can_mask(view: NodeView) -> bool:
-    """Whether the opset has what padding of a summed dim is set with (Range, of opset 11)."""
-    return view.opset >= 11
-
-
 def is_single(view: NodeView, index: int) -> bool:
     """Whether input `index` is absent or of one element."""
     return not view.has(index) or all(size == 1 for size in view.shape(index))

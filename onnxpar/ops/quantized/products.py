@@ -19,7 +19,6 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.quantized.helpers import (
     INT32,
-    can_mask,
     filled,
     is_single,
     output_scale,
@@ -94,9 +93,7 @@ def integer_rule(view: NodeView) -> OpRule:
     """MatMulInteger: `b m k, k n, m, n -> b m n; sum: k`."""
     p = _Product(view, 0, 1)
     points = [p.scale(2, rows=True) if view.arity > 2 else "", p.scale(3) if view.arity > 3 else ""]
-    return p.rule(
-        [p.left, p.right, *points], f"; {'sum' if can_mask(view) else 'replicated'}: {_K}"
-    )
+    return p.rule([p.left, p.right, *points], f"; sum: {_K}")
 
 
 def integer_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -135,7 +132,7 @@ def qlinear_rule(view: NodeView) -> OpRule:
     p = _Product(view, 0, 3)
     one = [p.scale(1, rows=True), p.scale(2, rows=True)]
     other = [p.scale(4), p.scale(5)]
-    split = can_mask(view) and is_single(view, 1) and is_single(view, 6)
+    split = is_single(view, 1) and is_single(view, 6)
     kind = "special" if split else "replicated"
     operands = [p.left, *one, p.right, *other, p.scale(6, rows=True), p.scale(7, rows=True)]
     return p.rule(operands, f"; {kind}: {_K}")

@@ -24,6 +24,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.local_helpers import BOOL, FLOAT, work_dtype, zero_unless
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.old_node import OldNode, Upgrade, operands
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, LocalFn, OpDef, RuleFn, for_ranks
 from onnxpar.ops.random.dropout_gradient import dropout_gradient, drops
 from onnxpar.ops.slots import Precision, always
@@ -220,6 +221,12 @@ def _drawing(op_type: str, since: int, rule: RuleFn, local: LocalFn) -> OpDef:
     return OpDef("", op_type, since, rule, local, gradient=NOT_DIFFERENTIABLE, draws=always)
 
 
+def _mask_as_data(old: OldNode) -> None:
+    """The mask was of the type of the data."""
+    if len(old.node.outputs) > 1 and old.node.outputs[1].name:
+        old.follow(1, "CastLike", old.input(0))
+
+
 DEFS = (
     OpDef(
         "",
@@ -232,6 +239,7 @@ DEFS = (
         draws=drops,
         host_operands=(_RATIO, _TRAINING),
         precision=Precision(follows=True, written_out=True),
+        upgrades={10: Upgrade(_mask_as_data), 12: operands(ratio=1)},
     ),
     _drawing("RandomNormal", 1, noise_rule, _NORMAL),
     _drawing("RandomNormalLike", 1, noise_rule, _NORMAL),

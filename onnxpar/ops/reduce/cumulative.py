@@ -24,7 +24,7 @@ from onnxpar.ops.slots import Folding
 
 
 def _axis(view: NodeView) -> int:
-    axis = view.ints(1, "axis")
+    axis = view.ints(1)
     return normal_axes(view, axis or (0,), len(view.shape(0)), "axis")[0]
 
 

@@ -18,7 +18,7 @@ def cumprod_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """
     x, dy, view = node.input(0), node.cotangent(), node.view
     shape = node.shape(x)
-    axis = normal_axes(view, view.ints(1, "axis") or (0,), len(shape), "axis")[0]
+    axis = normal_axes(view, view.ints(1) or (0,), len(shape), "axis")[0]
     reverse, exclusive = int(view.attr("reverse", 0)), int(view.attr("exclusive", 0))
     last = len(shape) - 1
     order = [*(d for d in range(last + 1) if d != axis), axis]

@@ -20,6 +20,7 @@ from onnxpar.ops.local_helpers import (
     work_dtype,
 )
 from onnxpar.ops.local_node import LocalNode, copy_node
+from onnxpar.ops.old_node import operands
 from onnxpar.ops.operator import LocalFn, OpDef
 from onnxpar.ops.reduce.reduce_gradient import REDUCTIONS
 from onnxpar.ops.sizes.computed_sizes import (
@@ -152,8 +153,18 @@ def _op(
     **slots: Any,
 ) -> OpDef:
     rule = _rule(kind, linear)
-    gradient, axes = REDUCTIONS[name], (1,)
-    return OpDef("", name, 1, rule, local, gradient, keeps_zero=zero, host_operands=axes, **slots)
+    return OpDef(
+        "",
+        name,
+        1,
+        rule,
+        local,
+        REDUCTIONS[name],
+        keeps_zero=zero,
+        host_operands=(1,),
+        upgrades={13 if name == "ReduceSum" else 18: operands(axes=1)},
+        **slots,
+    )
 
 
 DEFS = (

@@ -22,7 +22,7 @@ from onnxpar.graph.builder import INT64
 from onnxpar.graph.metadata_keys import EXPANDED_FROM
 from onnxpar.graph.names import Names, names_of
 from onnxpar.graph.new_nodes import constant
-from onnxpar.graph.node_view import NodeView, default_opset
+from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import origin
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
 
@@ -48,8 +48,7 @@ def fold_sequences(model: ir.Model) -> bool:
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     if not any(n.domain in ("", "ai.onnx") and n.op_type in _MAKERS for n in nodes):
         return False
-    opset = default_opset(model.opset_imports)
-    fold = _Fold(opset, names_of(model.graph))
+    fold = _Fold(names_of(model.graph))
     fold.graph(model.graph)
     common.RemoveUnusedNodesPass()(model)
     return fold.changed
@@ -57,7 +56,6 @@ def fold_sequences(model: ir.Model) -> bool:
 
 @dataclass
 class _Fold:
-    opset: int
     names: Names
     lists: dict[ir.Value, Items] = field(default_factory=dict)
     optional: dict[ir.Value, object] = field(default_factory=dict)
@@ -107,9 +105,7 @@ class _Fold:
 
     def with_axes(self, before: ir.Node, op_type: str, x: ir.Value, axis: int) -> ir.Value:
         """Squeeze or Unsqueeze of one axis."""
-        if self.opset >= 13:
-            return self.emit(before, op_type, [x, self.constant(before, [axis])])[0]
-        return self.emit(before, op_type, [x], axes=[axis])[0]
+        return self.emit(before, op_type, [x, self.constant(before, [axis])])[0]
 
     def replace(self, node: ir.Node, value: ir.Value) -> None:
         """Has the readers of a node's result read another value instead."""
@@ -160,8 +156,6 @@ class _Fold:
             count = parts.shape[0]
             if not isinstance(count, int):
                 return
-            if self.opset < 13 and parts.const_value is None:
-                return
             lengths = parts
         else:
             each = 1
@@ -174,12 +168,7 @@ class _Fold:
             whole, rest = divmod(size, each)
             every = [each] * whole + [rest] * bool(rest)
             count, lengths = len(every), self.constant(node, every)
-        if self.opset >= 13:
-            made = self.emit(node, "Split", [x, lengths], count, axis=axis)
-        else:
-            assert lengths.const_value is not None
-            sizes = [int(n) for n in lengths.const_value.numpy()]
-            made = self.emit(node, "Split", [x], count, axis=axis, split=sizes)
+        made = self.emit(node, "Split", [x, lengths], count, axis=axis)
         if parts is None and not _int(node, "keepdims", 1):
             made = [self.with_axes(node, "Squeeze", item, axis) for item in made]
         self.lists[node.outputs[0]] = made

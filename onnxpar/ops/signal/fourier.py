@@ -18,6 +18,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import global_index, normal_axis
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.signal.fourier_gradient import dft_gradient
 
@@ -31,8 +32,6 @@ def transformed_axis(view: NodeView) -> int:
         ModelError: It is an operand that is not constant.
     """
     rank = len(view.shape(0))
-    if view.opset < 20:
-        return normal_axis(view, view.attr("axis", 1), rank)
     if not view.has(2):
         return rank - 2
     known = view.contents(2)
@@ -134,8 +133,6 @@ def stft_body(node: BodyNode) -> Sequence[ir.Value | None]:
         cut = node.op("Mul", cut, window, shape=shape)
     onesided = int(view.attr("onesided", 1))
     out = [batch, frames, bins, 2]
-    if view.opset < 20:
-        return [node.op("DFT", cut, shape=out, axis=2, onesided=onesided)]
     axis = node.builder.const(np.array(2, np.int64))
     return [node.op("DFT", cut, None, axis, shape=out, onesided=onesided)]
 
@@ -154,8 +151,14 @@ def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
     return [dft_gradient(node, transformed_axis(node.view))]
 
 
+def _axis_as_operand(old: OldNode) -> None:
+    """The axis was the second where none was given."""
+    old.node.attributes.setdefault("axis", ir.AttrInt64("axis", 1))
+    old.operand("axis", 2)
+
+
 DEFS: tuple[OpDef, ...] = (
-    OpDef("", "DFT", 17, dft_rule, gradient=_gradient),
+    OpDef("", "DFT", 17, dft_rule, gradient=_gradient, upgrades={20: Upgrade(_axis_as_operand)}),
     OpDef("", "STFT", 17, stft_rule, stft_local, gradient=BY_BODY, body=stft_body),
     OpDef("", "MelWeightMatrix", 17, mel_rule, gradient=NOT_DIFFERENTIABLE),
 )

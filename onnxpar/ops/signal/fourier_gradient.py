@@ -40,11 +40,8 @@ def dft_gradient(node: GradNode, axis: int) -> ir.Value:
         # What the spectrum does not have got no cotangent.
         dy = _resized(node, dy, axis, length)
         made[axis] = length
-    if view.opset < 20:
-        back = node.op("DFT", dy, shape=made, axis=axis, inverse=int(not inverse))
-    else:
-        place = node.builder.const(np.array(axis, np.int64))
-        back = node.op("DFT", dy, None, place, shape=made, inverse=int(not inverse))
+    place = node.builder.const(np.array(axis, np.int64))
+    back = node.op("DFT", dy, None, place, shape=made, inverse=int(not inverse))
     factor = 1 / length if inverse else float(length)
     back = node.op("Mul", back, node.number(factor, back), shape=made)
     if shape[-1] == 1:

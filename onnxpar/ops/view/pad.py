@@ -12,6 +12,7 @@ from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.sizes.computed_sizes import tiled
 from onnxpar.ops.slots import FOLLOWS, Folding
@@ -27,12 +28,7 @@ def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
         ModelError: They are unknown before the model runs.
     """
     rank = len(view.shape(0))
-    if view.opset < 11:
-        given: Sequence[Dim] | None = view.attr("pads")
-        axes: Sequence[int] | None = None
-    else:
-        given = view.contents(1)
-        axes = view.ints(3, "axes")
+    given, axes = view.contents(1), view.ints(3)
     if given is None:
         raise view.fail("the pads must be known to be sharded")
     places = range(rank) if axes is None else [normal_axis(view, a, rank) for a in axes]
@@ -46,9 +42,7 @@ def _linear(view: NodeView, padded: bool) -> str:
     """What may stay partial: the border must be what the reduction makes of borders."""
     if not padded or _mode(view) != "constant":
         return "any 0"
-    if view.opset < 11:
-        border = view.attr("value", 0)
-    elif view.has(2):
+    if view.has(2):
         known = view.const(2)
         border = None if known is None or known.size != 1 else known.item()
     else:
@@ -126,6 +120,12 @@ def tiled_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     return tile_gradient(node, _repeats(node.view))
 
 
+def _pads_as_operands(old: OldNode) -> None:
+    old.operand("pads", 1)
+    old.operand("value", 2)
+    old.like(2)
+
+
 DEFS = (
     OpDef(
         "",
@@ -136,6 +136,7 @@ DEFS = (
         host_operands=(1, 2, 3),
         precision=FOLLOWS,
         infer=infer_pad,
+        upgrades={11: Upgrade(_pads_as_operands)},
     ),
     OpDef(
         "",

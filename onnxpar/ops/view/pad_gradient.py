@@ -11,7 +11,6 @@ from onnxpar.ops.index.gather_gradient import indexed_gradient
 
 # As numpy.pad calls what the operator does.
 _COPIES = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
-_MIN_OPSET = 11
 
 
 def pad_gradient(
@@ -26,10 +25,8 @@ def pad_gradient(
 
     Raises:
         ModelError: How many they are is unknown, or a border was copied from a dim of unknown
-            size, or the model's opset is before 11.
+            size.
     """
-    if node.builder.opset < _MIN_OPSET:
-        raise node.fail(f"a gradient needs opset {_MIN_OPSET}, got opset {node.builder.opset}")
     dy = node.cotangent()
     if mode != "constant":
         return [_copied(node, dy, mode, amounts)]

@@ -21,6 +21,7 @@ from onnxpar.ops.fallback import readable, require_readable
 from onnxpar.ops.local_helpers import normal_axes
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
+from onnxpar.ops.old_node import operands
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.sizes.computed_sizes import same_elements, transposed
 from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW, Folding
@@ -187,7 +188,7 @@ def reshape_local(node: LocalNode) -> Sequence[ir.Value]:
     if not node.plan.factors:
         return node.copy()
     dims = [size if readable(node.view, (size,)) else -1 for size in node.out_shape()]
-    zeros = {"allowzero": 1} if node.builder.opset >= 14 and -1 not in dims else {"allowzero": None}
+    zeros = {"allowzero": None if -1 in dims else 1}
     return node.copy([node.input(0), node.builder.sizes(dims)], zeros)
 
 
@@ -224,7 +225,7 @@ def transpose_rule(view: NodeView) -> OpRule:
 def unsqueeze_rule(view: NodeView) -> OpRule:
     """Unsqueeze: dims of size 1 come in."""
     rank = len(view.out_shape())
-    new = set(normal_axes(view, view.ints(1, "axes") or (), rank))
+    new = set(normal_axes(view, view.ints(1) or (), rank))
     names = iter(axis_names(rank - len(new)))
     words = ["1" if axis in new else next(names) for axis in range(rank)]
     operand = " ".join(w for w in words if w != "1")
@@ -239,7 +240,7 @@ def squeeze_rule(view: NodeView) -> OpRule:
             output is unknown then, nor is anything that follows from it.
     """
     shape = view.shape(0)
-    axes = view.ints(1, "axes")
+    axes = view.ints(1)
     if axes is None:
         _refuse_unsure(view, shape)
         gone = {axis for axis, size in enumerate(shape) if size == 1}
@@ -268,12 +269,10 @@ def _refuse_unsure(view: NodeView, shape: Sequence[Dim]) -> None:
 
 def squeeze_local(node: LocalNode) -> Sequence[ir.Value]:
     """Without axes a split dim of local size 1 would go too: the dims are named then."""
-    if not node.plan.factors or node.view.ints(1, "axes") is not None:
+    if not node.plan.factors or node.view.has(1):
         return node.copy()
     gone = [axis for axis, size in enumerate(node.view.shape(0)) if size == 1]
-    if node.builder.opset >= 13:
-        return node.copy([node.input(0), node.builder.const(np.array(gone, np.int64))])
-    return node.copy(attributes={"axes": gone})
+    return node.copy([node.input(0), node.builder.const(np.array(gone, np.int64))])
 
 
 def identity_rule(view: NodeView) -> OpRule:
@@ -331,6 +330,7 @@ DEFS = (
         "Unsqueeze",
         1,
         unsqueeze_rule,
+        upgrades={13: operands(axes=1)},
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,
@@ -347,6 +347,7 @@ DEFS = (
         1,
         squeeze_rule,
         squeeze_local,
+        upgrades={13: operands(axes=1)},
         gradient=reshape_gradient,
         cost=view_only,
         keeps_zero=True,

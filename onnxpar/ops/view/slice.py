@@ -20,6 +20,7 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
+from onnxpar.ops.old_node import OldNode, Upgrade, operands
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.sizes.computed_sizes import chosen, concatenated, expanded, parts, sliced
 from onnxpar.ops.slots import FOLLOWS, Folding, Kernel, KernelCall
@@ -79,16 +80,10 @@ def split_rule(view: NodeView) -> OpRule:
 
 def split_local(node: LocalNode) -> Sequence[ir.Value]:
     """Sizes of the pieces, where they are given, become local ones."""
-    given = node.has(1) or node.attr("split") is not None
-    if not given or "d" not in node.plan.factors:
+    if not node.view.has(1) or "d" not in node.plan.factors:
         return node.copy()
     pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
-    if node.builder.opset >= 13:
-        return node.copy([node.input(0), node.builder.sizes(pieces)])
-    if not all(isinstance(piece, int) for piece in pieces):
-        # Equal pieces are what Split makes where no sizes are given.
-        return node.copy(attributes={"split": None})
-    return node.copy(attributes={"split": pieces})
+    return node.copy([node.input(0), node.builder.sizes(pieces)])
 
 
 def concat_rule(view: NodeView) -> OpRule:
@@ -105,22 +100,15 @@ def _slices(view: NodeView) -> dict[int, int]:
         ModelError: The axes are an input that is not constant, or are not said by anything.
     """
     rank = len(view.shape(0))
-    if view.opset < 10:
-        axes: Sequence[int] | None = view.attr("axes")
-        count: Dim = len(view.attr("starts", ()))
-    else:
-        axes = view.ints(3, "axes")
-        (count,) = view.shape(1)
+    axes = view.ints(3)
+    (count,) = view.shape(1)
     if axes is None and not isinstance(count, int):
         raise view.fail(f"the number of starts is {count}")
     found = axes if axes is not None else range(int(count))
     return {normal_axis(view, axis, rank): position for position, axis in enumerate(found)}
 
 
-def _bounds(view: NodeView, name: str, index: int, position: int) -> Dim | None:
-    if view.opset < 10:
-        values = view.attr(name)
-        return 1 if values is None else int(values[position])
+def _bounds(view: NodeView, index: int, position: int) -> Dim | None:
     if not view.has(index):
         return 1
     known = view.contents(index)
@@ -129,9 +117,9 @@ def _bounds(view: NodeView, name: str, index: int, position: int) -> Dim | None:
 
 def _keeps_all(view: NodeView, axis: int, position: int) -> bool:
     """Whether the slice of an axis is proved to keep all of it."""
-    start = _bounds(view, "starts", 1, position)
-    end = _bounds(view, "ends", 2, position)
-    step = _bounds(view, "steps", 4, position)
+    start = _bounds(view, 1, position)
+    end = _bounds(view, 2, position)
+    step = _bounds(view, 4, position)
     if start != 0 or step != 1 or end is None:
         return False
     size = view.shape(0)[axis]
@@ -161,9 +149,6 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
     if not kept:
         return (node.op("Identity", node.input(0), shape=node.out_shape()),)
     positions = list(kept.values())
-    if view.opset < 10:
-        bounds = {name: [view.attr(name)[i] for i in positions] for name in ("starts", "ends")}
-        return node.copy(attributes={**bounds, "axes": list(kept)})
     chosen = node.builder.const(np.array(positions, np.int64))
     operands = [node.input(0)]
     for index in (1, 2, 4):
@@ -186,7 +171,7 @@ def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
         if _keeps_all(view, axis, position):
             continue
         size, taken = view.shape(0)[axis], view.out_shape()[axis]
-        given = _bounds(view, "steps", 4, position)
+        given = _bounds(view, 4, position)
         step = given if isinstance(given, int) else None
         if step != 1 or not view.table.equal(taken, size):
             cuts[axis] = AxisSlice(position, _first(view, position, size, step), step)
@@ -195,7 +180,7 @@ def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 def _first(view: NodeView, position: int, size: Dim, step: int | None) -> Dim | None:
     """The index from which on an axis is taken, counted from the front; None where it is unsure."""
-    start = _bounds(view, "starts", 1, position)
+    start = _bounds(view, 1, position)
     if start is None or step is None:
         return None
     if isinstance(start, int) and isinstance(size, int):
@@ -246,6 +231,12 @@ def _spread(call: KernelCall) -> int:
     return sum(map(call.bytes, spread))
 
 
+def _count_parts(old: OldNode) -> None:
+    """Without sizes of the parts, their number was that of the results."""
+    if old.input(1) is None:
+        old.node.attributes.add(ir.AttrInt64("num_outputs", len(old.node.outputs)))
+
+
 DEFS = (
     OpDef(
         "",
@@ -260,6 +251,7 @@ DEFS = (
         infer=infer_split,
         values=parts,
         folding=Folding.MOVE,
+        upgrades={13: operands(split=1), 18: Upgrade(_count_parts)},
     ),
     OpDef(
         "",
@@ -286,6 +278,7 @@ DEFS = (
         infer=infer_slice,
         values=sliced,
         folding=Folding.MOVE,
+        upgrades={10: operands(starts=1, ends=2, axes=3)},
     ),
     OpDef(
         "",

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.symbols import Dim, dim_str
+from onnxpar.core.symbols import Dim
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.index.gather_gradient import indexed_gradient
-
-_MIN_OPSET = 11
-"""The first with Range; Slice has operands from 10 on."""
 
 
 def split_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -34,18 +31,7 @@ def concat_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     axis = view.attr("axis", 1)
     sizes = [node.shape(x)[axis] for x in operands]
     outputs = [(dy.dtype, node.shape(x)) for x in operands]
-    attributes: dict[str, object] = {"axis": axis}
-    inputs = [dy]
-    if node.builder.opset >= 13:
-        inputs.append(node.builder.sizes(sizes))
-    elif all(isinstance(size, int) for size in sizes):
-        attributes["split"] = [int(size) for size in sizes]
-    else:
-        raise view.fail(
-            f"the pieces {', '.join(map(dim_str, sizes))} are cut "
-            f"again only from opset 13 on, got opset {node.builder.opset}"
-        )
-    return list(node.builder.ops("Split", inputs, outputs, attributes))
+    return list(node.builder.ops("Split", [dy, node.builder.sizes(sizes)], outputs, {"axis": axis}))
 
 
 @dataclass(frozen=True)
@@ -69,9 +55,6 @@ def slice_gradient(node: GradNode, cuts: Mapping[int, AxisSlice]) -> ir.Value:
     Args:
         node: The Slice.
         cuts: Of each axis that does not keep all.
-
-    Raises:
-        ModelError: The opset has no operator for indices that the run decides.
     """
     dy, x = node.cotangent(), node.input(0)
     for axis, cut in cuts.items():
@@ -97,11 +80,6 @@ def _taken(node: GradNode, cut: AxisSlice, full: Dim, count: Dim) -> ir.Value:
     builder = node.builder
     if isinstance(cut.start, int) and cut.step is not None and isinstance(count, int):
         return builder.const(cut.start + cut.step * np.arange(count, dtype=np.int64))
-    if builder.opset < _MIN_OPSET:
-        raise node.fail(
-            f"a gradient with indices that are computed at run time needs opset {_MIN_OPSET}, "
-            f"got opset {builder.opset}"
-        )
     # All indices cut as the axis is, so that bounds outside of it are understood as they are there.
     zero, one = builder.const(0), builder.const(1)
     end = node.op("Reshape", builder.sizes([full]), builder.const(np.empty(0, np.int64)), shape=())

@@ -18,14 +18,13 @@ from onnxpar.ops.window.gradient_windows import window_attributes
 from onnxpar.ops.window.transposed import transpose_dims
 
 INPUT_GRAD, WEIGHT_GRAD = "ConvInputGrad", "ConvWeightGrad"
-_MIN_OPSET = 11
 
 
 def conv_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Cotangents of image, weights and bias.
 
     Raises:
-        ModelError: The padding depends on sizes that are not numbers, or the opset is before 11.
+        ModelError: The padding depends on sizes that are not numbers.
     """
     x, w, dy = node.input(0), node.input(1), node.cotangent()
     attributes = _attributes(node, conv_dims(node.view))
@@ -70,5 +69,5 @@ def _bias(node: GradNode, dy: ir.Value) -> ir.Value:
 
 
 def _attributes(node: GradNode, dims: Sequence[Spatial]) -> dict[str, Any]:
-    group = int(node.attr("group", 1))
-    return {**window_attributes(node, dims, _MIN_OPSET), "group": group}
+    group = int(node.view.attr("group", 1))
+    return {**window_attributes(node, dims), "group": group}

@@ -7,20 +7,17 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.window.geometry import Spatial
 
 
-def window_attributes(node: GradNode, dims: Sequence[Spatial], opset: int) -> dict[str, Any]:
+def window_attributes(node: GradNode, dims: Sequence[Spatial]) -> dict[str, Any]:
     """Returns kernel_shape, strides, dilations and pads of a node's windows.
 
     Args:
         node: The node.
         dims: Its spatial dims.
-        opset: The least opset that the gradient needs.
 
     Raises:
-        ModelError: The padding depends on sizes that are not numbers, or the opset is older.
+        ModelError: The padding depends on sizes that are not numbers.
     """
     view = node.view
-    if node.builder.opset < opset:
-        raise view.fail(f"a gradient needs opset {opset}, got opset {node.builder.opset}")
     before = [d.before for d in dims if d.before is not None]
     after = [d.after for d in dims if d.after is not None]
     if len(before) != len(dims):

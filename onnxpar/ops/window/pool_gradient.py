@@ -19,8 +19,6 @@ from onnxpar.ops.window.geometry import pool_dims
 from onnxpar.ops.window.gradient_windows import window_attributes
 
 MAX_POOL_GRAD, SUM_POOL_GRAD = "MaxPoolGrad", "SumPoolGrad"
-# ScatterElements adds since then.
-_MIN_OPSET = 16
 
 
 def max_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -107,5 +105,5 @@ def _spread(node: GradNode, dy: ir.Value, mean: int) -> ir.Value:
 
 
 def _attributes(node: GradNode) -> dict[str, Any]:
-    ceil_mode = int(node.attr("ceil_mode", 0))
-    return {**window_attributes(node, pool_dims(node.view), _MIN_OPSET), "ceil_mode": ceil_mode}
+    ceil_mode = int(node.view.attr("ceil_mode", 0))
+    return {**window_attributes(node, pool_dims(node.view)), "ceil_mode": ceil_mode}

@@ -395,12 +395,10 @@ def test_refused(case: str) -> None:
         append_loss(read(text), spec)
 
 
-def test_refused_for_reserved_names_and_old_opsets() -> None:
+def test_refused_for_reserved_names() -> None:
     model = append_loss(identity("rows"), LossSpec(LossKind.MSE)).model
     with pytest.raises(ModelError, match=r"the model uses the reserved name 'onnxpar.loss'"):
         append_loss(model, LossSpec(LossKind.MAE, output="y", label_input="labels"))
-    with pytest.raises(ModelError, match="opset 13 or newer, got 12"):
-        append_loss(identity("rows", opset=12), LossSpec(LossKind.MSE))
 
 
 def test_the_command_lines_words() -> None:

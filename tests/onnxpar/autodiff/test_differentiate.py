@@ -168,12 +168,6 @@ def test_an_operator_that_is_not_known_is_refused() -> None:
         differentiate(model, env, known, "loss", ["x"])
 
 
-def test_an_old_opset_is_refused() -> None:
-    model, env = read("loss = ReduceSum<keepdims=0>(x)", "double[4] x", opset=12)
-    with pytest.raises(ModelError, match="expected opset 13 or later, got 12"):
-        differentiate(model, env, REGISTRY, "loss", ["x"])
-
-
 def test_a_loop_that_a_condition_may_end_is_refused() -> None:
     model, env = read(
         """h = Mul(x, x)

@@ -101,7 +101,7 @@ def test_divided_losses(name: str, kind: LossKind) -> None:
     model = divided(case, kind, w)
     feed = {"x": x, "labels": labels, LOSS_WEIGHT: np.array(WEIGHT, np.float32)}
     symbols = {d: SIZES[d] for d in case.dims}
-    got = run_model(model, feed, 18, symbols, padding=7)
+    got = run_model(model, feed, symbols, padding=7)
     # A mean of at most 90 terms in float32.
     assert float(got[LOSS]) == pytest.approx(WEIGHT * expected(kind, logits, labels), rel=1e-6)
     if classes:

@@ -129,7 +129,7 @@ def test_a_divided_step_is_the_step(kind: OptimizerKind) -> None:
     program = optimizer_model(kind, INFOS)
     model = divided(program)
     feed = draw(program)
-    got, wanted = run_model(model, feed, 18, {}), undivided(program, feed)
+    got, wanted = run_model(model, feed, {}), undivided(program, feed)
     assert set(got) == {*program.updated, GRAD_NORM}
     for name, array in wanted.items():
         # Sums of squares in another order; a few roundings in the rest.
@@ -147,7 +147,7 @@ def test_divided_accumulation_moves_nothing() -> None:
     model = divided(program)
     assert not model.builder.collectives
     feed = draw(program)
-    got, wanted = run_model(model, feed, 18, {}), undivided(program, feed)
+    got, wanted = run_model(model, feed, {}), undivided(program, feed)
     for name, array in wanted.items():
         parameter = program.updated[name].removeprefix("onnxpar.grad.")
         partial = PARAMETERS[parameter][2]

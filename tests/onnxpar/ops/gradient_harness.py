@@ -202,7 +202,6 @@ class GradCase:
         made = run_model(
             parted,
             self.arrays,
-            self.opset,
             self.sizes,
             reference=self.reference,
             padding=padding,
@@ -293,9 +292,7 @@ class GradCase:
 
     def _loss(self, arrays: Mapping[str, Array]) -> float:
         if self._forward is None:
-            made = run_model(
-                self._divided, arrays, self.opset, self.sizes, reference=self.reference
-            )
+            made = run_model(self._divided, arrays, self.sizes, reference=self.reference)
             return float(made[LOSS])
         results = self._forward({n: a for n, a in arrays.items() if not n.startswith(WEIGHT)})
         names = (n.removeprefix(WEIGHT) for n in self.program.weights)
@@ -360,7 +357,7 @@ class GradProgram:
         name = list(first.graph)[case.split].name or ""
         own = find_rules(first, env, case.registry)
         assert name not in own.reasons, f"{case}: {own.reasons[name]}"
-        builder = GlobalBuilder.over(graph, case.opset, env)
+        builder = GlobalBuilder.over(graph, model.opset_imports[""], env)
         parameters = _hold(graph, case.variables)
         weights = _append_loss(builder)
         expand_by_body(

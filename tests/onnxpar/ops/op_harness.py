@@ -125,9 +125,9 @@ class Case:
 
     @cached_property
     def view(self) -> NodeView:
-        node = self.global_model.graph[0]
-        definition = self.registry.find(node.domain, node.op_type, self.opset)
-        return with_bodies(NodeView(node, self.env, self.opset), definition, self.registry)
+        node, opset = self.global_model.graph[0], self.global_model.opset_imports[""]
+        definition = self.registry.find(node.domain, node.op_type, opset)
+        return with_bodies(NodeView(node, self.env, opset), definition, self.registry)
 
     @cached_property
     def stands_alone(self) -> bool:
@@ -141,7 +141,7 @@ class Case:
     @cached_property
     def definition(self) -> OpDef:
         node = self.view.node
-        found = self.registry.find(node.domain, node.op_type, self.opset)
+        found = self.registry.find(node.domain, node.op_type, self.view.opset)
         assert found is not None, f"no definition of {node.op_type}"
         return found
 
@@ -351,7 +351,7 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
             {n: held.get(n, whole[n]) for n in model.graph.initializers},
             {n: outputs[n] for n in (v.name or "" for v in model.graph.outputs)},
         ),
-        LocalBuilder(env.table, case.opset, mesh),
+        LocalBuilder(env.table, case.view.opset, mesh),
         body_partitioner(case.registry),
     )
     program = work.run()
@@ -369,7 +369,7 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
         )
         for rank in range(mesh.size)
     ]
-    values = Lockstep(mesh, program.builder, case.opset, case.reference).run(
+    values = Lockstep(mesh, program.builder, case.reference).run(
         feeds, [o.local for o in program.outputs]
     )
     zero = [work.zero[o.name, o.sharding] for o in program.outputs]

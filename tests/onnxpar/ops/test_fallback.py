@@ -70,7 +70,7 @@ def test_computed_whole_and_named(title: str, batch: int) -> None:
         feeds["p"] = np.array(True)
     reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     want = reference.run(None, feeds)[0]
-    got = run_model(parted, feeds, 20, {"n": batch})["y"]
+    got = run_model(parted, feeds, {"n": batch})["y"]
     # The same operations on the same numbers: no sum is taken in another order.
     assert np.array_equal(got, want)
 
@@ -91,7 +91,7 @@ def test_an_input_that_is_an_output_too() -> None:
     assert [node.op_type for node in parted.builder.nodes] == ["Relu"]
     assert parted.outputs[0].local is parted.inputs[0].local
     x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
-    got = run_model(parted, {"x": x}, 20, {"n": 5})
+    got = run_model(parted, {"x": x}, {"n": 5})
     assert np.array_equal(got["x"], x)
     assert np.array_equal(got["y"], np.maximum(x, 0))
 
@@ -103,7 +103,7 @@ def test_a_symbol_that_a_weight_knows() -> None:
     )
     x = np.random.default_rng(0).integers(-5, 5, (5, 4)).astype(np.float32)
     reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    got = run_model(parted, {"x": x}, 20, {"n": 5, "k": 4})["y"]
+    got = run_model(parted, {"x": x}, {"n": 5, "k": 4})["y"]
     assert np.array_equal(got, reference.run(None, {"x": x})[0])
 
 

@@ -11,7 +11,8 @@ _SAME = "the same gradient, by the same function, as the operator of the default
 FEWER: dict[tuple[str, str], str] = {
     ("", "CenterCropPad"): "in training its body stands in its place, of Pad and Slice",
     ("", "RotaryEmbedding"): _HARNESS,
-    ("", "Upsample"): "Resize of an older opset, by the same function",
+    ("", "Scatter"): "ScatterElements of an older opset",
+    ("", "Upsample"): "Resize of an older opset",
     **dict.fromkeys([("", "QuantizeLinear"), ("", "DequantizeLinear")], "elementwise"),
     ("", "MaxUnpool"): "a gather of places; the shapes are those of MaxPool",
     ("", "Col2Im"): "the transposed convolution has cases",

@@ -5,10 +5,8 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar.api.shard_model import analyse
-from onnxpar.core.errors import ModelError, RuleError, ShardingError, SymbolError
-from onnxpar.core.mesh import Mesh
+from onnxpar.core.errors import ModelError, RuleError, SymbolError
 from onnxpar.core.rule import format_rule
-from onnxpar.core.sharding import Component
 from onnxpar.core.symbols import Symbol
 from onnxpar.ops.fallback import replicated_rule
 from onnxpar.ops.operator import Missing, OpDef
@@ -182,10 +180,3 @@ def test_an_operator_has_one_definition_for_each_version() -> None:
     assert table.find("", "X", 13) is new
     assert table.find("", "Y", 13) is None
     assert table.find("other", "X", 13) is None
-
-
-def test_an_opset_without_what_a_mask_needs_is_refused() -> None:
-    case = Case("y = MatMul(a, b)", {"a": "float[4,N]", "b": "float[N,4]"}, NS, opset=9)
-    with pytest.raises(ShardingError, match=r"'node'.*Range, which opset 9 does not have"):
-        case.check(Mesh((), (2,)), {"K": (Component(case.view.shape(0)[1], (0,)),)})
-    case.check(Mesh((), (2,)), {"M": (Component(4, (0,)),)})

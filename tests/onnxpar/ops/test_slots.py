@@ -31,8 +31,7 @@ def faults(definition: OpDef) -> list[str]:
         "what draws random numbers is copied": definition.draws is always
         and definition.local is copy_node,
         "a body is asked for that nobody has": isinstance(gradient, ByBody)
-        and definition.body is None
-        and not has_body(definition),
+        and not (definition.body or definition.upgrades or has_body(definition)),
         "it is made 16 bits and follows its operands": precision.half and precision.follows,
         "16 bits for what ONNX does not define": precision != FLOAT32
         and not has_schema(definition),

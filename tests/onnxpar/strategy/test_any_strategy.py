@@ -180,6 +180,6 @@ def test_numeric_strategies_give_the_right_numbers(
     x = rng.standard_normal((batch, 6)).astype(np.float32)
     w = rng.standard_normal((6, 8)).astype(np.float32)
     want = np.maximum(x @ w, 0).reshape(batch, 2, 4)
-    got = run_model(parted, {"x": x, "w": w}, 18, {"batch": batch})["y"]
+    got = run_model(parted, {"x": x, "w": w}, {"batch": batch})["y"]
     # float32, sums of 6 terms below 4^2 in another order: 6 * 16 * 2^-24 = 6e-6.
     assert np.abs(got - want).max() < 1e-5

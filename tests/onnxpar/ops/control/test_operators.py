@@ -68,7 +68,7 @@ def test_a_branch_in_a_loop_that_captures_from_both_graphs(batch: int) -> None:
         "k": rng.standard_normal(6).astype(np.float32),
         "p": np.array(True),
     }
-    got = run_model(parted, feeds, 20, {"n": batch})
+    got = run_model(parted, feeds, {"n": batch})
     # The same operations on the same numbers.
     for name, want in zip(("y", "ys"), whole(proto, feeds), strict=True):
         assert np.array_equal(got[name], want)
@@ -119,7 +119,7 @@ def test_dims_that_change_places_are_not_split() -> None:
     ((_, _, reason),) = parted.replicated
     assert "two dims of 'l/Transpose' in its body must be equal" in reason
     x = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
-    assert np.array_equal(run_model(parted, {"x": x}, 20, {})["y"], x.T)
+    assert np.array_equal(run_model(parted, {"x": x}, {})["y"], x.T)
 
 
 def test_random_numbers_in_a_body_are_refused() -> None:

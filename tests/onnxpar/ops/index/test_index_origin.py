@@ -70,7 +70,7 @@ def test_a_mask_is_picked_row_by_row() -> None:
     for batch, seq in ((4, 6), (5, 3)):
         feeds = {"mask": rng.random((batch, seq)) < 0.5}
         want = evaluator(proto, reference=False)(feeds)["picked"]
-        got = run_model(parted, feeds, 20, {"batch": batch, "seq": seq})["picked"]
+        got = run_model(parted, feeds, {"batch": batch, "seq": seq})["picked"]
         np.testing.assert_array_equal(got, want)
     assert not parted.builder.collectives
 
@@ -92,7 +92,7 @@ def test_a_cache_is_written_row_by_row(batch: int) -> None:
         "value": rng.standard_normal((batch, 4)).astype(np.float32),
     }
     want = evaluator(proto, reference=False)(feeds)["after"]
-    got = run_model(parted, feeds, 20, {"batch": batch})["after"]
+    got = run_model(parted, feeds, {"batch": batch})["after"]
     np.testing.assert_array_equal(got, want)
 
 

@@ -36,12 +36,6 @@ def test_gather_elements_of_a_part_of_the_rows() -> None:
     ).check()
 
 
-def test_old_opsets_are_refused() -> None:
-    case = GradCase("y = GatherElements(d, i)", {"d": "double[N,4]", "i": "int64[N,4]"}, opset=13)
-    with pytest.raises(ModelError, match="opset 16"):
-        _ = case.program
-
-
 @pytest.mark.parametrize("shape", ["double[N,4]", "double[5,4]"])
 @pytest.mark.parametrize("reduction", ["none", "add"])
 def test_scatter_elements(reduction: str, shape: str) -> None:

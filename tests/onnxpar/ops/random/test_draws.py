@@ -74,7 +74,7 @@ def run(graph: str, feeds: dict[str, np.ndarray], devices: int) -> dict[str, np.
     analysed = analyse(ir.from_proto(onnx.parser.parse_model(HEAD + graph)), {})
     strategy = Strategy.from_text(f"devices: {devices}\ndataset: data_parallel", source="test")
     program = divide(analysed, resolve(strategy, analysed))
-    return run_model(program, feeds, 20, {})
+    return run_model(program, feeds, {})
 
 
 NOISE = """g (float[6, 4] x) => (float[6, 4] y) { n = RandomNormalLike(x) y = Add(x, n) }"""

@@ -114,7 +114,7 @@ def test_folded_and_divided(title: str, batch: int) -> None:
         ).astype(np.float32)
         for v in proto.graph.input
     }
-    made = run_model(parted, feeds, opset, {"n": batch})
+    made = run_model(parted, feeds, {"n": batch})
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     for output, want in zip(session.get_outputs(), session.run(None, feeds), strict=True):
         # The same operations on the same numbers.
@@ -161,7 +161,7 @@ def test_a_list_that_branches_read() -> None:
     parted = divide(analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])}))
     x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     for chosen, want in ((True, x[:, 2:4]), (False, -x[:, 2:4])):
-        made = run_model(parted, {"x": x, "p": np.array(chosen)}, 20, {"n": 5})
+        made = run_model(parted, {"x": x, "p": np.array(chosen)}, {"n": 5})
         np.testing.assert_array_equal(made["y"], want)
 
 
