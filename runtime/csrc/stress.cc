@@ -37,6 +37,7 @@ struct Options : Attributes {
     if (std::strcmp(name, "group") == 0) return group;
     return std::vector<int64_t>{group.front(), group.back()};  // pairs
   }
+  std::optional<double> real(const char*) const override { return std::nullopt; }
 };
 
 void expect(bool holds, const char* what) {
