@@ -66,8 +66,8 @@ def annotate(
         symbols: Constraints on symbols; they replace the strategy's of the same name.
 
     Raises:
-        OnnxparError: The model or the strategy is wrong, or the file cannot be written; it is
-            whole or as before then.
+        OnnxparError: The model or the strategy is wrong, or the file cannot be written; it is then
+            complete or unchanged.
     """
     path, out = Path(model), Path(out)
     check_file(out)

@@ -75,7 +75,7 @@ def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ())
 
     Raises:
         ModelError: It is not the model that was trained, or cannot be read.
-        ArtifactError: The file cannot be written; it is whole or as before then.
+        ArtifactError: The file cannot be written; it is then complete or unchanged.
     """
     tensors = _tensors(weights)
     found = in_memory(read(model), model)

@@ -81,7 +81,7 @@ def shard(
             1 little memory, 2 speed.
         devices: Number of ranks. By default as many as mpirun started; outside of mpirun as few as
             the strategies can be carried out on.
-        dataset: `full_batch`: every rank is given and returns whole arrays. `data_parallel`: each
+        dataset: `full_batch`: every rank is given and returns global arrays. `data_parallel`: each
             its slice of dim 0 of every input and output over all ranks (of an output with a
             strategy: its part of that); scalars and declared dims of 1 are whole. Or one of them
             for each input, after which outputs are slices where an input is. Where the ranks are
@@ -89,7 +89,7 @@ def shard(
         machine: The machine that the search plans for, a preset or a machine file.
 
     Raises:
-        ModelError: `fn` is nothing that can be divided, or is divided already: shard is not nested.
+        ModelError: `fn` is nothing that can be sharded, or is already sharded: shard is not nested.
         StrategyError: Another number of entries than inputs or outputs, an entry whose product does
             not divide the devices, an unknown parameter, level or dataset.
     """
@@ -432,7 +432,7 @@ class Sharded:
         return report
 
     def _slice_of(self, name: str, dims: Dims) -> TensorEntry | None:
-        """Returns how an input lies of which each rank is given a slice."""
+        """Returns the layout of an input of which each rank is given a slice."""
         index = self.inputs.index(name)
         shape = dims[index]
         if not self._given.sliced[index] or not shape or shape[0] == 1:

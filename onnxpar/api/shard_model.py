@@ -188,7 +188,7 @@ def partition_for_training(
         strategy = settled(strategy, Workload.training(prepared, spec, parallel), symbols)
         return partition_training(prepared, strategy, symbols, spec)
     if strategy.rest == SEARCH:
-        # What is searched is the program before it is cut; the plan says where.
+        # What is searched is the program before it is split; the plan says where.
         whole = prepare_training(recognised.clone(), symbols, spec)
         strategy = settled(strategy, Workload.training(whole, spec, parallel), symbols)
     assert strategy.pipeline is not None
@@ -268,7 +268,7 @@ def shard_model(
         model: Path of the ONNX file.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
             for what the model is annotated with.
-        out: The directory to write; it is written whole or not at all.
+        out: The directory to write; it is written completely or not at all.
         devices: Number of devices, if the strategy does not give it.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
         ranks: Write these ranks only.

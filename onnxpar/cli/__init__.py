@@ -76,7 +76,7 @@ def collect_rarely() -> None:
 def build_app(only: str | None = None) -> "typer.Typer":
     """Returns the application with every subcommand, or with that one of them which `only` names.
 
-    Loading the transformer takes a second, which eight ranks of `run` would each spend in vain.
+    Loading the transformer takes a second, which eight ranks of `run` would each waste.
     """
     import typer
 

@@ -1,4 +1,4 @@
-"""`onnxpar inspect`: how a model was divided, or how it can be."""
+"""`onnxpar inspect`: how a model was sharded, or how it can be."""
 
 import json
 import sys
@@ -276,7 +276,7 @@ def _show_programs(programs: Mapping[str, Json], console: Console) -> None:
 
 
 def show_model(data: Json, console: Console) -> None:
-    """Prints what of a model can be divided as tables."""
+    """Prints what of a model can be sharded as tables."""
     values = _table("", "name", "type", "shape")
     for kind in ("inputs", "outputs", "parameters"):
         for item in data[kind]:

@@ -1,4 +1,4 @@
-"""`onnxpar run`: one run of the program on whole arrays."""
+"""`onnxpar run`: one run of the program on global arrays."""
 
 from pathlib import Path
 from typing import Annotated

@@ -30,7 +30,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class _TrainingOptions(TrainingOptions):
-    """What `shard` is told of training beside what `plan` is told, too."""
+    """The options of `shard` for training that `plan` does not have."""
 
     decay: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""`onnxpar verify`: the divided program against the undivided one."""
+"""`onnxpar verify`: the partitioned program against the undivided one."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -29,7 +29,7 @@ class Exportable(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """What is divided when it is called.
+    """What is sharded when it is called.
 
     Attributes:
         name: What it is called in messages.
@@ -58,7 +58,7 @@ def source_of(fn: object) -> Source:
             proto or its path, whose declared dims hold.
 
     Raises:
-        ModelError: It is something else, has attributes without a value, or is divided already.
+        ModelError: It is something else, has attributes without a value, or is already sharded.
     """
     if isinstance(fn, ir.Function):
         name, function, declared = fn.name, fn, False

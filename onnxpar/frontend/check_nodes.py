@@ -1,7 +1,7 @@
 """Refuses nodes that no runtime could run, by ONNX's own schemas and inference.
 
 Everything later may take attributes to be what the standard says: of the right name, type and
-range. What is wrong is told by node and attribute, before anything is divided.
+range. What is wrong is reported with node and attribute, before anything is sharded.
 """
 
 import re

@@ -85,7 +85,7 @@ def expand_unknown(
     """Replaces every node whose operator has a body and no rule. The model is changed.
 
     Sequences whose length and positions are known are folded away too, which is the same to them.
-    What cannot be replaced stays as it is, is computed whole by every device, and says why in its
+    What cannot be replaced stays as it is, is replicated, and says why in its
     metadata.
 
     Args:

@@ -4,7 +4,7 @@
 sizes are known only once they are computed. Their results become initializers; a result that only
 such nodes read is dropped. Nothing that may be trained is computed with: the floating-point
 initializers of the file stay operands of the nodes that read them, and so does all that is made of
-them. A result is no parameter of the user's: the file has no tensor of that name.
+them. A result is not a parameter of the user's: the file has no tensor of that name.
 """
 
 from collections.abc import Collection

@@ -82,7 +82,7 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
     """
     library = logging.getLogger("onnx_ir")
     level = library.level
-    # It warns of what is told elsewhere as an error.
+    # It warns of what is reported elsewhere as an error.
     library.setLevel(logging.ERROR)
     try:
         with _readable(Path(path)):

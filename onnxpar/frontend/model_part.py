@@ -13,7 +13,7 @@ from onnxpar.frontend.load import load, normalise
 from onnxpar.graph.body_captures import every_node, uncapture
 
 COLLECTIVES = "onnxpar"
-"""The domain of the operators that a divided program has."""
+"""The domain of the operators that a partitioned program has."""
 
 
 def whole_model(model: ir.Model | onnx.ModelProto | str | Path) -> ir.Model:

@@ -1,6 +1,6 @@
 """Adds nodes to a global graph, shapes known: autodiff and the programs of training use it.
 
-The global graph is the undivided program; what is added to it is divided later by the same rules as
+The global graph is the undivided program; what is added to it is sharded later by the same rules as
 what the user wrote. Every new value gets its shape as expressions and, for small integer values
 such as target shapes, its elements, so that inference need not run again.
 """

@@ -20,11 +20,11 @@ Factors = Mapping[str, DimSharding]
 
 @dataclass(frozen=True)
 class NodePlan:
-    """How one node is divided.
+    """How one node is sharded.
 
     Attributes:
         rule: The node's sharding rule.
-        factors: Components of each factor that is split; others are whole.
+        factors: Components of each factor that is split; others are replicated.
         inputs: Sharding that each input must have (None: absent, or taken in its current layout).
         outputs: Sharding in which each output is made.
         reason: Empty, or why the node is replicated.
@@ -168,10 +168,11 @@ def shardings(
         reason: Why it is replicated, if it is.
 
     Raises:
-        ShardingError: A factor must be whole or an atom is used twice.
+        ShardingError: A factor must be replicated or an atom is used twice.
     """
     sizes = factor_sizes(rule, view)
-    # The operands of a scaled factor agree in atoms alone: a component of one is none of another.
+    # The operands of a scaled factor agree in atoms alone: a component of one is not one of
+    # another.
     factors = {
         name: (Component(sizes[name], _atoms(parts)),) if name in rule.scaled else parts
         for name, parts in factors.items()

@@ -14,7 +14,7 @@ class NodeSeed:
 
     Attributes:
         node: Name of the node.
-        factors: Components of each factor of its rule that is split; all others are whole.
+        factors: Components of each factor of its rule that is split; all others are replicated.
         out: For each output, the sharding to bring it into after it is made; None: as it is made.
         where: Where the user said so, `file:line`, for messages.
         carried: For operands that stay partial: their atoms and reduction.

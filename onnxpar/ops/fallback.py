@@ -1,4 +1,4 @@
-"""What holds where an operator cannot be divided: every device computes the whole node."""
+"""What holds where an operator cannot be sharded: every device computes the full node."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -72,7 +72,7 @@ def readable(view: NodeView, dims: Iterable[Dim]) -> bool:
 
 
 def require_readable(view: NodeView, what: str, dims: Iterable[Dim]) -> None:
-    """Refuses a node that cannot be divided because its sizes depend on data.
+    """Refuses a node that cannot be sharded because its sizes depend on data.
 
     Raises:
         ModelError: A size of `what` does not follow from the sizes of the graph's inputs.

@@ -1,4 +1,4 @@
-"""What memory the kernel of a node takes: outputs that lie where an operand lies, and room to work.
+"""What memory the kernel of a node takes: outputs in the memory of an operand, and room to work.
 
 What a kernel does is said in the record of its operator (`onnxpar.ops.slots.Kernel`).
 """

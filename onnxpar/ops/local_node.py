@@ -40,7 +40,7 @@ class LocalNode(EmittedNode[LocalBuilder]):
 
     Attributes:
         view: The node of the global graph.
-        plan: How it is divided.
+        plan: How it is sharded.
         builder: Where nodes are emitted.
         inputs: Local operands, already in the shardings that the plan wants. Padding of a factor
             that a reduction runs over already holds the reduction's identity. An operand that is

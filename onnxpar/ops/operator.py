@@ -1,4 +1,4 @@
-"""What an operator must say to be divided: `OpDef`."""
+"""What an operator must say to be sharded: `OpDef`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ class OpDef:
         since_version: First opset version for which this definition holds.
         rule: Returns the sharding rule of a node.
         local: Emits the node's local form; the default copies the node as it is, which is right
-            where the rule's parallel factors and pending reductions say all.
+            where the rule's parallel factors and partial reductions say all.
         gradient: Emits the gradient, or BY_BODY, or why there is none.
         cost: Counts what a device computes and moves for its share; else why the default holds.
         keeps_zero: Whether the padding of the outputs is zero where that of all inputs is.
@@ -166,7 +166,7 @@ def for_ranks(op_type: str, **slots: Any) -> OpDef:
 
 
 def expanded(view: NodeView) -> OpRule:
-    """Replaced by its body, in operators that have rules, before anything is divided.
+    """Replaced by its body, in operators that have rules, before anything is sharded.
 
     Raises:
         ModelError: Always: a node that is still there could not be replaced.

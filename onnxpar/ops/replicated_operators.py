@@ -1,4 +1,4 @@
-"""Operators that every device computes whole, by what they are, and the one on text that is not."""
+"""Operators that every device computes in full, by what they are, and one on text."""
 
 from collections.abc import Callable
 

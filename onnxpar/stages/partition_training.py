@@ -227,7 +227,7 @@ def _evaluation(
     buffers: Buffers,
     staging: Staging | None,
 ) -> tuple[PartitionedModel, Places]:
-    """Forward and loss, with what is told of a batch; parameters lie as in training."""
+    """Forward, loss and results of a batch; parameters have the layout of training."""
     model, shards, training = prepared.evaluation, buffers.shards, buffers.shards.plan
     # Constants of the loss may have names that training gave to others.
     planned = {n: s for n, s in training.parameters.items() if n in model.graph.initializers}

@@ -88,7 +88,7 @@ class ShardSlices:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of indices of a global tensor and where it lies in the shard, an interval a dim."""
+    """A box of indices of a global tensor and its place in the shard, an interval a dim."""
 
     source: Annotated[tuple[Interval, ...], Key(("global",))]
     local: tuple[Interval, ...]

@@ -53,7 +53,7 @@ class UnknownSymbolError(ExpressionError):
 
 @lru_cache(maxsize=65536)
 def _parse(text: str) -> ast.expr | None:
-    """Returns the syntax tree, or None where the text is no expression and so a bare name."""
+    """Returns the syntax tree, or None where the text is not an expression and so a bare name."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):

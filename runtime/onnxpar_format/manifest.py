@@ -69,7 +69,7 @@ class VirtualStage:
     Attributes:
         forward: Name of the program of the forward.
         backward: That of the backward; None where nothing is differentiated.
-        weight: The part of the backward that no other stage waits for; None where it is whole.
+        weight: The part of the backward that no other stage waits for; None where it is not split.
     """
 
     forward: str
@@ -245,7 +245,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A node that every rank computes whole, with the reason."""
+    """A node that every rank computes in full, with the reason."""
 
     node: str
     op_type: str
@@ -268,7 +268,7 @@ class ManifestContents:
         parameters: By name.
         files: Checksums by file name.
         strategy: The strategy as resolved.
-        replicated: Nodes that every rank computes whole.
+        replicated: Nodes that every rank computes in full.
         report: What else the transformer has to tell.
         training: What there is to say about training; None where the artifact is for inference.
         pipeline: The stages; None where there is one.
@@ -347,7 +347,7 @@ class ManifestContents:
 
     def _program_problems(self, place: str, program: ProgramEntry) -> Iterator[Problem]:
         if len(program.files) != self.devices:
-            yield f"{place}.files", f"{self.devices} entries, one a rank", program.files
+            yield f"{place}.files", f"{self.devices} entries, one per rank", program.files
         for file in program.files:
             if file is not None:
                 yield from self._known(f"{place}.files", "files", file)

@@ -197,7 +197,7 @@ def _reader(hint: Any) -> _Read:
 
 
 def _plain(kinds: tuple[Any, ...]) -> _Read:
-    """Of one of the plain types; a boolean is no number."""
+    """Of one of the plain types; a boolean is not a number."""
     allowed = tuple(t for kind in kinds for t in _PLAIN[kind])
     names = " or ".join(kind.__name__ for kind in kinds)
 

@@ -30,9 +30,9 @@ def run(
     outputs: str | Path,
     how: Execution = _DEFAULT,
 ) -> int:
-    """Runs a program once on the whole arrays of an `.npz` file; the body of one rank.
+    """Runs a program once on the global arrays of an `.npz` file; the body of one rank.
 
-    Every rank reads `inputs`; rank 0 writes `outputs`, which appears whole or not at all.
+    Every rank reads `inputs`; rank 0 writes `outputs`, which appears complete or not at all.
 
     Args:
         directory: The artifact directory.

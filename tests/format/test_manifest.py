@@ -50,7 +50,7 @@ def test_load(tmp_path: Path) -> None:
         (lambda m: m["symbols"]["batch"].pop("max"), "symbols.batch: 'max' is missing"),
         (lambda m: m["symbols"]["batch"].update(same_as=1), "batch.same_as: expected str, got 1"),
         (lambda m: m["symbols"]["batch"].update(same_as="b"), "batch.same_as: expected one of"),
-        (lambda m: program(m)["files"].pop(), "2 entries, one a rank"),
+        (lambda m: program(m)["files"].pop(), "2 entries, one per rank"),
         (lambda m: program(m)["files"].__setitem__(0, "../x.onnx"), "without folders"),
         (
             lambda m: program(m)["files"].__setitem__(0, "x.onnx"),

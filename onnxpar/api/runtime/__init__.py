@@ -4,7 +4,7 @@ Takes artifact directories and the options of commands; gives exit codes and rep
 `verification`. Importing a name loads onnxruntime and the collective library, so the commands and
 `onnxpar.shard` import this package when they are called. Each module is loaded when one of its
 names is first used: the transformer, which `verify` needs, takes a second that every rank of
-`mpirun onnxpar run` would spend in vain.
+`mpirun onnxpar run` would waste.
 """
 
 from importlib import import_module

@@ -22,7 +22,7 @@ def reshard_checkpoint(source: Path, target: Path, to: Path, *, verify: bool) ->
 
 
 def merge_checkpoint(source: Path, target: Path, *, verify: bool) -> str:
-    """Writes a checkpoint with every tensor whole; returns what to tell.
+    """Writes a checkpoint with every tensor unsharded; returns what to tell.
 
     Args:
         source: The checkpoint, or a folder of them.

@@ -38,7 +38,7 @@ def _own_rank() -> tuple[Rank, Any]:
 
 
 class Call:
-    """The arrays of one call of a divided function, as all ranks of it see them.
+    """The arrays of one call of a sharded function, as all ranks of it see them.
 
     Every rank must make it at the same time.
 

@@ -101,7 +101,7 @@ def group_query_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def multi_head_rule(view: NodeView) -> OpRule:
-    """MultiHeadAttention: `b s (h d), b t (h d), b t (h e), … -> b s (h e)`, t and d whole.
+    """MultiHeadAttention: `b s (h d), b t (h d), b t (h e), … -> b s (h e)`, t and d replicated.
 
     Keys and values may lie as a cache has them (`b h t d`).
 

@@ -92,7 +92,7 @@ class Operands:
     texts: list[str] = field(default_factory=list)
 
     def add(self, text: str | None = None) -> None:
-        """Adds the next operand; without a text it is needed whole."""
+        """Adds the next operand; without a text it must be replicated."""
         index = len(self.texts)
         self.texts.append((text or ".") if self.view.has(index) else "-")
 
@@ -102,7 +102,7 @@ class Operands:
         self.add(broadcast(self.view.shape(index), words) if self.view.has(index) else None)
 
     def rest(self) -> str:
-        """The text of all operands; those not added are needed whole."""
+        """The text of all operands; those not added must be replicated."""
         while len(self.texts) < self.view.arity:
             self.add()
         return ", ".join(self.texts[: self.view.arity])

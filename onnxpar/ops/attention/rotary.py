@@ -37,7 +37,7 @@ def _rule(text: str, caches: str, sizes: dict[str, Dim], *, linear: str, special
 
 
 def rotary_rule(view: NodeView) -> OpRule:
-    """RotaryEmbedding (23): `b s (h d), ., ., b s -> b s (h d)`, d whole."""
+    """RotaryEmbedding (23): `b s (h d), ., ., b s -> b s (h d)`, d replicated."""
     text, sizes = _operand(view, int(view.attr("num_heads", 0)))
     if view.has(3):
         return _rule(text, "., ., b s", sizes, linear="sum 0", special="")

@@ -75,7 +75,7 @@ def _lengths(view: NodeView) -> tuple[Dim, Dim, Dim]:
 
 
 def attention_rule(view: NodeView) -> OpRule:
-    """Attention: `b s (h g d), b t (h d), b t (h e), … -> b s (h g e); sum: t`, d whole.
+    """Attention: `b s (h g d), b t (h d), b t (h e), … -> b s (h g e); sum: t`, d replicated.
 
     Keys are split only where there is no past to be put before them.
     """

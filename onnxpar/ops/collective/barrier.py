@@ -20,7 +20,7 @@ VERSION = 1
 
 
 def barrier_rule(view: NodeView) -> OpRule:
-    """Barrier: every dim, whole or split, and whatever its operand waits for."""
+    """Barrier: every dim, replicated or sharded, and whatever its operand waits for."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names}{', *' * (view.arity - 1)} -> {names}; linear: any 0")
 

@@ -25,7 +25,7 @@ def det_rule(view: NodeView) -> OpRule:
 def det_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """dX_ij = dy (-1)^(i+j) det of X without row i and column j.
 
-    The cofactors are those of any matrix, where det(X) X⁻ᵀ is none of a singular one.
+    The cofactors are those of any matrix, where det(X) X⁻ᵀ has none for a singular one.
 
     Raises:
         ModelError: The size of the matrix is not a number up to `MAX_SIZE`.

@@ -208,10 +208,10 @@ class BodyAnalysis:
     def _leaves(self, value: ir.Value) -> set[int]:
         return set(self.parts.leaves(self.dims(value) or ()))
 
-    # -- pending reductions ------------------------------------------------------------------------
+    # -- partial values ------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        """Follows pending reductions to the results; False where that forbade another split."""
+        """Follows partial values to the results; False where that forbade another split."""
         self._forbid_twice()
         before = len(self.parts.fixed)
         entering: dict[str, PartialDims] = {v.name or "": {} for _, v, _ in self.wiring.states}
@@ -399,7 +399,7 @@ class BodyAnalysis:
     # -- carrying out a plan -----------------------------------------------------------------------
 
     def plans(self, factors: Mapping[str, DimSharding], mesh: Mesh) -> "BodyPlans":
-        """Returns how bodies are divided, from the splits of the rule's factors."""
+        """Returns how bodies are sharded, from the splits of the rule's factors."""
         self.rule()
         split = {leaf: factors[n] for leaf, n in self._names.items() if n in factors}
         return BodyPlans(self, split, mesh)
@@ -407,7 +407,7 @@ class BodyAnalysis:
 
 @dataclass(frozen=True)
 class BodyPlans:
-    """How the bodies of a node are divided.
+    """How the bodies of a node are sharded.
 
     Attributes:
         analysis: What may be split.
@@ -433,7 +433,7 @@ class BodyPlans:
         return atoms, next(iter(pending.values()), "sum")
 
     def sharding(self, value: ir.Value) -> Sharding:
-        """How a value lies that the bodies read, make or hand on."""
+        """The layout of a value that the bodies read, make or hand on."""
         analysis = self.analysis
         dims, shape = analysis.dims(value), analysis._shape(value.name or "")
         if dims is None or shape is None:

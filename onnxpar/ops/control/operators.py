@@ -1,6 +1,6 @@
 """If, Loop and Scan: rule and local form, which follow from the nodes inside their bodies.
 
-What is run is decided alike on every device: conditions and trip counts are needed whole, and the
+What is run is decided alike on every device: conditions and trip counts must be replicated, and the
 axis that a Scan steps along is not split. A body is then partitioned as a graph is, for what its
 node splits, and never communicates (see `onnxpar.ops.control.body_rule`).
 """

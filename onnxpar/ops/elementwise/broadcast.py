@@ -22,7 +22,7 @@ def axis_names(rank: int) -> list[str]:
 
 
 def aligned(shape: Sequence[Dim], out: Sequence[Dim], names: Sequence[str]) -> tuple[str, set[str]]:
-    """Returns the rule text of an operand broadcast to `out`, and the factors that must be whole.
+    """Returns the rule text of an operand broadcast to `out`, and the replicated factors.
 
     A dim of unknown relation to the output's (it may be 1 when the model runs) makes its factor
     whole, since only then is a copy on every device right in both cases.

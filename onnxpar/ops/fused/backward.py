@@ -1,7 +1,7 @@
 """The fused gradients that gradient rules emit: one node for a chain of elementwise operators.
 
 Where what is normalised together is split, a form of standard operators stands for the node, in
-which one number a row travels.
+which one number per row travels.
 """
 
 from collections.abc import Sequence
@@ -198,7 +198,7 @@ def _total(
 
 
 def softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Forms y (dy - Σ dy y), the sum all-reduced: one number a row."""
+    """Forms y (dy - Σ dy y), the sum all-reduced: one number per row."""
     shape, wide = node.in_shape(0), work_dtype(node.out_dtype())
     dy, y = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     part = node.op("Mul", dy, y, shape=shape)
@@ -208,7 +208,7 @@ def softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Forms dy - exp(y) Σ dy, the sum all-reduced: one number a row."""
+    """Forms dy - exp(y) Σ dy, the sum all-reduced: one number per row."""
     shape, wide = node.in_shape(0), work_dtype(node.out_dtype())
     dy, y = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     total, _ = _total(node, dy, (_axis(node.view),), shape)

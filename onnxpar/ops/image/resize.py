@@ -122,7 +122,7 @@ def _splits(view: NodeView, axis: Interpolation | None) -> bool:
 
 
 def resize_rule(view: NodeView) -> OpRule:
-    """Resize: `a b h w -> a b h w; scaled: h w`; dims of unknown size must be whole.
+    """Resize: `a b h w -> a b h w; scaled: h w`; dims of unknown size must be replicated.
 
     Raises:
         ModelError: The scales or sizes are not constant, or an aspect ratio is kept that the batch

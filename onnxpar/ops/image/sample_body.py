@@ -164,7 +164,7 @@ def _bordered(node: BodyNode, rows: _Arithmetic, at: ir.Value, size: int, align:
 
 
 def _tap(rows: _Arithmetic, at: ir.Value, weight: ir.Value | None, size: int) -> Tap:
-    """A tap; what lies outside counts for nothing and is read inside."""
+    """A tap; what is outside counts for nothing and is read inside."""
     inside = rows.within(at, size)
     weight = inside if weight is None else rows("Mul", weight, inside)
     return Tap(rows("Clip", at, 0.0, float(size - 1)), weight)

@@ -199,7 +199,7 @@ def _best(
 
 
 def compress_rule(view: NodeView) -> OpRule:
-    """Compress: the chosen axis is whole, since how many are chosen depends on data."""
+    """Compress: the chosen axis is replicated, since how many are chosen depends on data."""
     names = axis_names(len(view.shape(0)))
     axis = view.attr("axis")
     if axis is None:
@@ -217,12 +217,12 @@ def _depends_on_data(view: NodeView, what: str) -> OpRule:
 
 
 def non_zero_rule(view: NodeView) -> OpRule:
-    """NonZero: computed whole; how many elements are found depends on all data."""
+    """NonZero: replicated; how many elements are found depends on all data."""
     return _depends_on_data(view, "how many elements are found, and their order,")
 
 
 def unique_rule(view: NodeView) -> OpRule:
-    """Unique: computed whole; how many values are found, and their order, depends on all data."""
+    """Unique: replicated; how many values are found, and their order, depends on all data."""
     return _depends_on_data(view, "how many values are found, and their order,")
 
 

@@ -7,7 +7,7 @@ from onnxpar.ops.slots import Library
 
 
 def infer_skip_norm(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Normalisations of a residual sum: as the first operand, statistics one number a row."""
+    """Normalisations of a residual sum: as the first operand, statistics one number per row."""
     x = node.inputs[0]
     if x is None or x.shape is None:
         return

@@ -96,7 +96,7 @@ def _local(kind: _Kind) -> LocalFn:
             outputs.append(node.builder.cast(value, out.dtype if out.name else None))
         return outputs
 
-    local.__doc__ = "Statistics summed over the shards, at most two numbers a row."
+    local.__doc__ = "Statistics summed over the shards, at most two numbers per row."
     return local
 
 

@@ -51,7 +51,7 @@ def _softmax(*, log: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
         y = _normalised(node, x, softmax_axes(node.view), split_atoms(node), shape, log=log)
         return (node.builder.cast(y, node.out_dtype()),)
 
-    special.__doc__ = "The maximum, then the sum of powers, each all-reduced, one number a row."
+    special.__doc__ = "The maximum, then the sum of powers, each all-reduced, one number per row."
     return special
 
 
@@ -150,7 +150,7 @@ def _normalised_local(
             node.builder.cast(value, node.out_dtype(index)) for index, value in enumerate(outputs)
         ]
 
-    local.__doc__ = "Statistics summed over the shards, at most two numbers a row."
+    local.__doc__ = "Statistics summed over the shards, at most two numbers per row."
     return local
 
 

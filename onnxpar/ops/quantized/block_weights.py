@@ -36,7 +36,7 @@ class _Blocks:
         blocks: Text of a dim with one element a block.
         packed: Text of a dim with one byte for several blocks.
         inside: Factors of the axis itself: the blocks, then the elements of one.
-        clause: Text of the clause for what lies in a block or a byte.
+        clause: Text of the clause for what is in a block or a byte.
         sizes: Sizes of the factors.
     """
 

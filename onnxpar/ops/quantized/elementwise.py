@@ -48,7 +48,7 @@ def _broadcast(*tensors: int) -> RuleFn:
 
 
 def softmax_rule(view: NodeView) -> OpRule:
-    """QLinearSoftmax: rows are parallel; the normalised dims are whole."""
+    """QLinearSoftmax: rows are parallel; the normalised dims are replicated."""
     names = axis_names(len(view.shape(0)))
     axis = normal_axis(view, view.attr("axis", -1), len(names))
     # Before opset 13 everything from the axis on was one row.

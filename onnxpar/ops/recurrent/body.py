@@ -220,7 +220,7 @@ def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
     The weights of both are kept together, so that their gradients are made as they lie.
 
     Raises:
-        ModelError: An activation is none of ONNX's, or a size that must be known is not.
+        ModelError: An activation is not one of ONNX's, or a size that must be known is not.
     """
     view, e = node.view, _Emit(node.builder)
     kind = view.op_type

@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM: batch and directions are divided, the rest is needed whole.
+"""RNN, GRU and LSTM: batch and directions are sharded, the rest must be replicated.
 
 The gates of a step read all of the hidden state of the step before, through a full matrix: a split
 of the hidden size would gather the state in every step, of every direction. Steps follow one

@@ -1,4 +1,4 @@
-"""Reductions: a split of a reduced dim leaves a pending reduction, or communicates inside.
+"""Reductions: a split of a reduced dim leaves a partial result, or communicates inside.
 
 Sum, Mean, L1 and SumSquare are sums of what each device has, Max, Min and Prod likewise; L2, LogSum
 and LogSumExp end in a function that no sum commutes with, so they reduce inside the node.

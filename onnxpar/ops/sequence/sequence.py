@@ -4,7 +4,7 @@ Exporters use sequences for a list that they cut up at once: SplitToSequence, th
 constant positions. Such a list is known when the model is normalised, so that cutting is a Split
 and joining a Concat, which are divided, and differentiated, as any other.
 A list whose length or positions depend on data (one that a loop grows, a graph's input) is left,
-and computed whole by every device.
+and replicated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -332,7 +332,7 @@ def sequence_rule(view: NodeView) -> OpRule:
 
 
 def optional_rule(view: NodeView) -> OpRule:
-    """Folded where it is known whether the value is there; else computed whole."""
+    """Folded where it is known whether the value is there; else replicated."""
     raise view.fail("whether the value is present is unknown before the model runs")
 
 

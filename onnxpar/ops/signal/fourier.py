@@ -1,7 +1,8 @@
 """Fourier transforms and what goes with them: DFT, STFT, MelWeightMatrix.
 
-A transformed axis is whole; everything around it divides, the frames of an STFT too: a device cuts
-the frames that are its own out of the whole signal. Windows are expanded to what computes them.
+A transformed axis is replicated; everything around it divides, the frames of an STFT too: a device
+cuts the frames that are its own out of the whole signal. Windows are expanded to what computes
+them.
 """
 
 from collections.abc import Sequence

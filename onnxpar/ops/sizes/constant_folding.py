@@ -79,7 +79,7 @@ def fold_node(
     try:
         with np.errstate(all="ignore"):
             found = ReferenceEvaluator(proto, opsets={"": opset}).run(None, feeds)
-    except Exception:  # Whatever is wrong is told when the node is checked.
+    except Exception:  # Whatever is wrong is reported when the node is checked.
         return None
     results = tuple(np.asarray(x) for x in found)
     if any(x.nbytes > FOLD_BYTES or x.dtype.kind not in "biuf" for x in results):

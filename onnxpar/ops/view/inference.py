@@ -20,7 +20,7 @@ _FEW = 64
 
 
 def infer_slice(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Slice: bounds cut off at the dim's ends, as the specification says, whatever its size."""
+    """Slice: bounds limited to the dim's ends, as the specification says, whatever its size."""
     library.infer(context, node)
     data, starts, ends, axes, steps = (
         node.inputs[i] if i < len(node.inputs) else None for i in range(5)

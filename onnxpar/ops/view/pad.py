@@ -57,7 +57,7 @@ def _mode(view: NodeView) -> str:
 
 
 def pad_rule(view: NodeView) -> OpRule:
-    """Pad: a dim that keeps its size may be split, the others are whole."""
+    """Pad: a dim that keeps its size may be split, the others are replicated."""
     names = axis_names(len(view.shape(0)))
     padded = sorted(_amounts(view))
     result = [f"{n}_pad" if axis in padded else n for axis, n in enumerate(names)]

@@ -37,19 +37,19 @@ def _depth(view: NodeView) -> str:
 
 
 def depth_to_space_rule(view: NodeView) -> OpRule:
-    """DepthToSpace: `n (x y c) h w -> n c (h x) (w y)`, blocks x y whole; CRD has `(c x y)`."""
+    """DepthToSpace: `n (x y c) h w -> n c (h x) (w y)`, x y replicated; CRD has `(c x y)`."""
     sizes = _sizes(view, view.out_shape(), view.shape(0))
     return parse_rule(f"n {_depth(view)} h w -> {_SPACE}; replicated: x y; linear: any 0", sizes)
 
 
 def space_to_depth_rule(view: NodeView) -> OpRule:
-    """SpaceToDepth: `n c (h x) (w y) -> n (x y c) h w`, blocks x y whole; CRD has `(c x y)`."""
+    """SpaceToDepth: `n c (h x) (w y) -> n (x y c) h w`, x y replicated; CRD has `(c x y)`."""
     sizes = _sizes(view, view.shape(0), view.out_shape())
     return parse_rule(f"{_SPACE} -> n {_depth(view)} h w; replicated: x y; linear: any 0", sizes)
 
 
 def reverse_sequence_rule(view: NodeView) -> OpRule:
-    """ReverseSequence: the time axis is whole; the batch axis and all others may be split."""
+    """ReverseSequence: the time axis is replicated; the batch axis and all others may be split."""
     names = axis_names(len(view.shape(0)))
     batch, time = (int(view.attr(f"{n}_axis", d)) for n, d in (("batch", 1), ("time", 0)))
     if {batch, time} != {0, 1}:

@@ -165,7 +165,7 @@ def view_rule(
 
 
 def further(view: NodeView, first: int = 1) -> str:
-    """Returns the text of operands `first` and on, needed whole: ", ., -"."""
+    """Returns the text of operands `first` and on, replicated: ", ., -"."""
     return "".join(", ." if view.has(i) else ", -" for i in range(first, view.arity))
 
 
@@ -276,7 +276,7 @@ def squeeze_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def identity_rule(view: NodeView) -> OpRule:
-    """Identity: every factor, every pending reduction."""
+    """Identity: every factor, every partial reduction."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names} -> {names}; linear: any 0")
 

@@ -71,7 +71,7 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
 
 
 def split_rule(view: NodeView) -> OpRule:
-    """Split: `(t d) -> d, d, …` for equal pieces, else the axis is whole."""
+    """Split: `(t d) -> d, d, …` for equal pieces, else the axis is replicated."""
     shape = view.shape(0)
     axis = normal_axis(view, view.attr("axis", 0), len(shape))
     pieces = [view.out_shape(i)[axis] for i in range(len(view.node.outputs))]
@@ -87,7 +87,7 @@ def split_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def concat_rule(view: NodeView) -> OpRule:
-    """Concat: `d, d, … -> (t d)` for equal pieces, else the axis is whole."""
+    """Concat: `d, d, … -> (t d)` for equal pieces, else the axis is replicated."""
     shapes = [view.shape(i) for i in range(view.arity)]
     axis = normal_axis(view, view.attr("axis", 1), len(shapes[0]))
     return _piece_rule(view, view.out_shape(), axis, [shape[axis] for shape in shapes])
@@ -129,7 +129,7 @@ def _keeps_all(view: NodeView, axis: int, position: int) -> bool:
 
 
 def slice_rule(view: NodeView) -> OpRule:
-    """Slice: a dim that keeps all its elements may be split, the others are whole."""
+    """Slice: a dim that keeps all its elements may be split, the others are replicated."""
     shape = view.shape(0)
     names = axis_names(len(shape))
     cut = {axis for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}

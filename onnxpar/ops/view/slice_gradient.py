@@ -1,4 +1,4 @@
-"""Gradients of what cuts and joins: what was cut off gets zeros, what was joined is cut again."""
+"""Gradients of what cuts and joins: what was removed gets zeros, what was joined is cut again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Conv and ConvTranspose, divided along any of their dims.
+"""Conv and ConvTranspose, sharded along any of their dims.
 
 Batch and groups are parallel, output channels too, a split of the input channels leaves a partial
 sum, and spatial dims exchange halos (`onnxpar.ops.window.halo`).
@@ -95,7 +95,7 @@ def conv_transpose_rule(view: NodeView) -> OpRule:
 
 
 def conv_transpose_local(node: LocalNode) -> Sequence[ir.Value]:
-    """On windows of the operand, what lies outside of the own block cut away."""
+    """On windows of the operand, what is outside of the own block removed."""
     if not node.plan.factors:
         return node.copy()
     dims = transpose_dims(node.view)

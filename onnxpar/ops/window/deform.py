@@ -1,4 +1,4 @@
-"""DeformConv and Col2Im: divided by batch, channels and groups; spatial dims are whole."""
+"""DeformConv and Col2Im: sharded by batch, channels and groups; spatial dims are replicated."""
 
 from collections.abc import Sequence
 

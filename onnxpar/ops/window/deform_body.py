@@ -2,7 +2,7 @@
 
 Each element of the kernel reads the image at a place of its own, moved by an offset, as the
 weighted sum of the four elements around it (Dai et al., "Deformable convolutional networks", ICCV
-2017; with masks Zhu et al., 2019); what lies outside counts as zero. What was read is then
+2017; with masks Zhu et al., 2019); what is outside counts as zero. What was read is then
 multiplied by the weights.
 """
 

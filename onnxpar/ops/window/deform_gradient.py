@@ -33,7 +33,7 @@ def col2im_gradient(node: GradNode) -> Sequence[ir.Value | None]:
             raise view.fail("a gradient needs a constant image")
         made.append(room // int(strides[d]) + 1)
     images = out[0] * out[1]
-    # Batch and channels are one dim, as each channel is cut for itself.
+    # Batch and channels are one dim, as each channel is split by itself.
     image = node.op(
         "Reshape",
         dy,

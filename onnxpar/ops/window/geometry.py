@@ -154,8 +154,8 @@ class Words:
 def words(dims: Sequence[Spatial]) -> Words:
     """Returns the spatial dims of a rule.
 
-    Where the padding is unknown before the model runs, all dims are whole. A dim whose kernel has
-    one element has no halo and is parallel, without stride and padding.
+    Where the padding is unknown before the model runs, all dims are replicated. A dim whose kernel
+    has one element has no halo and is parallel, without stride and padding.
     """
     image, results, scaled, whole = [], [], [], []
     known = all(dim.before is not None for dim in dims)

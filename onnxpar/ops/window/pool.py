@@ -145,7 +145,7 @@ def lp_pool_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def max_unpool_rule(view: NodeView) -> OpRule:
-    """MaxUnpool: `N C y x, N C y x -> N C y x`; spatial dims are whole."""
+    """MaxUnpool: `N C y x, N C y x -> N C y x`; spatial dims are replicated."""
     require_readable(view, "the shape of the result", view.out_shape())
     rank = len(view.shape(0)) - 2
     read, made = (" ".join(f"{end}{d}" for d in range(rank)) for end in ("i", "o"))

@@ -48,7 +48,7 @@ def counts(node: LocalNode, dim: Spatial, atoms: Atoms) -> ir.Value:
     Args:
         node: The node; its attributes say what is counted.
         dim: The dim; its padding must be known.
-        atoms: What splits it; none where it is whole.
+        atoms: What splits it; none where it is replicated.
     """
     assert dim.before is not None and dim.after is not None
     include = bool(node.attr("count_include_pad", 0))

@@ -2,7 +2,7 @@
 
 Element i of the operand adds to the results stride * i - before to that + extent - 1. A device
 takes the elements that add to its block of results, of which those at the ends add beyond the block
-too; that is cut away, by the operator's own padding where all devices cut away as much.
+too; that is removed, by the operator's own padding where all devices removed as much.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ class Checkpoint(CheckpointContents):
     """A checkpoint, read from its manifest.
 
     Attributes:
-        directory: Where it lies.
+        directory: Where it is.
     """
 
     directory: Path = field(kw_only=True)

@@ -38,7 +38,7 @@ def partial_name(step: int) -> str:
 
 
 def whole_steps(root: Path) -> list[int]:
-    """Returns the steps of the whole checkpoints in a folder, ascending."""
+    """Returns the steps of the complete checkpoints in a folder, ascending."""
     try:
         names = [entry.name for entry in os.scandir(root) if entry.is_dir()]
     except OSError:
@@ -48,7 +48,7 @@ def whole_steps(root: Path) -> list[int]:
 
 
 def resolve(path: str | Path) -> Path:
-    """Returns the checkpoint that a path means: itself, or the last whole one in the folder.
+    """Returns the checkpoint that a path means: itself, or the last complete one in the folder.
 
     Raises:
         CheckpointError: There is none.
@@ -151,7 +151,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Removes all whole checkpoints but the last `keep`."""
+    """Removes all complete checkpoints but the last `keep`."""
     for step in whole_steps(root)[:-keep]:
         # Under its name it is whole, so it loses the name first.
         old = root / step_name(step)

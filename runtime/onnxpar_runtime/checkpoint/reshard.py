@@ -71,7 +71,7 @@ def reshard(
     """Writes a checkpoint as the ranks of an artifact directory hold it.
 
     Args:
-        source: The checkpoint, or a folder of them, whose last whole one is taken.
+        source: The checkpoint, or a folder of them, whose last complete one is taken.
         target: The checkpoint to write, which must not exist.
         to: The artifact directory.
         verify: Whether to compare SHA-256 of the source's files: sizes and the sums of tensors
@@ -88,7 +88,7 @@ def reshard(
 
 
 def merge(source: str | Path, target: str | Path, *, verify: bool = False) -> Made:
-    """Writes a checkpoint with every tensor whole, in one file: as one device holds it.
+    """Writes a checkpoint with every tensor unsharded, in one file: as one device holds it.
 
     Args:
         source: As `reshard`.
@@ -104,7 +104,7 @@ def merge(source: str | Path, target: str | Path, *, verify: bool = False) -> Ma
 
 
 def export_weights(source: str | Path, target: str | Path, *, verify: bool = False) -> Made:
-    """Writes trained parameters and running statistics, whole, by their names in the model.
+    """Writes trained parameters and running statistics, unsharded, by their names in the model.
 
     Args:
         source: As `reshard`.
@@ -149,7 +149,7 @@ def _write(
     target: Path,
     verify: bool,
 ) -> Made:
-    """Writes a checkpoint of these tensors' shards; the folder appears whole or not at all."""
+    """Writes a checkpoint of these tensors' shards; the folder appears complete or not at all."""
     if os.path.lexists(target):
         raise CheckpointError(
             f"{target}: already exists; expected a new path (a checkpoint is never overwritten)"
@@ -282,7 +282,7 @@ def pieces_of(shape: Sequence[int], itemsize: int, limit: int = PIECE_BYTES) -> 
     if not shape:
         yield ()
         return
-    # The first dim of which one index fits: those before it are walked one by one.
+    # The first dim that has a fitting index: those before it are walked one by one.
     fits = (d for d in range(len(shape)) if prod(shape[d + 1 :]) * itemsize <= limit)
     dim = next(fits, len(shape) - 1)
     rows = max(1, limit // max(1, prod(shape[dim + 1 :]) * itemsize))

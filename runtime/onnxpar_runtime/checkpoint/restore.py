@@ -29,7 +29,7 @@ def open_checkpoint(rank: Rank, manifest: Manifest, path: str | Path) -> Checkpo
     Args:
         rank: This rank.
         manifest: The artifact directory's manifest.
-        path: The checkpoint, or a folder of checkpoints, whose last whole one is taken.
+        path: The checkpoint, or a folder of checkpoints, whose last complete one is taken.
 
     Raises:
         CheckpointError: There is none, it is not whole, or it is of another model or optimizer.

@@ -4,7 +4,7 @@ At the end of a step every rank copies what it has to write, and goes on; a thre
 the copy to the disk, under a hidden name, and leaves a mark with the checksum when it is there.
 The first rank's thread waits for the marks of all ranks, and only then gives the checkpoint its
 name. So ranks need not wait for one another, and no collective is needed while a step may be in
-one. The next checkpoint begins when the last one is whole on all ranks.
+one. The next checkpoint begins when the last one is complete on all ranks.
 """
 
 import json
@@ -71,7 +71,7 @@ class Checkpointer:
         root: The folder of checkpoints, the same one for all ranks.
         source: What has the states of this rank.
         run: What the run is to do, to be compared when it is resumed.
-        keep: How many whole checkpoints to keep.
+        keep: How many complete checkpoints to keep.
         begun: Steps that are done when the run begins: the folder may have none later than that.
 
     Raises:
@@ -166,7 +166,7 @@ class Checkpointer:
             raise self._error
 
     def save(self, progress: Progress) -> None:
-        """Begins to write a checkpoint, once the last one is whole. Every rank must call it.
+        """Begins to write a checkpoint, once the last one is complete. Every rank must call it.
 
         Raises:
             CheckpointError: The last one could not be written, by this rank.
@@ -274,7 +274,7 @@ class Checkpointer:
         mark.rename(partial / _mark(self._rank.index))
 
     def _finish(self, partial: Path, progress: Progress) -> None:
-        """Waits for all ranks' files, and makes the checkpoint whole."""
+        """Waits for all ranks' files, and completes the checkpoint."""
         files, sums = {}, dict.fromkeys(self._tensors, 0)
         for writer in sorted(self._writers):
             mark = partial / _mark(writer)
