@@ -39,7 +39,7 @@ class OldNode:
         return self.node.inputs[index] if index < len(self.node.inputs) else None
 
     def shape(self, index: int) -> ir.Shape | None:
-        """Shape of operand `index`; None where it is not known."""
+        """Shape of operand `index`; None where it is unknown."""
         value = self.input(index)
         return None if value is None else self.shapes.get(value, value.shape)
 

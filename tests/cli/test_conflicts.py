@@ -63,8 +63,8 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     told = lines[lines.index("conflicts     2 reshards between neighbours, 54*batch bytes") + 2]
     assert told.strip() == (
         "/relu/Relu_output_0 [2@4, 4@1] -> [8@1, ~] for /matmul2/MatMul operand 0: AllToAll, "
-        f"6*batch bytes (strategy given: {second['cost']:,} bytes, {second['as_it_lies']:,} in "
-        "its current layout)"
+        f"6*batch bytes (strategy given: {second['cost']:,} bytes, {second['as_it_lies']:,} bytes "
+        "in its current layout)"
     )
     reasons = {c["value"]: c["reason"] for c in report["collectives"]}
     assert reasons["x"] == f"/matmul1/MatMul operand 0: {first['reason']}"

@@ -223,19 +223,33 @@ ROUTES = [
     ("threads", 1, {}, False, "staged", ""),
     ("auto", 1, {}, False, "staged", ""),
     ("nccl", 1, {}, False, "nccl", ""),
-    ("auto", 2, {"nccl": 0, "nccl_error": "no NCCL"}, False, "staged", "through the host: no NCCL"),
+    (
+        "auto",
+        2,
+        {"nccl": 0, "nccl_error": "no NCCL"},
+        False,
+        "staged",
+        "because NCCL is not used: no NCCL",
+    ),
     ("nccl", 2, {"nccl": 0, "nccl_error": "no NCCL"}, False, "", "transport nccl: no NCCL"),
     ("auto", 3, {}, False, "staged", "rank 0 shares its GPU with another"),
-    ("nccl", 3, {}, False, "", "transport nccl: rank 0 shares its GPU .*_ENABLE=1 only"),
+    ("nccl", 3, {}, False, "", "transport nccl: rank 0 shares its GPU .* only with .*_ENABLE=1"),
     ("auto", 3, {}, True, "nccl", ""),
     ("nccl", 3, {}, True, "nccl", ""),
-    ("auto", 3, {"nccl": 22703}, True, "staged", "allows from 2.30.0 on; this is 2.27.3"),
+    ("auto", 3, {"nccl": 22703}, True, "staged", "allows that since 2.30.0, and this is 2.27.3"),
     ("auto", 2, {"nccl": 22703}, True, "nccl", ""),
     ("nccl", 3, {"nccl": 22703}, True, "", "transport nccl: rank 0 shares .* this is 2.27.3"),
     ("mpi", 3, {}, True, "staged", ""),
     ("auto", 2, BAD["driver"][0], False, "staged", ""),
     ("nccl", 2, BAD["driver"][0], False, "", f"the ranks compute on the CPU: {NO_DRIVER}"),
-    ("nccl", 2, BAD["session"][0], False, "", "nccl: 2 GPUs .* not used: no session .* on GPU 1"),
+    (
+        "nccl",
+        2,
+        BAD["session"][0],
+        False,
+        "",
+        "nccl: 2 GPUs .* not used: cannot run a session on GPU 1",
+    ),
 ]
 
 
@@ -268,7 +282,7 @@ def test_nccl_is_not_for_the_cpu() -> None:
     facts = replace(GOOD, **BAD["driver"][0])
     cuda, without = choose("auto", GOOD, 0, 1), choose("auto", facts, 0, 1)
     common = alike([cuda, without], cuda)
-    with pytest.raises(LaunchError, match="transport nccl: rank 1 cannot use CUDA: there is no"):
+    with pytest.raises(LaunchError, match="transport nccl: rank 1 cannot use CUDA: no NVIDIA"):
         route("nccl", [common], common)
 
 

@@ -136,7 +136,7 @@ def test_each_stage_has_its_own_states(tmp_path: Path) -> None:
         first, last = group.members
         assert set(first.parameters()) == {"w0"} and set(last.parameters()) == {"w1"}
         assert first.holds("seen") and not last.holds("seen")
-        with pytest.raises(InputError, match=r"'w1' is held by the stages \[1\], and rank 0 is of"):
+        with pytest.raises(InputError, match=r"'w1' is held by the stages \[1\], but rank 0 is in"):
             first.state("w1")
         arrays = {name: np.full((N, N), float(number)) for number, name in enumerate(("w0", "w1"))}
         group.load_parameters(arrays)

@@ -141,7 +141,9 @@ def test_several_operands(case: GradCase) -> None:
 
 def test_broadcast_that_may_be_one_is_refused() -> None:
     case = several("y = Div(a, b)", None, "5,6", "N,6", by=["b"])
-    with pytest.raises(ModelError, match=r"'Div_y' .*: dim 0 of input 1 is N and meets 5: whether"):
+    with pytest.raises(
+        ModelError, match=r"'Div_y' .*: dim 0 of input 1 is N and is combined with 5: a gradient"
+    ):
         case.check()
 
 
