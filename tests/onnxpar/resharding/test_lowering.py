@@ -19,6 +19,7 @@ from onnxpar.core.sharding import Component, Sharding, split
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
 from onnxpar.graph.builder import ir_shape
 from onnxpar.graph.local_builder import COORD_PREFIX, SYMBOL_PREFIX, LocalBuilder
+from onnxpar.ops.old_node import OPSET
 from onnxpar.resharding.lowering import emit_reshard, permutation
 from onnxpar.resharding.routes import ReshardStep, plan_reshard
 from tests.lockstep import COMBINE, Array, Lockstep
@@ -79,11 +80,10 @@ def run(
     mesh: Mesh,
     table: SymbolTable = NONE,
     symbols: dict[str, int] | None = None,
-    opset: int = 20,
 ) -> LocalBuilder:
     """Emits the steps, runs all devices, and compares what each one then holds."""
     symbols = symbols or {}
-    builder = LocalBuilder(table, opset, mesh)
+    builder = LocalBuilder(table, OPSET, mesh)
     builder.scope = "reshard"
     dtype = ir.DataType.from_numpy(array.dtype)
     local = ir.Value(
@@ -104,7 +104,7 @@ def run(
             here[name] = np.array([value], np.int64)
         feeds.append(here)
     counted: list[int] = []
-    (got,) = Counting(mesh, builder, opset, False, counted).run(feeds, [out])
+    (got,) = Counting(mesh, builder, False, counted).run(feeds, [out])
     assert counted == [table.evaluate(c.bytes, symbols) for c in builder.collectives]
     goal = target.concrete(table, symbols)
     for rank in range(mesh.size):
@@ -306,24 +306,6 @@ def test_a_permute_leaves_in_place_what_may_stay() -> None:
     (step,) = plan_reshard(source, target, mesh, NONE, 4096)
     # Devices (a, b): (0, 0) and (1, 1) hold what they need; (0, 1) and (1, 0) trade.
     assert sorted(permutation(step, mesh)) == [(0, 0), (1, 2), (2, 1), (3, 3)]
-
-
-def test_an_opset_without_computed_bounds_is_refused() -> None:
-    mesh = Mesh.of(a=2)
-    builder = LocalBuilder(NONE, 9, mesh)
-    local = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([4]))
-    steps = plan_reshard(Sharding.replicated((4,)), Sharding.of((4,), [(0,)]), mesh, NONE, 4)
-    with pytest.raises(ShardingError, match=r"'x' is sharded there .*opset 11 or later, got 9"):
-        emit_reshard(builder, local, steps, dtype=ir.DataType.FLOAT, name="x", reason="node n")
-
-
-@pytest.mark.parametrize("opset", [11, 13, 18, 20])
-def test_older_opsets_are_padded_too(opset: int) -> None:
-    mesh = Mesh.of(a=2, b=2)
-    source, target = Sharding.of((5, 7), [(0, 1), ()]), Sharding.of((5, 7), [(), (1, 0)])
-    array = np.arange(1, 36, dtype=np.float32).reshape(5, 7)
-    steps = plan_reshard(source, target, mesh, NONE, 4)
-    run(steps, source, target, array, mesh, opset=opset)
 
 
 # -- facts of MindSpore's documents: device matrix, tensor map counted from the right, -1 whole
