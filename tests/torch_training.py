@@ -286,7 +286,7 @@ def _ours(
             result = group.train_step([feeds], scalars.at(step, RATE))
             losses.append(result.loss)
             norms.append(result.grad_norm)
-    elements = sum(prod(s.spec.shape) for s in trained)
+    elements = sum(prod(s.shape) for s in trained)
     return Run(losses, norms, len(trained), elements, training.notices)
 
 

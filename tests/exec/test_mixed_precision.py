@@ -150,7 +150,7 @@ def test_equals_the_undivided_run(
     assert case.ok, case.problems
     with TrainerGroup(ranks) as group:
         states = group.manifest.trained().states.values()
-        assert {s.spec.dtype for s in states} == {"float32"}
+        assert {s.dtype for s in states} == {"float32"}
 
 
 def losses(directory: Path, scale: str | None, steps: int) -> list[float]:

@@ -27,6 +27,7 @@ from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import Trainer
+from onnxpar_runtime.checkpoint.layout import cut_of
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
@@ -112,7 +113,7 @@ def test_a_group_smaller_than_the_replicas(tmp_path: Path, level: int) -> None:
     manifest = check(tmp_path, "mlp", strategy_of("dp=4", level, group=2), "adamw")
     for state in manifest.trained().states.values():
         if state.kind == "moment1":
-            assert {atom for dim in state.spec.dims for _, atoms in dim for atom in atoms} == {1}
+            assert {atom for dim in state.dims for _, atoms in dim for atom in atoms} == {1}
 
 
 def test_sixteen_bits_are_gathered(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_sixteen_bits_are_gathered(tmp_path: Path) -> None:
 def bytes_of(manifest: Manifest, kind: str) -> int:
     """Bytes of the buffers of a kind on a rank."""
     states = manifest.trained().states
-    cuts = [s.spec.cut(manifest.atoms, {}) for s in states.values() if s.kind == kind]
+    cuts = [cut_of(manifest, s) for s in states.values() if s.kind == kind]
     return sum(4 * prod(cut.local_shape) for cut in cuts)
 
 
@@ -235,7 +236,7 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
         manifest = Manifest.load(out)
         states = {s.kind for s in manifest.trained().states.values()} - {"micro_gradient"}
         more[level] = peak - sum(bytes_of(manifest, kind) for kind in states)
-        counts = [prod(s.spec.shape) for s in manifest.trained().states.values()]
+        counts = [prod(s.shape) for s in manifest.trained().states.values()]
         largest = 4 * max(int(n) for n in counts)
         # The plan may have one parameter more or less gathered at the peak than the run.
         assert price.peak == pytest.approx(peak, abs=largest), level
