@@ -132,6 +132,20 @@ def test_an_upgraded_node_gives_what_it_gave(opset: int, node: str, types: str) 
     assert {n.op_type for n in made.graph.node} != set()
 
 
+@pytest.mark.parametrize("op_type", ["Softmax", "LogSoftmax", "Hardmax"])
+def test_rows_of_several_dims_are_sharded(op_type: str) -> None:
+    """What becomes several nodes is sharded along each of their factors, and run by all ranks."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 7, opset_import: ["": 11]> g (float[5,3,4] x) => (float[5,3,4] y) '
+        f"{{ y = {op_type}<axis=1>(x) }}"
+    )
+    feeds = {"x": np.random.default_rng(2).standard_normal((5, 3, 4)).astype(np.float32)}
+    case = backend.Case(op_type, model, feeds, _run(model, feeds), 1e-5, 1e-6)
+    outcome = backend.examine(case, None)
+    assert outcome is not None and outcome.status == backend.PASSED, outcome
+    assert outcome.splits > 3
+
+
 def test_scan_of_a_batch_is_a_scan_of_scans() -> None:
     case = backend.cases()["test_scan_sum"]
     made = _check(case.model, case.feeds)

@@ -32,7 +32,6 @@ SEARCH = (
     Case("y = Hardmax(x)", {"x": "float[N,6]"}, N5),
     Case("y = Hardmax<axis=1>(x)", {"x": "float[N,7,2]"}, N5),
     Case("y = Hardmax<axis=0>(x)", {"x": "float[N,3]"}, N5, feeds={"x": np.ones((5, 3))}),
-    Case("y = Hardmax<axis=1>(x)", {"x": "float[N,3,2]"}, N5, opset=11),
 )
 MATRICES = (
     Case("y = Det(x)", {"x": "float[N,3,4,4]"}, N5),

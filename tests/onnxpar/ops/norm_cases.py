@@ -80,12 +80,6 @@ GROUPS = (
         N5,
         opset=21,
     ),
-    Case(
-        "y = GroupNormalization<num_groups=3>(x, s, b)",
-        {"x": "float[N,6,4]", "s": "float[3]", "b": "float[3]"},
-        N5,
-        opset=18,
-    ),
     Case("y = LRN<size=3, alpha=0.5, beta=0.6, bias=2.0>(x)", {"x": "float[N,6,2,3]"}, N5),
 )
 
