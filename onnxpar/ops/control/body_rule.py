@@ -244,9 +244,11 @@ class BodyAnalysis:
     def _forbid_twice(self) -> None:
         # Devices that split rows and columns alike would make the blocks of the diagonal alone.
         for name, factors in self._factors.items():
-            self._forbid_repeated(factors.values(), f"two dims of {name!r} in its body are one")
+            self._forbid_repeated(
+                factors.values(), f"two dims of {name!r} in its body must be sharded alike"
+            )
         for value, dims in self._dims.items():
-            self._forbid_repeated(dims, f"two dims of {value!r} are one")
+            self._forbid_repeated(dims, f"two dims of {value!r} must be sharded alike")
 
     def _forbid_repeated(self, parts: Iterable[int], why: str) -> None:
         leaves = self.parts.leaves(list(parts))
