@@ -84,7 +84,7 @@ def source_of(fn: object) -> Source:
     else:
         raise ModelError(
             "shard: expected an onnxscript function, an onnx_ir.Function, a model, its path or "
-            "a part of it, got {type(fn).__name__}; only a graph can be sharded"
+            f"a part of it, got {type(fn).__name__}; only a graph can be sharded"
         )
     model = make()
     _check_undivided(model, name)

@@ -75,7 +75,6 @@ CASES = (
     Case(
         'y = Upsample<mode="linear">(x, s)', {"x": "float[2,3,4,6]"}, {}, _by(1, 1, 2, 3), opset=9
     ),
-    Case("y = Upsample<scales=[1.0,1.0,2.0,2.0]>(x)", {"x": "float[2,3,3,5]"}, {}, opset=8),
     Case(
         'y = Resize<mode="linear", coordinate_transformation_mode="tf_crop_and_resize", '
         "extrapolation_value=3.0>(x, r, , s)",
