@@ -278,10 +278,10 @@ def describe_nodes(report: dict[str, Any]) -> str:
     """Returns how many nodes there are of each kind; every node is of one."""
     totals = report["totals"]
     names = [item["name"] for item in report["replicated"]]
-    whole = totals["nodes"] - totals["divided"] - len(names)
-    parts = [f"{totals['divided']} divided"]
-    if whole:
-        parts.append(f"{whole} whole as nothing of theirs is split")
+    unsplit = totals["nodes"] - totals["divided"] - len(names)
+    parts = [f"{totals['divided']} sharded"]
+    if unsplit:
+        parts.append(f"{unsplit} replicated: none of their dims is sharded")
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         parts.append(

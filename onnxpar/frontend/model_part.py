@@ -109,8 +109,9 @@ def _check_closed(graph: ir.Graph, inside: Sequence[ir.Node]) -> None:
         if node in chosen:
             if sources:
                 raise ModelError(
-                    f"part: node {node.name!r} ({node.op_type}) reads what is made outside of the "
-                    f"range from {sources[0].name!r} inside: expected the nodes between them, too"
+                    f"part: node {node.name!r} ({node.op_type}) reads a value that nodes outside "
+                    f"of the part compute from {sources[0].name!r}, which is inside: expected the "
+                    "nodes between them in the part"
                 )
             continue
         sources += [n for v in read if (n := v.producer()) is not None and n in chosen]

@@ -60,7 +60,7 @@ class ByBody:
 BY_BODY = ByBody()
 UNWRITTEN = Missing("it has no gradient rule")
 NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
-FOR_RANKS = NotDifferentiable("it stands in the graphs of ranks alone")
+FOR_RANKS = NotDifferentiable("it is only in the graphs of ranks")
 FROM_RULE = Missing("from the rule's factors")
 
 
@@ -144,14 +144,14 @@ class OpDef:
 
 
 def written_only(view: NodeView) -> OpRule:
-    """Written by the local forms of others: stands in the graphs of ranks alone.
+    """Only in the graphs of ranks: the local forms of other operators write it.
 
     Raises:
         ModelError: Always: an undivided graph has no such node.
     """
     raise ModelError(
-        f"expected an undivided graph, got node {view.name!r}: {view.op_type} stands in the "
-        "graphs of ranks alone"
+        f"expected an undivided graph, got node {view.name!r}: {view.op_type} is only in "
+        "the graphs of ranks"
     )
 
 

@@ -203,7 +203,7 @@ class _Restorer(Attribution):
                 )
             elif not base.folded or overlap(base.functions) or overlap(tensor.functions):
                 names = tuple(p.target for p in tensor.own)
-                why = f"{base.value.name!r} stands for {', '.join(names)} as well"
+                why = f"{base.value.name!r} holds {', '.join(names)} as well"
                 doubtful[id(tensor.value)] = Origin(
                     Role.DOUBTFUL, f"{why}: they were separated {_ASK}", names=names
                 )

@@ -1,4 +1,4 @@
-"""A strategy that was found, and why: what `onnxpar plan` tells."""
+"""A strategy that was found, and why: what `onnxpar plan` shows."""
 
 import re
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +16,7 @@ AIMS = ("little communication for the computing done", "memory", "speed")
 """What each level seeks."""
 EXACT = 1e-4
 """A gap that is shown as none."""
-REPLICATED = "computed whole"
+REPLICATED = "replicated"
 """The row of nodes that no device shares with another."""
 _DIGITS = re.compile(r"(\d+)")
 
@@ -28,7 +28,7 @@ class LayerRow:
     Attributes:
         name: Names of its nodes, with `*` for numbers that they differ in; or what it is that no
             node does.
-        strategy: How their operands lie.
+        strategy: The layouts of their operands.
         local: The shapes of a node's results on a device.
         nodes: How many there are.
         computing: Seconds of computing.

@@ -199,7 +199,7 @@ def _nothing_fits(
         if divisors:
             said = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
             told.append(
-                "what is not known to divide evenly is padded or gathered: where every size does, "
+                "sizes that may not divide evenly are padded or gathered; if they always divide, "
                 f"{said} may save that memory"
             )
     return "; ".join(told)

@@ -71,7 +71,7 @@ class Manifest(ManifestContents):
         if self.training is None:
             raise ArtifactError(
                 f"{self.directory}: not made for training, it has the programs "
-                f"{sorted(self.programs)} (cut it with `onnxpar shard --train`)"
+                f"{sorted(self.programs)} (use `onnxpar shard --train`)"
             )
         return self.training
 

@@ -37,7 +37,7 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shard("--strategy", "s.yaml") == 0
     printed = capsys.readouterr().out
     assert "devices       8\n" in printed
-    assert "nodes         3: 3 divided\n" in printed
+    assert "nodes         3: 3 sharded\n" in printed
     # 32x16 + 16x16 float32 weights; each device has a quarter of both.
     assert "parameters    2, 768 of 3,072 bytes on each device" in printed
     assert "1 ReduceScatter" in printed
@@ -87,10 +87,10 @@ def test_replicated_nodes_are_named_with_the_reason(
     assert shard("--strategy", "dp=2") == 0
     printed = capsys.readouterr().out
     assert "replicated    where (NonZero): node 'where' (NonZero): how many" in printed
-    assert "nodes         2: 1 divided, 1 replicated: no sharding rule (where)\n" in printed
+    assert "nodes         2: 1 sharded, 1 replicated: no sharding rule (where)\n" in printed
     assert main(["inspect", "out"]) == 0
     printed = capsys.readouterr().out
-    assert "2 nodes: 1 divided, 1 replicated: no sharding rule (where); 1 collective," in printed
+    assert "2 nodes: 1 sharded, 1 replicated: no sharding rule (where); 1 collective," in printed
 
 
 def test_every_node_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_every_node_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -
     """
     onnx.save(onnx.parser.parse_model(text), here / "model.onnx")
     assert shard("--strategy", "dp=2") == 0
-    assert "nodes         2: 1 divided, 1 whole as nothing of theirs is split\n" in (
+    assert "nodes         2: 1 sharded, 1 replicated: none of their dims is sharded\n" in (
         capsys.readouterr().out
     )
 

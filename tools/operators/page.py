@@ -154,13 +154,13 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
 _WORDS = {FAILED: "refused", WRONG: "wrong", CRASHED: "crashed"}
 
 _INTRODUCTION = """\
-What onnxpar knows of each operator: which of its dims may be split (the rule; its language is told
-in [Adding an operator](add_an_operator.md)), what a device computes where that is more than the
+What onnxpar knows of each operator: which of its dims may be split (the rule; its language is in
+[Adding an operator](add_an_operator.md)), what a device computes where that is more than the
 same operator on its part (the local form), whether training goes through it (the gradient), and
 what else its record says (`OpDef` in `onnxpar/ops/operator.py` explains each slot).
 `onnxpar ops --json` prints the same of the version that is installed. An operator that stands here
 with no rule, or not at all, is expanded into the function body that ONNX gives it; without one it
-is computed whole on every device, and `onnxpar inspect` names it with the reason.
+is replicated, and `onnxpar inspect` names it with the reason.
 """
 
 

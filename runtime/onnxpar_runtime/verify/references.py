@@ -137,7 +137,7 @@ def open_reference(
     if any(entry.counter is not None for part in parts for entry in part.system_inputs):
         # onnxruntime's own generators have hidden state, so no run of the model repeats another.
         raise InputError(
-            f"the program draws random numbers, and {model} would draw differently: cut it with "
+            f"the program draws random numbers, and {model} would draw differently: use "
             "`onnxpar shard --devices 1` and give that directory as --model"
         )
     return ModelReference(model, custom_ops)

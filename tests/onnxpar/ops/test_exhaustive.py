@@ -210,7 +210,7 @@ NO_CASE = {
     ),
     ("", "Constant"): "loading turns it into an initializer",
     ("", "LinearAttention"): "onnxruntime has no such kernel; its own tests have it",
-    ("", "MelWeightMatrix"): "it is computed whole, from five numbers",
+    ("", "MelWeightMatrix"): "it is replicated, from five numbers",
     ("", "Multinomial"): "what it draws is not what onnxruntime draws; tests of random have it",
     ("", "Scatter"): "ScatterElements of an older opset",
     ("com.microsoft", "FusedMatMul"): "MatMul's rule; tests of gradients divide it",

@@ -1,4 +1,4 @@
-"""Operators without a rule are computed whole on every device, named with the reason, and right."""
+"""Operators without a rule are replicated, named with the reason, and right."""
 
 import numpy as np
 import onnx.parser

@@ -1,7 +1,7 @@
 """`out` on every operator: a result lies as asked, whatever node makes it, and is right.
 
 The node is given no other strategy: what devices can compute divided follows from the layout asked
-for, the rest is computed whole and cut.
+for, the rest is replicated and sliced.
 """
 
 import random

@@ -63,7 +63,7 @@ def training(seed: int) -> Case:
 
 @pytest.fixture(autouse=True)
 def _everything_weighs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors are small; otherwise most would be computed whole without any choice."""
+    """The tensors are small; otherwise most would be replicated without any choice."""
     monkeypatch.setattr(flow_module, "WEIGHT", 1)
 
 
