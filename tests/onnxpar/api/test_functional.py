@@ -349,7 +349,9 @@ def test_parts_that_are_none() -> None:
         onnxpar.part(model, "/block1/gelu/Gel")
     with pytest.raises(ModelError, match="expected names or patterns of nodes, got none"):
         onnxpar.part(model)
-    with pytest.raises(ModelError, match=r"'/block3/dense1/Gemm' \(Gemm\) reads a value that nodes outside"):
+    with pytest.raises(
+        ModelError, match=r"'/block3/dense1/Gemm' \(Gemm\) reads a value that nodes outside"
+    ):
         onnxpar.part(model, "/block1/*", "/block3/*")
 
 
