@@ -1,6 +1,6 @@
 """The lookup of operator definitions by (domain, type, version): `Registry`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -68,8 +68,3 @@ class Registry:
     def oldest(self, op: OpDef) -> OpDef:
         """Returns the definition of the same operator that holds from the first version on."""
         return self._index[op.domain, op.op_type][-1]
-
-    @staticmethod
-    def join(tables: Iterable[Sequence[OpDef]]) -> "Registry":
-        """Joins the tables of the families."""
-        return Registry(tuple(op for table in tables for op in table))

@@ -16,7 +16,6 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.attention import contrib, decoding
 from onnxpar.ops.attention.composed import (
     Sizes,
     Window,
@@ -347,6 +346,4 @@ DEFS: tuple[OpDef, ...] = (
         body=attention_body,
         precision=Precision(half=frozenset({"T1", "T2"})),
     ),
-    *contrib.DEFS,
-    *decoding.DEFS,
 )

@@ -10,8 +10,8 @@ from onnxpar.core.rule import OpRule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.device.cuda_functions import itself
+from onnxpar.ops.elementwise import elementwise_gradient as grad
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
-from onnxpar.ops.elementwise.elementwise_gradient import SEVERAL, UNARY
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_helpers import BOOL
 from onnxpar.ops.local_node import LocalNode, copy_node
@@ -138,21 +138,17 @@ _STEPS = NotDifferentiable("constant between its steps")
 _TRUTH = NotDifferentiable("its result is true or false, or a row of bits")
 
 
-def _gradient(name: str) -> Gradient | NotDifferentiable:
-    """Returns the gradient of an operator of floats; what has none is a step function."""
-    return UNARY.get(name) or SEVERAL.get(name) or _STEPS
-
-
 def _op(
     name: str,
     version: int,
+    gradient: Gradient | NotDifferentiable,
     rule: RuleFn,
     local: LocalFn = copy_node,
     *,
     zero: bool = False,
     **slots: Any,
 ) -> OpDef:
-    return OpDef("", name, version, rule, local, gradient=_gradient(name), keeps_zero=zero, **slots)
+    return OpDef("", name, version, rule, local, gradient, keeps_zero=zero, **slots)
 
 
 def _test(name: str, version: int, **slots: Any) -> OpDef:
@@ -175,64 +171,70 @@ def _bounds_as_operands(old: OldNode) -> None:
 
 
 DEFS = (
-    _op("Relu", 1, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
-    _op("Tanh", 1, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
-    _op("Sigmoid", 1, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS),
-    _op("Exp", 1, _rule(_MONOTONE)),
-    _op("Ceil", 1, _rule(_MONOTONE), zero=True, values=CEIL, folding=Folding.EXACT),
-    _op("Floor", 1, _rule(_MONOTONE), zero=True, values=FLOOR, folding=Folding.EXACT),
-    _op("Round", 11, _rule(_MONOTONE), zero=True),
-    _op("Erf", 9, _rule(_MONOTONE), zero=True, precision=FOLLOWS),
-    _op("Softplus", 1, _rule(_MONOTONE), memory=IN_PLACE),
-    _op("Softsign", 1, _rule(_MONOTONE), zero=True, memory=IN_PLACE),
-    _op("Atan", 7, _rule(_MONOTONE), zero=True, device_function=itself("Atan")),
-    _op("Sinh", 9, _rule(_MONOTONE), zero=True, device_function=itself("Sinh")),
-    _op("Asinh", 9, _rule(_MONOTONE), zero=True, device_function=itself("Asinh")),
-    _op("Acos", 7, _rule(), device_function=itself("Acos")),
-    _op("Acosh", 9, _rule(), device_function=itself("Acosh")),
-    _op("Asin", 7, _rule(), zero=True, device_function=itself("Asin")),
-    _op("Atanh", 9, _rule(), zero=True, device_function=itself("Atanh")),
+    _op("Relu", 1, grad.relu, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Tanh", 1, grad.tanh, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Sigmoid", 1, grad.sigmoid, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS),
+    _op("Exp", 1, grad.exp, _rule(_MONOTONE)),
+    _op("Ceil", 1, _STEPS, _rule(_MONOTONE), zero=True, values=CEIL, folding=Folding.EXACT),
+    _op("Floor", 1, _STEPS, _rule(_MONOTONE), zero=True, values=FLOOR, folding=Folding.EXACT),
+    _op("Round", 11, _STEPS, _rule(_MONOTONE), zero=True),
+    _op("Erf", 9, grad.erf, _rule(_MONOTONE), zero=True, precision=FOLLOWS),
+    _op("Softplus", 1, grad.softplus, _rule(_MONOTONE), memory=IN_PLACE),
+    _op("Softsign", 1, grad.softsign, _rule(_MONOTONE), zero=True, memory=IN_PLACE),
+    _op("Atan", 7, grad.atan, _rule(_MONOTONE), zero=True, device_function=itself("Atan")),
+    _op("Sinh", 9, grad.sinh, _rule(_MONOTONE), zero=True, device_function=itself("Sinh")),
+    _op("Asinh", 9, grad.asinh, _rule(_MONOTONE), zero=True, device_function=itself("Asinh")),
+    _op("Acos", 7, grad.acos, _rule(), device_function=itself("Acos")),
+    _op("Acosh", 9, grad.acosh, _rule(), device_function=itself("Acosh")),
+    _op("Asin", 7, grad.asin, _rule(), zero=True, device_function=itself("Asin")),
+    _op("Atanh", 9, grad.atanh, _rule(), zero=True, device_function=itself("Atanh")),
     _op(
         "Celu",
         12,
+        grad.celu,
         _rule(),
         zero=True,
         memory=IN_PLACE,
         precision=FOLLOWS,
         device_function=itself("Celu", alpha="float"),
     ),
-    _op("Cos", 7, _rule()),
-    _op("Cosh", 9, _rule(), device_function=itself("Cosh")),
+    _op("Cos", 7, grad.cos, _rule()),
+    _op("Cosh", 9, grad.cosh, _rule(), device_function=itself("Cosh")),
     _op(
         "Elu",
         1,
+        grad.elu,
         _rule(),
         zero=True,
         memory=IN_PLACE,
         precision=FOLLOWS,
         device_function=itself("Elu", alpha="float"),
     ),
-    _op("Gelu", 20, _rule(), zero=True, memory=Kernel(work=_sum_kept), precision=FOLLOWS),
-    _op("HardSwish", 14, _rule(), zero=True, precision=FOLLOWS),
-    _op("LeakyRelu", 1, _rule(), zero=True, memory=IN_PLACE, precision=FOLLOWS),
-    _op("Log", 1, _rule()),
-    _op("Mish", 18, _rule(), zero=True, precision=FOLLOWS),
-    _op("Reciprocal", 1, _rule()),
+    _op(
+        "Gelu", 20, grad.gelu, _rule(), zero=True, memory=Kernel(work=_sum_kept), precision=FOLLOWS
+    ),
+    _op("HardSwish", 14, grad.hard_swish, _rule(), zero=True, precision=FOLLOWS),
+    _op("LeakyRelu", 1, grad.leaky_relu, _rule(), zero=True, memory=IN_PLACE, precision=FOLLOWS),
+    _op("Log", 1, grad.log, _rule()),
+    _op("Mish", 18, grad.mish, _rule(), zero=True, precision=FOLLOWS),
+    _op("Reciprocal", 1, grad.reciprocal, _rule()),
     _op(
         "Selu",
         1,
+        grad.selu,
         _rule(),
         zero=True,
         memory=IN_PLACE,
         precision=FOLLOWS,
         device_function=itself("Selu", alpha="float", gamma="float"),
     ),
-    _op("Sin", 7, _rule(), zero=True),
-    _op("Sqrt", 1, _rule(), zero=True, folding=Folding.EXACT),
-    _op("Tan", 7, _rule(), zero=True, device_function=itself("Tan")),
+    _op("Sin", 7, grad.sin, _rule(), zero=True),
+    _op("Sqrt", 1, grad.sqrt, _rule(), zero=True, folding=Folding.EXACT),
+    _op("Tan", 7, grad.tan, _rule(), zero=True, device_function=itself("Tan")),
     _op(
         "ThresholdedRelu",
         10,
+        grad.thresholded_relu,
         _rule(),
         zero=True,
         memory=IN_PLACE,
@@ -254,15 +256,36 @@ DEFS = (
     _test("BitwiseOr", 18, broadcasts=True, folding=Folding.INTEGERS),
     _test("BitwiseXor", 18, broadcasts=True, folding=Folding.INTEGERS),
     _test("BitShift", 11, broadcasts=True, folding=Folding.INTEGERS),
-    _op("HardSigmoid", 1, _hard_sigmoid_rule, memory=IN_PLACE, precision=FOLLOWS),
+    _op(
+        "HardSigmoid", 1, grad.hard_sigmoid, _hard_sigmoid_rule, memory=IN_PLACE, precision=FOLLOWS
+    ),
     # |xy| = |x||y|. The sign and the reciprocal of a product are not left partial so: the product
     # may vanish or overflow in its type where the parts do not.
-    _op("Abs", 1, _rule("prod 0"), zero=True, precision=FOLLOWS, values=ABS, folding=Folding.EXACT),
-    _op("Sign", 9, _rule(_MONOTONE), zero=True, folding=Folding.EXACT),
-    _op("Neg", 6, _rule("sum 0"), zero=True, precision=FOLLOWS, values=NEG, folding=Folding.EXACT),
+    _op(
+        "Abs",
+        1,
+        grad.absolute,
+        _rule("prod 0"),
+        zero=True,
+        precision=FOLLOWS,
+        values=ABS,
+        folding=Folding.EXACT,
+    ),
+    _op("Sign", 9, _STEPS, _rule(_MONOTONE), zero=True, folding=Folding.EXACT),
+    _op(
+        "Neg",
+        6,
+        grad.neg,
+        _rule("sum 0"),
+        zero=True,
+        precision=FOLLOWS,
+        values=NEG,
+        folding=Folding.EXACT,
+    ),
     _op(
         "Add",
         7,
+        grad.sum_gradient,
         _sum_rule,
         zero=True,
         broadcasts=True,
@@ -274,6 +297,7 @@ DEFS = (
     _op(
         "Sub",
         7,
+        grad.sub_gradient,
         _rule(f"sum 0+1, {_extrema((0,))}"),
         zero=True,
         broadcasts=True,
@@ -284,6 +308,7 @@ DEFS = (
     _op(
         "Mul",
         7,
+        grad.mul_gradient,
         _rule("sum 0, sum 1, prod 0+1"),
         zero=True,
         broadcasts=True,
@@ -295,6 +320,7 @@ DEFS = (
     _op(
         "Div",
         7,
+        grad.div_gradient,
         _div_rule,
         _quotient_local,
         broadcasts=True,
@@ -302,18 +328,27 @@ DEFS = (
         values=divided,
         folding=Folding.EXACT,
     ),
-    _op("Pow", 7, _rule(), broadcasts=True, values=POW),
+    _op("Pow", 7, grad.pow_gradient, _rule(), broadcasts=True, values=POW),
     _op(
         "Mod",
         10,
+        grad.mod_gradient,
         _rule(),
         _quotient_local,
         broadcasts=True,
         values=remainder,
         folding=Folding.INTEGERS,
     ),
-    _op("PRelu", 7, _rule(), zero=True, roles=Roles(vectors=(1,)), precision=FOLLOWS),
-    _op("Sum", 6, _sum_rule, zero=True, broadcasts=True, values=SUM),
+    _op(
+        "PRelu",
+        7,
+        grad.prelu_gradient,
+        _rule(),
+        zero=True,
+        roles=Roles(vectors=(1,)),
+        precision=FOLLOWS,
+    ),
+    _op("Sum", 6, grad.sum_gradient, _sum_rule, zero=True, broadcasts=True, values=SUM),
     OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body, memory=IN_PLACE),
     OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True, precision=FOLLOWS),
     OpDef(
@@ -330,6 +365,7 @@ DEFS = (
     _op(
         "Max",
         6,
+        grad.extremum_gradient,
         _extremum_rule,
         zero=True,
         broadcasts=True,
@@ -340,6 +376,7 @@ DEFS = (
     _op(
         "Min",
         6,
+        grad.extremum_gradient,
         _extremum_rule,
         zero=True,
         broadcasts=True,
@@ -350,6 +387,7 @@ DEFS = (
     _op(
         "Clip",
         6,
+        grad.clip_gradient,
         _rule(_MONOTONE),
         memory=IN_PLACE,
         precision=FOLLOWS,

@@ -5,9 +5,8 @@ terms; results of the forward node stand in for exponentials where they hold the
 formula of the textbook overflows or cancels although the derivative does not, another is used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from math import log, pi, sqrt
-from types import MappingProxyType
+import math
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
@@ -62,131 +61,156 @@ def _one_minus_square(node: GradNode, x: ir.Value) -> ir.Value:
 # -- unary -------------------------------------------------------------------------------------
 
 
-def _relu(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def relu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where y > 0."""
     return node.fused(RELU_GRAD, dy, node.output())
 
 
-def _tanh(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def tanh(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(1 - y²)."""
     return node.fused(TANH_GRAD, dy, node.output())
 
 
-def _sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·y·(1 - y)."""
     return node.fused(SIGMOID_GRAD, dy, node.output())
 
 
-def _exp(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def exp(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·y."""
     return node.op("Mul", dy, node.output())
 
 
-def _log(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def log(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / x."""
     return node.op("Div", dy, node.input(0))
 
 
-def _sqrt(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def sqrt(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / 2y."""
     return node.op("Div", _binary(node, "Mul", dy, 0.5), node.output())
 
 
-def _reciprocal(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def reciprocal(node: GradNode, dy: ir.Value) -> ir.Value:
     """-dy·y²."""
     y = node.output()
     return node.op("Neg", node.op("Mul", dy, node.op("Mul", y, y)))
 
 
-def _neg(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def neg(node: GradNode, dy: ir.Value) -> ir.Value:
     """-dy."""
     return node.op("Neg", dy)
 
 
-def _abs(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def absolute(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·sign x."""
     return node.op("Mul", dy, node.op("Sign", node.input(0)))
 
 
-def _erf(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def erf(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·2/√π·exp(-x²), the factor inside of the exponential."""
     x = node.input(0)
-    power = _from(node, log(2 / sqrt(pi)), node.op("Mul", x, x))
+    power = _from(node, math.log(2 / math.sqrt(math.pi)), node.op("Mul", x, x))
     return node.op("Mul", dy, node.op("Exp", power))
 
 
-def _softplus(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def softplus(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·sigmoid x."""
     return node.op("Mul", dy, node.op("Sigmoid", node.input(0)))
 
 
-def _softsign(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def softsign(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / (1 + |x|)²."""
     base = _binary(node, "Add", node.op("Abs", node.input(0)), 1)
     return node.op("Div", dy, node.op("Mul", base, base))
 
 
-def _sin(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def sin(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·cos x."""
     return node.op("Mul", dy, node.op("Cos", node.input(0)))
 
 
-def _cos(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def cos(node: GradNode, dy: ir.Value) -> ir.Value:
     """-dy·sin x."""
     return node.op("Neg", node.op("Mul", dy, node.op("Sin", node.input(0))))
 
 
-def _tan(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def tan(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(1 + y²)."""
     y = node.output()
     return node.op("Mul", dy, _binary(node, "Add", node.op("Mul", y, y), 1))
 
 
-def _sinh(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def sinh(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·cosh x."""
     return node.op("Mul", dy, node.op("Cosh", node.input(0)))
 
 
-def _cosh(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def cosh(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·sinh x."""
     return node.op("Mul", dy, node.op("Sinh", node.input(0)))
 
 
-def _asin(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def asin(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / √(1 - x²)."""
     return node.op("Div", dy, node.op("Sqrt", _one_minus_square(node, node.input(0))))
 
 
-def _acos(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def acos(node: GradNode, dy: ir.Value) -> ir.Value:
     """-dy / √(1 - x²)."""
-    return node.op("Neg", _asin(node, dy))
+    root = node.op("Sqrt", _one_minus_square(node, node.input(0)))
+    return node.op("Neg", node.op("Div", dy, root))
 
 
-def _atan(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def atan(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / (1 + x²)."""
     x = node.input(0)
     return node.op("Div", dy, _binary(node, "Add", node.op("Mul", x, x), 1))
 
 
-def _asinh(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def asinh(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / √(x² + 1)."""
     x = node.input(0)
     return node.op("Div", dy, node.op("Sqrt", _binary(node, "Add", node.op("Mul", x, x), 1)))
 
 
-def _acosh(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def acosh(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / √(x² - 1), as (x - 1)(x + 1)."""
     x = node.input(0)
     square = node.op("Mul", _binary(node, "Sub", x, 1), _binary(node, "Add", x, 1))
     return node.op("Div", dy, node.op("Sqrt", square))
 
 
-def _atanh(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def atanh(node: GradNode, dy: ir.Value) -> ir.Value:
     """Gives dy / (1 - x²)."""
     return node.op("Div", dy, _one_minus_square(node, node.input(0)))
 
 
-def _elu(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def elu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where x > 0, else dy·αeˣ, which is dy·(y + α)."""
     alpha = node.attr("alpha", 1.0)
     y = node.output()
@@ -194,14 +218,16 @@ def _elu(node: GradNode, dy: ir.Value) -> ir.Value:
     return _where(node, test, dy, node.op("Mul", dy, _binary(node, "Add", y, alpha)))
 
 
-def _celu(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def celu(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·exp(min(x, 0)/α), the exponential read off y."""
     below = _binary(node, "Min", node.output(), 0)
     slope = _binary(node, "Div", below, node.attr("alpha", 1.0))
     return node.op("Mul", dy, _binary(node, "Add", slope, 1))
 
 
-def _selu(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def selu(node: GradNode, dy: ir.Value) -> ir.Value:
     """γ·dy where x > 0, else dy·γαeˣ, which is dy·(y + γα)."""
     alpha = node.attr("alpha", 1.67326319217681884765625)
     gamma = node.attr("gamma", 1.05070102214813232421875)
@@ -212,7 +238,8 @@ def _selu(node: GradNode, dy: ir.Value) -> ir.Value:
     return node.op("Mul", dy, slope)
 
 
-def _gelu(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def gelu(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(Φ(x) + x·φ(x)), or the derivative of its approximation by tanh."""
     # Gelu itself is of opset 20, so the body is always there.
     if node.attr("approximate", "none") == "tanh":
@@ -222,7 +249,7 @@ def _gelu(node: GradNode, dy: ir.Value) -> ir.Value:
 
 def _gelu_tanh(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy/2·(1 + t + x·(1 - t²)·u'), t = tanh u, u = √(2/π)·(x + 0.044715·x³)."""
-    scale, cubic = sqrt(2 / pi), 0.044715
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
     # Beyond ±10 the derivative is 0 or 1 to the last bit, and u' overflows in 16 bits.
     x = node.op("Clip", node.input(0), *(node.number(n, node.input(0)) for n in (-10, 10)))
     square = node.op("Mul", x, x)
@@ -234,7 +261,8 @@ def _gelu_tanh(node: GradNode, dy: ir.Value) -> ir.Value:
     return node.op("Mul", _binary(node, "Mul", dy, 0.5), slope)
 
 
-def _mish(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def mish(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(t + x·sigmoid(x)·(1 - t²)), t = tanh softplus x."""
     x = node.input(0)
     t = node.op("Tanh", node.op("Softplus", x))
@@ -242,14 +270,16 @@ def _mish(node: GradNode, dy: ir.Value) -> ir.Value:
     return node.op("Mul", dy, node.op("Add", t, node.op("Mul", x, bend)))
 
 
-def _hard_sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def hard_sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
     """α·dy where y lies between 0 and 1."""
     y = node.output()
     inside = node.op("And", _test(node, "Greater", y, 0), _test(node, "Less", y, 1))
     return _where(node, inside, _binary(node, "Mul", dy, node.attr("alpha", 0.2)), 0)
 
 
-def _hard_swish(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def hard_swish(node: GradNode, dy: ir.Value) -> ir.Value:
     """0 up to -3, dy from 3, dy·(x/3 + 1/2) between."""
     x = node.input(0)
     slope = _binary(node, "Add", _binary(node, "Mul", x, 1 / 3), 0.5)
@@ -258,58 +288,19 @@ def _hard_swish(node: GradNode, dy: ir.Value) -> ir.Value:
     return node.op("Mul", dy, slope)
 
 
-def _leaky_relu(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def leaky_relu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where x > 0, else α·dy."""
     alpha = node.attr("alpha", 0.01)
     test = _test(node, "Greater", node.output() if alpha >= 0 else node.input(0), 0)
     return _where(node, test, dy, _binary(node, "Mul", dy, alpha))
 
 
-def _thresholded_relu(node: GradNode, dy: ir.Value) -> ir.Value:
+@unary
+def thresholded_relu(node: GradNode, dy: ir.Value) -> ir.Value:
     """Passes dy where x > α."""
     test = _test(node, "Greater", node.input(0), node.attr("alpha", 1.0))
     return _where(node, test, dy, 0)
-
-
-UNARY: Mapping[str, Gradient] = MappingProxyType(
-    {
-        name: unary(derive)
-        for name, derive in {
-            "Abs": _abs,
-            "Acos": _acos,
-            "Acosh": _acosh,
-            "Asin": _asin,
-            "Asinh": _asinh,
-            "Atan": _atan,
-            "Atanh": _atanh,
-            "Celu": _celu,
-            "Cos": _cos,
-            "Cosh": _cosh,
-            "Elu": _elu,
-            "Erf": _erf,
-            "Exp": _exp,
-            "Gelu": _gelu,
-            "HardSigmoid": _hard_sigmoid,
-            "HardSwish": _hard_swish,
-            "LeakyRelu": _leaky_relu,
-            "Log": _log,
-            "Mish": _mish,
-            "Neg": _neg,
-            "Reciprocal": _reciprocal,
-            "Relu": _relu,
-            "Selu": _selu,
-            "Sigmoid": _sigmoid,
-            "Sin": _sin,
-            "Sinh": _sinh,
-            "Softplus": _softplus,
-            "Softsign": _softsign,
-            "Sqrt": _sqrt,
-            "Tan": _tan,
-            "Tanh": _tanh,
-            "ThresholdedRelu": _thresholded_relu,
-        }.items()
-    }
-)
 
 
 # -- several operands --------------------------------------------------------------------------
@@ -466,20 +457,3 @@ def _pow_exponent(node: GradNode) -> ir.Value:
     part = node.op("Where", flat, node.number(0, part), part, shape=shape, dtype=part.dtype)
     assert p.dtype is not None
     return node.unbroadcast(node.builder.cast(part, p.dtype), 1)
-
-
-SEVERAL: Mapping[str, Gradient] = MappingProxyType(
-    {
-        "Add": sum_gradient,
-        "Clip": clip_gradient,
-        "Div": div_gradient,
-        "Max": extremum_gradient,
-        "Min": extremum_gradient,
-        "Mod": mod_gradient,
-        "Mul": mul_gradient,
-        "PRelu": prelu_gradient,
-        "Pow": pow_gradient,
-        "Sub": sub_gradient,
-        "Sum": sum_gradient,
-    }
-)

@@ -5,6 +5,7 @@ may be split. (Domain `com.microsoft`.)
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -18,8 +19,8 @@ from onnxpar.ops.local_helpers import (
     normal_axes,
     normal_axis,
 )
-from onnxpar.ops.local_node import LocalNode
-from onnxpar.ops.operator import OpDef, RuleFn
+from onnxpar.ops.local_node import LocalNode, copy_node
+from onnxpar.ops.operator import LocalFn, OpDef, RuleFn
 from onnxpar.ops.quantized.helpers import INT32, requantised
 from onnxpar.ops.quantized.inference import infer_mean, infer_pool
 from onnxpar.ops.quantized.products import FOR_INFERENCE
@@ -137,39 +138,19 @@ def pool_rule(view: NodeView) -> OpRule:
     return _scaled(view, " ".join(left), " ".join(right), "replicated", whole)
 
 
-_RULES: dict[str, RuleFn] = {
-    "QLinearAdd": _broadcast(0, 3),
-    "QLinearMul": _broadcast(0, 3),
-    "QLinearWhere": _broadcast(0, 1, 4),
-    "QLinearSigmoid": _broadcast(0),
-    "QLinearLeakyRelu": _broadcast(0),
-    "QLinearSoftmax": softmax_rule,
-    "QLinearConcat": concat_rule,
-}
-_MEANS = ("QLinearGlobalAveragePool", "QLinearReduceMean")
-DEFS: tuple[OpDef, ...] = (
-    *(
-        OpDef("com.microsoft", op_type, 1, rule, gradient=FOR_INFERENCE)
-        for op_type, rule in _RULES.items()
-    ),
-    OpDef(
-        "com.microsoft",
-        "QLinearAveragePool",
-        1,
-        pool_rule,
-        gradient=FOR_INFERENCE,
-        infer=infer_pool,
-    ),
-    *(
-        OpDef(
-            "com.microsoft",
-            op_type,
-            1,
-            mean_rule,
-            copy_or(mean_local),
-            gradient=FOR_INFERENCE,
-            infer=infer_mean,
-        )
-        for op_type in _MEANS
-    ),
+def _op(op_type: str, rule: RuleFn, local: LocalFn = copy_node, **slots: Any) -> OpDef:
+    return OpDef("com.microsoft", op_type, 1, rule, local, gradient=FOR_INFERENCE, **slots)
+
+
+DEFS = (
+    _op("QLinearAdd", _broadcast(0, 3)),
+    _op("QLinearMul", _broadcast(0, 3)),
+    _op("QLinearWhere", _broadcast(0, 1, 4)),
+    _op("QLinearSigmoid", _broadcast(0)),
+    _op("QLinearLeakyRelu", _broadcast(0)),
+    _op("QLinearSoftmax", softmax_rule),
+    _op("QLinearConcat", concat_rule),
+    _op("QLinearAveragePool", pool_rule, infer=infer_pool),
+    _op("QLinearGlobalAveragePool", mean_rule, copy_or(mean_local), infer=infer_mean),
+    _op("QLinearReduceMean", mean_rule, copy_or(mean_local), infer=infer_mean),
 )

@@ -17,7 +17,6 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import copy_or, normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
-from onnxpar.ops.quantized import conv, elementwise, products
 from onnxpar.ops.quantized.helpers import ranged
 from onnxpar.ops.quantized.linear_gradient import dequantize_gradient, quantize_gradient
 from onnxpar.ops.quantized.products import FOR_INFERENCE
@@ -128,7 +127,4 @@ DEFS: tuple[OpDef, ...] = (
         copy_or(dynamic_local),
         gradient=FOR_INFERENCE,
     ),
-    *products.DEFS,
-    *conv.DEFS,
-    *elementwise.DEFS,
 )

@@ -16,13 +16,12 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.body_node import BodyFn, BodyNode
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.control.build_loops import Along, scan
 
 BOOL = ir.DataType.BOOL
 Activation = tuple[str, float | None, float | None]
 
-_DEFAULTS = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh")}
 # Default alpha and beta of the activations that have them.
 _ALPHA = {"leakyrelu": 0.01, "thresholdedrelu": 1.0, "hardsigmoid": 0.2, "elu": 1.0}
 _BETA = {"hardsigmoid": 0.5}
@@ -33,8 +32,9 @@ _TAKES_BETA = ("affine", "scaledtanh", "hardsigmoid")
 def activation_lists(view: NodeView) -> tuple[tuple[Activation, ...], ...]:
     """Returns the activations of each direction: name in lower case, alpha, beta."""
     count = 2 if view.attr("direction", "forward") == "bidirectional" else 1
-    kind = view.op_type
-    names = [name.lower() for name in view.attr("activations") or _DEFAULTS[kind] * count]
+    names = [
+        name.lower() for name in view.attr("activations") or CELLS[view.op_type].activations * count
+    ]
     alphas = list(view.attr("activation_alpha") or ())
     betas = list(view.attr("activation_beta") or ())
     found: list[Activation] = []
@@ -211,7 +211,30 @@ def _lstm_step(e: _Emit, cell: _Cell, x: ir.Value, states: Sequence[ir.Value]) -
 
 
 CellFn = Callable[[_Emit, _Cell, ir.Value, Sequence[ir.Value]], list[ir.Value]]
-_STEPS: Mapping[str, CellFn] = {"RNN": _rnn_step, "GRU": _gru_step, "LSTM": _lstm_step}
+
+
+@dataclass(frozen=True)
+class CellKind:
+    """What distinguishes the three recurrent operators.
+
+    Attributes:
+        step: Emits one step.
+        activations: The activations of one direction, unless the node names others.
+        states: The operands that are the state before the first step.
+        peepholes: The operand that is the weights of the peepholes, if it may have some.
+    """
+
+    step: CellFn
+    activations: tuple[str, ...]
+    states: tuple[int, ...] = (5,)
+    peepholes: int | None = None
+
+
+CELLS: Mapping[str, CellKind] = {
+    "RNN": CellKind(_rnn_step, ("tanh",)),
+    "GRU": CellKind(_gru_step, ("sigmoid", "tanh")),
+    "LSTM": CellKind(_lstm_step, ("sigmoid", "tanh", "tanh"), states=(5, 6), peepholes=7),
+}
 
 
 def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
@@ -223,7 +246,7 @@ def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
         ModelError: An activation is not one of ONNX's, or a size that must be known is not.
     """
     view, e = node.view, _Emit(node.builder)
-    kind = view.op_type
+    kind = CELLS[view.op_type]
     lists = activation_lists(view)
     for name in {name for each in lists for name, _, _ in each}:
         if name not in _KNOWN:
@@ -238,14 +261,14 @@ def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
     cell = _Cell(
         e.transpose(node.input(2), (0, 2, 1)),
         node.input(3) if node.has(3) else None,
-        node.input(7) if kind == "LSTM" and node.has(7) else None,
+        node.input(kind.peepholes) if kind.peepholes and node.has(kind.peepholes) else None,
         lists,
-        kind == "GRU" and bool(view.attr("linear_before_reset", 0)),
+        bool(view.attr("linear_before_reset", 0)),
         view.attr("clip"),
-        kind == "LSTM" and bool(view.attr("input_forget", 0)),
+        bool(view.attr("input_forget", 0)),
     )
     begin = []
-    for operand in (5, 6) if kind == "LSTM" else (5,):
+    for operand in kind.states:
         if node.has(operand):
             state = node.input(operand)
             begin.append(e.transpose(state, (1, 0, 2)) if batch_first else state)
@@ -255,7 +278,7 @@ def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
             begin.append(e.builder.op("Expand", zero, e.builder.sizes(shape), shape=shape))
     ways = [False, True] if count == 2 else [view.attr("direction", "forward") == "reverse"]
     gates = e.split(_gates(node, e, x, count), count, 1)
-    *last, y = _run(e, _STEPS[kind], cell, gates, begin, _lengths(node, e, steps), ways)
+    *last, y = _run(e, kind.step, cell, gates, begin, _lengths(node, e, steps), ways)
     results: list[ir.Value | None] = [e.transpose(y, (2, 0, 1, 3)) if batch_first else y]
     results += [e.transpose(state, (1, 0, 2)) if batch_first else state for state in last]
     return results
@@ -342,6 +365,3 @@ def _join(e: _Emit, parts: Sequence[ir.Value], axis: int = 0) -> ir.Value:
 def _where(e: _Emit, condition: ir.Value, x: ir.Value, other: ir.Value) -> ir.Value:
     shape = e.builder.shape_of(x)
     return e.builder.op("Where", condition, x, other, shape=shape, dtype=x.dtype)
-
-
-BODIES: Mapping[str, BodyFn] = dict.fromkeys(_STEPS, recurrent_body)

@@ -7,7 +7,7 @@ and of a bidirectional network the directions: a device that has the backward on
 input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -19,7 +19,7 @@ from onnxpar.ops.local_helpers import BOOL, global_index
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import recurs
 from onnxpar.ops.operator import BY_BODY, OpDef
-from onnxpar.ops.recurrent.body import BODIES, activation_lists
+from onnxpar.ops.recurrent.body import CELLS, activation_lists, recurrent_body
 from onnxpar.ops.slots import Roles
 
 X, W, R, B, LENGTHS, H0, C0, P = range(8)
@@ -106,20 +106,13 @@ def _one_direction(node: LocalNode, inputs: list[ir.Value | None]) -> Sequence[i
     return outputs
 
 
-_ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
-    "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
-    "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"),
-    "RNN": ("tanh", "tanh"),
-}
-_PEEPHOLE = 7
-
-
 def _unusual_recurrence(node: ir.Node) -> str | None:
     """Activations, peepholes or an order of steps that cuDNN has not."""
     for name in ("activation_alpha", "activation_beta", "clip"):
         if name in node.attributes:
             return f"cuDNN has no {name}"
-    known = _ACTIVATIONS[node.op_type]
+    kind = CELLS[node.op_type]
+    known = kind.activations * 2
     given = tuple(a.lower() for a in node.attributes.get_strings("activations", ()))
     if given != known[: len(given)]:
         return f"cuDNN has no activations {', '.join(given)}"
@@ -127,7 +120,8 @@ def _unusual_recurrence(node: ir.Node) -> str | None:
         return "cuDNN does not couple the gates (input_forget)"
     if node.attributes.get_int("linear_before_reset", 1) != 1:
         return "cuDNN multiplies before it resets (linear_before_reset)"
-    if len(node.inputs) > _PEEPHOLE and node.inputs[_PEEPHOLE] is not None:
+    place = kind.peepholes
+    if place is not None and len(node.inputs) > place and node.inputs[place] is not None:
         return "cuDNN has no peepholes"
     return None
 
@@ -141,9 +135,9 @@ DEFS = tuple(
         recurrent_local,
         gradient=BY_BODY,
         cost=recurs,
-        body=body,
+        body=recurrent_body,
         refused=_unusual_recurrence,
-        roles=Roles(weights=(1, 2), vectors=(3, 7) if op_type == "LSTM" else (3,)),
+        roles=Roles(weights=(1, 2), vectors=(3, kind.peepholes) if kind.peepholes else (3,)),
     )
-    for op_type, body in BODIES.items()
+    for op_type, kind in CELLS.items()
 )

@@ -22,7 +22,7 @@ from onnxpar.ops.local_helpers import (
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.old_node import operands
 from onnxpar.ops.operator import LocalFn, OpDef
-from onnxpar.ops.reduce.reduce_gradient import REDUCTIONS
+from onnxpar.ops.reduce import reduce_gradient as grad
 from onnxpar.ops.sizes.computed_sizes import (
     REDUCE_MAX,
     REDUCE_MIN,
@@ -32,19 +32,16 @@ from onnxpar.ops.sizes.computed_sizes import (
 from onnxpar.ops.slots import Folding
 from onnxpar.ops.view.reshape import further
 
-# With noop_with_empty_axes the others still square their elements or take absolute values.
-_IDENTITY_WITHOUT_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 
-
-def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
+def _rule(kind: str, linear: str, exact: bool) -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
         names = axis_names(len(view.shape(0)))
         axes = reduced_axes(view)
         operands = " ".join(names) + further(view)
         if axes is None:
-            identity = view.op_type in _IDENTITY_WITHOUT_AXES
+            # With noop_with_empty_axes what is not linear still squares, or takes absolute values.
             text = f"{operands} -> {' '.join(names)}"
-            return parse_rule(text + ("; linear: any 0" if identity else ""))
+            return parse_rule(text + ("; linear: any 0" if linear else ""))
         keep = view.attr("keepdims", 1)
         result = [
             "1" if axis in axes else name
@@ -52,10 +49,11 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
             if keep or axis not in axes
         ]
         text = f"{operands} -> {' '.join(result)}"
+        divides = exact or _of_floats(view)
         if axes:
-            text += f"; {kind if _splits(view, kind) else 'replicated'}: "
+            text += f"; {kind if divides else 'replicated'}: "
             text += " ".join(names[axis] for axis in axes)
-        if linear and _splits(view, kind):
+        if linear and divides:
             text += f"; linear: {linear}"
         return parse_rule(text)
 
@@ -65,17 +63,9 @@ def _rule(kind: str, linear: str = "") -> Callable[[NodeView], OpRule]:
     return rule
 
 
-def _splits(view: NodeView, kind: str) -> bool:
-    """Means and logarithms of integers round midway: parts do not make the whole of them."""
+def _of_floats(view: NodeView) -> bool:
     value = view.node.inputs[0]
-    exact = kind in ("max", "min", "prod") or view.op_type in (
-        "ReduceSum",
-        "ReduceL1",
-        "ReduceSumSquare",
-    )
-    return exact or (
-        value is not None and value.dtype is not None and value.dtype.is_floating_point()
-    )
+    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
 def mean_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -145,21 +135,34 @@ def _number(node: LocalNode, like: ir.Value, text: str) -> ir.Value:
 
 def _op(
     name: str,
+    spread: grad.Spread,
     kind: str,
     linear: str = "",
     local: LocalFn = copy_node,
     *,
+    exact: bool = True,
     zero: bool = False,
     **slots: Any,
 ) -> OpDef:
-    rule = _rule(kind, linear)
+    """The record of a reduction.
+
+    Args:
+        name: Name of the operator.
+        spread: The cotangent of its operand.
+        kind: What a sharded dim that is reduced is to its rule.
+        linear: In which operands its rule is linear.
+        local: Its local form.
+        exact: Whether shards of integers give the exact result; a mean or a logarithm rounds.
+        zero: As `keeps_zero` of `OpDef`.
+        **slots: Other slots of `OpDef`.
+    """
     return OpDef(
         "",
         name,
         1,
-        rule,
+        _rule(kind, linear, exact),
         local,
-        REDUCTIONS[name],
+        grad.reduction(spread),
         keeps_zero=zero,
         host_operands=(1,),
         upgrades={13 if name == "ReduceSum" else 18: operands(axes=1)},
@@ -167,15 +170,51 @@ def _op(
     )
 
 
+def _ends_in(
+    name: str, spread: grad.Spread, local: Callable[[LocalNode], Sequence[ir.Value]]
+) -> OpDef:
+    """The record of a reduction that ends in a function with which no sum commutes."""
+    return _op(name, spread, "special", local=copy_or(local), exact=False)
+
+
 DEFS = (
-    _op("ReduceSum", "sum", "sum 0", zero=True, values=REDUCE_SUM, folding=Folding.INTEGERS),
-    _op("ReduceMean", "sum", "sum 0", mean_local, zero=True),
-    _op("ReduceMax", "max", "max 0", values=REDUCE_MAX, folding=Folding.INTEGERS),
-    _op("ReduceMin", "min", "min 0", values=REDUCE_MIN, folding=Folding.INTEGERS),
-    _op("ReduceProd", "prod", "prod 0", values=REDUCE_PROD, folding=Folding.INTEGERS),
-    _op("ReduceL1", "sum", zero=True),
-    _op("ReduceSumSquare", "sum", zero=True),
-    _op("ReduceL2", "special", local=copy_or(_summed("ReduceSumSquare", "Sqrt"))),
-    _op("ReduceLogSum", "special", local=copy_or(_summed("ReduceSum", "Log"))),
-    _op("ReduceLogSumExp", "special", local=copy_or(log_sum_exp)),
+    _op(
+        "ReduceSum",
+        grad.spread_sum,
+        "sum",
+        "sum 0",
+        zero=True,
+        values=REDUCE_SUM,
+        folding=Folding.INTEGERS,
+    ),
+    _op("ReduceMean", grad.spread_mean, "sum", "sum 0", mean_local, exact=False, zero=True),
+    _op(
+        "ReduceMax",
+        grad.spread_extremum,
+        "max",
+        "max 0",
+        values=REDUCE_MAX,
+        folding=Folding.INTEGERS,
+    ),
+    _op(
+        "ReduceMin",
+        grad.spread_extremum,
+        "min",
+        "min 0",
+        values=REDUCE_MIN,
+        folding=Folding.INTEGERS,
+    ),
+    _op(
+        "ReduceProd",
+        grad.spread_product,
+        "prod",
+        "prod 0",
+        values=REDUCE_PROD,
+        folding=Folding.INTEGERS,
+    ),
+    _op("ReduceL1", grad.spread_l1, "sum", zero=True),
+    _op("ReduceSumSquare", grad.spread_sum_square, "sum", zero=True),
+    _ends_in("ReduceL2", grad.spread_l2, _summed("ReduceSumSquare", "Sqrt")),
+    _ends_in("ReduceLogSum", grad.spread_log_sum, _summed("ReduceSum", "Log")),
+    _ends_in("ReduceLogSumExp", grad.spread_log_sum_exp, log_sum_exp),
 )

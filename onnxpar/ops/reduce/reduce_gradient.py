@@ -3,9 +3,8 @@
 What can be computed before it is spread, is: on tensors of the size of the result.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf, prod
-from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -57,7 +56,7 @@ def _over_x(node: GradNode, op_type: str, a: ir.Value, b: ir.Value) -> ir.Value:
     return node.op(op_type, a, b, shape=node.shape(node.input(0)))
 
 
-def _spread_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy to every element."""
     return _expand(node, dy, axes)
 
@@ -89,7 +88,7 @@ def spread_extremum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.V
     return _over_x(node, "Mul", hits, share)
 
 
-def _spread_product(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_product(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy times the product of the others, which is not y / x where one is zero."""
     x = node.input(0)
     assert x.dtype is not None
@@ -104,12 +103,12 @@ def _spread_product(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.V
     return node.op("Where", none_is, others, node.number(0, x), dtype=x.dtype)
 
 
-def _spread_l1(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_l1(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """dy·sign x."""
     return _over_x(node, "Mul", node.op("Sign", node.input(0)), _kept(node, dy, axes))
 
 
-def _spread_l2(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_l2(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """x·dy / y, zero where y is."""
     norm = node.output()
     flat = node.op("Equal", norm, node.number(0, norm), dtype=_BOOL)
@@ -118,43 +117,24 @@ def _spread_l2(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     return _over_x(node, "Mul", node.input(0), _kept(node, ratio, axes))
 
 
-def _spread_sum_square(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_sum_square(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """2x·dy."""
     twice = node.op("Mul", dy, node.number(2, dy))
     return _over_x(node, "Mul", node.input(0), _kept(node, twice, axes))
 
 
-def _spread_log_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_log_sum(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """Gives dy / Σx, the sum read off y."""
     return _expand(node, node.op("Div", dy, node.op("Exp", node.output())), axes)
 
 
-def _spread_log_sum_exp(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
+def spread_log_sum_exp(node: GradNode, axes: tuple[int, ...], dy: ir.Value) -> ir.Value:
     """dy·exp(x - y); of an infinite y, as of a row that is masked whole, nothing is taken off."""
     y = node.output()
     infinite = node.op("Equal", node.op("Abs", y), node.number(inf, y), dtype=_BOOL)
     top = node.op("Where", infinite, node.number(0, y), y, dtype=y.dtype)
     powers = node.op("Exp", _over_x(node, "Sub", node.input(0), _kept(node, top, axes)))
     return _over_x(node, "Mul", powers, _kept(node, dy, axes))
-
-
-REDUCTIONS: Mapping[str, Gradient] = MappingProxyType(
-    {
-        name: reduction(spread)
-        for name, spread in {
-            "ReduceL1": _spread_l1,
-            "ReduceL2": _spread_l2,
-            "ReduceLogSum": _spread_log_sum,
-            "ReduceLogSumExp": _spread_log_sum_exp,
-            "ReduceMax": spread_extremum,
-            "ReduceMean": spread_mean,
-            "ReduceMin": spread_extremum,
-            "ReduceProd": _spread_product,
-            "ReduceSum": _spread_sum,
-            "ReduceSumSquare": _spread_sum_square,
-        }.items()
-    }
-)
 
 
 def cumsum_gradient(node: GradNode) -> Cotangents:

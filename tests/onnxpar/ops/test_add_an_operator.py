@@ -34,7 +34,7 @@ def example() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def registry(example: dict[str, Any]) -> Registry:
     others = [d for d in REGISTRY.defs if d.op_type != "LpNormalization"]
-    return Registry.join((others, example["DEFS"]))
+    return Registry((*others, *example["DEFS"]))
 
 
 @pytest.mark.parametrize("text", blocks("python case")[0].splitlines())
@@ -59,7 +59,7 @@ def test_the_example_is_differentiated(
         (definition,) = example["DEFS"]
         changed = replace(definition, gradient=BY_BODY, body=example["lp_norm_body"])
         others = [d for d in registry.defs if d is not definition]
-        registry = Registry.join((others, (changed,)))
+        registry = Registry((*others, changed))
     (formula,) = re.findall(r"`(lambda torch, x: .*?)`", PAGE)
     case: GradCase = eval(text, {"GradCase": GradCase, "normalized": eval(formula)})
     replace(case, registry=registry).check()

@@ -1,5 +1,7 @@
 """Every operator fills every slot of its record, or says why it does not."""
 
+import ast
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from onnxpar.ops.slots import FLOAT32, VIEW, Precision, Roles, always
 from onnxpar.ops.table import REGISTRY
 from onnxpar.report.operator_table import OperatorRow, operator_table, slot_words
 
-OPS = Path(__file__).parents[3] / "onnxpar" / "ops"
+PACKAGE = Path(__file__).parents[3] / "onnxpar"
 
 
 def faults(definition: OpDef) -> list[str]:
@@ -94,3 +96,39 @@ def test_every_slot_is_shown() -> None:
     assert slots == ({field.name for field in fields(OperatorRow)} - {"slots"}) | set(row.slots)
     assert row.slots["roles"] == "weight: 1; scale or bias: 2"
     assert row.slots["precision"] == "16 bits"
+
+
+def named_operators(tree: ast.AST) -> list[tuple[int, list[str]]]:
+    """The literals that hold several names of operators, and their lines."""
+    names = {d.op_type for d in REGISTRY.defs}
+    found = []
+    for node in ast.walk(tree):
+        keys: Sequence[ast.expr | None] = ()
+        if isinstance(node, ast.Dict):
+            keys = node.keys
+        elif isinstance(node, ast.Set | ast.List | ast.Tuple):
+            keys = node.elts
+        held = [k.value for k in keys if isinstance(k, ast.Constant) and k.value in names]
+        if len(held) > 1:
+            found.append((node.lineno, held))
+    return found
+
+
+def test_no_pass_has_a_table_of_operators() -> None:
+    """What a pass asks of an operator is a slot of its record; families are folders in `ops`."""
+    # The names of SymPy's functions, which two operators share.
+    sympys = ["Max", "Min", "Mod"]
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        place = path.relative_to(PACKAGE)
+        if place.parts[0] == "ops" and len(place.parts) > 2:
+            continue
+        tables = named_operators(ast.parse(path.read_text(encoding="utf-8")))
+        found |= {f"{place}:{line}": names for line, names in tables if names != sympys}
+    assert found == {}
+
+
+def test_a_table_of_operators_is_seen() -> None:
+    assert named_operators(ast.parse("x = {'Add': 1, 'Mul': 2}")) == [(1, ["Add", "Mul"])]
+    assert named_operators(ast.parse("x = op in ('Add', 'Mul')")) == [(1, ["Add", "Mul"])]
+    assert named_operators(ast.parse("x = op == 'Add'")) == []
