@@ -20,7 +20,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.sharding import Component, DimSharding, Sharding, join, split
+from onnxpar.core.sharding import Component, DimSharding, Sharding, split
 from onnxpar.core.symbols import symbols_of
 from onnxpar.graph.body_captures import every_node, read_by
 from onnxpar.graph.builder import DOMAIN
@@ -30,6 +30,7 @@ from onnxpar.ops.function import VERSION
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.norm_reference import OPERATORS as NORMS
+from tests.shards import concrete, join
 from tests.sliding_reference import OPERATORS as SLIDING
 
 FUNCTIONS = {d.op_type: d.function for d in REGISTRY.defs if d.function is not None}
@@ -60,7 +61,7 @@ def run_model(
     for rank in range(mesh.size):
         here: dict[str, Array] = {}
         for item in model.inputs:
-            sharding = item.sharding.concrete(table, symbols)
+            sharding = concrete(item.sharding, table, symbols)
             here[item.name] = _padded(feeds[item.name], sharding, mesh, rank, padding)
         for parameter in model.parameters:
             content = feeds.get(parameter.name)
@@ -83,7 +84,7 @@ def run_model(
         dims = zip(item.sharding.dims, shards[0].shape, strict=True)
         sizes = tuple(_sized(dim, size, symbols) for dim, size in dims)
         sharding = Sharding(sizes, item.sharding.partial, item.sharding.reduction)
-        sharding = sharding.concrete(table, symbols)
+        sharding = concrete(sharding, table, symbols)
         outputs[item.name] = join(shards, sharding, mesh)
         _check_replicas(item.name, shards, outputs[item.name], sharding, mesh)
     return outputs

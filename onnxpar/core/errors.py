@@ -1,12 +1,12 @@
-"""The errors that a user can cause. Each one names what is wrong, expected and got.
+"""The errors that a user can cause. Each names what is wrong, and says what was expected and got.
 
 Every class derives from `OnnxparError`; the command line prints its message without a traceback and
-exits with `exit_code` (2: the user's mistake, 1: a check that does not hold).
+exits with `exit_code` (2: the user's mistake, 1: a failed check).
 """
 
 
 class OnnxparError(Exception):
-    """A mistake that the user can mend; the message says how."""
+    """A mistake that the user can correct; the message says how."""
 
     exit_code = 2
 
@@ -16,27 +16,27 @@ class ModelError(OnnxparError):
 
 
 class NodeError(ModelError):
-    """A node that no runtime can run: an attribute or a constant operand that is not legal."""
+    """A node that no runtime can run: an illegal attribute or constant operand."""
 
 
 class StrategyError(OnnxparError):
-    """A strategy file, preset, annotation or numeric tuple that does not fit model or mesh."""
+    """A strategy file, preset, annotation or numeric tuple that does not fit the model or mesh."""
 
 
 class MeshError(OnnxparError):
-    """A device mesh that cannot be built, or device matrices that no common refinement has."""
+    """A device mesh that cannot be built, or device matrices without a common refinement."""
 
 
 class MachineError(OnnxparError):
-    """A machine file that is malformed, or a machine that nobody described."""
+    """A malformed machine file, or an unknown machine."""
 
 
 class SymbolError(OnnxparError):
-    """A symbolic dimension whose value or constraint does not hold."""
+    """A symbol whose value violates its constraint, or a malformed size or constraint."""
 
 
 class CallError(OnnxparError):
-    """An array given to a sharded function that is missing or does not fit it."""
+    """An array that a call of a sharded function lacks, or that does not fit the function."""
 
 
 class RuleError(OnnxparError):
@@ -44,7 +44,7 @@ class RuleError(OnnxparError):
 
 
 class ShardingError(OnnxparError):
-    """A sharding that is not legal for its tensor, or a reshard that cannot be carried out."""
+    """A sharding that is illegal for its tensor, or an impossible reshard."""
 
 
 class ArtifactError(OnnxparError):

@@ -3,10 +3,10 @@
 The form is MindSpore's `Layout`, and `TensorLayout.from_tensor_map` is its tensor map:
 
     layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
-    layout("dp", ("sp", "mp"), "None")       # dim 1 split over sp (outer) and mp, dim 2 whole
+    layout("dp", ("sp", "mp"), "None")  # dim 1: sharded over sp (outer) and mp; dim 2: replicated
 
-A device matrix whose product is less than the number of devices repeats over the rest, and the
-repeat is the fastest-varying.
+A device matrix whose product is less than the number of devices is repeated over the remaining
+devices. The repetition is the fastest-varying factor.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onnxpar.core.errors import StrategyError
-from onnxpar.core.mesh import Mesh
+from onnxpar.core.mesh import Mesh, is_integer
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim
 
@@ -28,7 +28,7 @@ class TensorLayout:
     Attributes:
         device_matrix: Sizes of the matrix, outermost first.
         alias_name: A name for each of them.
-        dims: For each dim of the tensor the names that split it, outermost first.
+        dims: For each dim of the tensor the names that shard it, outermost first.
 
     Raises:
         StrategyError: A malformed matrix, an unknown name, or a name that is used twice.
@@ -64,8 +64,9 @@ class TensorLayout:
 
         Args:
             device_matrix: Sizes, outermost first.
-            tensor_map: For each dim the number of a matrix dim counted from the right, from 0; -1
-                is a replicated dim; a sequence is several matrix dims, outermost first.
+            tensor_map: For each dim the number of the matrix dim that shards it, counted from the
+                right, from 0; -1 is a replicated dim; a sequence is several matrix dims, outermost
+                first.
 
         Raises:
             StrategyError: A number that the matrix does not have, or one that is used twice.
@@ -75,7 +76,7 @@ class TensorLayout:
         for position, entry in enumerate(tensor_map):
             numbers = [entry] if isinstance(entry, int) else list(entry)
             for number in numbers:
-                if not _is_int(number) or not -1 <= number < count:
+                if not is_integer(number) or not -1 <= number < count:
                     raise StrategyError(
                         f"tensor map, dim {position}: expected -1 or a matrix dim from 0 to "
                         f"{count - 1}, got {number!r}"
@@ -89,7 +90,7 @@ class TensorLayout:
         return TensorLayout(tuple(device_matrix), names, tuple(dims))
 
     def axis(self, name: str) -> tuple[int, int]:
-        """Returns where a matrix dim stands: the devices-blocks before it, and its size."""
+        """Returns the product of the matrix dims before one, and its size."""
         index = self.alias_name.index(name)
         return prod(self.device_matrix[:index]), self.device_matrix[index]
 
@@ -125,7 +126,7 @@ class Layout:
     alias_name: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Checks matrix and names, and takes lists for tuples."""
+        """Checks matrix and names, and makes tuples of lists."""
         for what in ("device_matrix", "alias_name"):
             value = getattr(self, what)
             if not isinstance(value, tuple | list):
@@ -138,10 +139,10 @@ class Layout:
 
         Args:
             dims: For each dim of the tensor a name, a tuple of names (first outermost), or "None"
-                or None for a dim that is not split.
+                or None for a replicated dim.
 
         Raises:
-            StrategyError: No dims, something else than names, an unknown or repeated name.
+            StrategyError: No dims, something other than names, or an unknown or repeated name.
         """
         if not dims:
             raise StrategyError("layout: expected a name for each dim of the tensor, got none")
@@ -173,7 +174,7 @@ def _check_matrix(matrix: tuple[int, ...], names: tuple[str, ...]) -> None:
     if not matrix:
         raise StrategyError("layout: expected a device matrix of at least one dim, got ()")
     for size in matrix:
-        if not _is_int(size) or size < 1:
+        if not is_integer(size) or size < 1:
             raise StrategyError(
                 f"layout: expected integers of at least 1 in the device matrix, got {size!r}"
             )
@@ -189,7 +190,3 @@ def _check_matrix(matrix: tuple[int, ...], names: tuple[str, ...]) -> None:
         )
     if len(set(names)) != len(names):
         raise StrategyError(f"layout: expected different names, got {names}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,10 +1,10 @@
-"""What a device computes, holds and sends: the numbers that the cost model multiplies with.
+"""What a device computes, holds and sends: the numbers that the cost model uses.
 
 The link model is latency plus size over bandwidth (Hockney 1994), with the steps and bytes of ring
-algorithms (Thakur, Rabenseifner & Gropp 2005), and the time by which the last rank comes late after
-computing (process skew: Hoefler, Schneider & Lumsdaine 2010); the device model is the roofline
-(Williams, Waterman & Patterson 2009): an operator takes as long as its arithmetic or its memory
-traffic, whichever is more, and a fixed time to be started.
+algorithms (Thakur, Rabenseifner & Gropp 2005), and the delay of the last rank after computing
+(process skew: Hoefler, Schneider & Lumsdaine 2010). The device model is the roofline (Williams,
+Waterman & Patterson 2009): an operator takes as long as its arithmetic or its memory traffic,
+whichever is more, and a fixed time to start.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ class Link:
     """What connects the devices of a block of neighbours.
 
     Attributes:
-        devices: Devices of the block, numbered consecutively; 0 means all that there are.
-        bandwidth: Bytes per second that one device sends while all do.
-        latency: Seconds that one step of a collective takes however little it sends.
-        wait: Seconds that ranks wait for the last one of them when they meet after computing. It is
-            paid once where one collective follows another.
+        devices: Devices of the block, numbered consecutively; 0 means all devices.
+        bandwidth: Bytes per second that one device sends while all devices send.
+        latency: Seconds that one step of a collective takes in addition to its bytes.
+        wait: Seconds that ranks wait for the last of them in a collective that follows computing.
+            It is counted once for several collectives in a row.
     """
 
     devices: int
@@ -39,13 +39,13 @@ class Machine:
     """A machine of equal devices.
 
     Attributes:
-        name: What it is called in tables.
+        name: Its name in tables.
         flops: Operations per second of one device, by element type ("float32", "bfloat16", …).
         bandwidth: Bytes per second between a device and its memory.
         memory: Bytes of one device.
         overhead: Seconds to start one operator.
         links: From the smallest block of devices to all of them.
-        overlap: The share of the gradients' reductions that is hidden behind the backward pass.
+        overlap: The fraction of the gradients' reductions that the backward pass hides.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Machine:
     overlap: float = 0.0
 
     def link(self, mesh: Mesh, atoms: Sequence[int]) -> Link:
-        """Returns the link that a collective over `atoms` runs at: that of the widest atom."""
+        """Returns the link that limits a collective over `atoms`: that of the widest atom."""
         span = max(mesh.strides[a] * mesh.atoms[a] for a in atoms)
         for link in self.links:
             if link.devices == 0 or link.devices >= span:
@@ -65,7 +65,7 @@ class Machine:
         return self.links[-1]
 
     def rate(self, dtype: str) -> float:
-        """Returns the operations per second for an element type, float32's where none is given."""
+        """Returns the operations per second for an element type; those of float32 by default."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
@@ -88,47 +88,29 @@ def parse_bytes(text: object) -> int:
     raise ValueError(f"expected a size such as 80GiB, got {text!r}")
 
 
-@dataclass(frozen=True)
-class _Gpu:
-    float32: float
-    half: float
-    bandwidth: float
-    memory: int
-    block: Link
-    beyond: Link
-
-    def machine(self, name: str) -> Machine:
-        rates = MappingProxyType(
-            {"float32": self.float32, "float16": self.half, "bfloat16": self.half}
-        )
-        return Machine(
-            name, rates, self.bandwidth, self.memory, 5e-6, (self.block, self.beyond), 0.7
-        )
+def _gpu(
+    name: str,
+    float32: float,
+    half: float,
+    bandwidth: float,
+    memory: int,
+    links: tuple[Link, Link],
+) -> Machine:
+    rates = {"float32": float32, "float16": half, "bfloat16": half}
+    return Machine(name, MappingProxyType(rates), bandwidth, memory, 5e-6, links, 0.7)
 
 
 # Dense peak rates, memory and links from the vendor's data sheets: NVIDIA A100 80GB (2021; float32
 # by TF32), H100 SXM5 (2023) and H200 SXM (2024), NVLink 3 and 4 in one direction, InfiniBand HDR
 # and NDR with one port for each GPU. Latencies are those of small NCCL collectives. `cpu` is a
 # core of a desktop processor with MPI in shared memory; `tools/calibrate` measures the real one.
-_IB_HDR, _IB_NDR = Link(0, 25e9, 12e-6), Link(0, 50e9, 10e-6)
-PRESETS: Mapping[str, Machine] = MappingProxyType(
-    {
-        "cpu": Machine(
-            "cpu",
-            MappingProxyType({"float32": 6e10, "float64": 3e10}),
-            1.2e10,
-            8 << 30,
-            3e-6,
-            (Link(0, 3e9, 2e-6),),
-        ),
-        "a100": _Gpu(1.56e14, 3.12e14, 2.04e12, 80 << 30, Link(8, 3.0e11, 4e-6), _IB_HDR).machine(
-            "a100"
-        ),
-        "h100": _Gpu(4.95e14, 9.89e14, 3.35e12, 80 << 30, Link(8, 4.5e11, 4e-6), _IB_NDR).machine(
-            "h100"
-        ),
-        "h200": _Gpu(4.95e14, 9.89e14, 4.8e12, 141 << 30, Link(8, 4.5e11, 4e-6), _IB_NDR).machine(
-            "h200"
-        ),
-    }
+_A100_LINKS = Link(8, 3.0e11, 4e-6), Link(0, 25e9, 12e-6)
+_H100_LINKS = Link(8, 4.5e11, 4e-6), Link(0, 50e9, 10e-6)
+_CPU_RATES = MappingProxyType({"float32": 6e10, "float64": 3e10})
+_MACHINES = (
+    Machine("cpu", _CPU_RATES, 1.2e10, 8 << 30, 3e-6, (Link(0, 3e9, 2e-6),)),
+    _gpu("a100", 1.56e14, 3.12e14, 2.04e12, 80 << 30, _A100_LINKS),
+    _gpu("h100", 4.95e14, 9.89e14, 3.35e12, 80 << 30, _H100_LINKS),
+    _gpu("h200", 4.95e14, 9.89e14, 4.8e12, 141 << 30, _H100_LINKS),
 )
+PRESETS: Mapping[str, Machine] = MappingProxyType({m.name: m for m in _MACHINES})

@@ -1,9 +1,9 @@
 """The device mesh: named axes over a row of prime-sized atoms.
 
-A mesh of N devices numbers them 0…N-1 in row-major order of its axes. Inside, the order is cut into
-*atoms*, factors of N that are primes, major first. A named axis is a run of neighbouring atoms, so
-the views `8`, `2x4` and `2x2x2` of the same devices share atoms and meet without special cases
-(GSPMD's device assignments, Xu et al. 2021, and Shardy's sub-axes express the same idea).
+A mesh of N devices numbers them 0…N-1 in row-major order of its axes. Its *atoms* are prime factors
+of N whose product is N, major first. A named axis is a run of neighbouring atoms, so the views `8`,
+`2x4` and `2x2x2` of the same devices share atoms and need no special cases (GSPMD's device
+assignments, Xu et al. 2021, and Shardy's sub-axes express the same idea).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,27 +32,39 @@ def prime_factors(n: int) -> tuple[int, ...]:
     return tuple(factors)
 
 
+def is_integer(value: object) -> bool:
+    """Whether a value that a user gave is an integer; `bool` is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_sizes(axes: Iterable[tuple[str, int]]) -> None:
+    for name, size in axes:
+        if not is_integer(size) or size < 1:
+            raise MeshError(f"mesh axis {name!r}: size must be an integer >= 1, got {size!r}")
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A device mesh.
 
     Attributes:
         axes: `(name, size)` pairs, major first; the product of the sizes is the device count.
-            May be empty where strategies are numeric and need no names.
+            Empty if strategies are numeric and need no names.
         atoms: Sizes of the atoms, primes, major first; their product is the device count.
+
+    Raises:
+        MeshError: A malformed or repeated axis, or axes that are not runs of atoms.
     """
 
     axes: tuple[tuple[str, int], ...]
     atoms: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Checks names, sizes and that axes begin and end between atoms."""
+        """Checks names and sizes, and that each axis is a run of atoms."""
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
             raise MeshError(f"mesh axes must have different names, got {names}")
-        for name, size in self.axes:
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"mesh axis {name!r}: size must be an integer >= 1, got {size!r}")
+        _check_sizes(self.axes)
         if self.axes and prod(size for _, size in self.axes) != self.size:
             raise MeshError(f"mesh axes {dict(self.axes)} do not multiply to {self.size} devices")
         for name, _ in self.axes:
@@ -66,9 +78,7 @@ class Mesh:
             MeshError: A size is not an integer >= 1.
         """
         named = {**(axes or {}), **sizes}
-        for name, size in named.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"mesh axis {name!r}: size must be an integer >= 1, got {size!r}")
+        _check_sizes(named.items())
         atoms = tuple(p for size in named.values() for p in prime_factors(size))
         return Mesh(tuple(named.items()), atoms)
 
@@ -78,10 +88,10 @@ class Mesh:
         matrices: Iterable[Sequence[int]] = (),
         axes: Mapping[str, int] | None = None,
     ) -> "Mesh":
-        """Builds the coarsest mesh in whose atoms all the given device matrices can be written.
+        """Builds the coarsest mesh that contains all the given device matrices.
 
-        A matrix `(a, b, …)` whose product is less than `devices` repeats over the rest, and the
-        repeat is the fastest-varying (MindSpore's convention).
+        A matrix `(a, b, …)` whose product is less than `devices` is repeated over the remaining
+        devices. The repetition is the fastest-varying factor (MindSpore's convention).
 
         Args:
             devices: Device count.
@@ -94,12 +104,12 @@ class Mesh:
         """
         if devices < 1:
             raise MeshError(f"the number of devices must be at least 1, got {devices}")
-        cuts: dict[int, tuple[int, ...]] = {1: (), devices: (devices,)}
+        bounds: dict[int, tuple[int, ...]] = {1: (), devices: (devices,)}
         rows = [tuple(m) for m in matrices]
         if axes:
             rows.append(tuple(axes.values()))
         for row in rows:
-            if any(isinstance(f, bool) or not isinstance(f, int) or f < 1 for f in row):
+            if any(not is_integer(f) or f < 1 for f in row):
                 raise MeshError(f"device matrix {row}: every factor must be an integer >= 1")
             if devices % prod(row):
                 raise MeshError(
@@ -109,12 +119,12 @@ class Mesh:
             prefix = 1
             for factor in row:
                 prefix *= factor
-                cuts.setdefault(prefix, row)
-        chain = sorted(cuts)
+                bounds.setdefault(prefix, row)
+        chain = sorted(bounds)
         for small, large in pairwise(chain):
             if large % small:
                 raise MeshError(
-                    f"device matrices {cuts[small]} and {cuts[large]} cannot be combined on "
+                    f"device matrices {bounds[small]} and {bounds[large]} cannot be combined on "
                     f"{devices} devices in one device order: one splits the devices after {small}, "
                     f"the other after {large}, and {small} does not divide {large}"
                 )
@@ -131,32 +141,28 @@ class Mesh:
         """Distance in device numbers between neighbours along each atom."""
         return tuple(prod(self.atoms[i + 1 :]) for i in range(len(self.atoms)))
 
-    def axis_size(self, name: str) -> int:
-        """Returns the size of the named axis; MeshError where there is none."""
-        for axis, size in self.axes:
-            if axis == name:
-                return size
-        raise MeshError(f"no mesh axis {name!r}; the mesh has {[a for a, _ in self.axes]}")
-
     def axis_atoms(self, name: str) -> Atoms:
         """Returns the run of atoms that makes up the named axis, major first.
 
         Raises:
-            MeshError: There is no such axis, or it is not a run of whole atoms.
+            MeshError: There is no such axis, or it is not a run of atoms.
         """
-        self.axis_size(name)
         before = 1
         for axis, size in self.axes:
             if axis == name:
                 return self.run(before, size)
             before *= size
-        raise AssertionError
+        raise MeshError(f"no mesh axis {name!r}; the mesh has {[a for a, _ in self.axes]}")
 
     def run(self, before: int, size: int) -> Atoms:
-        """Returns the atoms of a device-matrix factor of `size`, `before` devices-blocks in.
+        """Returns the atoms of one factor of a device matrix.
+
+        Args:
+            before: The product of the more major factors.
+            size: The factor.
 
         Raises:
-            MeshError: The factor does not begin and end between atoms.
+            MeshError: The factor is not a run of atoms.
         """
         position, index = 1, 0
         while position < before and index < len(self.atoms):
@@ -181,7 +187,7 @@ class Mesh:
         return tuple(runs)
 
     def count(self, atoms: Iterable[int]) -> int:
-        """Returns the number of pieces that a split over `atoms` makes."""
+        """Returns the number of shards that `atoms` make."""
         return prod(self.atoms[a] for a in atoms)
 
     def coords(self, rank: int) -> tuple[int, ...]:
@@ -216,7 +222,7 @@ class Mesh:
         return tuple(self.group(rank, atoms) for rank in firsts)
 
     def describe(self, atoms: Sequence[int]) -> str:
-        """Names a run of atoms: by mesh axes, else `4@2` for 4 pieces of devices 2 apart."""
+        """Names a run of atoms: by mesh axes, else `4@2` for 4 devices that are 2 apart."""
         left = tuple(atoms)
         names = []
         while left:

@@ -1,6 +1,6 @@
-"""Names and patterns: nearest names for messages, and which entry holds for which name or size."""
+"""Names and patterns: lists of names for messages, and which entry applies to which name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -10,37 +10,43 @@ from onnxpar.core.symbols import SymbolTable
 
 T = TypeVar("T")
 SHOWN = 8
+"""The most items that a message lists."""
+
+
+def listed(items: Sequence[str], separator: str = ", ", most: int = SHOWN) -> str:
+    """Returns the first items in one text, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns `; nearest: 'a', 'b'`, or what names there are, for the end of a message."""
+    """Returns `; nearest: 'a', 'b'`, or a list of the names, for the end of a message."""
     names = list(dict.fromkeys(known))
     close = get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "; nearest: " + ", ".join(map(repr, close))
     if not names:
         return "; there are none"
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return "; there are " + ", ".join(map(repr, names[:SHOWN])) + more
+    return "; there are " + listed([repr(n) for n in names])
 
 
 def match(
     entries: Mapping[str, T], names: Iterable[str], what: str, where: Mapping[str, str]
 ) -> dict[str, tuple[str, T]]:
-    """Returns the entry that holds for each name: its key and value, in the order of `names`.
+    """Returns the entry that applies to each name: its key and value, in the order of `names`.
 
-    A key that is a name holds for it alone and wins over patterns; every other key is a pattern in
-    the sense of `fnmatch` (`*` crosses `/`).
+    A key that is a name applies to it alone and wins over patterns; every other key is a pattern as
+    in `fnmatch` (`*` matches `/` too).
 
     Args:
         entries: The user's entries.
-        names: The names there are.
+        names: The known names.
         what: What the names are, for messages: "node".
         where: Place of each key, for messages.
 
     Raises:
-        StrategyError: A key that holds for no name, or two different entries for one name of which
-            neither is exact.
+        StrategyError: A key that applies to no name, or patterns with different entries that match
+            one name.
     """
     known = dict.fromkeys(names)
     found: dict[str, tuple[str, T]] = {}
@@ -72,12 +78,12 @@ def match(
 
 
 def check_symbol_sizes(sizes: Mapping[str, int], table: SymbolTable, where: str) -> None:
-    """Checks sizes for planning: a plan for others would be one that no run can be.
+    """Checks the sizes for which a plan is made: a run must be able to have them.
 
     Args:
         sizes: The user's sizes, by symbol.
         table: The symbols of the model's inputs.
-        where: Where the sizes stand, for messages.
+        where: Where the user gave the sizes, for messages.
 
     Raises:
         StrategyError: No input has such a symbol, or its constraint excludes the size.

@@ -6,20 +6,19 @@ A rule names the loop indices (*factors*) of an operator, dim by dim, as einsum 
     "b m k, b k n -> b m n; sum: k; linear: sum 0, sum 1"
 
 Operands are separated by commas. A dim is a factor (`m`), several factors that a reshape merged,
-major first (`(b s)`), or `1`: a dim that is never split, such as one that broadcasts. An operand
-may also be one word: `.` must be replicated on every device, `*` is taken in its current layout
-(the local form does not read its elements), `-` is an optional operand that is absent.
+major first (`(b s)`), or `1`: a dim that is never sharded, such as one that broadcasts. An operand
+may also be one sign: `.` must be replicated, `*` is taken in its current layout (the local form
+does not read its elements), `-` is an optional operand that is absent.
 
 Clauses after `;`:
 
-    sum: k  (max:, min:, prod:)   the factor is reduced away; a split makes those outputs partial
-                                  that do not have it, and splits those that do
-    replicated: c                      the factor must not be split
-    special: v                    a split needs the operator's own local algorithm
-    scaled: h                     special, and of another size in each operand, as the height of an
-                                  image and of what a convolution makes of it: the same atoms
-                                  split each of these dims, by its own size; after `sum: h` it
-                                  stays reduced
+    sum: k  (max:, min:, prod:)   the factor is reduced; sharding it makes the outputs without it
+                                  partial, and shards the outputs that have it
+    replicated: c                 the factor must not be sharded
+    special: v                    sharding it needs the operator's own local form
+    scaled: h                     special, with another size in each operand, such as the height of
+                                  an image and of the result of a convolution: the same atoms shard
+                                  each of these dims, by its own size; after `sum: h` it is reduced
     linear: sum 0+1, max 0        operands 0 and 1 together, or 0 alone, may stay partial
 
 A factor without a clause is parallel: local results are shards of the global result.
@@ -38,7 +37,7 @@ from onnxpar.core.symbols import Dim
 PARALLEL, REPLICATED, SPECIAL, SCALED = "parallel", "replicated", "special", "scaled"
 ABSENT, REPLICATED_OPERAND, ANY = "-", ".", "*"
 IDENTITY: Mapping[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
-"""Of each kind of factor that is reduced over, what padding must hold to change nothing."""
+"""For each kind of reduced factor, the value of padding that does not change the result."""
 _DIM = re.compile(r"\(([^()]*)\)|([A-Za-z_][\w]*|1)")
 
 
@@ -47,8 +46,9 @@ class Operand:
     """The factors of one operand.
 
     Attributes:
-        dims: For each dim the names of its factors, major first; empty for a dim never split.
-        mode: "" for an operand with dims, else `.`, `*` or `-` (see the module's text).
+        dims: For each dim the names of its factors, major first; empty for a dim that is never
+            sharded.
+        mode: "" for an operand with dims, else `.`, `*` or `-` (see the module's docstring).
     """
 
     dims: tuple[tuple[str, ...], ...] = ()
@@ -63,15 +63,16 @@ class OpRule:
         inputs: One operand for each input of the node.
         outputs: One operand for each output.
         kinds: Kind of each factor, in order of first appearance: parallel, replicated, special, or
-            the reduction (sum, max, min, prod) over which a split leaves those outputs partial
-            that do not have the factor.
-        linear: `(reduction, operands)`: those operands may be partial together, all others being
+            a reduction (sum, max, min, prod). Sharding a reduced factor makes the outputs that do
+            not have it partial.
+        linear: `(reduction, operands)`: these operands may be partial together while all others are
             replicated over the partial atoms; the outputs are then partial in the same way.
-        sizes: Sizes of the factors that stand only in merged dims.
+        sizes: Sizes of the factors that occur only in merged dims.
         scaled: The special or reduced factors that have another size in each operand, and are a dim
-            of their own there. Their one size, where one is asked for, is that of the first output.
-        inner: Elements, of the whole node, that a split of a reduced factor makes its local form
-            all-reduce: statistics without which no device can make its part of the result.
+            of their own there. Where one size is needed, it is that of the first output.
+        inner: For some reduced factors, the elements (of the undivided node) that the local form
+            all-reduces if the factor is sharded: statistics that every device needs for its shard
+            of the result.
     """
 
     inputs: tuple[Operand, ...]
@@ -83,7 +84,7 @@ class OpRule:
     inner: Mapping[str, Dim] = field(default_factory=dict)
 
     def __hash__(self) -> int:
-        """Hashes once: tables of plans have rules in their keys."""
+        """Hashes once: rules are keys of the tables of plans."""
         return self._hash
 
     @cached_property
@@ -97,7 +98,7 @@ class OpRule:
 
     @property
     def splittable(self) -> tuple[str, ...]:
-        """Names of the factors that may be split."""
+        """Names of the factors that may be sharded."""
         return tuple(f for f, kind in self.kinds.items() if kind != REPLICATED)
 
 
@@ -105,17 +106,15 @@ def parse_rule(text: str, sizes: Mapping[str, Dim] | None = None) -> OpRule:
     """Parses a rule.
 
     Args:
-        text: The rule, see the module's text.
-        sizes: Sizes (elements) of the factors that stand only in merged dims.
+        text: The rule, see the module's docstring.
+        sizes: Sizes (elements) of the factors that occur only in merged dims.
 
     Raises:
         RuleError: The text is malformed, a clause names an unknown factor or operand, or a factor
-            of the inputs is lost without a clause that says how.
+            of the inputs is in no output and no clause.
     """
     rule = _parse(text)
-    if not sizes:
-        return rule
-    return replace(rule, sizes=MappingProxyType(dict(sizes)))
+    return replace(rule, sizes=MappingProxyType(dict(sizes))) if sizes else rule
 
 
 @lru_cache(maxsize=4096)
@@ -149,19 +148,18 @@ def _parse(text: str) -> OpRule:
                 raise RuleError(
                     f"rule {text!r}: clause {clause!r} does not name a factor of the rule"
                 )
-            if head == SCALED and kinds[factor] in REDUCTIONS:
+            if head == SCALED:
                 scaled.add(factor)
-                continue
+                if kinds[factor] in REDUCTIONS:
+                    continue
             if kinds[factor] != PARALLEL:
                 raise RuleError(f"rule {text!r}: factor {factor!r} has two kinds")
             kinds[factor] = SPECIAL if head == SCALED else head
-            if head == SCALED:
-                scaled.add(factor)
     produced = [{f for dim in o.dims for f in dim} for o in outputs if not o.mode]
     for factor, kind in kinds.items():
         held = [factor in names for names in produced]
         if kind == PARALLEL and not any(held):
-            raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and in no clause")
+            raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and no clause")
         if kind in REDUCTIONS and held and all(held):
             raise RuleError(f"rule {text!r}: reduced factor {factor!r} is in every output")
     for operand in (*inputs, *outputs):

@@ -1,16 +1,16 @@
-"""The sharding of one tensor: which atoms split each dim, and over which it is partial.
+"""The sharding of one tensor: which atoms shard each dim, and over which it is partial.
 
 A dim is a list of *components*, major first, whose sizes multiply to the dim's size: a dim that a
-reshape merged from `(batch, heads)` is split by `dp` in its major and by `tp` in its minor
+reshape merged from `(batch, heads)` is sharded by `dp` in its major and by `tp` in its minor
 component (ONNX calls this `ShardedDimProto.simple_sharding`). Most dims have one component.
 
-A component of size n split by the atoms p1, p2, … is split atom by atom: into p1 blocks of
+A component of size n that the atoms p1, p2, … shard is split atom by atom: into p1 blocks of
 ceil(n/p1), each of those into p2 blocks of ceil(ceil(n/p1)/p2), and so on. Splits over a prefix of
 the atoms therefore nest, every device holds the same local size, and in every block the valid
-elements are a prefix followed by padding.
+elements come first and the padding last.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,13 +28,18 @@ REDUCTIONS = ("sum", "max", "min", "prod")
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a dim: its size (elements, possibly symbolic) and the atoms that split it."""
+    """A part of a dim: its size (elements, possibly symbolic) and the atoms that shard it."""
 
     size: Dim
     atoms: Atoms = ()
 
 
 DimSharding = tuple[Component, ...]
+
+
+def atoms_of(components: Iterable[Component]) -> Atoms:
+    """Returns the atoms that shard some components, in their order."""
+    return tuple(a for component in components for a in component.atoms)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Sharding:
     reduction: str = "sum"
 
     def __hash__(self) -> int:
-        """Hashes once: every table of plans and costs has shardings in its keys."""
+        """Hashes once: shardings are keys of every table of plans and costs."""
         return self._hash
 
     @cached_property
@@ -62,7 +67,7 @@ class Sharding:
 
     @staticmethod
     def replicated(shape: Sequence[Dim]) -> "Sharding":
-        """Returns the sharding in which every device holds the whole tensor."""
+        """Returns the sharding that replicates a tensor of `shape`."""
         return Sharding(tuple((Component(size),) for size in shape))
 
     @staticmethod
@@ -72,7 +77,7 @@ class Sharding:
         partial: Iterable[int] = (),
         reduction: str = "sum",
     ) -> "Sharding":
-        """Returns the sharding that splits dim i of `shape` by `atoms[i]`, a component per dim."""
+        """Returns the sharding of dim i of `shape` by `atoms[i]`, one component per dim."""
         dims = tuple((Component(s, tuple(a)),) for s, a in zip(shape, atoms, strict=True))
         return Sharding(dims, tuple(sorted(partial)), reduction)
 
@@ -88,25 +93,25 @@ class Sharding:
 
     @property
     def split_atoms(self) -> Atoms:
-        """Atoms that split some dim, in order of dims and components."""
-        return tuple(a for dim in self.dims for c in dim for a in c.atoms)
+        """Atoms that shard some dim, in order of dims and components."""
+        return tuple(a for dim in self.dims for a in atoms_of(dim))
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds the whole value."""
+        """Whether every device holds all of the value."""
         return not self.partial and not self.split_atoms
 
     def with_partial(self, partial: Iterable[int], reduction: str = "sum") -> "Sharding":
-        """Returns the same split with another set of partial atoms."""
+        """Returns the sharding of the same dims that is partial over other atoms."""
         atoms = tuple(sorted(partial))
         return Sharding(self.dims, atoms, reduction if atoms else "sum")
 
     def dim_atoms(self, dim: int) -> Atoms:
-        """Atoms that split one dim, major component first."""
-        return tuple(a for c in self.dims[dim] for a in c.atoms)
+        """Atoms that shard one dim, major component first."""
+        return atoms_of(self.dims[dim])
 
     def strategy(self, mesh: Mesh) -> tuple[int, ...]:
-        """Returns the number of pieces of each dim, as in MindSpore's tuples."""
+        """Returns the number of shards of each dim, as in MindSpore's tuples."""
         return tuple(mesh.count(self.dim_atoms(d)) for d in range(self.rank))
 
     def validate(self, mesh: Mesh, what: str) -> None:
@@ -124,32 +129,16 @@ class Sharding:
         """Returns the shape, padding included, that every device holds."""
         return tuple(_product(local_size(c, mesh, table) for c in dim) for dim in self.dims)
 
-    def is_even(self, mesh: Mesh, table: SymbolTable) -> bool:
-        """Whether every split is proved to divide its component, so that nothing is padded."""
-        return all(
-            not c.atoms or table.divisible(c.size, mesh.count(c.atoms))
-            for dim in self.dims
-            for c in dim
-        )
-
     def canonical(self, mesh: Mesh, table: SymbolTable) -> "Sharding":
-        """Returns the one form that equal shardings share, so that they compare equal."""
+        """Returns the form that is the same for all equal shardings."""
         return Sharding(
             tuple(canonical_dim(dim, mesh, table) for dim in self.dims),
             tuple(sorted(self.partial)),
             self.reduction if self.partial else "sum",
         )
 
-    def concrete(self, table: SymbolTable, values: Mapping[str, int]) -> "Sharding":
-        """Returns the sharding with every symbolic size evaluated at `values`."""
-        dims = tuple(
-            tuple(Component(table.evaluate(c.size, values), c.atoms) for c in dim)
-            for dim in self.dims
-        )
-        return Sharding(dims, self.partial, self.reduction)
-
     def sized(self, mesh: Mesh) -> SizedSharding:
-        """Returns the sharding without `partial`, of which all sizes must be integers."""
+        """Returns the sharding without `partial`; all sizes must be integers."""
         dims = (tuple((int(c.size), c.atoms) for c in dim) for dim in self.dims)
         return SizedSharding(mesh.atoms, tuple(dims))
 
@@ -185,10 +174,15 @@ def _product(sizes: Iterable[Dim]) -> Dim:
     return int(result) if isinstance(result, sympy.Integer) else result
 
 
+def is_even(component: Component, mesh: Mesh, table: SymbolTable) -> bool:
+    """Whether the atoms of a component are proved to divide its size, so that nothing is padded."""
+    return not component.atoms or table.divisible(component.size, mesh.count(component.atoms))
+
+
 def local_size(component: Component, mesh: Mesh, table: SymbolTable | None = None) -> Dim:
     """Returns the elements of a component that each device holds, padding included.
 
-    Splitting atom by atom gives the same size as one split by the product, since
+    Splitting atom by atom gives the same size as splitting by the product of the atoms, since
     ceil(ceil(n/a)/b) = ceil(n/(ab)).
     """
     if not component.atoms:
@@ -197,14 +191,18 @@ def local_size(component: Component, mesh: Mesh, table: SymbolTable | None = Non
 
 
 def canonical_dim(dim: DimSharding, mesh: Mesh, table: SymbolTable) -> DimSharding:
-    """Returns the canonical components of a dim: whole neighbours merged, ones dropped."""
+    """Returns the canonical components of a dim.
+
+    Components of size 1 are dropped. A replicated component is merged with the one before it where
+    that is sharded evenly.
+    """
     merged: list[Component] = []
     for component in dim:
         if component.size == 1 and not component.atoms:
             continue
         if merged and not component.atoms:
             last = merged[-1]
-            if not last.atoms or table.divisible(last.size, mesh.count(last.atoms)):
+            if is_even(last, mesh, table):
                 merged[-1] = Component(last.size * component.size, last.atoms)
                 continue
         merged.append(component)
@@ -214,47 +212,17 @@ def canonical_dim(dim: DimSharding, mesh: Mesh, table: SymbolTable) -> DimShardi
 def split(
     array: NDArray[np.generic], sharding: Sharding, mesh: Mesh, rank: int
 ) -> NDArray[np.generic]:
-    """Returns what device `rank` holds of `array` under a concrete `sharding`, padded with zeros.
+    """Returns the shard of `array` that device `rank` holds, padded with zeros.
 
-    `sharding.partial` is not looked at: a partial value has no unique split.
+    Args:
+        array: The whole array.
+        sharding: Its sharding, with integer sizes. `partial` is ignored.
+        mesh: The mesh.
+        rank: The device.
 
     Raises:
-        ShardingError: The array's shape is not the sharding's.
+        ShardingError: The shape of the array differs from that of the sharding.
     """
     if tuple(array.shape) != tuple(int(s) for s in sharding.shape):
         raise ShardingError(f"expected an array of shape {sharding.shape}, got {array.shape}")
     return sharding.sized(mesh).take(array, rank)
-
-
-def join(
-    shards: Sequence[NDArray[np.generic]], sharding: Sharding, mesh: Mesh
-) -> NDArray[np.generic]:
-    """Returns the whole tensor from every device's shard, with partial values reduced.
-
-    Raises:
-        ShardingError: The number of shards is not the number of devices, or a shape is wrong.
-    """
-    if len(shards) != mesh.size:
-        raise ShardingError(f"expected {mesh.size} shards, got {len(shards)}")
-    sized = sharding.sized(mesh)
-    local = sized.local_shape
-    whole = np.zeros(sized.shape, dtype=shards[0].dtype)
-    combine = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
-    for rank in range(mesh.size):
-        coords = mesh.coords(rank)
-        free = set(range(len(mesh.atoms))) - set(sharding.split_atoms) - set(sharding.partial)
-        if any(coords[a] for a in free) or any(coords[a] for a in sharding.partial):
-            continue
-        pieces = []
-        for member in mesh.group(rank, sharding.partial):
-            if tuple(shards[member].shape) != local:
-                raise ShardingError(
-                    f"device {member}: expected a shard of shape {local}, got "
-                    f"{tuple(shards[member].shape)}"
-                )
-            pieces.append(shards[member])
-        total = pieces[0]
-        for piece in pieces[1:]:
-            total = combine[sharding.reduction](total, piece)
-        sized.put(whole, total, rank)
-    return whole

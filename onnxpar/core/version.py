@@ -1,3 +1,3 @@
-"""The version of the package, which manifests and the command line say."""
+"""The version of the package, which manifests and the command line show."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
-"""Symbolic sizes: what a user states of them, expressions in them, and what can be proved.
+"""Symbolic sizes: constraints that a user states, expressions, and proofs.
 
-`constraints` has `Symbol`, what a user states; `expressions` reads and prints sizes; `symbol_table`
-proves, by the arithmetic of `congruences`. The runtime checks a run in
-`onnxpar_runtime.symbol_checks`.
+`constraints` has `Symbol`, a user's constraint; `expressions` reads and prints sizes;
+`symbol_table` proves facts, by the arithmetic of `congruences`. The runtime checks the sizes of a
+run in `onnxpar_runtime.symbol_checks`.
 """
 
 from onnxpar.core.symbols.congruences import Facts

@@ -1,9 +1,9 @@
-"""What is known of an integer that is not known: congruence and bounds, and arithmetic on them.
+"""Facts about an unknown integer: congruence and bounds, and arithmetic on them.
 
-A `Facts` is the reduced product of two classic abstract domains: arithmetical congruences (Granger,
+`Facts` is the reduced product of two classic abstract domains: arithmetical congruences (Granger,
 "Static analysis of arithmetical congruences", 1989) and intervals (Cousot and Cousot, 1977). Every
-function here is sound: if `x` satisfies the facts given, the result of the operation on `x`
-satisfies the facts returned.
+function here is sound: if `x` satisfies the given facts, the result of the operation on `x`
+satisfies the returned facts.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Facts:
     """The integers `x` with `x ≡ remainder (mod divisor)` and `min ≤ x ≤ max`.
 
     Attributes:
-        divisor: The modulus; 0 says that the value is the constant `remainder` (every integer
+        divisor: The modulus; 0 means that the value is the constant `remainder` (every integer
             divides 0, so gcd arithmetic needs no special case for constants).
         remainder: In `[0, divisor)`, or the constant itself.
-        min: Lower bound, a member of the congruence class; None where there is none.
-        max: Upper bound, a member of the congruence class; None where there is none.
+        min: Lower bound, a member of the congruence class; None if there is none.
+        max: Upper bound, a member of the congruence class; None if there is none.
     """
 
     divisor: int = 1
@@ -30,7 +30,7 @@ class Facts:
 
     @property
     def constant(self) -> int | None:
-        """The value where only one is possible, else None."""
+        """The value if only one is possible, else None."""
         return self.remainder if self.divisor == 0 else None
 
     def admits(self, value: int) -> bool:
@@ -64,7 +64,7 @@ def constant(value: int) -> Facts:
 def make(
     divisor: int, remainder: int, low: int | None = None, high: int | None = None
 ) -> Facts | None:
-    """Returns the facts in canonical form, bounds drawn in to the congruence class.
+    """Returns the facts in canonical form, with bounds that are members of the class.
 
     Args:
         divisor: The modulus, at least 0; 0 for a constant.
@@ -73,7 +73,7 @@ def make(
         high: An upper bound, None for none.
 
     Returns:
-        The facts, or None where no integer satisfies them.
+        The facts, or None if no integer satisfies them.
     """
     if divisor == 0:
         if (low is not None and remainder < low) or (high is not None and remainder > high):
@@ -93,17 +93,16 @@ def make(
 
 
 def _known(divisor: int, remainder: int, low: int | None, high: int | None) -> Facts:
-    """`make` where some value is known to exist.
+    """Returns `make`, or `UNKNOWN` if no integer satisfies the facts.
 
-    Facts derived for an expression whose operands have values contain its value, so an empty result
-    means that the operands admit no value together (two constraints that exclude one another); then
-    no claim about it can be wrong, and the weakest one is made.
+    The facts of an expression are empty only if the constraints of its operands contradict each
+    other. Then every claim about it is true, and `UNKNOWN` claims the least.
     """
     return make(divisor, remainder, low, high) or UNKNOWN
 
 
 def meet(a: Facts, b: Facts) -> Facts:
-    """Returns what holds where both hold (Chinese remainder theorem and the narrower bounds)."""
+    """Returns the facts of a value that satisfies both (by the Chinese remainder theorem)."""
     if a.divisor == 0 or b.divisor == 0:
         return a if a.divisor == 0 else b
     common = gcd(a.divisor, b.divisor)
@@ -120,7 +119,7 @@ def meet(a: Facts, b: Facts) -> Facts:
 
 
 def join(a: Facts, b: Facts) -> Facts:
-    """Returns what holds where either holds."""
+    """Returns the facts of a value that satisfies either."""
     low = None if a.min is None or b.min is None else min(a.min, b.min)
     high = None if a.max is None or b.max is None else max(a.max, b.max)
     return _known(gcd(a.divisor, b.divisor, a.remainder - b.remainder), a.remainder, low, high)
@@ -150,8 +149,8 @@ def multiply(a: Facts, b: Facts) -> Facts:
 def power(a: Facts, exponent: int) -> Facts:
     """Returns the facts of `a ** exponent`, `exponent >= 0`.
 
-    The binomial theorem keeps more of the congruence than repeated products: of an odd number it
-    tells that the square is 1 modulo 4.
+    The binomial theorem keeps more of the congruence than repeated products: it shows that the
+    square of an odd number is 1 modulo 4.
     """
     if exponent == 0:
         return constant(1)
@@ -174,10 +173,10 @@ def power(a: Facts, exponent: int) -> Facts:
 
 
 def divide_exact(a: Facts, b: Facts) -> Facts:
-    """Returns the facts of `a / b` where it is known to be an integer.
+    """Returns the facts of `a / b`, which is known to be an integer.
 
-    Unlike the rule that divides divisor by divisor (8·m by 4·n is not a multiple of 2: 8 / 8 is 1),
-    this uses of `b` only what it shares with `a` for certain.
+    The divisors are not simply divided: 8·m by 4·n need not be a multiple of 2, since 8 / 8 is 1.
+    Only the factor that `a` and `b` share for certain counts.
     """
     if b.divisor == 0:
         return _divide_by_constant(a, b.remainder) if b.remainder else UNKNOWN
@@ -203,7 +202,7 @@ def _divide_by_constant(a: Facts, k: int) -> Facts:
 
 
 def floor_divide(a: Facts, b: Facts) -> Facts:
-    """Returns the facts of `a // b` (towards minus infinity); nothing where `b` may be 0."""
+    """Returns the facts of `a // b` (towards minus infinity); none if `b` may be 0."""
     if b.divisor == 0 and b.remainder:
         k = b.remainder
         if k < 0:
@@ -218,7 +217,7 @@ def floor_divide(a: Facts, b: Facts) -> Facts:
 
 
 def modulo(a: Facts, b: Facts) -> Facts:
-    """Returns the facts of `a % b`, of the sign of `b`; nothing where `b` may be 0."""
+    """Returns the facts of `a % b`, which has the sign of `b`; none if `b` may be 0."""
     if b.max is not None and b.max < 0:
         return negate(modulo(negate(a), negate(b)))
     if b.min is None or b.min <= 0:
@@ -232,7 +231,7 @@ def modulo(a: Facts, b: Facts) -> Facts:
     remainder = _known(gcd(a.divisor, b.content), a.remainder, 0, high)
     if b.constant is not None and a.min is not None and a.max is not None:
         k = b.constant
-        if a.min // k == a.max // k:  # all of a lies in one period
+        if a.min // k == a.max // k:  # all values of a are in one period
             return meet(remainder, add(a, constant(-(a.min // k) * k)))
     return remainder
 
@@ -253,17 +252,17 @@ def minimum(a: Facts, b: Facts) -> Facts:
 
 
 def _lowest(a: int | None, b: int | None) -> int | None:
-    """The smaller of two bounds, None being none."""
+    """The smaller of two bounds; None is no bound."""
     return b if a is None else a if b is None else min(a, b)
 
 
 def _highest(a: int | None, b: int | None) -> int | None:
-    """The greater of two bounds, None being none."""
+    """The greater of two bounds; None is no bound."""
     return b if a is None else a if b is None else max(a, b)
 
 
 def _product_bounds(a: Facts, b: Facts) -> tuple[int | None, int | None]:
-    """Bounds of a product: the extreme corners, those at infinity taken by sign."""
+    """Bounds of a product: its extreme values at the bounds; at infinite bounds the sign counts."""
     finite: list[int] = []
     infinite_signs: set[int] = set()
     for x, x_sign in ((a.min, -1), (a.max, 1)):
@@ -282,7 +281,7 @@ def _product_bounds(a: Facts, b: Facts) -> tuple[int | None, int | None]:
 
 
 def _quotient_bounds(a: Facts, b: Facts, exact: bool) -> tuple[int | None, int | None]:
-    """Bounds of a / b, rounded down or (exact) known to be an integer; none where b may be 0."""
+    """Bounds of a / b, rounded down or (exact) known to be an integer; none if b may be 0."""
     if b.max is not None and b.max < 0:
         a, b = negate(a), negate(b)
     if b.min is None or b.min <= 0:
@@ -290,7 +289,7 @@ def _quotient_bounds(a: Facts, b: Facts, exact: bool) -> tuple[int | None, int |
     low: int | None = None
     high: int | None = None
     if a.min is not None:
-        # The least quotient divides a non-negative a by the largest b, a negative one by the least.
+        # The least quotient is that of the largest b if a is at least 0, else of the least b.
         by = b.max if a.min >= 0 else b.min
         if by is None:
             low = 1 if exact and a.min > 0 else 0

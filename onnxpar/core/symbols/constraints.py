@@ -1,4 +1,4 @@
-"""`Symbol`: the constraints that a user states on one symbolic dimension."""
+"""`Symbol`: a user's constraint on one symbolic dimension."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ from onnxpar.core.errors import SymbolError
 from onnxpar.core.symbols.congruences import Facts, make
 
 TYPICAL_SIZE = 64
-"""Sizes below this are seldom what a model is run at, so costs are not compared there."""
+"""Models seldom run at sizes below this, so costs are not compared there."""
 
 
 @dataclass(frozen=True)
 class Symbol:
     """The sizes `divisor · N + remainder`, `N >= 1`, from `min` to `max`.
 
-    The arguments and their checks are those of MindSpore's `Symbol`; `bool` where an `int` is asked
-    and constraints that no size satisfies are refused as well.
+    The arguments and their checks are those of MindSpore's `Symbol`; in addition, `bool` in place
+    of an `int` and constraints that no size satisfies are refused.
 
     Attributes:
         max: Greatest size; without effect unless greater than `min`.
         min: Least size, at least 1.
         divisor: At least 1.
         remainder: In `[0, divisor)`.
-        unique: Every dimension given this same object has the same size. Dimensions that bear one
-            name in an ONNX model are one size in any case.
-        per_rank: The size may differ between the ranks of the data axes.
+        unique: Every dimension with this same object has the same size. Dimensions of one name in
+            an ONNX model have the same size in any case.
+        per_rank: The size may differ between data ranks.
 
     Raises:
-        TypeError: An argument of another type.
+        TypeError: An argument has another type.
         ValueError: `min` or `divisor` below 1, `remainder` outside `[0, divisor)`, or no size left.
     """
 
@@ -79,17 +79,17 @@ class Symbol:
         shown = [
             f"{name}={getattr(self, name)}"
             for name in ("divisor", "remainder", "min", "max")
-            if getattr(self, name) != getattr(_ANY, name)
+            if getattr(self, name) != getattr(ANY, name)
         ]
         shown += [name for name in ("unique", "per_rank") if getattr(self, name)]
         return ",".join(shown)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `divisor=8,max=512,unique`; a flag stands alone or with `=true` or `=false`.
+        """Reads `divisor=8,max=512,unique`; a flag may be followed by `=true` or `=false`.
 
         Raises:
-            SymbolError: An unknown or repeated argument, a value that cannot be read or is refused.
+            SymbolError: An unknown or repeated argument, or a value that is malformed or refused.
         """
         arguments: dict[str, int | bool] = {}
         for part in text.split(",") if text.strip() else []:
@@ -110,7 +110,7 @@ class Symbol:
 
     @classmethod
     def parse_named(cls, text: str) -> tuple[str, Self]:
-        """Reads `batch:divisor=8,max=512`; the name may itself hold colons.
+        """Reads `batch:divisor=8,max=512`; the name may contain colons.
 
         Raises:
             SymbolError: No name, or constraints that `parse` refuses.
@@ -126,7 +126,7 @@ class Symbol:
         """Checks that the dimension `name` may have the size `value`.
 
         Raises:
-            SymbolError: It may not; the message names the symbol, the value and the constraint.
+            SymbolError: It may not; the message states the symbol, the value and the constraint.
         """
         facts = self.facts
         if value < self.min:
@@ -146,7 +146,7 @@ class Symbol:
             )
 
     def typical(self) -> int:
-        """Returns the least admissible size of at least 64, or the greatest where all are below."""
+        """Returns the least admissible size of at least 64, or the greatest if all are below 64."""
         facts = self.facts
         if facts.constant is not None:
             return facts.constant
@@ -184,4 +184,5 @@ _READERS: dict[str, Callable[[str, str, str | None], int | bool]] = {
     "unique": _read_flag,
     "per_rank": _read_flag,
 }
-_ANY = Symbol()
+ANY = Symbol()
+"""The constraint of a symbol of which the user states none: any size from 1."""

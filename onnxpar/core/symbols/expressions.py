@@ -1,11 +1,11 @@
 """Sizes as expressions: reading, canonical form, printing, evaluation.
 
 A size is a Python `int` or a sympy expression over `sympy.Symbol(name, integer=True,
-positive=True)`. Its value is an integer by contract: `batch*seq/8` is the exact quotient, written
-by whoever knows that it is one. Parts of an expression need not be integers (`batch/2 + seq/2`).
+positive=True)`. Its value is an integer: whoever writes `batch*seq/8` knows that the quotient is
+exact. Parts of an expression need not be integers (`batch/2 + seq/2`).
 
-The canonical form that `as_dim` gives has floor as its only rounding, integer constants outside of
-it and nested floors merged, so that equal sizes are mostly equal expressions.
+The canonical form that `as_dim` returns has floor as its only rounding, with integer constants
+outside of it and nested floors merged, so that equal sizes are mostly equal expressions.
 """
 
 import ast
@@ -28,14 +28,14 @@ Dim: TypeAlias = int | sympy.Expr
 """The size of a tensor dimension: an `int` or an expression that is not a number."""
 
 MAX_EXPONENT = 64
-"""Largest power that a dimension's text may ask for; a guard against `9**9**9`."""
+"""Greatest exponent in the text of a dimension; a guard against `9**9**9`."""
 
 _CACHE = 1 << 16
 
 
 @lru_cache(_CACHE)
 def dim_symbol(name: str) -> sympy.Symbol:
-    """Returns the symbol of a dimension's name, which may be any text but the empty one.
+    """Returns the symbol of a dimension's name, which may be any text except the empty one.
 
     Raises:
         SymbolError: The name is empty.
@@ -48,17 +48,17 @@ def dim_symbol(name: str) -> sympy.Symbol:
 def as_dim(x: SupportsIndex | str | sympy.Expr | None) -> Dim:
     """Returns a size in canonical form.
 
-    Text is read as an expression of integers, names (which may hold dots), `+ - * / // % **`,
+    Text is read as an expression of integers, names (which may contain dots), `+ - * / // % **`,
     parentheses, `min`, `max`, `floor`, `ceil` and `mod` (and sympy's spelling of them). ONNX allows
-    any text as a dimension's name, so text that is no such expression is the name of one symbol.
+    any text as a dimension's name, so other text is the name of one symbol.
 
     Args:
-        x: An integer, text, or an expression; symbols without sympy's assumptions of an integer
-            above zero are given them.
+        x: An integer, text, or an expression; symbols get sympy's assumptions of a positive integer
+            if they lack them.
 
     Raises:
-        SymbolError: No size: None, empty text, a fraction, a division by zero, or an expression of
-            other functions.
+        SymbolError: Not a size: None, empty text, a fraction, a division by zero, or an expression
+            of other functions.
         TypeError: Another type, `bool` and `float` included.
     """
     if isinstance(x, sympy.Expr):
@@ -99,10 +99,10 @@ def fraction(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
 
 @lru_cache(_CACHE)
 def canonical(expr: sympy.Expr) -> sympy.Expr:
-    """Returns an expression's canonical form (see the module's text); fractions are let through.
+    """Returns the canonical form of an expression (see the module's docstring), or a fraction.
 
     Raises:
-        SymbolError: A function, power or number that no size is made of.
+        SymbolError: A function, power or number that cannot occur in a size.
     """
     if isinstance(expr, sympy.Symbol):
         return dim_symbol(expr.name)
@@ -120,19 +120,19 @@ def canonical(expr: sympy.Expr) -> sympy.Expr:
 
 
 def floor_expr(x: sympy.Expr) -> sympy.Expr:
-    """Returns floor(x) of a canonical expression, canonical."""
+    """Returns floor(x) of a canonical expression, in canonical form."""
     numerator, denominator = fraction(x)
     if denominator == 1:
         return x
-    whole: list[sympy.Expr] = []
+    exact: list[sympy.Expr] = []
     rest: list[sympy.Expr] = []
     for term in sympy.Add.make_args(sympy.expand(numerator)):
         quotient = term / denominator
         if fraction(quotient)[1] == 1:
-            whole.append(quotient)
+            exact.append(quotient)
         else:
             rest.append(term)
-    outside = sympy.Add(*whole)
+    outside = sympy.Add(*exact)
     if not rest:
         return outside
     if not denominator.is_Integer:
@@ -141,27 +141,27 @@ def floor_expr(x: sympy.Expr) -> sympy.Expr:
 
 
 def _floor_by_integer(terms: list[sympy.Expr], k: int) -> sympy.Expr:
-    """Returns floor(Σ terms / k); each term an integer, at least one no multiple of k >= 2."""
+    """Returns floor(Σ terms / k) of integers, not all of which are multiples of k >= 2."""
     constant = sum(int(term) for term in terms if term.is_Integer)
     rest = [term for term in terms if not term.is_Integer]
     coefficients = [int(term.as_coeff_Mul()[0]) for term in rest]
     if rest and all(coefficient < 0 for coefficient in coefficients):
-        # floor(-y) = -ceil(y): one spelling for a rounding up however it came to be written.
+        # floor(-y) = -ceil(y): one form for rounding up, however it was written.
         return -floor_expr((sympy.Add(*(-term for term in rest)) - constant + k - 1) / k)
     outside, constant = divmod(constant, k)
-    # All but the constant is a multiple of the gcd, so only multiples of it in the constant count.
+    # All terms except the constant are multiples of the gcd, so the constant is rounded down to it.
     constant -= constant % gcd(k, *coefficients)
     floors = [term for term in rest if isinstance(term, sympy.floor)]
     if len(floors) == 1:
-        # floor((p + floor(y)) / k) = floor((p + y) / k) for integer p. Of several floors none is
-        # merged, since the form would depend on which one is taken.
+        # floor((p + floor(y)) / k) = floor((p + y) / k) for integer p. Several floors are left,
+        # since the form would depend on which one is merged.
         inner = sympy.Add(*rest, constant, -floors[0], floors[0].args[0])
         return outside + floor_expr(inner / k)
     return outside + sympy.floor((sympy.Add(*rest) + constant) / k)
 
 
 def ceiling_expr(x: sympy.Expr) -> sympy.Expr:
-    """Returns ceil(x) of a canonical expression, canonical."""
+    """Returns ceil(x) of a canonical expression, in canonical form."""
     numerator, denominator = fraction(x)
     if denominator == 1:
         return x
@@ -171,7 +171,7 @@ def ceiling_expr(x: sympy.Expr) -> sympy.Expr:
 
 
 def mod_expr(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    """Returns a modulo b (of b's sign), operands of the Mod node integers.
+    """Returns a modulo b, which has the sign of b; the operands of the sympy.Mod are integers.
 
     Raises:
         SymbolError: `b` is zero.
@@ -183,9 +183,10 @@ def mod_expr(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 
 
 def _mod(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    """Returns a modulo b of integers, by way of the floor where sympy is wrong.
+    """Returns a modulo b of integers, by the floor where sympy is wrong.
 
-    Of a product with a Mod in it, sympy 1.14 multiplies by that twice, or drops the outer Mod.
+    If `a` is a product that contains a Mod, sympy 1.14 multiplies by that twice, or drops the outer
+    Mod.
     """
     if isinstance(a, sympy.Mul) and any(isinstance(factor, sympy.Mod) for factor in a.args):
         return a - b * floor_expr(a / b)
@@ -193,17 +194,17 @@ def _mod(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 
 
 def max_expr(*args: sympy.Expr) -> sympy.Expr:
-    """Returns the maximum of canonical expressions, operands of the Max node integers."""
+    """Returns the maximum of canonical expressions; the operands of the sympy.Max are integers."""
     return _choose(sympy.Max, args)
 
 
 def min_expr(*args: sympy.Expr) -> sympy.Expr:
-    """Returns the minimum of canonical expressions, operands of the Min node integers."""
+    """Returns the minimum of canonical expressions; the operands of the sympy.Min are integers."""
     return _choose(sympy.Min, args)
 
 
 def _choose(kind: Callable[..., sympy.Expr], args: tuple[sympy.Expr, ...]) -> sympy.Expr:
-    """Returns max or min, a denominator taken out: the argument not chosen may be no integer."""
+    """Returns max or min, with the denominators outside: the arguments may be fractions."""
     scale = sympy.S.One
     for arg in args:
         scale = sympy.lcm(scale, fraction(arg)[1]) if fraction(arg)[1] != 1 else scale
@@ -242,18 +243,18 @@ _FUNCTIONS: dict[str, tuple[Callable[..., sympy.Expr], int | None]] = {
 
 
 class _NoExpressionError(Exception):
-    """The text is a name and no expression."""
+    """The text is a name, not an expression."""
 
 
 def _parse(text: str) -> sympy.Expr | None:
-    """Reads an expression; None where the text is none."""
+    """Reads an expression; returns None if the text is not one."""
     names: dict[str, str] = {}
     fresh = count()
 
     def placeholder(match: re.Match[str]) -> str:
         key = f"v{next(fresh)}"
         names[key] = match.group()
-        return f" {key} "  # spaces, so that `2batch` is not an expression instead of a number
+        return f" {key} "  # The spaces make `2batch` a syntax error, not a number.
 
     source = _NAME.sub(placeholder, text)
     if not _REST.fullmatch(_NAME.sub("", text)):
@@ -265,7 +266,7 @@ def _parse(text: str) -> sympy.Expr | None:
 
 
 class _Reader:
-    """Turns a Python syntax tree into an expression, names given by a table of placeholders."""
+    """Turns a Python syntax tree into an expression; `names` has the name of each placeholder."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
@@ -325,8 +326,9 @@ _ESCAPE = re.compile(r"_x([0-9a-f]+)_")
 def safe_name(name: str) -> str:
     """Returns an ASCII Python identifier for a symbol's name, different for different names.
 
-    Identifiers are their own; other names, keywords and function names are written behind `sym__`
-    with `_x` and the hexadecimal code point, `_`, for each odd character. `symbol_name` undoes it.
+    Identifiers stay. Other names, keywords and function names get the prefix `sym__`, and `_x`, the
+    hexadecimal code point and `_` for each character that an identifier cannot have. `symbol_name`
+    undoes this.
     """
     plain = name.isascii() and name.isidentifier() and not iskeyword(name)
     if plain and name not in _FUNCTIONS and not name.startswith(_ESCAPED):
@@ -335,7 +337,7 @@ def safe_name(name: str) -> str:
 
 
 def symbol_name(safe: str) -> str:
-    """Returns the name that `safe_name` wrote as `safe`."""
+    """Returns the name from which `safe_name` made `safe`."""
     if not safe.startswith(_ESCAPED):
         return safe
     return _ESCAPE.sub(lambda m: chr(int(m.group(1), 16)), safe.removeprefix(_ESCAPED))
@@ -347,15 +349,15 @@ _SUM, _PRODUCT, _ATOM = range(3)
 def dim_str(expr: Dim) -> str:
     """Prints a size as Python integer arithmetic that `as_dim` reads back.
 
-    Only integers, `safe_name`s, `+ - * // %`, parentheses, `min(…)` and `max(…)` are used; there is
-    no unary minus but that of a lone negative integer. An exact quotient is printed with `//`, so
-    it reads back as a floor, of the same value.
+    Only integers, `safe_name`s, `+ - * // %`, parentheses, `min(…)` and `max(…)` are used; the only
+    unary minus is that of a lone negative integer. An exact quotient is printed with `//`, so it
+    reads back as a floor of the same value.
     """
     return str(expr) if isinstance(expr, int) else _text_of(as_dim(expr))
 
 
 def dim_text(expr: Dim) -> str:
-    """Prints a size as `dim_str` does, for people: symbols have their own names."""
+    """Prints a size like `dim_str`, for people: symbols have their own names."""
     return re.sub(rf"\b{_ESCAPED}\w+", lambda m: symbol_name(m.group()), dim_str(expr))
 
 
@@ -394,7 +396,7 @@ def _form(expr: sympy.Expr) -> tuple[str, int]:
         and ordered[0].is_Integer
         and isinstance(ordered[1].as_base_exp()[0], sympy.Add)
     ):
-        # sympy multiplies a number into a sum, so it has to meet the product of the sums.
+        # sympy multiplies a number into the sum beside it, so the number comes last.
         ordered = [*ordered[1:], ordered[0]]
     factors: list[str] = []
     for factor in ordered:
@@ -427,14 +429,14 @@ def _symbols_of(expr: sympy.Expr) -> frozenset[str]:
 
 @lru_cache(_CACHE)
 def _quotient(expr: sympy.Expr) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """Returns numerator and denominator as text, and each symbol's name there and its own."""
+    """Returns numerator and denominator as text, and for each symbol its name there and its own."""
     over, under = fraction(canonical(expr))
     names = tuple((safe_name(name), name) for name in sorted(symbols_of(expr)))
     return _text_of(over), _text_of(under), names
 
 
 def value_of(expr: Dim, values: Mapping[str, int]) -> int | Fraction:
-    """Returns the value of a size, a `Fraction` where it is no integer.
+    """Returns the value of a size; a `Fraction` if it is not an integer.
 
     Raises:
         SymbolError: A symbol has no value, or the expression divides by zero.

@@ -1,4 +1,4 @@
-"""`SymbolTable`: what can be proved of sizes from the constraints of their symbols."""
+"""`SymbolTable`: proofs about sizes from the constraints of their symbols."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import sympy
 from onnxpar.core.errors import SymbolError
 from onnxpar.core.symbols import congruences as known
 from onnxpar.core.symbols.congruences import Facts
-from onnxpar.core.symbols.constraints import Symbol
+from onnxpar.core.symbols.constraints import ANY, Symbol
 from onnxpar.core.symbols.expressions import (
     Dim,
     as_dim,
@@ -24,18 +24,16 @@ from onnxpar.core.symbols.expressions import (
     value_of,
 )
 
-_ANY = Symbol()
-
 
 @dataclass(frozen=True, eq=False)
 class SymbolTable(Mapping[str, Symbol]):
     """A mapping from symbol names to constraints, and proofs from it.
 
-    A symbol that is not in the table is any integer from 1. "Proved" means true for every
-    admissible choice of sizes for which the expressions are integers; a proof that fails says
-    nothing. Names that share one `Symbol` object marked `unique` are one size.
+    A symbol that is not in the table is any integer from 1. "Proved" means true for all admissible
+    sizes for which the expressions are integers; that a fact is not proved does not mean that it is
+    false. Names that share one `Symbol` object marked `unique` have one size.
 
-    All answers are remembered, so a question asked again costs a dictionary look-up.
+    All answers are cached, so a repeated question costs a dictionary look-up.
     """
 
     entries: Mapping[str, Symbol] = field(default_factory=dict)
@@ -51,7 +49,7 @@ class SymbolTable(Mapping[str, Symbol]):
     _same: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Copies the entries and finds the names that are one size."""
+        """Copies the entries and finds the names that have one size."""
         entries = {name: self.entries[name] for name in sorted(self.entries)}
         object.__setattr__(self, "entries", MappingProxyType(entries))
         first: dict[int, str] = {}
@@ -76,15 +74,15 @@ class SymbolTable(Mapping[str, Symbol]):
         return hash(tuple(self.entries.items()))
 
     def __reduce__(self) -> tuple[type["SymbolTable"], tuple[dict[str, Symbol]]]:
-        """Copies and pickles carry the entries; what was proved is proved again."""
+        """Copies and pickles contain the entries, without the cached answers."""
         return SymbolTable, (dict(self.entries),)
 
     def symbol(self, name: str) -> Symbol:
-        """Returns the constraints of any symbol, those of `Symbol()` where none are stated."""
-        return self.entries.get(name, _ANY)
+        """Returns the constraints of any symbol; those of `Symbol()` if it is not in the table."""
+        return self.entries.get(name, ANY)
 
     def check(self, values: Mapping[str, int]) -> None:
-        """Checks sizes of symbols given here; the runtime checks those of its runs itself.
+        """Checks sizes of symbols that the user gives; the runtime checks those of its runs.
 
         Raises:
             SymbolError: A size violates its symbol's constraint, or two names of one unique symbol
@@ -96,12 +94,11 @@ class SymbolTable(Mapping[str, Symbol]):
             if other in values and values[other] != values[name]:
                 raise SymbolError(
                     f"symbols {other!r} and {name!r} must be equal, as they are one unique "
-                    f"symbol, but are "
-                    f"{values[other]} and {values[name]}"
+                    f"symbol, but are {values[other]} and {values[name]}"
                 )
 
     def facts(self, expr: Dim) -> Facts:
-        """Returns what is known of a size: divisor, remainder and bounds."""
+        """Returns the facts of a size: divisor, remainder and bounds."""
         if isinstance(expr, int):
             return known.constant(expr)
         found = self._facts.get(expr)
@@ -120,13 +117,8 @@ class SymbolTable(Mapping[str, Symbol]):
             return expr % k == 0
         return self.facts(expr).divisible(k)
 
-    def positive(self, expr: Dim) -> bool:
-        """Whether the size is proved to be at least 1."""
-        low = self.facts(expr).min
-        return low is not None and low >= 1
-
     def bounds(self, expr: Dim) -> tuple[int | None, int | None]:
-        """Returns the least and the greatest value that a size may have, None where unbounded."""
+        """Returns the least and the greatest value that a size may have, None if unbounded."""
         facts = self.facts(expr)
         return facts.min, facts.max
 
@@ -152,10 +144,11 @@ class SymbolTable(Mapping[str, Symbol]):
         return self.facts(difference).constant == 0
 
     def normal(self, expr: sympy.Expr) -> sympy.Expr:
-        """Returns an expanded equal of a canonical expression, simplified by what is known.
+        """Returns a canonical expression expanded and simplified by the constraints.
 
-        Known sizes are put in, a floor of an exact quotient is the quotient, a modulo that is known
-        is a number, and of a min or max the arguments that cannot be it are dropped.
+        Symbols of one possible size become numbers, a floor of an exact quotient becomes the
+        quotient, a known modulo becomes a number, and min and max lose the arguments that cannot be
+        the result.
         """
         found = self._normal.get(expr)
         if found is None:
@@ -187,12 +180,12 @@ class SymbolTable(Mapping[str, Symbol]):
         return sympy.expand(canonical(expr.func(*args)))
 
     def _divide_out(self, numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | None:
-        """The exact quotient of two integers, as `4*(n - 1)` by `n - 1` is 4."""
+        """The exact quotient of two integers: `4*(n - 1)` by `n - 1` is 4."""
         quotient = sympy.cancel(numerator / denominator)
         return sympy.expand(quotient) if fraction(quotient)[1] == 1 else None
 
     def _undominated(self, args: list[sympy.Expr], sign: int) -> list[sympy.Expr]:
-        """Drops arguments that another one is at least (sign 1) or at most (sign -1)."""
+        """Drops arguments that another is proved to be at least (sign 1) or at most (sign -1)."""
         kept: list[sympy.Expr] = []
         for arg in args:
             if any(self._at_least_zero(sign * (other - arg)) for other in kept):
@@ -209,7 +202,7 @@ class SymbolTable(Mapping[str, Symbol]):
         return low is not None and low >= 0
 
     def _best_facts(self, expr: sympy.Expr) -> Facts:
-        """Facts of a canonical expression from every form that tells more than its own."""
+        """Facts of a canonical expression from all its forms together."""
         forms = (expr, *_views(expr))
         return reduce(known.meet, (self._form_facts(form) for form in forms))
 
@@ -239,14 +232,14 @@ class SymbolTable(Mapping[str, Symbol]):
         return reduce(rule, (self._form_facts(arg) for arg in expr.args))
 
     def typical(self, expr: Dim, sizes: Mapping[str, int] | None = None) -> int:
-        """Returns the value of a size where a cost needs one number.
+        """Returns one number for a size, for the cost model.
 
         Every symbol has its `Symbol.typical` size: the least admissible one of at least 64, or the
-        greatest there is. A quotient that is not an integer at these sizes is rounded down.
+        greatest if all are below. A quotient that is not an integer at these sizes is rounded down.
 
         Args:
             expr: The size.
-            sizes: Sizes to use for some symbols instead.
+            sizes: Other sizes for some symbols.
 
         Raises:
             SymbolError: The expression divides by zero at these sizes.
@@ -274,12 +267,8 @@ class SymbolTable(Mapping[str, Symbol]):
             raise SymbolError(f"the size {dim_str(expr)} is not an integer at {given}: {value}")
         return value
 
-    def symbols(self, expr: Dim) -> frozenset[str]:
-        """Returns the names of the symbols in a size."""
-        return symbols_of(expr)
-
     def ceil_div(self, expr: Dim, k: int) -> Dim:
-        """Returns the size divided by `k >= 1` and rounded up; see the function `ceil_div`."""
+        """Returns the size divided by `k >= 1`, rounded up; see the function `ceil_div`."""
         if isinstance(expr, int):
             return -(-expr // k)
         key = (expr, k)
@@ -291,15 +280,15 @@ class SymbolTable(Mapping[str, Symbol]):
         return found
 
     def exact_div(self, a: Dim, b: Dim) -> Dim | None:
-        """Returns the size q with q·b = a where one is known; see the function `exact_div`."""
+        """Returns the size q with q·b = a, or None if none is known; see `exact_div` below."""
         key = (a, b)
         if key not in self._quotients:
             self._quotients[key] = self._divide(as_dim(a), as_dim(b))
         return self._quotients[key]
 
     def _divide(self, a: Dim, b: Dim) -> Dim | None:
-        whole, part = sympy.sympify(a), sympy.sympify(b)
-        for top, bottom in ((whole, part), (self.normal(whole), self.normal(part))):
+        x, y = sympy.sympify(a), sympy.sympify(b)
+        for top, bottom in ((x, y), (self.normal(x), self.normal(y))):
             if bottom.is_zero:
                 return None
             for quotient in (top / bottom, sympy.expand(top / bottom), sympy.cancel(top / bottom)):
@@ -319,7 +308,7 @@ _RULES = {
 
 
 def _views(expr: sympy.Expr) -> Iterator[sympy.Expr]:
-    """Yields equal expressions whose form may tell more.
+    """Yields equal expressions from whose form more can be derived.
 
     In `4*floor((n + 3)/4) - n` the two terms are correlated, which interval arithmetic cannot see;
     written with p - p % q for q·floor(p/q) it is `3 - (n + 3) % 4`. Likewise `n - n % 8`, written
@@ -343,14 +332,14 @@ def _views(expr: sympy.Expr) -> Iterator[sympy.Expr]:
 
 
 NO_CONSTRAINTS = SymbolTable()
-"""The table where every symbol is any integer from 1."""
+"""The table in which every symbol is any integer from 1."""
 
 
 def ceil_div(expr: Dim, k: int, table: SymbolTable | None = None) -> Dim:
-    """Returns `expr / k`, `k >= 1`, rounded up: the size of a part when `expr` is split in `k`.
+    """Returns `expr / k`, `k >= 1`, rounded up: the size of one of `k` shards.
 
-    The exact quotient where `table` (by default one without constraints) proves that `k` divides
-    the size, else `floor((expr + k - 1) / k)`.
+    This is the exact quotient if `table` (by default one without constraints) proves that `k`
+    divides the size, else `floor((expr + k - 1) / k)`.
     """
     if isinstance(expr, int):
         return -(-expr // k)
@@ -358,14 +347,13 @@ def ceil_div(expr: Dim, k: int, table: SymbolTable | None = None) -> Dim:
 
 
 def exact_div(a: Dim, b: Dim, table: SymbolTable | None = None) -> Dim | None:
-    """Returns the exact quotient of two sizes, as `8*batch*seq` by `8*seq` is `batch`.
+    """Returns the exact quotient of two sizes: `8*batch*seq` by `8*seq` is `batch`.
 
-    Products are cancelled and sums divided as polynomials in their symbols (and in rounded parts,
-    each taken whole). A quotient by an integer that remains counts where `table` proves that it
-    divides.
+    Products are cancelled, and sums are divided as polynomials in their symbols (a rounded part
+    counts as one symbol). An integer may remain as a denominator if `table` proves that it divides.
 
     Returns:
-        The quotient, or None where it is not known to be an integer.
+        The quotient, or None if it is not known to be an integer.
     """
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.sharding import Component, DimSharding, Sharding, join, split
+from onnxpar.core.sharding import Component, DimSharding, Sharding, is_even, split
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
 from onnxpar_format.boxes import Block, block
+from tests.shards import concrete, join
 
 NONE = SymbolTable({})
 MESHES = [
@@ -175,13 +176,13 @@ def test_facts_about_a_sharding() -> None:
     assert sharding.shape == (8 * n, 3)
     assert sharding.strategy(mesh) == (8, 1)
     assert sharding.local_shape(mesh, table) == (n, 3)
-    assert sharding.is_even(mesh, table)
-    assert not Sharding.of((n,), [(0, 1, 2)]).is_even(mesh, NONE)
+    assert all(is_even(c, mesh, table) for dim in sharding.dims for c in dim)
+    assert not is_even(Component(n, (0, 1, 2)), mesh, NONE)
     assert not sharding.is_replicated
     assert Sharding.replicated((n, 3)).is_replicated
     assert not Sharding.replicated((n, 3)).with_partial([0]).is_replicated
     assert sharding.describe(mesh) == "[(n:dp 8:tp), ~]"
-    assert sharding.concrete(table, {"n": 16}).shape == (128, 3)
+    assert concrete(sharding, table, {"n": 16}).shape == (128, 3)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from onnxpar.partition.body_writer import body_partitioner
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.writer import ProgramWriter
 from tests.lockstep import COMBINE, Array, Lockstep, evaluator
+from tests.shards import concrete
 
 GARBAGE_INT = 10**6
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -282,7 +283,7 @@ class Run:
             if sharding.rank != expected.ndim:
                 return f"output {index}: a sharding of rank {sharding.rank} for {expected.shape}"
             sharding = _sized(sharding, expected.shape, case.sizes)
-            sharding = sharding.concrete(case.env.table, case.sizes)
+            sharding = concrete(sharding, case.env.table, case.sizes)
             for rank in range(self.mesh.size):
                 got = shards[self.mesh.group(rank, sharding.partial)[0]]
                 for member in self.mesh.group(rank, sharding.partial)[1:]:
@@ -362,7 +363,7 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
         _feeds(
             case,
             program,
-            {n: s.concrete(env.table, case.sizes) for n, s in (whole | held).items()},
+            {n: concrete(s, env.table, case.sizes) for n, s in (whole | held).items()},
             mesh,
             rank,
             dirty,

@@ -19,10 +19,11 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.sharding import Component, Sharding, join, split
+from onnxpar.core.sharding import Component, Sharding, split
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.resharding.lowering import permutation
 from onnxpar.resharding.routes import ReshardStep, plan_reshard
+from tests.shards import join
 
 Ints = NDArray[Any]
 NONE = SymbolTable({})

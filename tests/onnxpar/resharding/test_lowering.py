@@ -23,6 +23,7 @@ from onnxpar.ops.old_node import OPSET
 from onnxpar.resharding.lowering import emit_reshard, permutation
 from onnxpar.resharding.routes import ReshardStep, plan_reshard
 from tests.lockstep import COMBINE, Array, Lockstep
+from tests.shards import concrete
 
 FULL = os.environ.get("ONNXPAR_FULL") == "1"
 SAMPLE = 60
@@ -92,7 +93,7 @@ def run(
         shape=ir_shape(source.local_shape(mesh, table)),
     )
     out = emit_reshard(builder, local, steps, dtype=dtype, name="x", reason="test")
-    shards = partial_shards(array, source.concrete(table, symbols), mesh)
+    shards = partial_shards(array, concrete(source, table, symbols), mesh)
     feeds = []
     for rank in range(mesh.size):
         here = {"x": shards[rank]}
@@ -106,7 +107,7 @@ def run(
     counted: list[int] = []
     (got,) = Counting(mesh, builder, False, counted).run(feeds, [out])
     assert counted == [table.evaluate(c.bytes, symbols) for c in builder.collectives]
-    goal = target.concrete(table, symbols)
+    goal = concrete(target, table, symbols)
     for rank in range(mesh.size):
         want = split(array, goal, mesh, rank)
         mine = [got[member] for member in mesh.group(rank, goal.partial)]

@@ -305,12 +305,12 @@ def test_bounds(text: str, low: int | None, high: int | None) -> None:
     assert TABLE.bounds(as_dim(text)) == (low, high)
 
 
-def test_positive() -> None:
-    assert TABLE.positive(as_dim("batch - 7"))
-    assert not TABLE.positive(as_dim("batch - 8"))
-    assert TABLE.positive(as_dim("seq - seq//2"))
-    assert TABLE.positive(3)
-    assert not TABLE.positive(0)
+@pytest.mark.parametrize(
+    ("size", "positive"), [("batch - 7", True), ("batch - 8", False), ("seq - seq//2", True)]
+)
+def test_the_least_value_shows_whether_a_size_is_positive(size: str, positive: bool) -> None:
+    low, _ = TABLE.bounds(as_dim(size))
+    assert (low is not None and low >= 1) == positive
 
 
 @pytest.mark.parametrize(
