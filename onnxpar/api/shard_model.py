@@ -161,7 +161,7 @@ def divide_model(
     whole = divide(program, resolve(strategy, program), places)
     stages = staging.split(whole, places, "model")
     lap("divide")
-    return Divided(stages.whole, stages.programs, strategy, staging.pipeline([stages]))
+    return Divided(stages.unsplit, stages.programs, strategy, staging.pipeline([stages]))
 
 
 def partition_for_training(
@@ -336,7 +336,7 @@ def _shard(
             dumper.model("normalised", parameters.model)
         divided = partition_for_training(parameters, strategy, constraints, training)
         programs, pipeline, strategy = divided.programs, divided.pipeline, divided.strategy
-        first = pipeline.whole[0] if pipeline is not None else programs[0]
+        first = pipeline.unsplit[0] if pipeline is not None else programs[0]
         clock.lap("divide")
     if dumper:
         dumper.plan("planned", first.source, first.plan)

@@ -88,7 +88,7 @@ def manifest(
     mesh = models[0].plan.mesh
     devices = mesh.size * models[0].stages
     programs = [_program(pm, graphs[pm.program]) for pm in models]
-    programs += [_whole(pm, devices) for pm in (pipeline.whole if pipeline else ())]
+    programs += [_whole(pm, devices) for pm in (pipeline.unsplit if pipeline else ())]
     return ManifestContents(
         schema=SCHEMA,
         generator=f"{GENERATOR} {__version__}",

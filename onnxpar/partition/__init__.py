@@ -1,6 +1,6 @@
 """From a plan to one program of all ranks.
 
-Takes a program and its plan; gives a rank-generic graph with collectives (`PartitionedModel`).
-Begin with `partition`, then `writer`, which walks the nodes and sets padding to identities;
-`body_writer` does bodies of control flow, `program_memory` counts the bytes of what was made.
+Takes a program and its plan; gives one graph for all ranks, with collectives (`PartitionedModel`).
+Begin with `partition`, then `writer`, which walks the nodes and masks padding; `body_writer` writes
+bodies of control flow, and `program_memory` counts the bytes that a rank holds for a program.
 """

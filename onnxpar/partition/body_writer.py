@@ -1,4 +1,4 @@
-"""Partitioning of a body: the program of all ranks for the inside of a node of control flow."""
+"""Partitioning of the body of a control-flow node."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from onnxpar.partition.writer import ProgramWriter
 
 
 class BodyWriter(ProgramWriter):
-    """Writes a body, where zeros may stand for zeros that wait for a sum."""
+    """Writes a body, in which zeros may be used as partial zeros."""
 
     @property
     def virtual_stage(self) -> int:
@@ -31,7 +31,7 @@ class BodyWriter(ProgramWriter):
     def get(
         self, value: ir.Value, want: Sharding, reason: str, there: Sequence[ir.Value] = ()
     ) -> ir.Value:
-        """As that of a program; zeros are made partial without communication."""
+        """As in a program, but zeros become partial without communication."""
         known = self.versions_of(value.name or "")
         if want.partial and want.reduction == "sum" and want not in known and is_zero(value):
             local = super().get(value, want.with_partial(()), reason, there)
@@ -41,7 +41,7 @@ class BodyWriter(ProgramWriter):
 
 
 def body_partitioner(registry: Registry) -> PartitionBody:
-    """Returns what writes the bodies of a program's nodes for one device.
+    """Returns a function that partitions the bodies of a program's nodes.
 
     Args:
         registry: The operators.
@@ -58,19 +58,19 @@ def _partition_body(
     inputs: Sequence[Sharding],
     outputs: Sequence[Sharding],
 ) -> ir.Graph:
-    """Returns a body written for one device.
+    """Returns the body of one rank.
 
     Args:
         registry: The operators.
         builder: Builder of the graph around it; small constants and system inputs go there.
         body: The undivided body; it is not changed.
         plans: The plan of each of its nodes.
-        captured: What it reads from outside.
+        captured: The values that it reads from outside.
         inputs: The sharding of each of its inputs.
-        outputs: The sharding that each of its results shall have.
+        outputs: The sharding wanted for each of its results.
 
     Raises:
-        ShardingError: A node cannot be written for its plan, or not without communication.
+        ShardingError: A node has no local form for its plan, or only one that communicates.
     """
     inner = builder.nested()
     graph, env = body.graph, body.env
@@ -81,7 +81,7 @@ def _partition_body(
         if node.name not in body.reasons
         and (definition := registry.definition(node, opsets)) is not None
     }
-    # A body says no versions; those of its nodes are in their views.
+    # A body has no opset imports; the versions of its nodes are in their views.
     model = ir.Model(graph, ir_version=10)
     rules = Rules(body.rules, body.views, body.reasons, ops)
     plan = Plan(builder.mesh, plans, {}, {}, {})
@@ -90,13 +90,11 @@ def _partition_body(
         work.define(value.name or "", sharding, local, zero=zero)
     entering = []
     for value, sharding in zip(graph.inputs, inputs, strict=True):
-        shape = env.shapes.get(value.name or "")
+        known = (value.name or "") in env.shapes
         local = ir.Value(
             name=builder.fresh(value.name or "input"),
             type=value.type,
-            shape=None
-            if shape is None
-            else ir_shape(sharding.local_shape(builder.mesh, env.table)),
+            shape=ir_shape(sharding.local_shape(builder.mesh, env.table)) if known else None,
         )
         entering.append(local)
         work.define(value.name or "", sharding, local, zero=False)

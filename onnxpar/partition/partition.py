@@ -1,4 +1,4 @@
-"""From a plan to the program of all ranks: one rank-generic graph."""
+"""From a plan to the program of all ranks: one graph in which only data depends on the rank."""
 
 from onnxpar.facts.program import Program
 from onnxpar.graph.local_builder import LocalBuilder
@@ -23,17 +23,17 @@ def partition(
 
     Args:
         program: The program of one device; it is not changed.
-        plan: What to carry out.
-        name: Name of the program that is made.
+        plan: Its plan.
+        name: Name of the new program.
         states: Which of its operands are buffers of the runtime.
-        gathered: Values that are brought into another sharding anew for each node that reads them,
-            so that what was brought there for one need not be kept for the next.
-        places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes stand
-            in the order of their places. A version of a value that one stage has made is not used
-            in another, which gets the value as it was made.
+        gathered: Values that are resharded again for each node that reads them, so that the result
+            need not be kept between these nodes.
+        places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes are in
+            the order of their places. A stage does not read values that another stage has
+            resharded; it gets each value in the sharding in which it was made.
 
     Raises:
-        ShardingError: A node cannot be written for the sharding the plan gives it.
+        ShardingError: A node has no local form for its sharding in the plan.
     """
     table = program.env.table
     builder = LocalBuilder(table, program.opset, plan.mesh, varying(plan.inputs, table))

@@ -1,4 +1,4 @@
-"""The partitioner's result: one rank-generic graph with the sharding of everything that enters it.
+"""The result of partitioning: one graph for all ranks, with the shardings of inputs and parameters.
 
 `onnxpar.partition.writer` makes it; `onnxpar.emit.rank_graph` turns it into one graph per rank
 and `onnxpar.emit` into a directory of files.
@@ -22,7 +22,7 @@ from onnxpar_format.manifest import Pipeline
 
 @dataclass(frozen=True)
 class Parameter:
-    """An initializer of the model, cut into shards.
+    """An initializer of the model, sharded.
 
     Attributes:
         name: Name in the model.
@@ -30,9 +30,9 @@ class Parameter:
             read lazily.
         local: The value of the rank-generic graph that stands for a rank's shard: an initializer
             with dtype and local shape and without `const_value`.
-        sharding: How it is cut; never partial, sizes are integers.
-        fed: Whether the graph takes it as an input, from a buffer that the runtime keeps: it is
-            trained. Its file then holds where training begins.
+        sharding: Its sharding; never partial, sizes are integers.
+        fed: Whether it is trained: the graph takes it as an input, from a buffer that the runtime
+            keeps, and its file holds the initial value.
     """
 
     name: str
@@ -48,8 +48,8 @@ class GraphInput:
 
     Attributes:
         name: Name in the model.
-        local: The value of the rank-generic graph, of that name, dtype known.
-        sharding: How it is cut, canonical, sizes may be symbolic; partial only where it is a state.
+        local: The value of the rank-generic graph, with the same name and a known dtype.
+        sharding: Its sharding, canonical; sizes may be symbolic, and only a state may be partial.
     """
 
     name: str
@@ -61,11 +61,11 @@ class GraphInput:
 class States:
     """The operands of a program that live in buffers of the runtime, from one run to the next.
 
-    Padding in these buffers is zero, always: programs rely on it and keep it so.
+    Padding in these buffers is always zero: programs rely on it and keep it zero.
 
     Attributes:
-        inputs: Names of inputs and initializers that are read from a buffer of that name.
-        outputs: Of each output that goes to a buffer, the buffer's name.
+        inputs: Names of inputs and initializers that are read from a buffer of the same name.
+        outputs: For each output that is written to a buffer, the buffer's name.
     """
 
     inputs: frozenset[str] = frozenset()
@@ -77,7 +77,7 @@ class Handed:
     """A local tensor that one program of a pipeline makes and another one reads.
 
     Attributes:
-        local: The value, a graph output of the one and a graph input of the other.
+        local: The value: an output of the first graph and an input of the second.
         source: Name of the program that makes it.
     """
 
@@ -101,15 +101,15 @@ class PartitionedModel:
         registry: The table of operators.
         symbols: Constraint of each symbol by name.
         replicated: `(node, op_type, reason)` of each node that every rank computes in full.
-        equalities: Sizes that rules take to be equal without a proof.
-        ranges: Ranges that operators demand of the elements of inputs.
+        equalities: Sizes that rules assume to be equal without a proof.
+        ranges: Ranges that operators require of the elements of inputs.
         states: Which of its operands are buffers of the runtime.
-        conflicts: What is sent since neighbours want a value in different layouts.
+        conflicts: Reshards between neighbours that want a value in different layouts.
         stage: The pipeline stage whose ranks run it.
-        stages: Number of stages; the ranks of stage s are those from `s * mesh.size` on.
-        virtual_stage: The virtual stage that it is of; a stage may have several.
-        handed_in: What it reads of other programs of the same micro-batch.
-        handed_out: What it makes for them.
+        stages: Number of stages; the ranks of stage s begin at `s * mesh.size`.
+        virtual_stage: Its virtual stage; a stage may have several.
+        handed_in: The values that it reads from other programs of the same micro-batch.
+        handed_out: The values that it makes for them.
     """
 
     program: str
@@ -144,16 +144,16 @@ class PipelinePrograms:
     """How the programs of a directory make up a pipeline.
 
     Attributes:
-        whole: The programs as they were before they were split: what goes in and out of them.
+        unsplit: The programs before they were split, for their inputs and outputs.
         entry: The manifest's entry "pipeline".
-        assign: The virtual stage of each node that was cut, by name.
+        assign: The virtual stage of each node of the chain, by name.
     """
 
-    whole: tuple[PartitionedModel, ...]
+    unsplit: tuple[PartitionedModel, ...]
     entry: Pipeline
     assign: Mapping[str, int]
 
     def shown(self, programs: Sequence[PartitionedModel]) -> tuple[PartitionedModel, ...]:
-        """Returns the whole programs, and those of these that were not split off one."""
-        split = {id(pm.plan) for pm in self.whole}
-        return (*self.whole, *(pm for pm in programs if id(pm.plan) not in split))
+        """Returns the programs before they were split, and those of `programs` never split."""
+        split = {id(pm.plan) for pm in self.unsplit}
+        return (*self.unsplit, *(pm for pm in programs if id(pm.plan) not in split))

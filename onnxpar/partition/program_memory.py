@@ -1,4 +1,4 @@
-"""What a rank holds for the programs that were made for it, read off the programs themselves."""
+"""The bytes that a rank holds for its programs, computed from the programs themselves."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from onnxpar.partition.partitioned_model import PartitionedModel
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """What one rank's program holds, in bytes.
+    """The bytes that a rank holds for one program.
 
     Attributes:
         weights: Parameters that it reads from files.
-        states: Of the buffers that outlive a run and that it reads or writes, each by its name.
+        states: The buffers that it reads or writes and that live from run to run, by name.
         inputs: Its inputs.
-        outputs: Its outputs that go to no buffer, kept for the next run.
-        values: The peak of what lies between its nodes.
-        unknown: Values whose size nobody can tell before the run; they are not counted.
+        outputs: Its outputs that are not written to buffers; they are kept for the next run.
+        values: The peak of the values between its nodes.
+        unknown: Values whose size is not known before the run; they are not counted.
     """
 
     weights: int
@@ -39,11 +39,11 @@ class ProgramMemory:
 def program_memory(
     program: PartitionedModel, sizes: Mapping[str, int] | None = None
 ) -> ProgramMemory:
-    """Returns what a rank holds for a program; all ranks hold the same.
+    """Returns the bytes that a rank holds for a program; all ranks hold the same.
 
     Args:
         program: The program of all ranks.
-        sizes: Sizes at which symbols are taken; `Symbol.typical` for those not named.
+        sizes: Sizes of symbols by name; the others have the size `Symbol.typical`.
     """
     tensors = _Tensors(program.builder.table, dict(sizes or {}))
     outputs = {o.local.name or "": o for o in program.outputs}
@@ -54,7 +54,7 @@ def program_memory(
         buffers[o.name]: tensors.bytes(o.local) for o in program.outputs if o.name in buffers
     }
     steps = tuple(_steps(program.builder.nodes, tensors, program.registry))
-    # What other programs read of it is there until it ends.
+    # The values that other programs read are there until the program ends.
     leaving = MemoryStep("", tuple(h.local.name or "" for h in program.handed_out), (), 0)
     return ProgramMemory(
         weights=sum(tensors.bytes(p.local) for p in program.parameters if not p.fed),
@@ -67,7 +67,7 @@ def program_memory(
 
 
 def total_bytes(programs: Iterable[ProgramMemory]) -> int:
-    """Returns the most bytes that a rank holds that runs these programs one after another.
+    """Returns the most bytes that a rank holds while it runs these programs one after another.
 
     Weights and buffers are shared, so each buffer counts once; inputs and outputs of every program
     stay bound.
@@ -84,7 +84,7 @@ def total_bytes(programs: Iterable[ProgramMemory]) -> int:
 def handed_bytes(
     program: PartitionedModel, sizes: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Returns the bytes of each value that a program takes from others, in their order."""
+    """Returns the bytes of each value of `handed_in`."""
     tensors = _Tensors(program.builder.table, dict(sizes or {}))
     return tuple(tensors.bytes(handed.local) for handed in program.handed_in)
 
@@ -117,7 +117,7 @@ class _Tensors:
 
 
 def _steps(nodes: Iterable[ir.Node], tensors: _Tensors, registry: Registry) -> Iterator[MemoryStep]:
-    """Yields the steps of a rank's program; bodies of control flow count with what they read."""
+    """Yields the steps of a rank's program; a body counts only with the values that it reads."""
     for node in nodes:
         facts = kernel(node, registry)
         operands = [v.name or "" if v is not None else "" for v in node.inputs]

@@ -1,11 +1,11 @@
-"""Partitioning: carries out a plan, node by node, into one rank-generic graph.
+"""Partitioning: carries out a plan, node by node, and writes one graph for all ranks.
 
-The global graph is walked once. Every operand is brought into the sharding that its node wants
-(reshards are remembered per value and sharding, so that a value is gathered once), padding that a
-reduction would see is set to the reduction's identity, and the operator's local form is emitted.
+It walks the global graph once. Each operand is resharded as its node wants it; each reshard of a
+value is kept, so that it is done only once. Padding that would change a reduction is set to the
+reduction's identity. Then the operator's local form is written.
 
-Every collective gets the reason why it is there, which `inspect` shows: the node and operand that
-want another sharding, and why the two disagree (`onnxpar.propagation.conflicts`).
+Every collective has a reason, which `inspect` shows: the node and operand that want another
+sharding, and why the two differ (`onnxpar.propagation.conflicts`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,14 +46,19 @@ class ProgramWriter:
 
     Attributes:
         program: The program of one device.
-        plan: What to carry out.
+        plan: Its plan.
         builder: Where nodes are written.
-        partition_body: Writes a body of a node for one device.
+        partition_body: Partitions a body of a node.
         name: Name of the program that is written.
         states: Which of its operands are buffers of the runtime.
-        gathered: Values that are brought into another sharding anew for each node that reads them.
+        gathered: Values that are resharded again for each node that reads them.
         places: Where nodes run in a pipeline.
-        conflicts: Why neighbours do not agree, for people.
+        conflicts: Why neighbours want different shardings, for people.
+        made: The sharding of each value as it was made, by name.
+        home: The virtual stage that made each value, by name.
+        versions: The shardings in which each value exists, with their virtual stages, by name.
+        zero: Whether the padding of a value in a sharding is known to be zero.
+        parameters: The initializers that go to the weight files.
     """
 
     program: Program
@@ -72,14 +77,14 @@ class ProgramWriter:
     parameters: list[Parameter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Takes out what is read of every node."""
+        """Keeps the parts of the program that every node needs."""
         self.env, self.rules = self.program.env, self.program.rules
 
     def run(self) -> PartitionedModel:
-        """Writes the whole program.
+        """Writes the complete program.
 
         Raises:
-            ShardingError: A node cannot be written for the sharding the plan gives it.
+            ShardingError: A node has no local form for its sharding in the plan.
         """
         graph, mesh, table = self.program.graph, self.plan.mesh, self.env.table
         reserved = [*graph.inputs, *graph.outputs, *graph.initializers.values()]
@@ -89,15 +94,7 @@ class ProgramWriter:
         for value in graph.inputs:
             name = value.name or ""
             sharding = self.plan.inputs[name]
-            local = ir.Value(
-                name=name,
-                type=value.type,
-                shape=ir_shape(sharding.local_shape(mesh, table)),
-                doc_string=value.doc_string,
-            )
-            inputs.append(GraphInput(name, local, sharding))
-            self.home[name] = _EVERYWHERE
-            self.define(name, sharding, local, zero=True)
+            inputs.append(GraphInput(name, self._enter(value, sharding), sharding))
         for name, value in graph.initializers.items():
             self._initializer(name, value)
         for node in graph:
@@ -121,7 +118,7 @@ class ProgramWriter:
                 local = mask_padding(self.builder, local, sharding, 0)
             maker = local.producer()
             passed_on = maker is None and local.name == name
-            # What another program of a pipeline has made leaves as a value of this one.
+            # A value of another program of a pipeline gets a node here that makes it an output.
             made_here = maker is not None and maker.meta[PLACE] == self.builder.place
             if not passed_on and (not made_here or local.name in used):
                 local = self.builder.op(
@@ -166,37 +163,43 @@ class ProgramWriter:
         tensor = value.const_value
         floating = value.dtype is not None and value.dtype.is_floating_point()
         small = tensor is not None and tensor.size <= INLINE_ELEMENTS
-        local = ir.Value(
-            name=name,
-            type=value.type,
-            shape=ir_shape(sharding.local_shape(self.plan.mesh, self.env.table)),
-            doc_string=value.doc_string,
-        )
+        local = self._enter(value, sharding)
         fed = name in self.states.inputs
         if sharding.is_replicated and small and not fed and not (floating and sharding.rank):
             local.const_value = tensor
             self.builder.initializers.append(local)
         else:
             self.parameters.append(Parameter(name, value, local, sharding, fed))
+
+    def _enter(self, value: ir.Value, sharding: Sharding) -> ir.Value:
+        """Records an input or initializer in its sharding, for all stages; returns it."""
+        name = value.name or ""
+        local = ir.Value(
+            name=name,
+            type=value.type,
+            shape=ir_shape(sharding.local_shape(self.plan.mesh, self.env.table)),
+            doc_string=value.doc_string,
+        )
         self.home[name] = _EVERYWHERE
         self.define(name, sharding, local, zero=True)
+        return local
 
     @property
     def virtual_stage(self) -> int:
-        """The virtual stage for which nodes are being written."""
+        """The virtual stage that is being written."""
         return self.places.virtual_stage[self.builder.place]
 
     def define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
-        """Keeps a value of the program that is written, in one sharding.
+        """Records that a value exists in a sharding.
 
         Args:
             name: Name of the global value.
-            sharding: Its sharding.
+            sharding: The sharding.
             local: The value of one device.
             zero: Whether its padding is known to be zero.
         """
         self.made.setdefault(name, sharding)
-        # The first version is the one that is made; that of an input is everywhere.
+        # The first version is the one that was made; a version of an input is in every stage.
         virtual = self.virtual_stage
         if name not in self.versions:
             virtual = self.home.setdefault(name, virtual)
@@ -207,7 +210,7 @@ class ProgramWriter:
             self.builder.note_shape(local, here)
         if sharding.partial or local.shape is None:
             return
-        # Sizes that depend on data are read off the first whole value that has them.
+        # Sizes that depend on data come from the first value that has them in a replicated dim.
         for axis, size in enumerate(self.env.shapes.get(name, ())):
             if (
                 not isinstance(size, int)
@@ -219,7 +222,7 @@ class ProgramWriter:
 
     def versions_of(self, name: str) -> dict[Sharding, ir.Value]:
         """The versions of a value that the virtual stage being written may read."""
-        # What it has made itself wins over what it would be sent.
+        # Its own versions win over those that would be sent to it.
         seen = (self.home.get(name), self.virtual_stage)
         return {
             sharding: local
@@ -234,13 +237,13 @@ class ProgramWriter:
     def get(
         self, value: ir.Value, want: Sharding, reason: str, there: Sequence[ir.Value] = ()
     ) -> ir.Value:
-        """Returns a value in a sharding, brought there the way that propagation priced.
+        """Returns a value in a sharding, resharded as propagation priced it.
 
         Args:
             value: The value.
             want: The sharding.
             reason: Which node and operand want it, for people.
-            there: What a value that is gathered is not gathered before.
+            there: A value of `gathered` is resharded only after these values exist.
         """
         name = value.name or ""
         versions = self.versions_of(name)
@@ -269,16 +272,16 @@ class ProgramWriter:
         return moved
 
     def write(self, node: ir.Node) -> None:
-        """Writes the local form of a node, its operands brought where its plan wants them.
+        """Writes the local form of a node, with its operands resharded as its plan wants them.
 
         Raises:
-            ShardingError: It cannot be written for its plan.
+            ShardingError: It has no local form for its plan.
         """
         name = node.name or ""
         plan, view = self.plan.nodes[name], self.rules.views[name]
         operands: list[ir.Value | None] = [None] * len(node.inputs)
         zero = [True] * len(node.inputs)
-        # What is gathered for this node comes last, when all the rest is there.
+        # Values of `gathered` come last, after all other operands exist.
         order = sorted(enumerate(node.inputs), key=lambda item: self._is_gathered(item[1]))
         there: list[ir.Value] = []
         for index, value in order:
@@ -328,23 +331,23 @@ class ProgramWriter:
                 self.get(value, self.plan.resharded[out], f"{name} out strategy")
 
     def _keep_name(self, name: str, made: ir.Value) -> None:
-        """Gives a value that a node has just made the name of the value that it is a part of."""
+        """Gives a value that a node has just made the name of the global value."""
         is_new = made.producer() is not None and (made.name or "").endswith(GENERATED)
         if is_new and name not in self._outputs:
             made.name = self.builder.fresh(name)
 
     @cached_property
     def _reasons(self) -> Mapping[tuple[str, int, str], str]:
-        """Why neighbours do not agree, by node, operand and value."""
+        """Why neighbours want different shardings, by node, operand and value."""
         return {(c.node, c.operand, c.value): c.reason for c in self.conflicts}
 
     @cached_property
     def _outputs(self) -> frozenset[str]:
-        """Names of the graph's outputs, which the last version of each value gets."""
+        """Names of the graph's outputs, which are reserved for the last version of each value."""
         return frozenset(v.name or "" for v in self.program.graph.outputs)
 
     def _masked(self, local: LocalNode) -> LocalNode:
-        """Sets the padding of a partial value to the identity of its reduction."""
+        """Sets padding that a reduction would read to the identity of the reduction."""
         rule = local.plan.rule
         operands = list(local.inputs)
         for factor in local.plan.factors:
@@ -362,7 +365,7 @@ class ProgramWriter:
 
 
 def _covers(plan: NodePlan) -> bool:
-    """Whether every operand has every split factor, so that none broadcasts over padding."""
+    """Whether every operand has every sharded factor, so that none broadcasts over padding."""
     return all(
         any(factor in names for names in operand.dims)
         for factor in plan.factors

@@ -13,7 +13,7 @@ from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find_plan import LEVELS, Told
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
-from onnxpar.stages.cut_chain import chain_of, floating
+from onnxpar.stages.partition_chain import chain_of, floating
 from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
 from onnxpar.strategy.presets import load_strategy
 from onnxpar.strategy.resolve_strategy import resolve

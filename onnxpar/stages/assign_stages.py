@@ -1,4 +1,4 @@
-"""The virtual stage of each node: by `pipeline: assign`, and by the prices of other nodes."""
+"""The virtual stage of each node: from `pipeline: assign`, and by cost for the other nodes."""
 
 from collections.abc import Collection, Sequence
 from math import prod
@@ -12,7 +12,7 @@ from onnxpar.core.name_patterns import match
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import shardings
-from onnxpar.stages.cut_chain import Costs, chain_of, cut_chain
+from onnxpar.stages.partition_chain import Costs, chain_of, partition_chain
 from onnxpar.strategy.annotation_seeds import annotated_virtual_stages
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import PipelineEntry, Strategy
@@ -24,16 +24,16 @@ def decide_virtual_stages(
     program: Program,
     weights: Collection[str],
 ) -> dict[ir.Node, int]:
-    """Returns the virtual stage of each node that is cut.
+    """Returns the virtual stage of each node of the chain (`partition_chain.chain_of`).
 
     Args:
         strategy: The strategy, which has a pipeline.
-        entry: What it says of the pipeline.
-        program: The program, neither sharded nor differentiated.
+        entry: Its pipeline.
+        program: The undivided forward program.
         weights: Names of the initializers that count as weights.
 
     Raises:
-        StrategyError: A pattern fits no node, entries contradict one another, or there are more
+        StrategyError: A pattern matches no node, entries contradict one another, or there are more
             virtual stages than nodes.
     """
     model = program.model
@@ -42,7 +42,7 @@ def decide_virtual_stages(
     free = any((node.name or "") not in fixed for node in chain.nodes)
     costs = _costs(strategy, program, chain.nodes) if free else Costs()
     try:
-        return cut_chain(chain, entry.virtual_stages, fixed, costs, _lines(strategy, model))
+        return partition_chain(chain, entry.virtual_stages, fixed, costs, _lines(strategy, model))
     except StrategyError as error:
         where = strategy.source
         if strategy.pipeline is not None and strategy.document.lines:
@@ -51,10 +51,10 @@ def decide_virtual_stages(
 
 
 def assigned(strategy: Strategy, model: ir.Model) -> dict[str, int]:
-    """Returns the virtual stages that the user, or the annotation, says, by the nodes' names.
+    """Returns the virtual stages that the strategy file or the annotation assigns, by node name.
 
     Raises:
-        StrategyError: A pattern fits no node.
+        StrategyError: A pattern matches no node.
     """
     if strategy.annotation is not None:
         return annotated_virtual_stages(strategy.annotation, model.graph)
@@ -62,16 +62,16 @@ def assigned(strategy: Strategy, model: ir.Model) -> dict[str, int]:
 
 
 def _matched(strategy: Strategy, model: ir.Model) -> dict[str, tuple[str, int]]:
-    """Of each node that the user assigned, by name: the pattern, and the virtual stage."""
+    """For each node that the strategy file assigns, by name: the pattern, and the virtual stage."""
     if strategy.pipeline is None:
         return {}
-    said = strategy.pipeline.assign
-    where = {key: strategy.where("pipeline", "assign", key) for key in said}
-    return match(said, [node.name or "" for node in model.graph], "node", where)
+    assign = strategy.pipeline.assign
+    where = {key: strategy.where("pipeline", "assign", key) for key in assign}
+    return match(assign, [node.name or "" for node in model.graph], "node", where)
 
 
 def _lines(strategy: Strategy, model: ir.Model) -> dict[str, str]:
-    """Where the user assigned nodes, by name: `line 3` of a strategy file."""
+    """Where the strategy file assigns nodes, by node name, such as `line 3`."""
     lines = strategy.document.lines
     places = {
         name: lines.get(("pipeline", "assign", pattern))
@@ -81,7 +81,7 @@ def _lines(strategy: Strategy, model: ir.Model) -> dict[str, str]:
 
 
 def _costs(strategy: Strategy, program: Program, nodes: Sequence[ir.Node]) -> Costs:
-    """What nodes take undivided, and their results on the way, on the strategy's machine."""
+    """Estimated times of nodes and of sending their results, on the strategy's machine."""
     env, rules = program.env, program.rules
     machine = load_machine(strategy.search.machine)
     mesh = Mesh.of()
@@ -103,12 +103,14 @@ def _costs(strategy: Strategy, program: Program, nodes: Sequence[ir.Node]) -> Co
 
 
 def between_stages(machine: Machine, stages: int, devices: int) -> Link:
-    """Returns what joins counterparts of two stages, which lie as far apart as a stage is large.
+    """Returns the link between a device and its counterpart in the next stage.
+
+    The ranks of the two differ by the number of devices of a stage.
 
     Args:
         machine: The machine.
         stages: Number of stages.
-        devices: Number of devices of each.
+        devices: Number of devices of each stage.
     """
     world = Mesh.refine(stages * devices, [(stages, devices)])
     return machine.link(world, world.matrix((stages, devices))[0])

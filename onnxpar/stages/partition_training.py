@@ -2,14 +2,15 @@
 
 The loss is appended and differentiated on the undivided graph; forward and backward are then
 planned and partitioned together, as one graph. Parameters, gradients and moments are buffers of the
-runtime; the plan of the first program says how they lie, and the other programs follow it. A
-gradient leaves the first program still partial over the axes that split the batch, is added up over
-micro-batches so, and is reduced once a step at the beginning of the optimizer's program. Optimizer
-parallel changes how buffers lie, and nothing else (`onnxpar.cost.optimizer_parallel`).
+runtime; the plan of the first program decides their layouts, and the other programs follow it. A
+gradient leaves the first program still partial over the axes that shard the batch. It is added up
+over micro-batches in this form, and reduced once per step at the beginning of the optimizer's
+program. Optimizer parallel changes only the layouts of buffers
+(`onnxpar.cost.optimizer_parallel`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -51,13 +52,13 @@ class PartitionedTraining:
 
     Attributes:
         programs: training_model first, then eval_model, optimizer_model, accumulation_model.
-        prepared: The program that the plan is of, without recomputation, and what it trains.
-        spec: What was asked for.
-        shards: The plan of the training program, and how its buffers lie.
+        prepared: The program that was planned, without recomputation, and what it trains.
+        spec: What the user asked for.
+        shards: The plan of the training program, and the layouts of its buffers.
         states: The buffers of the runtime.
-        kept: Bytes of the buffers of each kind on a device, padding included; of a pipeline, on a
+        kept: Bytes of the buffers of each kind on a device, including padding; in a pipeline, on a
             device of the stage that has most.
-        strategy: The strategy, without what was left to a search.
+        strategy: The strategy, with nothing left to a search.
         pipeline: How the programs make up a pipeline, where the strategy has one.
     """
 
@@ -81,8 +82,8 @@ def partition_training(
     """Plans and partitions the programs that train a model. The program given is used up.
 
     Args:
-        prepared: Forward, loss and backward; in a pipeline in their virtual stages.
-        strategy: How to partition them, with nothing left to a search.
+        prepared: Forward, loss and backward; in a pipeline with their virtual stages.
+        strategy: The strategy, with nothing left to a search.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
         staging: The pipeline, where the strategy has one.
@@ -92,7 +93,8 @@ def partition_training(
     """
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
-    shards = _planned(prepared, strategy, trained)
+    seeds = resolve(strategy, prepared.program)
+    shards = _planned(prepared, seeds, strategy, trained)
     held = prepared.program.graph.initializers
     statistics = {n: held[n].dtype or ir.DataType.FLOAT for n in prepared.updated.values()}
     opset, registry = prepared.program.opset, prepared.program.registry
@@ -104,17 +106,17 @@ def partition_training(
     sizes = _sizes(strategy)
 
     def device_bytes(made: PartitionedModel, where: Places) -> int:
-        """What a device holds that trains with a program of one micro-batch."""
+        """Bytes that a device holds when it trains with a program of one micro-batch."""
         if staging is None:
             return total_bytes([program_memory(other, sizes) for other in (made, *rest[:1])])
         entry = staging.entry
         split = staging.split(made, where, "forward_model").programs
         placed = buffers.placed(split)
         _, others = placed.stage_updates(spec.optimizer, opset, split, entry, scaled=scaled)
-        return fullest_stage(split, others, staging.cut, sizes)
+        return fullest_stage(split, others, staging.pipeline_split, sizes)
 
     program = _micro_batch(prepared, shards, places, strategy, device_bytes)
-    evaluation, where = _evaluation(prepared, strategy, symbols, spec, buffers, staging)
+    evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:
         programs = (program, evaluation, *rest)
@@ -143,11 +145,10 @@ def partition_training(
 
 
 def _planned(
-    prepared: TrainingProgram, strategy: Strategy, trained: Sequence[ParameterInfo]
+    prepared: TrainingProgram, seeds: Seeds, strategy: Strategy, trained: Sequence[ParameterInfo]
 ) -> Shards:
-    """The plan of forward, loss and backward of one micro-batch, and of what is kept between."""
+    """The plan of forward, loss and backward of one micro-batch, and the layouts of its buffers."""
     p = prepared
-    seeds = resolve(strategy, p.program)
     plan = plan_copies(p, seeds)
     _check_statistics(plan, p.updated)
     itemsizes = {info.name: int(info.dtype.itemsize) for info in trained}
@@ -162,23 +163,23 @@ def _micro_batch(
     strategy: Strategy,
     held: Callable[[PartitionedModel, Places], int],
 ) -> PartitionedModel:
-    """Forward, loss and backward of one micro-batch, divided.
+    """Forward, loss and backward of one micro-batch, partitioned.
 
     Args:
         prepared: The program.
-        shards: Its plan, and how its buffers lie.
+        shards: Its plan, and the layouts of its buffers.
         places: Where nodes run in a pipeline.
-        strategy: What it came from.
-        held: Returns the bytes that a device holds which trains with such a program.
+        strategy: The strategy, for what is recomputed.
+        held: Returns the bytes that a device holds when it trains with such a program.
     """
     p = prepared
-    # A copy's gradient goes to the buffer of what it stands for, on another stage.
+    # The gradient of a copy goes to the buffer of its original, on another stage.
     owner = {n: p.copies[n].original if n in p.copies else n for n in p.gradients}
     gradients = {g: state_name(StateKind.GRADIENT, owner[n]) for n, g in p.gradients.items()}
     laid = shards.training(p.program)
     states = States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated})
 
-    def divided(run: Planned) -> PartitionedModel:
+    def partitioned(run: Planned) -> PartitionedModel:
         return partition(
             run.program,
             run.plan,
@@ -195,10 +196,10 @@ def _micro_batch(
     cost = CostModel(machine, shards.plan.mesh, p.program.env.table, sizes)
 
     def weighed(run: Planned) -> int:
-        return held(divided(run), with_added(places, run.added))
+        return held(partitioned(run), with_added(places, run.added))
 
-    whole = Planned(p.program, laid.plan)
-    return divided(recomputed(whole, again, Measure(cost, weighed)))
+    planned = Planned(p.program, laid.plan)
+    return partitioned(recomputed(planned, again, Measure(cost, weighed)))
 
 
 def _sizes(strategy: Strategy) -> dict[str, int]:
@@ -207,7 +208,7 @@ def _sizes(strategy: Strategy) -> dict[str, int]:
 
 
 def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
-    """Raises RuleError unless new statistics lie as the buffers that they go to."""
+    """Raises RuleError unless new statistics have the layouts of their buffers."""
     for new, name in updated.items():
         if plan.outputs[new] != plan.parameters[name]:
             raise RuleError(
@@ -221,7 +222,7 @@ def _check_statistics(plan: Plan, updated: Mapping[str, str]) -> None:
 
 def _evaluation(
     prepared: TrainingProgram,
-    strategy: Strategy,
+    training_seeds: Seeds,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
     buffers: Buffers,
@@ -241,9 +242,9 @@ def _evaluation(
     )
     env = shapes(model, symbol_table(model, symbols, prepared.program.registry))
     program = Program.of(model, env, prepared.program.registry)
-    seeds = _as_in_training(training, strategy, program, planned)
+    seeds = _as_in_training(training, training_seeds, program, planned)
     laid = shards.laid(propagate(program, seeds), program)
-    fed = States(frozenset((*buffers.parameters, *buffers.statistics)))
+    fed = States(frozenset((*(p.name for p in buffers.trained), *buffers.statistics)))
     parted = partition(
         program,
         laid.plan,
@@ -257,31 +258,28 @@ def _evaluation(
 
 def _as_in_training(
     plan: Plan,
-    strategy: Strategy,
+    seeds: Seeds,
     program: Program,
     parameters: Mapping[str, Sharding],
 ) -> Seeds:
-    """What evaluation starts from: inputs, parameters and what the user said as in training.
+    """The seeds of evaluation: inputs, parameters and the user's entries are those of training.
 
-    What is right for forward and backward together is kept where operands get there.
+    Other nodes keep their plan from training if their operands arrive as that plan expects.
     """
     nodes = {}
     for node in program.graph:
         name = node.name or ""
         found, rule = plan.nodes.get(name), program.rules.by_node[name]
-        # Of a loss the outputs may differ.
+        # The outputs of a loss may differ.
         if found is not None and found.pinned and found.rule.inputs == rule.inputs:
             out = tuple(plan.resharded.get(v.name or "") for v in node.outputs)
             nodes[name] = NodeSeed(name, found.factors, out, carried=found.carried)
     inputs = {v.name or "": plan.inputs[v.name or ""] for v in program.graph.inputs}
-    mesh = plan.mesh
-    return Seeds(
-        mesh,
-        nodes,
-        inputs,
-        parameters,
-        tuple(atoms for name in strategy.parameter_axes if (atoms := mesh.axis_atoms(name))),
-        "replicate" if strategy.rest == "replicate" else "propagate",
+    return replace(
+        seeds,
+        nodes=nodes,
+        inputs=inputs,
+        parameters=parameters,
         plans=dict(plan.nodes),
         held=frozenset(inputs),
     )

@@ -1,10 +1,10 @@
 """Writes the virtual stage of each node into its metadata, and copies what several stages read.
 
-What is not cut (masks and positions, which depend on no weight; what is made of weights alone) is
-computed in each virtual stage that reads it, by a copy of its nodes, instead of being sent there. A
-weight that several stages read becomes one initializer for each, a *copy*, whose gradients the
-optimizer adds up over the stages once a step (Megatron-LM does so with the embedding that is the
-head, too; Narayanan et al., 2021).
+Nodes outside the chain (masks and positions, which depend on no weight; nodes that depend only on
+weights) are computed by a copy in each virtual stage that reads them, so that nothing is sent. A
+weight that several stages read becomes one initializer for each stage, a *copy*. The optimizer adds
+up the gradients of copies over the stages once per step, as Megatron-LM does with an embedding that
+is also the head (Narayanan et al., 2021).
 """
 
 from collections.abc import Collection, Mapping
@@ -24,13 +24,13 @@ def put_stages(
     weights: Collection[str],
     stages: int,
 ) -> dict[str, Copy]:
-    """Gives every node its virtual stage, in metadata; the graph is changed.
+    """Gives every node its virtual stage, in metadata.
 
     Args:
-        graph: The graph.
-        computed_in: The virtual stages that compute each node, which get a copy each; the nodes
-            in topological order.
-        weights: Names of the initializers of which each stage has its own.
+        graph: The graph; it is changed.
+        computed_in: The virtual stages that compute each node; each gets a copy. The nodes are in
+            topological order.
+        weights: Names of the initializers that are copied if several stages read them.
         stages: Number of stages; virtual stage v runs on stage `v % stages`.
 
     Returns:
@@ -41,7 +41,7 @@ def put_stages(
 
 
 def order_by_place(graph: ir.Graph, places: Places) -> None:
-    """Puts the nodes of a graph in the order of their places, and within each as they stand."""
+    """Sorts the nodes of a graph by place; within a place they keep their order."""
     nodes = sorted(graph, key=lambda node: places.nodes[node.name or ""])
     graph.remove(nodes)
     graph.extend(nodes)
@@ -70,7 +70,7 @@ def _spread(graph: ir.Graph, computed_in: Mapping[ir.Node, tuple[int, ...]]) -> 
 
 
 def replace_reads(node: ir.Node, values: Mapping[ir.Value, ir.Value]) -> None:
-    """Makes a node read other values in place of some, its bodies included."""
+    """Makes a node and its bodies read other values in place of the keys of `values`."""
     for index, value in enumerate(node.inputs):
         if value is not None and value in values:
             node.replace_input_with(index, values[value])

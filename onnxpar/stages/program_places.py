@@ -1,4 +1,4 @@
-"""The places of nodes in a pipeline's programs: forwards, then backwards from the last stage."""
+"""The places of nodes in a pipeline: the forwards, then the backwards from the last stage on."""
 
 from collections.abc import Collection, Mapping
 
@@ -9,7 +9,7 @@ from onnxpar.graph.pipeline_places import Places, virtual_stage_of
 
 
 def forward_places(graph: ir.Graph, virtual_stages: int) -> Places:
-    """Returns the places of a program without a backward half: one for each virtual stage."""
+    """Returns the places of a program without a backward: one for each virtual stage."""
     nodes = {node.name or "": virtual_stage_of(node) for node in graph}
     return Places(tuple(range(virtual_stages)), nodes, _made(graph, nodes))
 
@@ -28,12 +28,11 @@ def training_places(
     Args:
         graph: Forward, loss and backward.
         virtual_stages: Number of virtual stages.
-        links: Of each cotangent its primals.
+        links: For each cotangent its primals.
         gradients: The outputs that are gradients of parameters.
         variables: Names of the parameters that are trained.
-        split: Whether a backward is two places: what earlier ones wait for, and, after it, the
-            rest, which are the gradients of weights (Qi et al., 2023, "Zero bubble pipeline
-            parallelism").
+        split: Whether a backward has two places: first what earlier stages wait for, then the
+            rest, the gradients of weights (Qi et al., 2023, "Zero bubble pipeline parallelism").
     """
     per = 2 if split else 1
     forwards = range(virtual_stages)
@@ -54,7 +53,7 @@ def training_places(
 
 
 def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:
-    """The place of each output: where it is made, or the first where an input is passed on."""
+    """The place of each output: where it is made; the first if an input is passed through."""
     found = {}
     for value in graph.outputs:
         maker = value.producer()
@@ -65,7 +64,7 @@ def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:
 def _urgent(
     graph: ir.Graph, links: Mapping[str, tuple[str, ...]], variables: frozenset[str]
 ) -> set[ir.Node]:
-    """The backward nodes that cotangents of activations come from."""
+    """The backward nodes that contribute to cotangents of activations."""
     found: set[ir.Node] = set()
     wanted: set[ir.Value] = set()
     for node in reversed(graph):

@@ -1,11 +1,11 @@
 """Splits the program of all ranks into the programs of a pipeline.
 
-The program was partitioned as one, its nodes in the order of their places. Each place becomes a
-program of its own, whose ranks are those of one stage. What a node reads that another place made is
-handed over: an output there, an input here, of the same name. What depends on no data of the
-micro-batch (sizes, random numbers, weights made ready) is not handed over but computed again; what
-is made of trained weights for another virtual stage is handed over nonetheless, as its cotangent
-comes back.
+The program was partitioned as one, with its nodes in the order of their places. Each place becomes
+a program of its own, whose ranks are those of one stage. If a node reads a value that another place
+makes, the value is handed over: it becomes an output there and an input here, with the same name.
+Values that depend on no data of the micro-batch (sizes, random numbers, resharded weights) are not
+handed over but computed again. Exception: values made of trained weights for another virtual stage
+are handed over, because their cotangents come back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,14 +44,14 @@ def split(
     stages: int,
     copies: Mapping[str, Copy],
 ) -> tuple[PartitionedModel, ...]:
-    """Returns the program of each place. The one given is used up, but for its facts.
+    """Returns the program of each place. The nodes of the program given are used up.
 
     Args:
-        parted: What was partitioned with these places.
+        parted: The program that was partitioned with these places.
         places: The places.
         programs: Name and stage of each place's program.
         stages: Number of stages.
-        copies: Initializers that stand for others in a further stage; they get the others' names.
+        copies: The copies of initializers in further stages; they get the originals' names.
 
     Raises:
         ShardingError: A value that is not a tensor would be handed over.
@@ -88,9 +88,10 @@ class _Split:
         return tuple(self._program(place, nodes) for place, nodes in enumerate(chosen))
 
     def _bound(self) -> set[ir.Node]:
-        """The nodes that run in their place only.
+        """The nodes that run only in their own place.
 
-        They depend on data of the micro-batch, or on a state and are read by another virtual stage.
+        They depend on data of the micro-batch; or they depend on a state, and another virtual stage
+        reads them.
         """
         fed = self.parted.states.inputs
         data = {i.local for i in self.parted.inputs if i.name not in fed}
@@ -105,7 +106,7 @@ class _Split:
                 break
             bound |= foreign
             data.update(v for node in foreign for v in node.outputs)
-        # An output is made where it leaves, whatever it depends on.
+        # An output is made in its own place, whatever it depends on.
         for item in self.parted.outputs:
             maker = item.local.producer()
             if maker is not None:
@@ -113,11 +114,13 @@ class _Split:
         return bound
 
     def _foreign(self) -> set[ir.Node]:
-        """The nodes of states alone that another virtual stage reads, where the states need not be.
+        """The nodes that depend on states and that another virtual stage reads.
 
-        What another computed again, it would have a cotangent of, which belongs to the first.
+        If the other stage computed them again, their cotangents would not reach the first stage,
+        which has the states.
         """
         of_states = {p.local for p in self.parted.parameters if p.fed}
+        stages = self.places.virtual_stage
         foreign = set()
         for node in self.parted.builder.nodes:
             for value in _data_read(node):
@@ -125,13 +128,9 @@ class _Split:
                     continue
                 of_states.update(node.outputs)
                 maker = value.producer()
-                if maker is not None and self._part(maker) != self._part(node):
+                if maker is not None and stages[maker.meta[PLACE]] != stages[node.meta[PLACE]]:
                     foreign.add(maker)
         return foreign
-
-    def _part(self, node: ir.Node) -> int:
-        place: int = node.meta[PLACE]
-        return self.places.virtual_stage[place]
 
     def _hand(self, value: ir.Value, place: int) -> None:
         maker = value.producer()
@@ -151,7 +150,7 @@ class _Split:
     def _with_free(
         self, place: int, members: Sequence[ir.Node], free: Sequence[ir.Node]
     ) -> list[ir.Node]:
-        """The nodes of a place and copies of those that it computes again, in their order."""
+        """The nodes of a place, and copies of the nodes that it computes again, in their order."""
         outputs = [i.local for i in self.parted.outputs if self.places.outputs[i.name] == place]
         wanted = {v for node in members for v in _data_read(node)} | set(outputs)
         needed: set[ir.Node] = set()
@@ -164,14 +163,16 @@ class _Split:
         inside = set(members)
         for node in self.parted.builder.nodes:
             if node in needed:
-                found.append(_copy(node, copied))
+                copy = twin(node, [None if v is None else copied.get(v, v) for v in node.inputs])
+                copied.update(zip(node.outputs, copy.outputs, strict=True))
+                found.append(copy)
             elif node in inside:
                 replace_reads(node, copied)
                 found.append(node)
         return found
 
     def _rename(self) -> None:
-        """Gives copies of initializers the names of what they stand for."""
+        """Gives copies of initializers the names of their originals."""
         parameters = []
         for parameter in self.parted.parameters:
             copy = self.copies.get(parameter.name)
@@ -233,13 +234,6 @@ class _Split:
 
 
 def _data_read(node: ir.Node) -> list[ir.Value]:
-    """What a node reads, the token of a collective left out."""
+    """The values that a node reads, without the token of a collective."""
     read = read_by(node)
     return read[:1] if node.domain == DOMAIN and "atoms" in node.meta else read
-
-
-def _copy(node: ir.Node, copied: dict[ir.Value, ir.Value]) -> ir.Node:
-    """A copy of a node without bodies; what it makes is noted in `copied`."""
-    made = twin(node, [None if v is None else copied.get(v, v) for v in node.inputs])
-    copied.update(zip(node.outputs, made.outputs, strict=True))
-    return made

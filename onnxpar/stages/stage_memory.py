@@ -1,4 +1,4 @@
-"""What a device of a pipeline stage holds, read off the programs that were made for it."""
+"""The memory of a device of a pipeline stage, computed from the programs of the stage."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,16 +18,16 @@ def fullest_stage(
     split: PipelineSplit,
     sizes: Mapping[str, int],
 ) -> int:
-    """Returns the bytes that a device of the stage with most memory holds at its peak.
+    """Returns the bytes at the peak of a device of the stage that needs most.
 
-    While one of its programs runs, a stage keeps what the schedule's micro-batches under way have
-    left for their backwards, whatever the virtual stage alike.
+    While one of its programs runs, a stage keeps what the unfinished micro-batches have left for
+    their backwards. These micro-batches count equally for all its virtual stages.
 
     Args:
-        programs: The programs of forwards and backwards of all stages.
-        others: Those that a step runs besides, of all stages.
+        programs: The forward and backward programs of all stages.
+        others: The other programs of a step, of all stages.
         split: Stages, micro-batches and schedule.
-        sizes: Sizes at which symbols are taken; typical ones for those not named.
+        sizes: Sizes of symbols by name; the others have their typical size.
     """
     forwards = {pm.program for pm in programs[: split.virtual_stages]}
     found = []
@@ -55,7 +55,7 @@ def fullest_stage(
             )
             running = known[pm.program].values.bytes + arrived
             if pm.program in forwards:
-                # What it leaves for its own backward is among what is kept.
+                # What it leaves for its own backward is counted in `kept`.
                 running -= sum(made[pm.virtual_stage].values())
             most = max(most, kept + running)
         besides = [program_memory(pm, sizes) for pm in others if pm.stage == stage]
@@ -64,6 +64,6 @@ def fullest_stage(
 
 
 def _held(programs: Sequence[ProgramMemory], besides: Sequence[ProgramMemory], values: int) -> int:
-    """Bytes held for programs whose values together take at most so many."""
+    """Bytes held for programs whose values take at most `values` bytes at the same time."""
     alone = max((p.values.bytes for p in (*programs, *besides)), default=0)
     return total_bytes([*programs, *besides]) + max(values - alone, 0)

@@ -1,13 +1,14 @@
-"""What a pipeline costs: a plan of one stage's mesh, and the model split into stages by it.
+"""The price of a pipeline: the model is partitioned into stages by the times of a plan.
 
-All stages have the same mesh and follow the same plan, so that the time of a node does not depend
-on its stage. That makes the cut a chain partition over the times of the plan (`stages.cut_chain`),
-and the best cut with the best plan of one stage the best of both together.
+All stages have the same mesh and follow the same plan, so the time of a node does not depend on its
+stage. Therefore the stage boundaries are a chain partition over the times of the plan
+(`stages.partition_chain`), and the best plan of one stage with the best boundaries is the best of
+both together.
 
-A step of m micro-batches over p stages takes m + p - 1 times the slowest stage's micro-batch,
-forward and backward (GPipe, Huang et al., 2019; 1F1B, Narayanan et al., 2021); with v chunks a
-stage, m + (p - 1) / v times. Zero bubble is priced as 1F1B: what it hides is the weights' half of
-the backward, which `simulate` of the runtime shows.
+A step of m micro-batches over p stages takes m + p - 1 times the forward and backward of one
+micro-batch in the slowest stage (GPipe, Huang et al., 2019; 1F1B, Narayanan et al., 2021); with v
+chunks per stage, m + (p - 1) / v times. Zero bubble is priced as 1F1B, although it hides the half
+of the backward that computes gradients; the runtime's `simulate` shows that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from onnxpar.cost.price import Price
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF
 from onnxpar.graph.plan import Plan
-from onnxpar.stages.cut_chain import Chain, Costs, cut_chain
+from onnxpar.stages.partition_chain import Chain, Costs, partition_chain
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class PipelineSplit:
 
     Attributes:
         stages: Number of stages.
-        micro_batches: Micro-batches in a step.
-        schedule: In which order they run.
-        chunks: Virtual stages of the model that each stage has.
-        assign: Virtual stages of nodes that are fixed, by name.
+        micro_batches: Number of micro-batches in a step.
+        schedule: Name of the schedule.
+        chunks: Number of virtual stages of each stage.
+        assign: Virtual stages that the user assigned, by node name.
     """
 
     stages: int
@@ -45,13 +46,13 @@ class PipelineSplit:
 
     @property
     def virtual_stages(self) -> int:
-        """Number of virtual stages that the model is cut into."""
+        """Number of virtual stages of all stages."""
         return self.stages * self.chunks
 
     def kept(self, stage: int) -> int:
-        """Returns how many activations a stage keeps at most, each of one virtual stage's forward.
+        """Returns for how many forwards of one virtual stage a stage keeps activations, at most.
 
-        After the papers that each schedule is of; `docs/design/0016-pipeline.md` has the table.
+        The formulas are from the papers of the schedules; see `docs/design/0016-pipeline.md`.
         """
         runs, after = self.micro_batches, self.stages - stage
         if self.schedule == "interleaved":
@@ -65,10 +66,10 @@ class StagePrice:
     """What one stage costs a device.
 
     Attributes:
-        seconds: Of one micro-batch, what it receives and sends included.
-        moving: Seconds of that in which it receives and sends.
+        seconds: Seconds per micro-batch, including receiving and sending.
+        moving: Seconds per micro-batch of receiving and sending alone.
         held: Bytes of its parameters, gradients and moments.
-        peak: Bytes at the peak, the activations of all micro-batches that it keeps included.
+        peak: Bytes at the peak, including the activations of all micro-batches that it keeps.
         nodes: Number of nodes of the model.
     """
 
@@ -84,10 +85,10 @@ class StagedPrice:
     """What a pipeline costs.
 
     Attributes:
-        split: How the model is cut.
-        stages: Each stage.
-        seconds: Of a step of all micro-batches.
-        assign: The virtual stage of each node of the model that is cut, by name.
+        split: How the model is split.
+        stages: The price of each stage.
+        seconds: Seconds per step, with all micro-batches.
+        assign: The virtual stage of each node of the chain, by name.
     """
 
     split: PipelineSplit
@@ -111,11 +112,11 @@ class Priced:
     """A program with a plan on the mesh of one stage, priced.
 
     Attributes:
-        model: What is planned: a model, or forward, loss and backward of its training.
+        model: The model that is planned; in training, with its loss and backward.
         plan: The plan.
         price: What it costs without stages.
         steps: Its steps, in order.
-        forward: Names of the nodes of the model, as far as it is cut before a loss is appended.
+        forward: Names of the nodes of the model without its loss and backward.
     """
 
     model: ir.Model
@@ -128,14 +129,14 @@ class Priced:
 def price_stages(
     priced: Priced, chain: Chain, cost: CostModel, link: Link, split: PipelineSplit
 ) -> StagedPrice:
-    """Cuts a model by the times of a plan, and prices the pipeline.
+    """Partitions a model into stages by the times of a plan, and prices the pipeline.
 
     Args:
         priced: The program, planned.
-        chain: The nodes of the model that are cut.
+        chain: The nodes of the model that are partitioned.
         cost: The cost model.
-        link: What joins counterparts of two stages.
-        split: How many stages, and what runs through them.
+        link: The link between a device and its counterpart in the next stage.
+        split: How many stages there are, and the schedule.
 
     Raises:
         StrategyError: There are more virtual stages than nodes.
@@ -152,7 +153,7 @@ class _Staging:
         graph = priced.model.graph
         self.backward = {n.name or "" for n in graph if GRADIENT_OF in n.metadata_props}
         direct = {node.name or "": _origin(node) for node in graph}
-        # A backward node names the node that it differentiates, which may be of a body.
+        # A backward node names the node that it differentiates, which may be part of a body.
         self.roots = {name: direct.get(root, root) for name, root in direct.items()}
 
     def run(self) -> StagedPrice:
@@ -162,10 +163,11 @@ class _Staging:
             root = self.roots[node.name]
             seconds[root] = seconds.get(root, 0.0) + node.seconds
         crossing = self._crossing()
-        found = cut_chain(self.chain, split.virtual_stages, split.assign, Costs(seconds, crossing))
+        costs = Costs(seconds, crossing)
+        found = partition_chain(self.chain, split.virtual_stages, split.assign, costs)
         assign = {node.name or "": virtual for node, virtual in found.items()}
-        # What is not cut is copied where it is read; here it counts in the first. What the
-        # model does not have is the loss.
+        # Nodes outside the chain are copied to where they are read; here they count in the first
+        # virtual stage. Nodes that are not in the model belong to the loss.
         last, forward = split.virtual_stages - 1, self.priced.forward
         self.virtual_by_node = {
             name: assign.get(root, 0) if root in forward else last
@@ -192,17 +194,17 @@ class _Staging:
 
     def _total(self, stages: Sequence[StagePrice], held: Sequence[int]) -> float:
         if not self.backward:
-            # One run goes through all stages, one after another.
+            # One run passes through all stages, one after another.
             return sum(stage.seconds for stage in stages)
         split, price = self.split, self.priced.price
         rounds = split.micro_batches + (split.stages - 1) / split.chunks
-        # The optimizer's work is shared out as what it works on is.
+        # The optimizer's work is distributed as the states are.
         share = max(held) / max(sum(held), 1)
         once = share * (price.updating + price.outputs + price.gradients)
         return rounds * max(stage.seconds for stage in stages) + once
 
     def _crossing(self) -> dict[str, float]:
-        """Seconds of each value on its way to another stage, and of its cotangent back."""
+        """Seconds to send each value to another stage, and its cotangent back, by name."""
         made = {
             value.name: sharding
             for node in self.priced.model.graph
@@ -221,7 +223,7 @@ class _Staging:
     def _moving(
         self, virtual_by_node: Mapping[ir.Node, int], crossing: Mapping[str, float]
     ) -> list[float]:
-        """Seconds in which each virtual stage receives and sends."""
+        """Seconds per micro-batch in which each virtual stage receives and sends."""
         found = [0.0] * self.split.virtual_stages
         for node, virtual in virtual_by_node.items():
             for value in self.chain.reads[node]:
@@ -233,7 +235,7 @@ class _Staging:
         return found
 
     def _held(self) -> list[int]:
-        """Bytes that each stage holds all the time, of the parameters that it reads."""
+        """Bytes that each stage holds all the time for the parameters that it reads."""
         readers: dict[str, set[int]] = {}
         for node in self.priced.model.graph:
             stage = self.virtual_by_node[node.name or ""] % self.split.stages
@@ -246,22 +248,22 @@ class _Staging:
         return found
 
     def _activations(self, mine: Sequence[int], kept: int) -> int:
-        """Bytes of the values of virtual stages of one stage at their peak.
+        """Bytes at the peak of the values of one stage.
 
         Args:
-            mine: The virtual stages, of which one runs at a time.
-            kept: How many activations are kept, of all of them alike.
+            mine: Its virtual stages, of which one runs at a time.
+            kept: For how many forwards activations are kept, taken equally from all of them.
         """
         weighed = [self._weighed(virtual) for virtual in mine]
         stashes = sum(stash for _, stash in weighed)
         return max(peak - stash for peak, stash in weighed) + kept * stashes // len(weighed)
 
     def _weighed(self, virtual: int) -> tuple[int, int]:
-        """Bytes of a virtual stage at its peak of one micro-batch, and those kept for backward."""
+        """Bytes of a virtual stage at the peak of one micro-batch, and bytes kept for backward."""
         mine: list[MemoryStep] = []
         waiting: list[MemoryStep] = []
         for step in self.priced.steps:
-            # What is brought into another layout is so for the node that follows.
+            # A reshard belongs to the node that follows it.
             waiting.append(step)
             if step.name in self.virtual_by_node:
                 if self.virtual_by_node[step.name] == virtual:
@@ -275,6 +277,6 @@ class _Staging:
 
 
 def _origin(node: ir.Node) -> str:
-    """Returns the node of the model that a node belongs to: it, or the one it was made for."""
+    """Returns the name of the node of the model that a node belongs to, or was made for."""
     props = node.metadata_props
     return props.get(GRADIENT_OF) or props.get(EXPANDED_FROM) or node.name or ""

@@ -1,4 +1,4 @@
-"""Pipelines: which programs a training or a model becomes, and what the manifest says of them."""
+"""Pipelines: the programs of each virtual stage, and their entry in the manifest."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
 from onnxpar.stages.assign_stages import decide_virtual_stages
-from onnxpar.stages.cut_chain import chain_of, floating, known_virtual_stages, where_needed
+from onnxpar.stages.partition_chain import chain_of, floating, known_virtual_stages, where_needed
 from onnxpar.stages.place_nodes import order_by_place, put_stages, virtual_stages_by_name
 from onnxpar.stages.program_places import forward_places, training_places
 from onnxpar.stages.split_program import StageProgram, split
@@ -31,14 +31,14 @@ ZERO_BUBBLE = "zb-h1"
 
 @dataclass
 class Staging:
-    """The pipeline of one strategy: cuts a model into virtual stages, and programs by them.
+    """The pipeline of one strategy: assigns nodes to virtual stages, and splits programs by them.
 
     Attributes:
         strategy: The strategy.
-        entry: What it says of the pipeline.
-        copies: Of each initializer that a further stage has in place of another: which.
+        entry: Its section `pipeline`.
+        copies: For each copy of an initializer in a further stage, by name: its original.
         virtual_stages: The virtual stage of each node of the forward program, by name.
-        assign: The virtual stage of each node that was cut, by name.
+        assign: The virtual stage of each node of the chain, by name.
     """
 
     strategy: Strategy
@@ -48,8 +48,8 @@ class Staging:
     assign: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def cut(self) -> PipelineSplit:
-        """Stages, micro-batches and schedule, as the planner knows them."""
+    def pipeline_split(self) -> PipelineSplit:
+        """Stages, micro-batches and schedule, as prices need them."""
         entry = self.entry
         count = entry.micro_batches or entry.stages
         return PipelineSplit(entry.stages, count, entry.schedule, entry.chunks)
@@ -79,7 +79,7 @@ class Staging:
         return self._forward_places(program.graph)
 
     def put_again(self, model: ir.Model, registry: Registry) -> Places:
-        """Puts the nodes of another program of the same model where they are in the first."""
+        """Puts the nodes of another program of the same model into the stages of the first."""
         chain = chain_of(model.graph, floating(model.graph), registry)
         computed_in = where_needed(model.graph, known_virtual_stages(chain, self.virtual_stages))
         put_stages(model.graph, computed_in, (), self.entry.stages)
@@ -120,13 +120,13 @@ class Staging:
                     f"pipeline stage, got stages {stages}; set it under pipeline: assign"
                 )
 
-    def split(self, whole: PartitionedModel, places: Places, name: str) -> "SplitProgram":
-        """Returns the programs of a whole one, which is used up but for its facts.
+    def split(self, program: PartitionedModel, places: Places, name: str) -> "SplitProgram":
+        """Splits a partitioned program into one program for each place. Its nodes are used up.
 
         Args:
-            whole: The program, partitioned with these places.
+            program: The program, partitioned with these places.
             places: Its places.
-            name: What its forward programs are called: `<name>.<virtual stage>`.
+            name: Prefix of the names of its forward programs: `<name>.<virtual stage>`.
         """
         programs = []
         kinds: list[Json] = [{} for _ in range(self.entry.virtual_stages)]
@@ -138,14 +138,14 @@ class Staging:
             kinds[virtual][kind] = title
             if kind == "backward":
                 kinds[virtual].setdefault("weight", None)
-        made = split(whole, places, programs, self.entry.stages, self.copies)
+        made = split(program, places, programs, self.entry.stages, self.copies)
         # Its nodes have moved into the programs, where copies have the names of their originals.
         emptied = replace(
-            whole,
-            builder=replace(whole.builder, nodes=[]),
+            program,
+            builder=replace(program.builder, nodes=[]),
             parameters=tuple(
                 replace(p, name=self.copies[p.name].original) if p.name in self.copies else p
-                for p in whole.parameters
+                for p in program.parameters
             ),
             stages=self.entry.stages,
         )
@@ -154,14 +154,14 @@ class Staging:
     def pipeline(
         self, split: Sequence["SplitProgram"], updates: Sequence[PartitionedModel] = ()
     ) -> PipelinePrograms:
-        """Returns what the manifest says of the pipeline.
+        """Returns the entry of the pipeline in the manifest, with the programs that were split.
 
         Args:
             split: The programs that were split.
             updates: The programs that update states, `<name>.<number>`.
         """
         parts: dict[str, tuple[Mapping[str, str | None], ...]] = {
-            s.whole.program: s.entries for s in split
+            s.unsplit.program: s.entries for s in split
         }
         for pm in updates:
             name = pm.program.rpartition(".")[0]
@@ -173,27 +173,27 @@ class Staging:
             micro_batches=self.entry.micro_batches or self.entry.stages,
             parts=parts,
         )
-        return PipelinePrograms(tuple(s.whole for s in split), entry, self.assign)
+        return PipelinePrograms(tuple(s.unsplit for s in split), entry, self.assign)
 
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """The programs that a whole one was split into.
+    """The programs into which a partitioned program was split.
 
     Attributes:
-        whole: The whole one, without its nodes.
+        unsplit: The program before it was split, without its nodes.
         programs: The programs, in the order of their places.
-        entries: Of each virtual stage the names of its programs, by "forward", "backward" and
+        entries: For each virtual stage the names of its programs, by "forward", "backward" and
             "weight".
     """
 
-    whole: PartitionedModel
+    unsplit: PartitionedModel
     programs: tuple[PartitionedModel, ...]
     entries: tuple[Json, ...]
 
 
 def plan_copies(prepared: TrainingProgram, seeds: Seeds) -> Plan:
-    """As `propagate`, with copies of parameters, and their gradients, laid out as the original is.
+    """As `propagate`, with copies of parameters and their gradients laid out as the originals.
 
     Args:
         prepared: The program to plan.

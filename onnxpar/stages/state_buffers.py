@@ -1,9 +1,8 @@
 """The buffers that live between the runs of training programs, and what updates them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import onnx_ir as ir
 
@@ -30,46 +29,38 @@ from onnxpar.propagation.propagate import propagate
 from onnxpar.strategy.schema import PipelineEntry
 from onnxpar_format.manifest import StateKind
 
-Json = dict[str, Any]
 _GRADIENTS = (StateKind.GRADIENT, StateKind.MICRO_GRADIENT)
 
 
+@dataclass(frozen=True)
 class Buffers:
     """The buffers of a training program.
 
-    Args:
-        shards: How they lie.
+    Attributes:
+        shards: Their layouts.
         trained: The parameters that are trained.
         statistics: Element types of the running statistics, by name.
         registry: The operators.
-        stages: The pipeline stages that have each parameter and statistic; none without a pipeline.
+        stages: The pipeline stages that have each parameter and statistic; empty without a
+            pipeline.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        trained: Sequence[ParameterInfo],
-        statistics: Mapping[str, ir.DataType],
-        registry: Registry,
-        stages: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        """Keeps them."""
-        self.shards = shards
-        self.parameters = {p.name: p for p in trained}
-        self.statistics = statistics
-        self.registry = registry
-        self.stages = stages or {}
+    shards: Shards
+    trained: Sequence[ParameterInfo]
+    statistics: Mapping[str, ir.DataType]
+    registry: Registry
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def updates(
         self, kind: OptimizerKind, opset: int, *, scaled: bool
     ) -> tuple[list[StateProgram], list[PartitionedModel]]:
-        """Returns the optimizer's program, and what is sharded: it, and the one that adds up."""
-        infos = [self._info(p) for p in self.parameters.values()]
+        """Returns the optimizer's program; and it and the accumulation program, partitioned."""
+        infos = [self._info(p) for p in self.trained]
         update = optimizer_model(kind, infos, opset=opset, scaled=scaled)
         added = accumulation_model(infos, opset=opset)
         return [update], [
-            self._divided(update, "optimizer_model"),
-            self._divided(added, "accumulation_model"),
+            self._partitioned(update, "optimizer_model"),
+            self._partitioned(added, "accumulation_model"),
         ]
 
     # -- in stages -------------------------------------------------------------------------------
@@ -84,9 +75,7 @@ class Buffers:
         for pm in training:
             for p in pm.parameters:
                 found.setdefault(p.name, set()).add(pm.stage)
-        stages = {name: tuple(sorted(on)) for name, on in found.items()}
-        trained = list(self.parameters.values())
-        return Buffers(self.shards, trained, self.statistics, self.registry, stages)
+        return replace(self, stages={name: tuple(sorted(on)) for name, on in found.items()})
 
     def stage_updates(
         self,
@@ -97,11 +86,11 @@ class Buffers:
         *,
         scaled: bool,
     ) -> tuple[list[StateProgram], list[PartitionedModel]]:
-        """Returns the optimizer's programs of all stages, and what is sharded.
+        """Returns the optimizer's programs of all stages; and all updates, partitioned.
 
-        These are the optimizer's program of each stage, `optimizer_model.<stage>`, and for each
-        virtual stage the one that adds up what its backward makes,
-        `accumulation_model.<virtual stage>`.
+        The partitioned programs are `optimizer_model.<stage>` for each stage, and
+        `accumulation_model.<virtual stage>` for each virtual stage, which adds up the gradients
+        that its backward makes.
 
         Args:
             kind: The optimizer.
@@ -110,11 +99,11 @@ class Buffers:
             entry: The pipeline.
             scaled: Whether gradients carry a loss scale.
         """
-        updates, divided = [], []
-        double = any(p.dtype == DOUBLE for p in self.parameters.values())
+        updates, partitioned = [], []
+        double = any(p.dtype == DOUBLE for p in self.trained)
         for stage in range(entry.stages):
             infos = []
-            for p in self.parameters.values():
+            for p in self.trained:
                 on = self.stages[p.name]
                 if stage in on:
                     shared = on if len(on) > 1 else ()
@@ -123,32 +112,34 @@ class Buffers:
                 kind, infos, opset=opset, scaled=scaled, stages=entry.stages, double=double
             )
             updates.append(update)
-            parted = self._divided(update, f"optimizer_model.{stage}")
-            divided.append(replace(parted, stage=stage, stages=entry.stages))
+            parted = self._partitioned(update, f"optimizer_model.{stage}")
+            partitioned.append(replace(parted, stage=stage, stages=entry.stages))
         made: dict[int, set[str]] = {virtual: set() for virtual in range(entry.virtual_stages)}
         for pm in training:
             made[pm.virtual_stage].update(pm.states.outputs.values())
         for virtual, states in made.items():
             infos = [
                 self._info(p)
-                for p in self.parameters.values()
+                for p in self.trained
                 if state_name(StateKind.GRADIENT, p.name) in states
             ]
             program = accumulation_model(infos, opset=opset, empty=True)
-            parted = self._divided(program, f"accumulation_model.{virtual}")
+            parted = self._partitioned(program, f"accumulation_model.{virtual}")
             stage = virtual % entry.stages
-            divided.append(replace(parted, stage=stage, stages=entry.stages, virtual_stage=virtual))
-        return updates, divided
+            partitioned.append(
+                replace(parted, stage=stage, stages=entry.stages, virtual_stage=virtual)
+            )
+        return updates, partitioned
 
-    # -- how they lie ----------------------------------------------------------------------------
+    # -- layouts ---------------------------------------------------------------------------------
 
     def _info(self, p: ParameterInfo) -> ParameterInfo:
-        """The parameter, grouped for the norm with those that are split over the same devices."""
+        """The parameter, grouped for the norm with those that are sharded over the same devices."""
         atoms = self.shards.moment(p.name).split_atoms
         return replace(p, norm_group=",".join(map(str, sorted(atoms))))
 
     def _sharding(self, kind: StateKind, name: str) -> Sharding:
-        """How a buffer of a parameter, or of a running statistic, is divided."""
+        """The sharding of a buffer of a parameter or of a running statistic."""
         match kind:
             case StateKind.GRADIENT | StateKind.MICRO_GRADIENT:
                 return self.shards.gradient(name)
@@ -158,7 +149,7 @@ class Buffers:
                 return self.shards.plan.parameters[name]
         return self.shards.moment(name)
 
-    def _divided(self, update: StateProgram, name: str) -> PartitionedModel:
+    def _partitioned(self, update: StateProgram, name: str) -> PartitionedModel:
         """Partitions a program whose operands are buffers."""
         mesh = self.shards.plan.mesh
         env = shapes(update.model, SymbolTable({}))
@@ -178,7 +169,7 @@ class Buffers:
                 nodes[title] = NodeSeed(title, factors)
         outputs = {output: held[state] for output, state in update.updated.items()}
         plan = propagate(program, Seeds(mesh, nodes, held, outputs=outputs))
-        # Right after its update, so that slices of all of them need not be there at once.
+        # Each is resharded right after its update, so that not all shards are there at once.
         plan = replace(plan, resharded=outputs)
         states = States(frozenset(held), dict(update.updated))
         return partition(program, plan, name=name, states=states)
@@ -198,7 +189,7 @@ class Buffers:
         }
 
     def all(self, updates: Sequence[StateProgram]) -> list["Buffer"]:
-        """Returns all buffers: what programs update, what micro-batches add up, statistics."""
+        """Returns all buffers: states of the programs, gradients of a micro-batch, statistics."""
         known = [(s.name, s.kind, s.parameter, s.dtype) for u in updates for s in u.states]
         known = list(dict.fromkeys(known))
         known += [
@@ -208,7 +199,7 @@ class Buffers:
                 p.name,
                 p.dtype,
             )
-            for p in self.parameters.values()
+            for p in self.trained
         ]
         known += [(n, StateKind.STATISTIC, n, dtype) for n, dtype in self.statistics.items()]
         return [
@@ -235,8 +226,8 @@ class Buffer:
     Attributes:
         kind: What it is for.
         parameter: Name of the parameter, or of the running statistic.
-        item: The buffer as a program takes it, with its sharding.
-        stages: The pipeline stages that hold it; none without a pipeline.
+        item: The buffer as an input of a program, with its sharding.
+        stages: The pipeline stages that hold it; empty without a pipeline.
     """
 
     kind: StateKind

@@ -4,8 +4,8 @@ The checker of ONNX looks at none of these fields. What is read here: `ModelProt
 and of each node `device_configurations` with a `sharding_spec` for some of its operands and
 results. A spec lists devices in the order of the shards; shards are counted row by row over the
 split axes of the tensor, in the tensor's order. An entry of the list is a device, or the key of a
-group of devices that all hold the shard. `pipeline_stage` is the virtual stage that a node is
-of (see `onnxpar.stages.cut_chain`); the devices of a stage are neighbours, those of stage 0 first.
+group of devices that all hold the shard. `pipeline_stage` is the node's virtual stage (see
+`onnxpar.stages.partition_chain`); the devices of a stage are neighbours, those of stage 0 first.
 
 What the fields have no place for stands in the model's metadata under `ANNOTATION`, written by
 `onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and

@@ -1,4 +1,4 @@
-"""Virtual stages: which nodes are cut, where, and what is computed in several of them."""
+"""Virtual stages: the chain, its stage boundaries, and nodes that several stages compute."""
 
 from itertools import combinations, pairwise
 
@@ -10,7 +10,14 @@ import pytest
 from onnxpar.core.errors import StrategyError
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.ops.table import REGISTRY
-from onnxpar.stages.cut_chain import BALANCE, Chain, Costs, chain_of, cut_chain, where_needed
+from onnxpar.stages.partition_chain import (
+    BALANCE,
+    Chain,
+    Costs,
+    chain_of,
+    partition_chain,
+    where_needed,
+)
 from onnxpar.stages.place_nodes import put_stages
 
 
@@ -25,7 +32,7 @@ def graph(text: str, initializers: str = "") -> ir.Graph:
 
 
 def chain(edges: list[tuple[int, int]], count: int) -> Chain:
-    """A chain of so many nodes, of which some read what others make."""
+    """A chain of `count` nodes; an edge (a, b) makes node b read the result of node a."""
     values: list[ir.Value] = []
     nodes = []
     for i in range(count):
@@ -39,8 +46,8 @@ def chain(edges: list[tuple[int, int]], count: int) -> Chain:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_cuts_are_the_best_of_all(seed: int) -> None:
-    """In a line every choice of cuts is tried: near the least bottleneck, the least traffic."""
+def test_boundaries_are_the_best_of_all(seed: int) -> None:
+    """Compares with all choices of boundaries: near the least bottleneck, the least traffic."""
     virtual_stages = 2 + seed % 3
     rng = np.random.default_rng(seed)
     count = int(rng.integers(virtual_stages, 9))
@@ -50,24 +57,24 @@ def test_cuts_are_the_best_of_all(seed: int) -> None:
     seconds = {f"n{i}": float(rng.integers(1, 9)) for i in range(count)}
     crossing = {f"v{i}": float(rng.integers(1, 5)) for i in range(count)}
 
-    def move(cut: int) -> float:
-        if cut in (0, count):
+    def move(boundary: int) -> float:
+        if boundary in (0, count):
             return 0.0
-        passing = {a for a, b in edges if a < cut <= b}
+        passing = {a for a, b in edges if a < boundary <= b}
         return sum(crossing[f"v{a}"] for a in passing)
 
-    def judged(cuts: tuple[int, ...]) -> tuple[float, float]:
-        ends = (0, *cuts, count)
+    def judged(boundaries: tuple[int, ...]) -> tuple[float, float]:
+        ends = (0, *boundaries, count)
         times = [
             sum(seconds[f"n{i}"] for i in range(a, b)) + move(a) + move(b)
             for a, b in pairwise(ends)
         ]
-        return max(times), sum(move(c) for c in cuts)
+        return max(times), sum(move(b) for b in boundaries)
 
-    every = [judged(cuts) for cuts in combinations(range(1, count), virtual_stages - 1)]
+    every = [judged(chosen) for chosen in combinations(range(1, count), virtual_stages - 1)]
     least = min(worst for worst, _ in every)
     want = min(traffic for worst, traffic in every if worst <= least * (1 + BALANCE) + 1e-12)
-    found = cut_chain(line, virtual_stages, {}, Costs(seconds, crossing))
+    found = partition_chain(line, virtual_stages, {}, Costs(seconds, crossing))
     where = [found[node] for node in line.nodes]
     assert where == sorted(where) and set(where) == set(range(virtual_stages))
     worst, traffic = judged(tuple(where.index(p) for p in range(1, virtual_stages)))
@@ -75,20 +82,28 @@ def test_cuts_are_the_best_of_all(seed: int) -> None:
     assert traffic == pytest.approx(want)
 
 
-def test_what_the_user_says_holds_and_the_rest_is_cut() -> None:
+@pytest.mark.parametrize(
+    ("count", "fixed", "want"),
+    [
+        (2, {}, [0, 0, 0, 0, 1, 1, 1, 1]),
+        (2, {"n1": 1}, [0, 1, 1, 1, 1, 1, 1, 1]),
+        (2, {"n6": 0}, [0, 0, 0, 0, 0, 0, 0, 1]),
+        (3, {"n2": 1, "n5": 1}, [0, 0, 1, 1, 1, 1, 2, 2]),
+    ],
+)
+def test_assigned_nodes_stay_and_the_others_follow_cost(
+    count: int, fixed: dict[str, int], want: list[int]
+) -> None:
     line = chain([(i, i + 1) for i in range(7)], 8)
     costs = Costs({f"n{i}": 1.0 for i in range(8)})
-    assert list(cut_chain(line, 2, {}, costs).values()) == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert list(cut_chain(line, 2, {"n1": 1}, costs).values()) == [0, *[1] * 7]
-    assert list(cut_chain(line, 2, {"n6": 0}, costs).values()) == [*[0] * 7, 1]
-    assert list(cut_chain(line, 3, {"n2": 1, "n5": 1}, costs).values()) == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert list(partition_chain(line, count, fixed, costs).values()) == want
 
 
 def test_nodes_beside_the_line_go_where_they_must() -> None:
-    """n2 depends on nothing before it and must be early, though it stands late."""
+    """n2 depends on nothing before it and must be early, although it comes late in the graph."""
     beside = chain([(0, 1), (2, 3), (1, 4), (3, 4)], 5)
     costs = Costs({"n0": 1.0, "n1": 1.0, "n2": 1.0, "n3": 1.0, "n4": 3.0})
-    found = cut_chain(beside, 2, {"n1": 1, "n3": 0}, costs)
+    found = partition_chain(beside, 2, {"n1": 1, "n3": 0}, costs)
     assert [found[node] for node in beside.nodes] == [0, 1, 0, 0, 1]
 
 
@@ -106,13 +121,13 @@ def test_nodes_beside_the_line_go_where_they_must() -> None:
 def test_contradictions_name_nodes(count: int, fixed: dict[str, int], message: str) -> None:
     line = chain([(i, i + 1) for i in range(3)], 4)
     with pytest.raises(StrategyError, match=message):
-        cut_chain(line, count, fixed, Costs())
+        partition_chain(line, count, fixed, Costs())
 
 
 WEIGHTS = "<float[2, 2] w = {1, 2, 3, 4}, float[2, 2] v = {1, 2, 3, 4}>"
 
 
-def test_masks_and_prepared_weights_are_not_cut() -> None:
+def test_masks_and_prepared_weights_are_not_in_the_chain() -> None:
     made = graph(
         "m = Sign(x) t = Transpose(w) a = MatMul(x, t) b = Mul(a, m) "
         "c = MatMul(b, t) y = Mul(c, m)",
@@ -141,12 +156,12 @@ def test_virtual_stages_of_one_stage_share_a_weight() -> None:
     assert put_stages(made, where_needed(made, virtual), {"w", "v"}, 2) == {}
 
 
-def test_without_weights_all_nodes_are_cut() -> None:
+def test_without_weights_all_nodes_are_in_the_chain() -> None:
     made = graph("a = Relu(x) y = Sigmoid(a)")
     assert [n.name for n in chain_of(made, set(), REGISTRY).nodes] == ["a", "y"]
 
 
-def test_what_draws_is_made_once() -> None:
+def test_a_node_that_draws_is_in_the_chain() -> None:
     made = graph(
         "t = Constant<value = bool {1}>() r = Constant<value = float {0.5}>() "
         "d = Dropout(x, r, t) a = MatMul(d, w) b = MatMul(a, w) y = Add(b, d)",

@@ -1,20 +1,20 @@
-"""Cuts the nodes of a model into pipeline stages: between what is fixed, by cost.
+"""Partitions the nodes of a model into virtual stages: as the user assigns them, the rest by cost.
 
-The model is cut into *virtual stages*, as many as there are stages (or stages times chunks, where a
-stage has several, in turn). No value goes to an earlier virtual stage. Between the user's words the
-nodes stand in one topological order, and the cuts are places of it (a chain partition by dynamic
-programming): first the least time that the longest can take, what it receives and sends included;
-then, of all cuts that stay near it, those that send least.
+There are as many *virtual stages* as stages; with interleaving, as many as stages times chunks. No
+value goes to an earlier virtual stage. The nodes are put into one topological order, and the stage
+boundaries are positions in it (chain partitioning by dynamic programming). First the time of the
+slowest virtual stage is minimised, including what it receives and sends. Then, among all
+partitions that are nearly as fast, the one that sends least is taken.
 
-What depends on no weight (masks, positions) or on weights alone is not cut: each virtual stage that
-reads it computes it for itself, see `onnxpar.stages.place_nodes`.
+Nodes that depend on no weight (masks, positions) or only on weights are not in the chain: each
+virtual stage that reads their results computes them itself, see `onnxpar.stages.place_nodes`.
 """
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,11 @@ from onnxpar.ops.registry import Registry
 
 @dataclass(frozen=True)
 class Chain:
-    """The nodes that are divided among the virtual stages.
+    """The nodes that are partitioned into virtual stages.
 
     Attributes:
-        nodes: In an order in which they can run.
-        reads: Of each node the values it reads that other nodes of the chain make.
+        nodes: The nodes, in topological order.
+        reads: For each node, the values it reads that other nodes of the chain make.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -45,10 +45,11 @@ class Chain:
 
 
 def chain_of(graph: ir.Graph, weights: Collection[str], registry: Registry) -> Chain:
-    """Returns the nodes that depend on an input and a weight, those that draw, those with bodies.
+    """Returns the chain of a graph.
 
-    What depends on them is of the chain, too. Where there are none (a model without weights), all
-    nodes are returned.
+    It consists of the nodes that depend on an input and a weight, nodes that draw random numbers,
+    nodes with bodies, and all nodes that depend on one of these. If there are none (a model without
+    weights), the chain consists of all nodes.
 
     Args:
         graph: The graph, in topological order.
@@ -78,7 +79,7 @@ def chain_of(graph: ir.Graph, weights: Collection[str], registry: Registry) -> C
 
 
 def floating(graph: ir.Graph) -> set[str]:
-    """Returns the initializers that are no scalars and of a floating type."""
+    """Returns the names of the floating-point initializers that are not scalars."""
     return {
         name
         for name, value in graph.initializers.items()
@@ -87,44 +88,44 @@ def floating(graph: ir.Graph) -> set[str]:
 
 
 BALANCE = 0.1
-"""How much longer than it must the longest may take, for less traffic: costs are estimates."""
+"""How much slower, as a share, the slowest virtual stage may be to save traffic. Costs are
+estimates."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What cuts are chosen by.
+    """The costs by which stage boundaries are chosen.
 
     Attributes:
         seconds: Time of each node, by name.
-        crossing: Seconds that a value takes from one stage to another, by the value's name.
+        crossing: Seconds to send a value from one stage to another, by the value's name.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     crossing: Mapping[str, float] = field(default_factory=dict)
 
 
-def cut_chain(
+def partition_chain(
     chain: Chain,
     virtual_stages: int,
     fixed: Mapping[str, int],
     costs: Costs,
-    said: Mapping[str, str] | None = None,
+    where: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[ir.Node, int]:
     """Returns the virtual stage of every node of a chain.
 
     Args:
         chain: The nodes.
-        virtual_stages: How many virtual stages there are; each gets a node at least.
-        fixed: Virtual stages that the user chose, by node name.
-        costs: What the others are chosen by.
-        said: Where the user chose, by node name, for messages: `line 3`.
+        virtual_stages: Number of virtual stages; each gets at least one node.
+        fixed: The virtual stages that the user assigned, by node name.
+        costs: The costs by which the other nodes are assigned.
+        where: Where the user assigned a node, such as `line 3`, by node name, for messages.
 
     Raises:
         StrategyError: A value would go to an earlier virtual stage, or there are fewer nodes than
             virtual stages.
     """
-    told = _Told(fixed, said or {})
-    low, high = _bounds(chain, virtual_stages, told)
+    low, high = _bounds(chain, virtual_stages, fixed, where)
     nodes = _ordered(chain, low, high)
     count = len(nodes)
     if count < virtual_stages:
@@ -132,56 +133,52 @@ def cut_chain(
             f"pipeline: expected at least {virtual_stages} nodes, one for each virtual stage, "
             f"got {count}"
         )
-    # A cut at position c puts the nodes before c into the earlier virtual stage.
+    # Boundary v is the position of the first node of virtual stage v; the last one is the end.
     first = np.zeros(virtual_stages + 1, np.intp)
     last = np.full(virtual_stages + 1, count, np.intp)
+    last[0], first[-1] = 0, count
     for virtual in range(1, virtual_stages):
         after = [i for i, n in enumerate(nodes) if high[n] < virtual]
         until = [i for i, n in enumerate(nodes) if low[n] >= virtual]
         first[virtual] = max(after[-1] + 1 if after else 0, virtual)
         last[virtual] = min(until[0] if until else count, count - virtual_stages + virtual)
         if first[virtual] > last[virtual]:
-            raise _between(nodes, virtual, low, high, told)
-    spent = [costs.seconds.get(n.name or "", 0.0) for n in nodes]
-    cuts = _cheapest_cuts(spent, _crossing(chain, nodes, costs), virtual_stages, first, last)
-    where = np.searchsorted(np.array(cuts[1:-1], np.intp), np.arange(count), side="right")
-    return {node: int(virtual) for node, virtual in zip(nodes, where, strict=True)}
+            raise _no_room(nodes, virtual, low, high, where)
+    seconds = [costs.seconds.get(n.name or "", 0.0) for n in nodes]
+    move = _crossing(chain, nodes, costs)
+    # First the slowest virtual stage as fast as can be, then the least traffic near that.
+    _, slowest = _boundaries(seconds, move, first, last)
+    found, _ = _boundaries(seconds, move, first, last, slowest * (1 + BALANCE))
+    virtual_of = np.searchsorted(np.array(found[1:-1], np.intp), np.arange(count), side="right")
+    return {node: int(virtual) for node, virtual in zip(nodes, virtual_of, strict=True)}
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What the user says of nodes, by name: their virtual stages, and where that is written."""
-
-    fixed: Mapping[str, int]
-    said: Mapping[str, str]
-
-    def node(self, node: ir.Node) -> str:
-        """Returns the node in messages, with the place of what is said of it."""
-        where = self.said.get(node.name or "")
-        return f"node {node.name!r}{f' ({where})' if where else ''}"
+def _title(node: ir.Node, where: Mapping[str, str]) -> str:
+    """A node in messages, with the place where the user assigned it."""
+    place = where.get(node.name or "")
+    return f"node {node.name!r}{f' ({place})' if place else ''}"
 
 
-def _between(
+def _no_room(
     nodes: Sequence[ir.Node],
     virtual: int,
     low: Mapping[ir.Node, int],
     high: Mapping[ir.Node, int],
-    told: _Told,
+    where: Mapping[str, str],
 ) -> StrategyError:
     early = next((n for n in reversed(nodes) if high[n] < virtual), None)
     late = next((n for n in nodes if low[n] >= virtual), None)
-    ends = [f"{word} {told.node(n)}" for word, n in (("after", early), ("before", late)) if n]
+    ends = [f"{word} {_title(n, where)}" for word, n in (("after", early), ("before", late)) if n]
     return StrategyError(
-        "pipeline: 'assign' leaves no room for the stage boundary before virtual stage "
-        f"{virtual}: it must "
-        f"come {' and '.join(ends)}, with a node for every virtual stage"
+        f"pipeline: 'assign' leaves no room for the stage boundary before virtual stage {virtual}: "
+        f"it must come {' and '.join(ends)}, with a node for every virtual stage"
     )
 
 
 def _bounds(
-    chain: Chain, virtual_stages: int, told: _Told
+    chain: Chain, virtual_stages: int, fixed: Mapping[str, int], where: Mapping[str, str]
 ) -> tuple[dict[ir.Node, int], dict[ir.Node, int]]:
-    """The earliest and latest virtual stage of each node, by the user's words on and around it."""
+    """The earliest and latest virtual stage of each node that the assigned nodes allow."""
     low: dict[ir.Node, int] = {}
     cause: dict[ir.Node, ir.Node] = {}
     for node in chain.nodes:
@@ -189,23 +186,18 @@ def _bounds(
         for other in chain.before(node):
             if low[other] > low[node]:
                 low[node], cause[node] = low[other], cause.get(other, other)
-        wanted = told.fixed.get(node.name or "")
-        if wanted is None:
-            continue
+        wanted = fixed.get(node.name or "", low[node])
         if wanted < low[node]:
-            other = cause[node]
             raise StrategyError(
-                f"pipeline: {told.node(node)} is assigned to virtual stage {wanted}, but it "
-                f"reads a value from {told.node(other)} of virtual stage {low[node]}; values "
-                "can only flow to later stages"
+                f"pipeline: {_title(node, where)} is assigned to virtual stage {wanted}, but it "
+                f"reads a value from {_title(cause[node], where)} of virtual stage {low[node]}; "
+                "values can only flow to later stages"
             )
         if wanted > low[node]:
             low[node], cause[node] = wanted, node
     high = {node: virtual_stages - 1 for node in chain.nodes}
     for node in reversed(chain.nodes):
-        wanted = told.fixed.get(node.name or "")
-        if wanted is not None:
-            high[node] = min(high[node], wanted)
+        high[node] = min(high[node], fixed.get(node.name or "", high[node]))
         for other in chain.before(node):
             high[other] = min(high[other], high[node])
     return low, high
@@ -214,7 +206,7 @@ def _bounds(
 def _ordered(
     chain: Chain, low: Mapping[ir.Node, int], high: Mapping[ir.Node, int]
 ) -> list[ir.Node]:
-    """A topological order in which what must be early comes early; else the order that is there."""
+    """A topological order by latest virtual stage, then earliest, then the order of the chain."""
     place = {node: i for i, node in enumerate(chain.nodes)}
     waiting = {node: len(chain.before(node)) for node in chain.nodes}
     after: dict[ir.Node, list[ir.Node]] = {node: [] for node in chain.nodes}
@@ -234,74 +226,56 @@ def _ordered(
     return found
 
 
-def _cheapest_cuts(
+def _boundaries(
     seconds: Sequence[float],
     move: NDArray[np.float64],
-    virtual_stages: int,
     first: NDArray[np.intp],
     last: NDArray[np.intp],
-) -> list[int]:
-    """Positions of the cuts, both ends included: least bottleneck, and least traffic among equals.
+    limit: float | None = None,
+) -> tuple[list[int], float]:
+    """The positions of the boundaries, both ends included, and the seconds of the slowest stage.
 
     Args:
         seconds: Time of each node.
-        move: Time of what a cut at each position lets pass, 0 at both ends.
-        virtual_stages: Number of virtual stages.
-        first: The first position where each cut may be.
-        last: The last one.
+        move: Time to send the values that cross a boundary at each position, 0 at both ends.
+        first: The first position where each boundary may be.
+        last: The last position where each boundary may be.
+        limit: The most seconds that a virtual stage may take, with the least traffic; None for the
+            fastest slowest stage.
     """
-    limit = inf
-    for pick_traffic in (False, True):
-        cuts, worst = _cuts_within(seconds, move, virtual_stages, first, last, limit, pick_traffic)
-        limit = worst * (1 + BALANCE)
-    return cuts
-
-
-def _cuts_within(
-    seconds: Sequence[float],
-    move: NDArray[np.float64],
-    virtual_stages: int,
-    first: NDArray[np.intp],
-    last: NDArray[np.intp],
-    limit: float,
-    traffic: bool,
-) -> tuple[list[int], float]:
-    """Cuts of least bottleneck, or of least traffic among those within a limit; the bottleneck."""
-    count = len(seconds)
+    count, virtual_stages = len(seconds), len(first) - 1
     spent = np.concatenate([[0.0], np.cumsum(seconds)])
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     choice = np.zeros((virtual_stages + 1, count + 1), np.intp)
 
     def time(begin: Any, end: int) -> Any:
-        """Of a virtual stage: its nodes, what it receives and what it sends."""
+        """Seconds of a virtual stage: its nodes, what it receives and what it sends."""
         return spent[end] - spent[begin] + move[begin] + move[end]
 
     for virtual in range(1, virtual_stages + 1):
         found = np.full(count + 1, np.inf)
-        lowest = int(first[virtual]) if virtual < virtual_stages else count
-        for end in range(lowest, int(last[virtual]) + 1):
+        for end in range(int(first[virtual]), int(last[virtual]) + 1):
             begin = np.arange(int(first[virtual - 1]), min(int(last[virtual - 1]) + 1, end))
-            begin = begin if virtual > 1 else begin[:1]
             if not len(begin):
                 continue
             seen = time(begin, end)
-            if traffic:
-                value = np.where(seen <= limit, best[begin] + move[end], np.inf)
-            else:
+            if limit is None:
                 value = np.maximum(best[begin], seen)
+            else:
+                value = np.where(seen <= limit, best[begin] + move[end], np.inf)
             pick = int(np.argmin(value))
             found[end], choice[virtual, end] = value[pick], begin[pick]
         best = found
-    cuts = [count]
+    chosen = [count]
     for virtual in range(virtual_stages, 0, -1):
-        cuts.append(int(choice[virtual, cuts[-1]]))
-    cuts.reverse()
-    return cuts, max(float(time(a, b)) for a, b in pairwise(cuts))
+        chosen.append(int(choice[virtual, chosen[-1]]))
+    chosen.reverse()
+    return chosen, max(float(time(a, b)) for a, b in pairwise(chosen))
 
 
 def _crossing(chain: Chain, nodes: Sequence[ir.Node], costs: Costs) -> NDArray[np.float64]:
-    """Seconds of all values that a cut before each position lets pass; 0 at both ends."""
+    """Seconds to send all values that cross a boundary at each position; 0 at both ends."""
     place = {node: i for i, node in enumerate(nodes)}
     last: dict[ir.Value, int] = {}
     for node in nodes:
@@ -319,9 +293,9 @@ def _crossing(chain: Chain, nodes: Sequence[ir.Node], costs: Costs) -> NDArray[n
 
 
 def known_virtual_stages(chain: Chain, known: Mapping[str, int]) -> dict[ir.Node, int]:
-    """Returns the virtual stage of every node, as another program of the same model was cut.
+    """Returns the virtual stage of every node, following another program of the same model.
 
-    Nodes that it did not have go to the virtual stage of the latest that they read.
+    A node that the other program does not have goes to the latest virtual stage that it reads from.
 
     Args:
         chain: The nodes.
@@ -337,12 +311,13 @@ def known_virtual_stages(chain: Chain, known: Mapping[str, int]) -> dict[ir.Node
 def where_needed(
     graph: ir.Graph, virtual_by_node: Mapping[ir.Node, int]
 ) -> dict[ir.Node, tuple[int, ...]]:
-    """Returns the virtual stages that compute each node, ascending; the nodes in their order.
+    """Returns the virtual stages that compute each node, ascending; the nodes in topological order.
 
     Args:
         graph: The graph, in topological order.
-        virtual_by_node: The virtual stages of the nodes that are cut. Every other node is computed
-            by each that reads it, and by the first where none does or where it makes an output.
+        virtual_by_node: The virtual stages of the nodes of the chain. Every other node is computed
+            by each virtual stage that reads it; by the first if none does, or if it makes an output
+            of the graph.
     """
     outputs = set(graph.outputs)
     wanted: dict[ir.Value, set[int]] = {}
