@@ -1,13 +1,13 @@
-"""Which elements of a tensor a rank holds, and how to shard and join arrays so.
+"""Which elements of a tensor a rank holds, and how arrays are sharded and joined.
 
 A dim is a list of components, major first, whose sizes multiply to the dim's size. A component of n
 elements split by the atoms p1, p2, … is split into p1 blocks of ceil(n/p1), each of those into p2
 blocks, and so on: every rank has the same local size, and its valid elements are a prefix of it,
 followed by padding. This is the arithmetic of the manifest's `dims`; sizes here are plain integers.
-A shard as boxes of indices is what a reader needs who knows nothing of shardings.
+A shard is also given as boxes of indices, for readers that do not know shardings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -39,7 +39,7 @@ def coordinates(rank: int, atoms: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Block:
-    """A rank's part of one component: where it starts, its valid elements, its local size."""
+    """A rank's elements of one component: the first, how many are valid, the local size."""
 
     start: int
     valid: int
@@ -58,25 +58,25 @@ def block(size: int, parts: Sequence[int], position: Sequence[int]) -> Block:
 
 @dataclass(frozen=True)
 class ShardSlices:
-    """What a rank takes of a tensor, worked out for taking it often.
+    """What a rank takes of a tensor, computed once for taking it often.
 
     Attributes:
         sizes: Global size of every component.
         slices: The rank's valid elements of every component.
         blocks: Local size of every component, padding included.
         shape: Local shape.
-        whole: Whether it takes everything.
+        everything: Whether the shard is the global array.
     """
 
     sizes: tuple[int, ...]
     slices: tuple[slice, ...]
     blocks: tuple[int, ...]
     shape: tuple[int, ...]
-    whole: bool
+    everything: bool
 
     def take(self, array: Array) -> Array:
-        """Returns the part of the global `array`: a view where it is not padded."""
-        if self.whole:
+        """Returns the shard of the global `array`: a view where it is not padded."""
+        if self.everything:
             return array
         view = array.reshape(self.sizes)[self.slices]
         if view.shape != self.blocks:
@@ -113,9 +113,16 @@ class SizedSharding:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of every rank's part, padding included."""
-        blocks = iter(self.blocks(0))
-        return tuple(prod(next(blocks).local for _ in dim) for dim in self.dims)
+        """Shape of every rank's shard, padding included."""
+        return self._shape(block.local for block in self.blocks(0))
+
+    def unpadded_shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of a rank's shard without padding."""
+        return self._shape(block.valid for block in self.blocks(rank))
+
+    def _shape(self, sizes: Iterator[int]) -> tuple[int, ...]:
+        """Returns the sizes of the dims, given those of all components."""
+        return tuple(prod(next(sizes) for _ in dim) for dim in self.dims)
 
     def blocks(self, rank: int) -> list[Block]:
         """Returns the rank's block of each component, in order of dims and components."""
@@ -127,7 +134,7 @@ class SizedSharding:
         ]
 
     def owners(self) -> tuple[int, ...]:
-        """Returns the ranks whose parts make up the tensor, each part once."""
+        """Returns the ranks whose shards make up the tensor, each shard once."""
         used = {a for dim in self.dims for _, atoms in dim for a in atoms}
         return tuple(
             rank
@@ -135,7 +142,7 @@ class SizedSharding:
             if not any(c for a, c in enumerate(coordinates(rank, self.atoms)) if a not in used)
         )
 
-    def part(self, rank: int) -> ShardSlices:
+    def slices(self, rank: int) -> ShardSlices:
         """Returns what a rank takes of the tensor."""
         blocks = self.blocks(rank)
         sizes = tuple(n for dim in self.dims for n, _ in dim)
@@ -144,38 +151,42 @@ class SizedSharding:
             slices=tuple(slice(b.start, b.start + b.valid) for b in blocks),
             blocks=tuple(b.local for b in blocks),
             shape=self.local_shape,
-            whole=all(b.valid == b.local == n for b, n in zip(blocks, sizes, strict=True)),
+            everything=all(b.valid == b.local == n for b, n in zip(blocks, sizes, strict=True)),
         )
 
     def take(self, array: Array, rank: int) -> Array:
-        """Returns the rank's part of the global `array`: a view where it is not padded."""
-        return self.part(rank).take(array)
+        """Returns the rank's shard of the global `array`: a view where it is not padded."""
+        return self.slices(rank).take(array)
 
-    def put(self, whole: Array, part: Array, rank: int) -> None:
-        """Writes the valid elements of the rank's `part` into the contiguous array `whole`."""
+    def put(self, target: Array, shard: Array, rank: int) -> None:
+        """Writes the valid elements of a rank's shard to the contiguous global array `target`."""
+        slices = self.slices(rank)
+        target.reshape(slices.sizes)[slices.slices] = self._valid(shard, rank)
+
+    def unpadded(self, shard: Array, rank: int) -> Array:
+        """Returns a rank's shard without its padding: a view where it has none."""
+        return self._valid(shard, rank).reshape(self.unpadded_shape(rank))
+
+    def _valid(self, shard: Array, rank: int) -> Array:
+        """Returns the valid elements of a rank's shard, with a dim for each component."""
         blocks = self.blocks(rank)
-        target = whole.reshape([n for dim in self.dims for n, _ in dim])
-        source = part.reshape([b.local for b in blocks])
-        target[tuple(slice(b.start, b.start + b.valid) for b in blocks)] = source[
-            tuple(slice(0, b.valid) for b in blocks)
-        ]
+        return shard.reshape([b.local for b in blocks])[tuple(slice(0, b.valid) for b in blocks)]
 
-    def join(self, part_of: Callable[[int], Array], dtype: np.dtype[Any]) -> Array:
-        """Returns the global array from the owners' parts, asked for one rank at a time."""
-        whole = np.zeros(self.shape, dtype=dtype)
+    def join(self, shard_of: Callable[[int], Array], dtype: np.dtype[Any]) -> Array:
+        """Returns the global array from the owners' shards, asked for one rank at a time."""
+        array = np.zeros(self.shape, dtype=dtype)
         for rank in self.owners():
-            self.put(whole, part_of(rank), rank)
-        return whole
+            self.put(array, shard_of(rank), rank)
+        return array
 
     def boxes(self, rank: int, *, padded: bool) -> tuple[ShardBox, ...]:
-        """Returns the boxes that a rank holds, and where they lie in its shard.
+        """Returns the boxes that a rank holds, and their places in its shard.
 
-        There is more than one where a dim has several components, of which a minor one is split.
+        There are several if a dim has several components and a minor one is sharded.
 
         Args:
             rank: The rank's place on its mesh.
-            padded: Whether the shard is as on the rank, of shape `local_shape`, rather than without
-                padding.
+            padded: Whether the shard has its padding, and so the shape `local_shape`.
         """
         blocks = iter(self.blocks(rank))
         dims = [[(n, next(blocks)) for n, _ in dim] for dim in self.dims]
@@ -187,19 +198,14 @@ class SizedSharding:
             for runs in product(*(_runs(dim, padded) for dim in dims))
         )
 
-    def unpadded_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of a rank's shard without padding."""
-        blocks = iter(self.blocks(rank))
-        return tuple(prod(next(blocks).valid for _ in dim) for dim in self.dims)
-
 
 def _runs(parts: Sequence[tuple[int, Block]], padded: bool) -> list[tuple[int, int, int]]:
     """Returns runs `(global start, local start, length)` of a dim, given its components."""
-    runs, whole = [(0, 0, 1)], True
+    runs, complete = [(0, 0, 1)], True
     wide = narrow = 1
     for size, block in reversed(parts):
-        if whole:
-            # What is minor is there in full, so consecutive indices of this one follow another.
+        if complete:
+            # All minor components are complete, so consecutive indices of this one are adjacent.
             runs = [(block.start * wide, 0, block.valid * wide)]
         else:
             runs = [
@@ -208,6 +214,6 @@ def _runs(parts: Sequence[tuple[int, Block]], padded: bool) -> list[tuple[int, i
                 for start, local, length in runs
             ]
         held = block.local if padded else block.valid
-        whole = whole and block.valid == held == size
+        complete = complete and block.valid == held == size
         wide, narrow = wide * size, narrow * held
     return [run for run in runs if run[2]]

@@ -60,6 +60,8 @@ class StateKind(StrEnum):
 
 FROM_FILES: tuple[str, ...] = (StateKind.PARAMETER, StateKind.STATISTIC)
 """Kinds of states that are weights of the model."""
+TRANSIENT: tuple[str, ...] = (StateKind.GRADIENT, StateKind.MICRO_GRADIENT)
+"""Kinds of states that mean nothing between steps: checkpoints do not hold them."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ class Pipeline:
     def virtual_stages(self) -> int:
         """Their number."""
         return self.stages * self.chunks
+
+    def virtual_stages_of(self, stage: int) -> range:
+        """Returns the virtual stages of a stage."""
+        return range(stage, self.virtual_stages, self.stages)
 
     @property
     def programs(self) -> dict[str, tuple[VirtualStage, ...]]:

@@ -61,8 +61,7 @@ def agree(
     size: int = rank.world.size
     if size == 1:
         if error is not None:
-            error.agreed = True
-            raise error
+            raise error.as_agreed()
         return
     vector = np.full(2 + 2 * len(names) + 2 * (sizes is not None), _ABSENT, np.int64)
     # The lowest failing rank sends the largest number, so that one maximum finds it.
@@ -77,24 +76,19 @@ def agree(
     result = rank.all_reduce(vector, op="max")
     if result[0] > 0:
         if not result[1] and error is not None:
-            error.agreed = True
-            raise error
+            raise error.as_agreed()
         _raise_of(rank, size - int(result[0]), error)
     for slot, name in enumerate(names):
         high, low = int(result[2 + 2 * slot]), -int(result[3 + 2 * slot])
         if high != _ABSENT and high != low:
-            conflict = SymbolValueError(
+            raise SymbolValueError(
                 f"symbol {name!r} must be equal on all ranks, got values from {low} to {high}"
-            )
-            conflict.agreed = True
-            raise conflict
+            ).as_agreed()
     if sizes is not None and result[-2] != -result[-1]:
-        conflict = SymbolValueError(
+        raise SymbolValueError(
             "expected the same number and sizes of batches on all ranks, got on this rank "
             f"{list(sizes)}"
-        )
-        conflict.agreed = True
-        raise conflict
+        ).as_agreed()
 
 
 def _digest(sizes: Sequence[int]) -> int:
@@ -114,9 +108,7 @@ def _raise_of(rank: Reducer, failed: int, error: OnnxparRuntimeError | None) -> 
         packet[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
     packet = rank.all_reduce(packet, op="max")
     message = packet[1:].astype(np.uint8).tobytes().rstrip(b"\0").decode(errors="replace")
-    raised = RankError(failed, message, exit_code=int(packet[0]))
-    raised.agreed = True
-    raise raised
+    raise RankError(failed, message, exit_code=int(packet[0])).as_agreed()
 
 
 def together(rank: Reducer, action: Callable[[], T]) -> T:

@@ -17,14 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.dtypes import onnx_code
+from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.devices import Device, Placement
 from onnxpar_runtime.errors import LaunchError, RankError
 from onnxpar_runtime.library import (
     custom_op_library,
+    last_error,
     load_library,
     mpi_library,
     nccl_library,
@@ -36,22 +38,6 @@ DEFAULT_TIMEOUT_S = 60.0
 DEVICE_TRANSPORTS = ("nccl", "staged")
 """How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
-# Numbers of onnx.TensorProto.DataType.
-_ONNX_TYPES = {
-    np.dtype(np.float32): 1,
-    np.dtype(np.uint8): 2,
-    np.dtype(np.int8): 3,
-    np.dtype(np.uint16): 4,
-    np.dtype(np.int16): 5,
-    np.dtype(np.int32): 6,
-    np.dtype(np.int64): 7,
-    np.dtype(np.bool_): 9,
-    np.dtype(np.float16): 10,
-    np.dtype(np.float64): 11,
-    np.dtype(np.uint32): 12,
-    np.dtype(np.uint64): 13,
-    np.dtype(ml_dtypes.bfloat16): 16,
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class OpCounter:
     bytes: int
 
 
-class World:
+class World(Closing):
     """One set of ranks. Made by `threads` or `mpi`; a context manager that closes it.
 
     Attributes:
@@ -105,7 +91,7 @@ class World:
         library = load_library()
         handle = library.onnxpar_threads(size, debug, _timeout())
         if not handle:
-            raise ValueError(_error(library))
+            raise ValueError(last_error(library))
         return World(handle, size, range(size))
 
     @staticmethod
@@ -134,7 +120,7 @@ class World:
             str(path).encode(), ctypes.c_void_p(MPI._addressof(comm)), True, _timeout()
         )
         if not handle:
-            raise LaunchError(f"MPI cannot be used: {_error(library)}")
+            raise LaunchError(f"MPI cannot be used: {last_error(library)}")
         rank = comm.Get_rank()
         return World(handle, comm.Get_size(), range(rank, rank + 1), comm)
 
@@ -175,15 +161,7 @@ class World:
 
     def _check(self, status: int) -> None:
         if status != 0:
-            raise RuntimeError(_error(self._library))
-
-    def __enter__(self) -> "World":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the world."""
-        self.close()
+            raise RuntimeError(last_error(self._library))
 
 
 class Rank:
@@ -246,7 +224,7 @@ class Rank:
         if library.onnxpar_open_device(
             self.world._handle, self.index, device, file, self.world.timeout_s
         ):
-            raise LaunchError(f"device cuda:{device}: {_error(library)}")
+            raise LaunchError(f"device cuda:{device}: {last_error(library)}")
 
     def check_device(self, stream: ctypes.c_void_p | None = None) -> None:
         """Returns if what was enqueued on the rank's GPU is whole, as far as is known.
@@ -322,8 +300,10 @@ class Rank:
             RankError: Another rank failed, or the ranks disagree on what they call.
         """
         source = np.ascontiguousarray(array)
-        if source.dtype not in _ONNX_TYPES:
-            raise ValueError(f"arrays of {source.dtype} cannot be reduced")
+        try:
+            code = onnx_code(source.dtype)
+        except KeyError:
+            raise ValueError(f"arrays of {source.dtype} cannot be reduced") from None
         if op not in _REDUCTIONS:
             raise ValueError(f"reduction: expected one of {', '.join(_REDUCTIONS)}, got {op!r}")
         members = self._members(group)
@@ -337,7 +317,7 @@ class Rank:
                 source.ctypes.data,
                 result.ctypes.data,
                 source.size,
-                _ONNX_TYPES[source.dtype],
+                code,
                 _REDUCTIONS.index(op),
             )
         )
@@ -365,19 +345,8 @@ class Rank:
             ValueError: The array is not contiguous, or the world has no such rank.
             RankError: Another rank failed.
         """
-        self._check_peer(array, peer)
-        library = self.world._library
-        self._call(
-            library.onnxpar_send(
-                self.world._handle,
-                self.index,
-                peer,
-                tag,
-                array.ctypes.data,
-                array.nbytes,
-                what.encode(),
-            )
-        )
+        address = _contiguous(array)
+        self._transfer("onnxpar_send", peer, tag, address, array.nbytes, what.encode())
 
     def recv(
         self, array: NDArray[Any], peer: int, tag: int, what: str, *, background: bool = False
@@ -396,20 +365,9 @@ class Rank:
             ValueError: The array is not contiguous, or the world has no such rank.
             RankError: Another rank failed, or sent something of another size.
         """
-        self._check_peer(array, peer)
-        library = self.world._library
-        self._call(
-            library.onnxpar_recv(
-                self.world._handle,
-                self.index,
-                peer,
-                tag,
-                array.ctypes.data,
-                array.nbytes,
-                background,
-                what.encode(),
-            )
-        )
+        address = _contiguous(array)
+        place = peer, tag, address, array.nbytes
+        self._transfer("onnxpar_recv", *place, background, what.encode())
 
     def send_device(
         self, address: int, size: int, peer: int, tag: int, what: str, stream: ctypes.c_void_p
@@ -431,10 +389,7 @@ class Rank:
             ValueError: The world has no such rank.
             RankError: Another rank failed, or the rank has no GPU.
         """
-        self._check_rank(peer)
-        library, name = self.world._library, what.encode()
-        place = self.world._handle, self.index, peer, tag
-        self._call(library.onnxpar_send_device(*place, address, size, stream, name))
+        self._transfer("onnxpar_send_device", peer, tag, address, size, stream, what.encode())
 
     def recv_device(
         self,
@@ -466,19 +421,15 @@ class Rank:
             RankError: Another rank failed, or sent something of another size, or the rank has no
                 GPU.
         """
-        self._check_rank(peer)
-        library, name = self.world._library, what.encode()
-        place = self.world._handle, self.index, peer, tag
-        self._call(library.onnxpar_recv_device(*place, address, size, stream, background, name))
+        place = peer, tag, address, size
+        self._transfer("onnxpar_recv_device", *place, stream, background, what.encode())
 
-    def _check_peer(self, array: NDArray[Any], peer: int) -> None:
-        if not array.flags.c_contiguous:
-            raise ValueError(f"expected a contiguous array, got strides {array.strides}")
-        self._check_rank(peer)
-
-    def _check_rank(self, peer: int) -> None:
+    def _transfer(self, entry: str, peer: int, *arguments: Any) -> None:
+        """Calls an entry of the library that sends to, or receives from, another rank."""
         if not 0 <= peer < self.world.size:
             raise ValueError(f"rank {peer}: expected ranks below {self.world.size}")
+        function = getattr(self.world._library, entry)
+        self._call(function(self.world._handle, self.index, peer, *arguments))
 
     def _members(self, group: Sequence[int] | None) -> Any:
         members = list(range(self.world.size) if group is None else group)
@@ -490,12 +441,14 @@ class Rank:
 
     def _call(self, status: int) -> None:
         if status != 0:
-            raise RankError(self.index, _error(self.world._library))
+            raise RankError(self.index, last_error(self.world._library))
 
 
-def _error(library: ctypes.CDLL) -> str:
-    text: bytes = library.onnxpar_error()
-    return text.decode(errors="replace")
+def _contiguous(array: NDArray[Any]) -> int:
+    """Returns the address of an array's elements; raises ValueError unless it is contiguous."""
+    if not array.flags.c_contiguous:
+        raise ValueError(f"expected a contiguous array, got strides {array.strides}")
+    return int(array.ctypes.data)
 
 
 def _timeout() -> float:

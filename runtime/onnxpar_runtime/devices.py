@@ -443,9 +443,7 @@ def gather(rank: Any, wanted: str, transport: str = "auto") -> Placement:
     if failed:
         number, text = failed[0]
         several = len(failed) < len(answers)
-        error = LaunchError(f"rank {number}: {text}" if several else text)
-        error.agreed = True
-        raise error
+        raise LaunchError(f"rank {number}: {text}" if several else text).as_agreed()
     placements = [found for found, _ in answers]
     common = alike(placements, placement)
     if common is not placement or common.device is Device.CPU:

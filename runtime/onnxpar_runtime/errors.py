@@ -5,6 +5,8 @@ line prints it without a traceback. `exit_code` is 2 for the user's mistake and 
 failed.
 """
 
+from typing import Self
+
 
 class OnnxparRuntimeError(RuntimeError):
     """A failure with a message for people; no traceback is needed to understand it.
@@ -17,6 +19,11 @@ class OnnxparRuntimeError(RuntimeError):
 
     exit_code = 2
     agreed = False
+
+    def as_agreed(self) -> Self:
+        """Returns this error, which every rank raises in the same place."""
+        self.agreed = True
+        return self
 
 
 class ArtifactError(OnnxparRuntimeError):

@@ -24,6 +24,7 @@ from onnxpar_format.boxes import coordinates
 from onnxpar_format.dtypes import onnx_code
 from onnxpar_format.entries import ProgramEntry, SystemInput
 from onnxpar_format.expressions import ExpressionError
+from onnxpar_format.manifest import TRANSIENT
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
@@ -42,8 +43,6 @@ _INITIALIZERS = "session.use_device_allocator_for_initializers"
 _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
 # In its message for a graph of which the host computes a part.
 _NO_CAPTURE = "cannot use the graph capture feature"
-# States that a checkpoint does not hold: they may be overwritten while it is copied.
-_PASSING = ("gradient", "micro_gradient")
 LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
 
@@ -313,10 +312,10 @@ class Executor:
             )
 
     def _writes_what_is_saved(self) -> bool:
-        """Whether a run writes states that checkpoints hold."""
+        """Whether a run writes states that checkpoints hold and so may be copying."""
         training = self.manifest.training
         states = {} if training is None else training.states
-        return any(states[s].kind not in _PASSING for s in self._states.values() if s in states)
+        return any(states[s].kind not in TRANSIENT for s in self._states.values() if s in states)
 
     def stage(self, feeds: Feeds) -> Feeds:
         """Returns inputs that are on their way to where the program computes.

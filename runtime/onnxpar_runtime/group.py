@@ -4,10 +4,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
+from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.collectives import OpCounter, Rank, World
 from onnxpar_runtime.errors import OnnxparRuntimeError, RankError
 from onnxpar_runtime.manifest import Manifest
@@ -17,17 +18,10 @@ Array = NDArray[Any]
 T = TypeVar("T")
 
 
-class Member(Protocol):
-    """What a group has one of for each rank."""
-
-    def close(self) -> None:
-        """Frees what it holds."""
+M = TypeVar("M", bound=Closing)
 
 
-M = TypeVar("M", bound=Member)
-
-
-class Ranks(Generic[M]):
+class Ranks(Closing, Generic[M]):
     """Something for every rank of an artifact directory, all in this process, kept between runs.
 
     When a rank fails, all others end with it, and the group is of no further use.
@@ -97,6 +91,10 @@ class Ranks(Generic[M]):
         code = error.exit_code if isinstance(error, OnnxparRuntimeError) else 1
         raise RankError(rank, _message(error), code) from error
 
+    def on_each(self, action: Callable[[M], T]) -> list[T]:
+        """Returns what `action` returns for each rank's member, as `each`."""
+        return self.each(lambda rank: action(self.members[rank]))
+
     def counters(self) -> list[dict[str, OpCounter]]:
         """Returns every rank's counts of collective calls and bytes, by operator."""
         return [self.world.rank(r).counters() for r in range(self.manifest.devices)]
@@ -112,14 +110,6 @@ class Ranks(Generic[M]):
             member.close()
         self._pool.shutdown()
         self.world.close()
-
-    def __enter__(self) -> Self:
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the group."""
-        self.close()
 
 
 class ThreadsGroup(Ranks[Session]):
@@ -159,18 +149,13 @@ class ThreadsGroup(Ranks[Session]):
             ),
         )
 
-    @property
-    def sessions(self) -> list[Session]:
-        """One for each rank, in order."""
-        return self.members
-
     def run_global(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the global outputs for global inputs, as `Session.run_global` on every rank.
 
         Raises:
             OnnxparRuntimeError: As `Session.run_global`.
         """
-        result = self.each(lambda rank: self.members[rank].run_global(feeds))[0]
+        result = self.on_each(lambda session: session.run_global(feeds))[0]
         if result is None:
             raise AssertionError("rank 0 returned no outputs")
         return result

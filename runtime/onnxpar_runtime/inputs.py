@@ -18,10 +18,9 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert
 from onnxpar_runtime.symbol_checks import (
     bind_local_symbols,
-    bind_symbols,
-    check_equal_sizes,
     check_index_ranges,
-    check_symbols,
+    check_values,
+    symbol_values,
 )
 
 Array = NDArray[Any]
@@ -97,10 +96,8 @@ class Inputs:
             known = self._cuts.get(key)
             if known is None:
                 shapes = {n: a.shape for n, a in arrays.items()}
-                values = bind_symbols(self.program.inputs, shapes)
-                check_symbols(self.manifest.symbols, values)
-                check_equal_sizes(self.program, values)
-                parts = {n: self._cut(s, values).part(self.rank) for n, s in self._specs.items()}
+                values = symbol_values(self.manifest.symbols, self.program, shapes)
+                parts = {n: self._cut(s, values).slices(self.rank) for n, s in self._specs.items()}
                 known = values, parts
                 self._cuts[key] = known
                 while len(self._cuts) > _MAX_SHAPES:
@@ -169,8 +166,7 @@ class Inputs:
             )
         else:
             values = {name: int(value) for name, value in symbols.items()}
-        check_symbols(self.manifest.symbols, values)
-        check_equal_sizes(self.program, values)
+        check_values(self.manifest.symbols, self.program, values)
         for entry in self.program.system_inputs:
             if entry.symbol is not None and entry.symbol not in values:
                 raise SymbolValueError(

@@ -63,10 +63,7 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     if transport not in TRANSPORTS:
         raise LaunchError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
     alone = transport == "threads" or (transport == "auto" and mpirun_place() is None)
-    try:
-        world = World.threads(1) if alone else World.mpi()
-    except ImportError as error:
-        raise LaunchError(f"MPI cannot be used: {error}") from None
+    world = World.threads(1) if alone else World.mpi()
     rank = world.rank(world.local_ranks[0])
     placement = gather(rank, device, transport)
     together(rank, lambda: rank.place(placement))

@@ -105,6 +105,12 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+def last_error(library: ctypes.CDLL) -> str:
+    """Returns the message of the last call of the operator library that failed."""
+    text: bytes = library.onnxpar_error()
+    return text.decode(errors="replace")
+
+
 def _declare(library: ctypes.CDLL, signatures: Signatures) -> None:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)
@@ -168,7 +174,7 @@ def nccl_library() -> tuple[str, int]:
     library = load_library()
     version: int = library.onnxpar_nccl_version(file.encode())
     if version == 0:
-        raise LaunchError(library.onnxpar_error().decode(errors="replace"))
+        raise LaunchError(last_error(library))
     return file, version
 
 

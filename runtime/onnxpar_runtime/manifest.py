@@ -1,6 +1,6 @@
 """An artifact directory: what its manifest says, and where its files are."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnxpar_format.entries import ProgramEntry
@@ -34,8 +34,7 @@ class Manifest(ManifestContents):
         except FormatError as error:
             raise ArtifactError(str(error)) from None
         check_sizes(root, contents.files, "manifest", ArtifactError)
-        values = {f.name: getattr(contents, f.name) for f in fields(contents)}
-        return Manifest(**values, directory=root)
+        return Manifest(**vars(contents), directory=root)
 
     def program(self, name: str) -> ProgramEntry:
         """Returns a program by name.

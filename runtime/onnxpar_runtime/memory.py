@@ -20,7 +20,7 @@ from typing import Any
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.manifest import FROM_FILES
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.library import load_library
+from onnxpar_runtime.library import last_error, load_library
 from onnxpar_runtime.manifest import Manifest
 
 _INSTALLING = threading.Lock()
@@ -41,7 +41,7 @@ class LiveBytes:
         self._library = load_library()
         self._handle = ctypes.c_void_p(self._library.onnxpar_live_bytes())
         if not self._handle:
-            raise LaunchError(f"memory cannot be measured: {self._error()}")
+            raise self._failure()
 
     @contextmanager
     def counted(self, options: Any) -> Iterator[None]:
@@ -85,11 +85,10 @@ class LiveBytes:
 
     def _check(self, status: int) -> None:
         if status != 0:
-            raise LaunchError(f"memory cannot be measured: {self._error()}")
+            raise self._failure()
 
-    def _error(self) -> str:
-        text: bytes = self._library.onnxpar_error()
-        return text.decode(errors="replace")
+    def _failure(self) -> LaunchError:
+        return LaunchError(f"memory cannot be measured: {last_error(self._library)}")
 
 
 def weight_bytes(manifest: Manifest, rank: int) -> int:

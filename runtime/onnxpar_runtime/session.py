@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from onnxpar_format.entries import COUNTERS, ProgramEntry, TensorEntry
 from onnxpar_runtime.agree import agree, together
+from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
@@ -22,7 +23,7 @@ from onnxpar_runtime.pipeline.forward import Forward
 Array = NDArray[Any]
 
 
-class Session:
+class Session(Closing):
     """One rank of an artifact directory, ready to run.
 
     Args:
@@ -154,14 +155,6 @@ class Session:
         self._loader.close()
         if self._own_world is not None:
             self._own_world.close()
-
-    def __enter__(self) -> "Session":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the session."""
-        self.close()
 
 
 def own_rank(manifest: Manifest, rank: Rank | None) -> tuple[World | None, Rank]:

@@ -90,6 +90,28 @@ def bind_local_symbols(
     return values
 
 
+def symbol_values(
+    symbols: Mapping[str, SymbolEntry], program: ProgramEntry, shapes: Mapping[str, Shape]
+) -> dict[str, int]:
+    """Returns the checked values of the symbols at these global shapes of a program's inputs.
+
+    Raises:
+        InputError: As `bind_symbols` and `check_equal_sizes`.
+        SymbolValueError: As `check_symbols`.
+    """
+    values = bind_symbols(program.inputs, shapes)
+    check_values(symbols, program, values)
+    return values
+
+
+def check_values(
+    symbols: Mapping[str, SymbolEntry], program: ProgramEntry, values: Mapping[str, int]
+) -> None:
+    """Raises as `check_symbols` and `check_equal_sizes` unless a program can run at the values."""
+    check_symbols(symbols, values)
+    check_equal_sizes(program, values)
+
+
 def check_symbols(symbols: Mapping[str, SymbolEntry], values: Mapping[str, int]) -> None:
     """Raises SymbolValueError naming symbols, values and constraint where one does not hold."""
     for name, value in values.items():

@@ -28,18 +28,13 @@ def collectives(manifest: Manifest, program: str, stage: int) -> tuple[Collectiv
         ArtifactError: There is no such program.
     """
     pipeline = manifest.pipeline
-    if pipeline is None:
+    if pipeline is None or program not in pipeline.parts:
         return manifest.program(program).collectives
-    own = range(stage, pipeline.virtual_stages, pipeline.stages)
     if program in pipeline.updates:
-        parts = pipeline.updates[program]
-        names = [part for i, part in enumerate(parts) if i % pipeline.stages == stage]
+        names = pipeline.updates[program][stage :: pipeline.stages]
         return tuple(c for name in names for c in manifest.program(name).collectives)
-    stages = pipeline.programs.get(program, ())
-    if not stages:
-        return manifest.program(program).collectives
-    names = [name for i in own for name in stages[i].programs]
-    issued = [c for name in names for c in manifest.program(name).collectives]
+    own, stages = pipeline.virtual_stages_of(stage), pipeline.programs[program]
+    issued = [c for i in own for n in stages[i].programs for c in manifest.program(n).collectives]
     for (_, source, target), values in read_values(manifest, program).messages.items():
         if source in own and target not in own:
             issued += [_send(value, source, target) for value in values]

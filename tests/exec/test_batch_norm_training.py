@@ -135,13 +135,13 @@ def test_statistics_are_saved_loaded_and_reset(tmp_path: Path) -> None:
         group.train_step([batch_of(out, rng, n=8)], hyper("sgd", 1))
         trained = {name: group.gather(named(name)) for name in STATISTICS}
         assert all((first[name] != trained[name]).any() for name in STATISTICS)
-        group.each(lambda rank: save(group.members[rank], file))
+        group.on_each(lambda member: save(member, file))
         saved = {name: array.copy() for name, array in read_tensors(file).items()}
         assert set(saved) == set(map(named, WEIGHTS))
         group.reset()
         for name in STATISTICS:
             np.testing.assert_array_equal(group.gather(named(name)), first[name])
-        group.each(lambda rank: group.members[rank].load_parameters(saved))
+        group.on_each(lambda member: member.load_parameters(saved))
         for name in STATISTICS:
             np.testing.assert_array_equal(group.gather(named(name)), trained[name])
             assert named(name) in group.members[0].statistics()

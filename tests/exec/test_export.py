@@ -31,7 +31,7 @@ def trained(directory: Path, batch: dict[str, Array]) -> Array:
         checkpoints=Saving(folder / "ck"),
     )  # fmt: skip
     with TrainerGroup(directory) as group:
-        group.each(lambda rank: commands.train_with(group.members[rank], wanted))
+        group.on_each(lambda member: commands.train_with(member, wanted))
         outputs = group.evaluate(batch, outputs=True)["outputs"]
     assert outputs is not None
     (output,) = outputs.values()

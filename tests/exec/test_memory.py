@@ -76,7 +76,7 @@ def measured(directory: Path, trains: bool, sizes: Mapping[str, int]) -> int:
                 hyper = hyperparameters("adamw", Settings(), names).at(step, 1e-3)
                 group.each(lambda r, h=hyper: group.members[r].train_step([feeds], h))
             else:
-                group.each(lambda r: group.members[r].run_global(feeds))
+                group.on_each(lambda member: member.run_global(feeds))
         peaks = [member.peak_bytes() for member in group.members]
     return max(peaks)
 

@@ -227,7 +227,7 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
         batch = batch or batch_of(out, np.random.default_rng(0), batch=4, seq=4)
         with Ranks(out, partial(measured, out)) as group:
             members, step = group.members, hyper("adamw", 1)
-            group.each(lambda rank: members[rank].train_step([batch], step))  # noqa: B023
+            group.on_each(lambda member: member.train_step([batch], step))  # noqa: B023
             peak = members[0].peak_bytes()
         workload = read_workload(out.with_suffix(".onnx"), {}, spec, strategy.optimizer_parallel)
         seeds = resolve(strategy, workload.program)

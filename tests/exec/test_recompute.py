@@ -117,7 +117,7 @@ def peak(directory: Path, *batches: Mapping[str, Array]) -> tuple[int, float]:
         return Trainer(directory, rank=rank, device="cpu", manifest=manifest, measured=True)
 
     with Ranks(directory, make) as ranks:
-        results = ranks.each(lambda r: ranks.members[r].train_step(batches, hyper("sgd", 1)))
+        results = ranks.on_each(lambda member: member.train_step(batches, hyper("sgd", 1)))
         return max(member.peak_bytes() for member in ranks.members), results[0].loss
 
 

@@ -96,5 +96,5 @@ def test_updates_in_place(tmp_path: Path, optimizer: str) -> None:
             after = {name: trainer.state(name) for name in states}
             for name, entry in states.items():
                 if entry.kind == "gradient":
-                    micro = after[trainer._opened.programs.micro_gradients()[name]]
+                    micro = after[trainer._opened.programs.micro_gradients[name]]
                     np.testing.assert_array_equal(after[name], before[name] + micro)

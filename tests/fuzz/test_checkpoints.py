@@ -35,7 +35,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         def write(rank: int) -> None:
             member = group.members[rank]
             run = {"seed": 3, "batch_size": 4}
-            with Checkpointer(member.rank, group.manifest, folder / "ck", member, run) as writer:
+            with Checkpointer(
+                member.rank, group.manifest, folder / "ck", member.states, run
+            ) as writer:
                 writer.save(Progress(7, 2, 3, 3, 0.5, 0.1))
 
         group.each(write)

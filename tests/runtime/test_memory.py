@@ -69,7 +69,7 @@ def test_ranks_are_counted_apart(tmp_path: Path) -> None:
         directory, lambda _, rank: Session(directory, rank=rank, device="cpu", measured=True)
     ) as group:
         for _ in range(2):  # outputs are there before the second run
-            group.each(lambda r: group.members[r].run({"x": x}, {"b": len(x)}))
+            group.on_each(lambda member: member.run({"x": x}, {"b": len(x)}))
         assert [m.peak_bytes() // x.nbytes for m in group.members] == [2, 5, 3]
 
 
@@ -82,7 +82,7 @@ def test_a_step_counts_states_and_batch(tmp_path: Path, ranks: int) -> None:
     with Ranks(
         directory, lambda _, rank: Trainer(directory, rank=rank, device="cpu", measured=True)
     ) as group:
-        group.each(lambda r: group.members[r].train_step([batch], hyper))
+        group.on_each(lambda member: member.train_step([batch], hyper))
         for member in group.members:
             states = sum(member.state(name).nbytes for name in member.training.states)
             part = sum(a.nbytes for a in batch.values()) // ranks

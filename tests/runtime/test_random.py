@@ -22,7 +22,7 @@ RATIO = 0.25
 
 def run(path: Path, counters: dict[str, int], x: np.ndarray) -> dict[str, np.ndarray]:
     with ThreadsGroup(path) as group:
-        for session in group.sessions:
+        for session in group.members:
             session.counters.update(counters)
         return group.run_global({"x": x})
 

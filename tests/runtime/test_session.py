@@ -70,7 +70,7 @@ def test_local_arrays(tmp_path: Path) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 2})
     x = rows(6)
     with ThreadsGroup(directory) as group:
-        parts = group.each(lambda r: group.sessions[r].run({"x": x[3 * r : 3 * r + 3]})["y"])
+        parts = group.each(lambda r: group.members[r].run({"x": x[3 * r : 3 * r + 3]})["y"])
         np.testing.assert_array_equal(np.concatenate(parts), x + x + 6)
 
 
@@ -78,11 +78,11 @@ def test_local_arrays_of_an_uneven_split_need_the_symbol(tmp_path: Path) -> None
     with ThreadsGroup(hand_made.data_parallel(tmp_path / "a")) as group:
         x = rows(2)
         with pytest.raises(SymbolValueError, match=r"'batch' has no value: .* pass `symbols`"):
-            group.each(lambda r: group.sessions[r].run({"x": x}))
-        result = group.each(lambda r: group.sessions[r].run({"x": x}, {"batch": 3})["y"])
+            group.on_each(lambda member: member.run({"x": x}))
+        result = group.on_each(lambda member: member.run({"x": x}, {"batch": 3})["y"])
         np.testing.assert_array_equal(result[1], x + x + 3)
         with pytest.raises(InputError, match=r"expected the local shape \(3, 3\), got \(2, 3\)"):
-            group.each(lambda r: group.sessions[r].run({"x": x}, {"batch": 5}))
+            group.on_each(lambda member: member.run({"x": x}, {"batch": 5}))
 
 
 def test_fused_dim_and_coordinates(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_violated_symbol_on_all_ranks(tmp_path: Path) -> None:
 
             def run(rank: int, batch: int = batch, seen: list[str] = seen) -> None:
                 try:
-                    group.sessions[rank].run_global({"x": rows(batch)})
+                    group.members[rank].run_global({"x": rows(batch)})
                 except SymbolValueError as error:
                     seen.append(str(error))
 
@@ -208,7 +208,7 @@ def test_one_ranks_bad_input_is_told_by_all(tmp_path: Path) -> None:
             part = x[2 * rank : 2 * rank + 2]
             feeds = {"x": part.astype(np.float64) if rank == 1 else part}
             try:
-                group.sessions[rank].run(feeds, {"batch": 6})
+                group.members[rank].run(feeds, {"batch": 6})
             except RankError as error:
                 seen[rank] = str(error)
                 assert error.exit_code == 2
@@ -225,7 +225,7 @@ def test_ranks_that_disagree_about_a_symbol(tmp_path: Path) -> None:
         ThreadsGroup(hand_made.data_parallel(tmp_path / "a")) as group,
         pytest.raises(SymbolValueError, match=r"'batch' must be equal on all ranks.*from 3 to 4"),
     ):
-        group.each(lambda r: group.sessions[r].run({"x": rows(2)}, {"batch": 3 + r}))
+        group.each(lambda r: group.members[r].run({"x": rows(2)}, {"batch": 3 + r}))
 
 
 def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_rank_that_raises_between_collectives_ends_all(tmp_path: Path) -> None
         def run(rank: int) -> object:
             if rank == 1:
                 raise ValueError("the disk is full")
-            return group.sessions[rank].run_global({"x": rows(3)})
+            return group.members[rank].run_global({"x": rows(3)})
 
         with pytest.raises(RankError, match=r"r1 \| ValueError: the disk is full"):
             group.each(run)
@@ -305,7 +305,7 @@ def test_counters_reach_the_graph(tmp_path: Path) -> None:
     )
     with ThreadsGroup(directory) as group:
         assert group.run_global({})["y"].tolist() == [0, 0, 0]
-        for session in group.sessions:
+        for session in group.members:
             session.counters["seed"] = 7
             session.counters["step"] = 1 << 40
         assert group.run_global({})["y"].tolist() == [7, 1 << 40, 0]

@@ -104,7 +104,7 @@ def measure(directory: Path, trains: bool, sizes: Mapping[str, int]) -> tuple[in
             inputs = group.manifest.program("model")
             feeds = random_feeds(inputs, sizes, dict.fromkeys(_names(inputs), 1), rng)
             for _ in range(STEPS):
-                group.each(lambda r: group.members[r].run_global(feeds))
+                group.on_each(lambda member: member.run_global(feeds))
             return tuple(m.peak_bytes() for m in group.members)
     with Ranks(
         directory,

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -170,8 +169,9 @@ class _Program:
             rank = session.rank.index
             outputs = session.run(feeds[rank], values)
             return [
-                _valid(spec.cut(atoms, values, outputs[spec.name].shape), outputs[spec.name], rank)
+                np.array(spec.cut(atoms, values, output.shape).unpadded(output, rank))
                 for spec in first.program.outputs
+                for output in [outputs[spec.name]]
             ]
 
         if self._group is not None:
@@ -189,15 +189,6 @@ class _Program:
             self._group.close()
         else:
             self._sessions[0].close()
-
-
-def _valid(cut: SizedSharding, part: Array, rank: int) -> Array:
-    """Returns a copy of the elements of a rank's part that are no padding."""
-    blocks = iter(cut.blocks(rank))
-    dims = [[next(blocks) for _ in dim] for dim in cut.dims]
-    inside = part.reshape([b.local for dim in dims for b in dim])
-    inside = inside[tuple(slice(0, b.valid) for dim in dims for b in dim)]
-    return np.array(inside.reshape([prod(b.valid for b in dim) for dim in dims]))
 
 
 def _end_all(error: BaseException, rank: Rank) -> None:
@@ -224,7 +215,7 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
         with TemporaryDirectory(prefix="onnxpar-shard-") as folder:
             report = make(Path(folder, "cut"))
             group = ThreadsGroup(Path(folder, "cut"))
-        return _Program(group.sessions, group), report
+        return _Program(group.members, group), report
     rank, comm = _own_rank()
     try:
         if rank.index:

@@ -1,6 +1,6 @@
 """A checkpoint: what its manifest says, and where its files are."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnxpar_format.checkpoint import CheckpointContents, read_checkpoint
@@ -33,8 +33,7 @@ class Checkpoint(CheckpointContents):
         except FormatError as error:
             raise CheckpointError(str(error)) from None
         check_sizes(root, contents.files, "checkpoint", CheckpointError)
-        values = {f.name: getattr(contents, f.name) for f in fields(contents)}
-        return Checkpoint(**values, directory=root)
+        return Checkpoint(**vars(contents), directory=root)
 
     def verify_file(self, name: str) -> None:
         """Raises CheckpointError unless a file's SHA-256 is as said; reads every byte."""

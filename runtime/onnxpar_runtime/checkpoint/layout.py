@@ -11,11 +11,8 @@ from math import prod
 
 from onnxpar_format.boxes import SizedSharding, coordinates
 from onnxpar_format.checkpoint import StoredShard, StoredTensor
-from onnxpar_format.manifest import StateEntry
+from onnxpar_format.manifest import TRANSIENT, StateEntry
 from onnxpar_runtime.manifest import Manifest
-
-TRANSIENT = ("gradient", "micro_gradient")
-"""Kinds of states that mean nothing between steps."""
 
 
 def kept_states(manifest: Manifest) -> list[StateEntry]:
@@ -61,8 +58,7 @@ def written(manifest: Manifest) -> Iterator[Written]:
     """Returns every part of every kept state that is not empty, with the rank that writes it."""
     for number, state in enumerate(kept_states(manifest)):
         cut = cut_of(manifest, state)
-        used = {a for dim in cut.dims for _, atoms in dim for a in atoms}
-        free = [a for a in range(len(cut.atoms)) if a not in used]
+        free = [a for a in range(len(cut.atoms)) if a not in state.split_atoms]
         sizes = [len(state.stages), *(cut.atoms[a] for a in free)]
         copy, *digits = coordinates(number % prod(sizes), sizes)
         fixed = dict(zip(free, digits, strict=True))

@@ -11,11 +11,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,12 +50,12 @@ _LEAVE_S = 30.0
 
 
 class Source(Protocol):
-    """What has the states of a rank, as a `Trainer`."""
+    """The states of a rank, as `onnxpar_runtime.training.state.States`."""
 
-    def copy_memory(self, name: str) -> Array:
+    def memory(self, name: str) -> Array:
         """Returns memory for this rank's part of a state, padding included."""
 
-    def copy_state(self, name: str, into: Array) -> None:
+    def copy_to(self, name: str, into: Array) -> None:
         """Begins to copy this rank's part of a state, as it is now."""
 
     def finish_copies(self) -> None:
@@ -69,7 +69,7 @@ class Checkpointer:
         rank: This rank.
         manifest: The artifact directory's manifest.
         root: The folder of checkpoints, the same one for all ranks.
-        source: What has the states of this rank.
+        source: The states of this rank.
         run: What the run is to do, to be compared when it is resumed.
         keep: How many complete checkpoints to keep.
         begun: Steps that are done when the run begins: the folder may have none later than that.
@@ -178,9 +178,9 @@ class Checkpointer:
         self._last = progress.step
         start = time.perf_counter()
         if not self._copies:
-            self._copies = [self._source.copy_memory(p.state.name) for p in self._mine]
+            self._copies = [self._source.memory(p.state.name) for p in self._mine]
         for part, array in zip(self._mine, self._copies, strict=True):
-            self._source.copy_state(part.state.name, array)
+            self._source.copy_to(part.state.name, array)
         log.info("copied step %d in %.3f s", progress.step, time.perf_counter() - start)
         self._own_done.clear()
         self._thread = threading.Thread(
@@ -219,12 +219,7 @@ class Checkpointer:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Waits for what is being written; after an error, only if all ranks do, not for ever."""
         try:
             together = getattr(error, "agreed", False) or self._rank.world.size == 1
@@ -260,14 +255,16 @@ class Checkpointer:
     def _write_own(self, partial: Path) -> None:
         partial.mkdir(exist_ok=True)
         self._source.finish_copies()
-        arrays = [_valid(part, a) for part, a in zip(self._mine, self._copies, strict=True)]
+        arrays = [
+            part.cut.unpadded(array, part.place)
+            for part, array in zip(self._mine, self._copies, strict=True)
+        ]
         entries = [
             Entry(part.state.name, part.state.dtype, array.shape)
             for part, array in zip(self._mine, arrays, strict=True)
         ]
         name = rank_file(self._rank.index)
-        pieces: Iterable[bytes | memoryview] = (raw_bytes(array) for array in arrays)
-        entry = write_file(partial / name, _chain(header(entries), pieces))
+        entry = write_file(partial / name, chain([header(entries)], map(raw_bytes, arrays)))
         sums = {e.name: sum_of(array) for e, array in zip(entries, arrays, strict=True)}
         mark = partial / f"{name}.tmp"
         mark.write_text(json.dumps({"file": vars(entry), "sums": sums}))
@@ -305,16 +302,3 @@ class Checkpointer:
 
 def _mark(rank: int) -> str:
     return f".{rank_file(rank)}.done"
-
-
-def _chain(first: bytes, rest: Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
-    yield first
-    yield from rest
-
-
-def _valid(part: Written, array: Array) -> Array:
-    """Returns a rank's part without padding."""
-    blocks = part.cut.blocks(part.place)
-    inside = array.reshape([b.local for b in blocks])[tuple(slice(0, b.valid) for b in blocks)]
-    shape = iter(blocks)
-    return inside.reshape([int(np.prod([next(shape).valid for _ in d])) for d in part.cut.dims])

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: made, joined with their transfers, checked and simulated."""
 
 from onnxpar_runtime.pipeline.check import check
-from onnxpar_runtime.pipeline.peaks import activation_peaks, peak_bytes
+from onnxpar_runtime.pipeline.peaks import activation_peaks
 from onnxpar_runtime.pipeline.render import render
 from onnxpar_runtime.pipeline.schedule import (
     Action,
@@ -37,7 +37,6 @@ __all__ = [
     "chain",
     "check",
     "make",
-    "peak_bytes",
     "render",
     "simulate",
     "with_transfers",

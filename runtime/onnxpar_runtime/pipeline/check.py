@@ -1,4 +1,4 @@
-"""Whether a program can be played: asked before any rank begins, since ranks would hang."""
+"""Checks, before any rank begins, that a program can be played: otherwise ranks would hang."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,22 +6,16 @@ from itertools import pairwise
 
 from onnxpar_runtime.errors import ScheduleError
 from onnxpar_runtime.pipeline.order import require_complete, where
-from onnxpar_runtime.pipeline.peaks import activation_peaks
 from onnxpar_runtime.pipeline.schedule import Action, PlayedSchedule, Point, Step, Transfer
 from onnxpar_runtime.pipeline.timeline import require_end, timeline
 from onnxpar_runtime.pipeline.transfers import ends_of, messages, rendezvous
 
 
-def check(program: PlayedSchedule, limits: Sequence[int] | None = None) -> None:
+def check(program: PlayedSchedule) -> None:
     """Returns if the program computes everything, transfers what is needed, and comes to its end.
 
     Deadlocks are found by playing the program where nothing is buffered, and where a send ends only
     when its receiver waits for it, which may have had to learn the shapes before it could post.
-
-    Args:
-        program: The program.
-        limits: For each rank the largest number of activations (of one micro-batch in one chunk)
-            that it may keep at a time; None where there is no limit.
 
     Raises:
         ScheduleError: What does not hold, with the rank and the step.
@@ -39,14 +33,6 @@ def check(program: PlayedSchedule, limits: Sequence[int] | None = None) -> None:
     needs = rendezvous(program, lambda message: 0.0, Point.WAIT_RECEIVE)
     result = timeline([[0.0] * len(steps) for steps in program.ranks], needs)
     require_end(schedule.name, program.ranks, needs, result)
-    if limits is None:
-        return
-    for rank, (peak, limit) in enumerate(zip(activation_peaks(schedule), limits, strict=True)):
-        if peak > limit:
-            raise ScheduleError(
-                f"{name}, rank {rank}: keeps the activations of {peak} micro-batches (each of "
-                f"one chunk) at once, expected at most {limit}"
-            )
 
 
 def _check_points(name: str, program: PlayedSchedule) -> None:

@@ -52,19 +52,17 @@ class Inbox:
 
     Args:
         rank: The rank.
+
+    Attributes:
+        background: Whether receives run beside the rank's own thread; `Rank.recv` wants to know.
     """
 
     def __init__(self, rank: Rank) -> None:
         """Starts nothing yet."""
         self._rank = rank
-        self._concurrent = rank.concurrent
+        self.background = rank.concurrent
         self._posted: dict[int, deque[Ticket[Any]]] = {}
         self._queues: dict[int, queue.SimpleQueue[Ticket[Any] | None]] = {}
-
-    @property
-    def background(self) -> bool:
-        """Whether receives run beside the rank's own thread; `Rank.recv` wants to know."""
-        return self._concurrent
 
     def post(self, peer: int, receive: Callable[[], T], what: str) -> Ticket[T]:
         """Returns the ticket of a message from a peer.
@@ -75,7 +73,7 @@ class Inbox:
             what: What it is, for messages.
         """
         ticket = Ticket(receive, what)
-        if not self._concurrent:
+        if not self.background:
             self._posted.setdefault(peer, deque()).append(ticket)
             return ticket
         if peer not in self._queues:
@@ -94,7 +92,7 @@ class Inbox:
             RankError: A rank failed, or nothing came within the world's limit of time, which ends
                 all ranks.
         """
-        if not self._concurrent:
+        if not self.background:
             while not ticket.done.is_set():
                 self._posted[peer].popleft().run()
             return ticket.result()

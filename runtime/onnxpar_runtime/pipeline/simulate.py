@@ -80,14 +80,6 @@ class Simulation:
         """
         return tuple(1 - busy / self.makespan for busy in self.busy)
 
-    @property
-    def overheads(self) -> tuple[float, ...]:
-        """For each rank its idle time over its busy time.
-
-        With equal times it is (p - 1)/m for GPipe and 1F1B, (p - 1)/(m·v) for interleaved 1F1B.
-        """
-        return tuple((self.makespan - busy) / busy for busy in self.busy)
-
 
 def simulate(program: PlayedSchedule, times: Times) -> Simulation:
     """Returns when a program's computations happen, each as early as it can.

@@ -107,7 +107,7 @@ class VirtualStages:
         size = manifest.stage_devices
         self._place = Place(manifest.stage_of(rank.index), rank.index % size, size)
         self.made = _made(manifest, program, self._values.stages, self._pipeline.stages)
-        own = range(self._place.stage, self._pipeline.virtual_stages, self._pipeline.stages)
+        own = self._pipeline.virtual_stages_of(self._place.stage)
         parts = [name for stage in own for name in self._values.stages[stage].programs]
         self._executors = {name: load(name) for name in parts if _makes(manifest, name)}
         # All of a rank's parts are on one device; where nothing is computed nothing is carried.

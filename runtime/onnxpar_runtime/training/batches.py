@@ -6,10 +6,9 @@ sees the same batches on any mesh.
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -363,29 +362,27 @@ class Ahead(Generic[T]):
                 return
             yield item  # type: ignore[misc]  # only the last has none
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the thread."""
         self._stop.set()
         self._thread.join(timeout=2)
 
 
+Order = Callable[[int], NDArray[np.int64]]
+"""Returns the order of so many samples."""
+
+
 @dataclass(frozen=True)
-class TrainingData:
-    """What a run trains on.
+class EvaluationData:
+    """What a model is evaluated on.
 
     Attributes:
         source: The source.
-        specs: Inputs of the training program.
+        specs: Inputs of the program.
         dim: What a micro-batch's number of samples may be.
-        batch: Samples in a step, of all ranks together; None where a stream decides.
-        accumulate: Micro-batches in a step.
-        seed: What the order of samples depends on.
-        plan: How an epoch is put together; None for a stream.
+        batch: Samples in a step, over all ranks; None if the plan or the stream chooses.
+        seed: The seed of the order of samples, which a stream gets.
+        plan: How the samples are put together; None for a stream.
         own: Inputs of which the rank needs its own rows only; all of them if None.
     """
 
@@ -393,29 +390,48 @@ class TrainingData:
     specs: Sequence[TensorEntry]
     dim: BatchDim
     batch: int | None
-    accumulate: int
     seed: int
     plan: EpochPlan | None
     own: Mapping[str, Place] | None = None
 
+    def steps(self) -> Iterator[Step]:
+        """Returns the batches, in the order of the source."""
+        return self._steps(np.arange, Request(1, self.seed, self.batch, train=False))
+
+    def _steps(
+        self, order: Order, request: Request, accumulate: int = 1, skip: int = 0
+    ) -> Iterator[Step]:
+        if isinstance(self.source, Stream):
+            steps = steps_from(self.source, request, self.specs, accumulate, self.dim)
+            return islice(steps, skip, None)
+        assert self.plan is not None
+        return steps_of(self.source, self.plan, order(self.source.count), self.own, skip)
+
+
+@dataclass(frozen=True)
+class TrainingData(EvaluationData):
+    """What a run trains on.
+
+    Attributes:
+        accumulate: Micro-batches in a step.
+    """
+
+    accumulate: int = 1
+
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch, None where nobody knows."""
+        """Steps of an epoch; None for a stream."""
         return None if self.plan is None else self.plan.steps
 
     def epoch(self, number: int, skip: int = 0) -> Iterator[Step]:
         """Returns the steps of an epoch, numbered from 1, without those `skip` at its beginning.
 
-        A stream is asked for them all the same: only its function knows what comes after them.
+        A stream still makes the steps that are skipped: only its function knows what follows them.
         """
-        if isinstance(self.source, Samples) and self.plan is not None:
-            indices = order(self.source.count, self.seed, number)
-            return steps_of(self.source, self.plan, indices, self.own, skip)
-        if isinstance(self.source, Stream):
-            request = Request(number, self.seed, self.batch, train=True)
-            steps = steps_from(self.source, request, self.specs, self.accumulate, self.dim)
-            return islice(steps, skip, None)
-        raise AssertionError("samples without a plan")
+        request = Request(number, self.seed, self.batch, train=True)
+        return self._steps(
+            lambda count: order(count, self.seed, number), request, self.accumulate, skip
+        )
 
 
 def training_data(
@@ -436,43 +452,11 @@ def training_data(
     if isinstance(source, Stream):
         if accumulate < 1:
             raise LaunchError(f"--accumulate: expected a number >= 1, got {accumulate}")
-        return TrainingData(source, specs, dim, batch, accumulate, seed, None)
+        return TrainingData(source, specs, dim, batch, seed, None, own, accumulate)
     if batch is None:
         raise LaunchError(f"--batch-size: expected with {source.name}")
     plan = plan_training(source.count, batch, accumulate, dim)
-    return TrainingData(source, specs, dim, batch, accumulate, seed, plan, own)
-
-
-@dataclass(frozen=True)
-class EvaluationData:
-    """What a model is evaluated on.
-
-    Attributes:
-        source: The source.
-        specs: Inputs of the evaluation program.
-        dim: What a batch's number of samples may be.
-        batch: Samples in a batch; None for the plan's choice or the stream's.
-        seed: Seed that a stream is told.
-        plan: How the samples are put together; None for a stream.
-        own: Inputs of which the rank needs its own rows only; all of them if None.
-    """
-
-    source: Source
-    specs: Sequence[TensorEntry]
-    dim: BatchDim
-    batch: int | None
-    seed: int
-    plan: EpochPlan | None
-    own: Mapping[str, Place] | None = None
-
-    def steps(self) -> Iterator[Step]:
-        """Returns the batches, in the order of the source."""
-        if isinstance(self.source, Samples) and self.plan is not None:
-            return steps_of(self.source, self.plan, np.arange(self.source.count), self.own)
-        if isinstance(self.source, Stream):
-            request = Request(1, self.seed, self.batch, train=False)
-            return steps_from(self.source, request, self.specs, 1, self.dim)
-        raise AssertionError("samples without a plan")
+    return TrainingData(source, specs, dim, batch, seed, plan, own, accumulate)
 
 
 def evaluation_data(

@@ -70,7 +70,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
         RankError: Likewise, on another rank.
     """
     notices = together(trainer.rank, lambda: check_run(checkpoint, run))
-    load_states(trainer.rank, trainer.manifest, checkpoint, trainer.put_state)
+    load_states(trainer.rank, trainer.manifest, checkpoint, trainer.states.set)
     progress = checkpoint.progress
     trainer.counters |= {"step": progress.step, "micro_batch": 0}
     trainer.loss_scale.resume(progress.loss_scale, progress.good, progress.skipped)
@@ -101,7 +101,7 @@ def saving(
         trainer.rank,
         trainer.manifest,
         wanted.checkpoint,
-        trainer,
+        trainer.states,
         run,
         keep=wanted.keep or _KEEP,
         begun=start.step,

@@ -245,11 +245,9 @@ def _checkpoint(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoi
     if wanted.resume is None:
         return None
     if wanted.parameters is not None:
-        error = LaunchError(
+        raise LaunchError(
             "--resume and --parameters: use only one, because a checkpoint contains the parameters"
-        )
-        error.agreed = True
-        raise error
+        ).as_agreed()
     return open_checkpoint(rank, manifest, wanted.resume)
 
 

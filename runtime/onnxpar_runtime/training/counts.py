@@ -21,7 +21,7 @@ from onnxpar_format.manifest import Loss
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError, SymbolValueError
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.npz import convert
-from onnxpar_runtime.symbol_checks import bind_symbols, check_equal_sizes, check_symbols
+from onnxpar_runtime.symbol_checks import symbol_values
 from onnxpar_runtime.training.sources import Arrays, Batch
 
 Array = NDArray[Any]
@@ -111,9 +111,7 @@ def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Pre
     values, divisors, count = [], [], Fraction(0)
     for part in arrays:
         shapes = {n: (total[n], *a.shape[1:]) if n in total else a.shape for n, a in part.items()}
-        values.append(bind_symbols(specs, shapes))
-        check_symbols(manifest.symbols, values[-1])
-        check_equal_sizes(inputs.program, values[-1])
+        values.append(symbol_values(manifest.symbols, inputs.program, shapes))
         divisor = _mean_over(loss, specs, part, values[-1])
         if loss.count is None and not _ignores(loss):
             divisor = total.get(specs[0].name, divisor)

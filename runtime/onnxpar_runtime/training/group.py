@@ -17,8 +17,8 @@ Array = NDArray[Any]
 class TrainerGroup(Ranks[Trainer]):
     """The trainers of all ranks of a training directory.
 
-    What returns something equal on all ranks returns rank 0's. Members are the trainers, for what
-    differs between ranks: `group.each(lambda r: group.members[r].state(name))`.
+    A method whose result is equal on all ranks returns that of rank 0. The trainers themselves are
+    `members`, for what differs between ranks: `group.on_each(lambda trainer: trainer.state(name))`.
 
     Args:
         directory: The artifact directory.
@@ -59,41 +59,39 @@ class TrainerGroup(Ranks[Trainer]):
 
     def train_step(self, micro_batches: Sequence[Batch], hyper: Mapping[str, float]) -> StepResult:
         """As `Trainer.train_step` on every rank."""
-        return self.each(lambda rank: self.members[rank].train_step(micro_batches, hyper))[0]
+        return self.on_each(lambda trainer: trainer.train_step(micro_batches, hyper))[0]
 
     def forward_backward(
         self, batch: Batch, *, weight: float = 1.0, accumulate: bool = False
     ) -> float:
         """As `Trainer.forward_backward` on every rank."""
-        return self.each(
-            lambda rank: self.members[rank].forward_backward(
-                batch, weight=weight, accumulate=accumulate
-            )
+        return self.on_each(
+            lambda trainer: trainer.forward_backward(batch, weight=weight, accumulate=accumulate)
         )[0]
 
     def step(self, hyper: Mapping[str, float]) -> float:
         """As `Trainer.step` on every rank."""
-        return self.each(lambda rank: self.members[rank].step(hyper))[0]
+        return self.on_each(lambda trainer: trainer.step(hyper))[0]
 
     def evaluate(self, batch: Batch, *, outputs: bool = False) -> Evaluation:
         """As `Trainer.evaluate` on every rank."""
-        return self.each(lambda rank: self.members[rank].evaluate(batch, outputs=outputs))[0]
+        return self.on_each(lambda trainer: trainer.evaluate(batch, outputs=outputs))[0]
 
     def gather(self, name: str) -> Array:
         """Returns the global array of a state, as `Trainer.gather` on every rank."""
-        array = self.each(lambda rank: self.members[rank].gather(name))[0]
+        array = self.on_each(lambda trainer: trainer.gather(name))[0]
         if array is None:
             raise AssertionError("rank 0 gathered nothing")
         return array
 
     def load_parameters(self, arrays: Mapping[str, Array]) -> None:
         """As `Trainer.load_parameters` on every rank."""
-        self.each(lambda rank: self.members[rank].load_parameters(arrays))
+        self.on_each(lambda trainer: trainer.load_parameters(arrays))
 
     def load_states(self, arrays: Mapping[str, Array]) -> None:
         """As `Trainer.load_states` on every rank."""
-        self.each(lambda rank: self.members[rank].load_states(arrays))
+        self.on_each(lambda trainer: trainer.load_states(arrays))
 
     def reset(self) -> None:
         """As `Trainer.reset` on every rank."""
-        self.each(lambda rank: self.members[rank].reset())
+        self.on_each(Trainer.reset)

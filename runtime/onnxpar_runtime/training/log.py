@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from io import FileIO
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from onnxpar_format.manifest import Training
+from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.launch import mpirun_place
 from onnxpar_runtime.npz import check_writable
@@ -61,8 +61,8 @@ class StepRecord:
         )
 
 
-class Reporter:
-    """Tells what happens; used in a `with` statement.
+class Reporter(Closing):
+    """Prints and logs what happens; used in a `with` statement.
 
     Args:
         first: Whether this is the first rank. Others tell nothing.
@@ -155,16 +155,7 @@ class Reporter:
     def _cannot_write(self, error: OSError) -> InputError:
         return InputError(f"{self._path}: cannot be written: {error.strerror or error}")
 
-    def __enter__(self) -> "Reporter":
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Removes the bar and closes the file."""
         if self._progress is not None:
             self._progress.stop()

@@ -1,10 +1,9 @@
-"""The loop over epochs and steps, and the evaluation, on a `Trainer` or anything like it."""
+"""The loop over epochs and steps, and the evaluation."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, Protocol
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_runtime.agree import agree
@@ -20,50 +19,13 @@ from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, Traini
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, StepRecord
-from onnxpar_runtime.training.sources import Batch, Stream
+from onnxpar_runtime.training.sources import Stream
+from onnxpar_runtime.training.trainer import Trainer
 
 Numbered = tuple[int, int, Step]
 """A step with its epoch and its number in the epoch, both from 1."""
 
 _BEGINNING = Progress()
-
-
-class StepOutcome(Protocol):
-    """What a step returns."""
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the step's batch."""
-
-    @property
-    def grad_norm(self) -> float:
-        """2-norm of all gradients together, before clipping."""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether nothing was changed, since gradients of 16 bits overflowed."""
-
-
-class Trains(Protocol):
-    """What the loop needs of a `Trainer`."""
-
-    @property
-    def rank(self) -> Rank:
-        """The rank."""
-
-    def prepare(self, batch: Batch) -> Any:
-        """Returns a micro-batch cut for this rank. Is called ahead of time, from another thread."""
-
-    def train_step(
-        self, micro_batches: Sequence[Any], hyper: Mapping[str, float], *, read: bool
-    ) -> StepOutcome:
-        """Runs all micro-batches and the optimizer. Every rank must call it.
-
-        Unless `read`, a GPU is not waited for, and the outcome has no numbers.
-        """
-
-    def evaluate(self, batch: Batch) -> Mapping[str, Any]:
-        """Returns `loss`, `count` and perhaps `correct` of a batch. Every rank must call it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +96,7 @@ def total_steps(data: TrainingData, epochs: int | None, steps: int | None) -> in
 
 
 def fit(
-    trainer: Trains,
+    trainer: Trainer,
     data: TrainingData,
     hyper: Hyperparameters,
     schedule: LearningRateSchedule,
@@ -174,11 +136,11 @@ def fit(
     loss = float("nan") if start.loss is None else start.loss
     together = data.source.name if isinstance(data.source, Stream) else None
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
-        begin, samples, told = time.perf_counter(), 0, done
+        begin, samples, reported = time.perf_counter(), 0, done
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
             if evaluation is not None and epoch != last and last:
-                _tell_evaluation(trainer, evaluation, reporter, last)
+                _report_evaluation(trainer, evaluation, reporter, last)
                 begin, samples = time.perf_counter(), 0
             done, last = done + 1, epoch
             rate = schedule.at(done)
@@ -199,23 +161,23 @@ def fit(
                     "and the loss scale is halved"
                 )
             if read:
-                loss, end = float(outcome.loss), time.perf_counter()
+                loss, end = outcome.loss, time.perf_counter()
                 record = StepRecord(
-                    epoch, number, loss, rate, samples / (end - begin), float(outcome.grad_norm)
+                    epoch, number, loss, rate, samples / (end - begin), outcome.grad_norm
                 )
-                reporter.step(record, done - told)
-                begin, samples, told = end, 0, done
+                reporter.step(record, done - reported)
+                begin, samples, reported = end, 0, done
             if after_step is not None:
                 # JSON has no number for a loss that nobody has read yet.
                 known = None if isnan(loss) else loss
                 after_step(Progress(done, epoch, number, data.seed, known, rate))
     if evaluation is not None:
-        _tell_evaluation(trainer, evaluation, reporter, last)
+        _report_evaluation(trainer, evaluation, reporter, last)
     return Fitted(last, done, loss)
 
 
 def _numbered(
-    trainer: Trains,
+    trainer: Trainer,
     data: TrainingData,
     epochs: int | None,
     limit: int | None,
@@ -261,12 +223,11 @@ def _next(items: Iterator[Numbered], rank: Rank, together: str | None) -> Number
         if differs is error:
             raise
         ended = InputError(f"{together}: some ranks ran out of batches before others")
-        ended.agreed = True
-        raise ended from None
+        raise ended.as_agreed() from None
     return item
 
 
-def evaluate(trainer: Trains, data: EvaluationData) -> Evaluated:
+def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
     """Returns loss and accuracy over all of the data. Every rank of the world must call it.
 
     The mean is over what counts in the loss (labels that are not ignored), not over batches.
@@ -284,18 +245,20 @@ def evaluate(trainer: Trains, data: EvaluationData) -> Evaluated:
             step = item[2]
             (batch,) = step.micro_batches
             result = trainer.evaluate(batch)
-            count = int(result["count"])
+            count = result["count"]
             # A batch of ignored labels has no mean.
-            weighted += float(result["loss"]) * count if count else 0.0
+            weighted += result["loss"] * count if count else 0.0
             labels += count
             samples += step.samples
-            if result.get("correct") is not None:
-                correct = (correct or 0) + int(result["correct"])
+            if result["correct"] is not None:
+                correct = (correct or 0) + result["correct"]
     if not samples:
         raise InputError(f"{data.source.name}: expected data to evaluate on, got none")
     return Evaluated(weighted / labels if labels else float("nan"), samples, correct, labels)
 
 
-def _tell_evaluation(trainer: Trains, data: EvaluationData, reporter: Reporter, epoch: int) -> None:
+def _report_evaluation(
+    trainer: Trainer, data: EvaluationData, reporter: Reporter, epoch: int
+) -> None:
     result = evaluate(trainer, data)
     reporter.tell(f"epoch: {epoch} evaluated on {result.samples} samples: {result.text}")

@@ -58,12 +58,10 @@ class LossScale:
                 self.scale, self.good = min(self.scale * GROWTH, LARGEST), 0
             return
         if not self.dynamic or self.scale * BACKOFF < SMALLEST:
-            error = TrainingError(
+            raise TrainingError(
                 f"step {step}: gradients are not finite at the loss scale {self.scale:g}; "
                 f"training stops; the parameters are those after step {step - 1}"
-            )
-            error.agreed = True  # the norm is the same on all ranks
-            raise error
+            ).as_agreed()  # the norm is the same on all ranks
         self.scale, self.good = self.scale * BACKOFF, 0
         self.skipped += 1
 

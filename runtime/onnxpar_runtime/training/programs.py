@@ -1,14 +1,11 @@
 """The programs of a training directory on one rank, which share their states."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import cached_property
 
-from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import ArtifactError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.memory import LiveBytes, weight_bytes
+from onnxpar_runtime.memory import weight_bytes
 from onnxpar_runtime.training.state import States
 
 TRAINING = "training_model"
@@ -32,35 +29,22 @@ class Programs:
 
     Args:
         manifest: The manifest of an artifact for training.
-        rank: The rank.
-        device: As `Loader`.
-        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
-        custom_ops: Further custom-op libraries.
-        measured: Whether to count the bytes that they hold.
+        loader: Makes the sessions of the rank.
 
     Attributes:
-        states: What they share.
+        loader: Makes the sessions of the rank.
+        states: What the programs share.
 
     Raises:
-        ArtifactError: The artifact is not for training, or a graph cannot be loaded.
-        LaunchError: The device or an option cannot be used.
+        ArtifactError: The artifact is not for training.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        rank: Rank,
-        device: str,
-        ort_options: Mapping[str, str] | None,
-        custom_ops: Sequence[str | Path],
-        measured: bool = False,
-    ) -> None:
+    def __init__(self, manifest: Manifest, loader: Loader) -> None:
         """Loads nothing yet."""
         self._manifest = manifest
-        self._loader = Loader(rank, device, ort_options, custom_ops, measured)
+        self.loader = loader
         self._executors: dict[str, Executor] = {}
-        self._micro: dict[str, str] | None = None
-        self.states = States(manifest, self._loader)
+        self.states = States(manifest, loader)
 
     def load(self, name: str) -> Executor:
         """Returns a program of this rank, loaded if it was not.
@@ -69,26 +53,20 @@ class Programs:
             ArtifactError: There is no such program, or it cannot be loaded.
         """
         if name not in self._executors:
-            self._executors[name] = Executor(self._manifest, name, self._loader, self.states)
+            self._executors[name] = Executor(self._manifest, name, self.loader, self.states)
         return self._executors[name]
 
     def loaded(self, name: str) -> Executor | None:
         """Returns a program of this rank if it is loaded. Any thread may ask."""
         return self._executors.get(name)
 
-    @property
-    def device(self) -> Device:
-        """Where they compute."""
-        return self._loader.device
-
+    @cached_property
     def micro_gradients(self) -> dict[str, str]:
-        """Returns, for each gradient's name, the state that takes a further micro-batch's.
+        """For each gradient's name the state that takes the gradient of a further micro-batch.
 
         Raises:
             ArtifactError: A gradient has none.
         """
-        if self._micro is not None:
-            return self._micro
         micro = self.states.of_kind("micro_gradient")
         gradients = self.states.of_kind("gradient")
         absent = sorted(set(gradients) - set(micro))
@@ -96,19 +74,13 @@ class Programs:
             raise ArtifactError(
                 f"{self._manifest.directory}: no micro_gradient state for the parameters {absent}"
             )
-        self._micro = {name: micro[parameter] for parameter, name in gradients.items()}
-        return self._micro
-
-    @property
-    def memory(self) -> LiveBytes | None:
-        """What their sessions hold, where that is counted."""
-        return self._loader.memory
+        return {name: micro[parameter] for parameter, name in gradients.items()}
 
     @property
     def bound_bytes(self) -> int:
         """Bytes of weights, of the states that have memory, and of the inputs that are bound."""
         inputs = sum(executor.bound_bytes for executor in self._executors.values())
-        weights = weight_bytes(self._manifest, self._loader.rank.index)
+        weights = weight_bytes(self._manifest, self.loader.rank.index)
         return weights + self.states.bytes + inputs
 
     def close(self) -> None:
@@ -117,4 +89,4 @@ class Programs:
             executor.close()
         self._executors.clear()
         self.states.close()
-        self._loader.close()
+        self.loader.close()

@@ -7,41 +7,19 @@ different ranks, memory or a link that is broken), training would go on with sev
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_format.boxes import SizedSharding
-from onnxpar_format.manifest import StateEntry, Training
-from onnxpar_runtime.collectives import Rank
+from onnxpar_format.manifest import TRANSIENT
 from onnxpar_runtime.errors import LaunchError, ReplicaError
+from onnxpar_runtime.training.trainer import Trainer
 
 SAMPLE = 16
 """States that one check compares; the next check takes the next ones."""
 SHOWN = 8
 """Ranks of a group that a message names."""
-
-
-class Holds(Protocol):
-    """What the check needs of a `Trainer`."""
-
-    @property
-    def rank(self) -> Rank:
-        """The rank."""
-
-    @property
-    def training(self) -> Training:
-        """What the manifest says about training."""
-
-    def state(self, name: str) -> NDArray[Any]:
-        """Returns a copy of this rank's part of a state, padding included."""
-
-    def holds(self, name: str) -> bool:
-        """Whether this rank has a part of a state."""
-
-    def cut(self, name: str) -> SizedSharding:
-        """Returns how a state is cut over the ranks."""
 
 
 class ReplicaCheck:
@@ -56,13 +34,13 @@ class ReplicaCheck:
         LaunchError: `every` is not positive.
     """
 
-    def __init__(self, trainer: Holds, every: int, sample: int = SAMPLE) -> None:
+    def __init__(self, trainer: Trainer, every: int, sample: int = SAMPLE) -> None:
         """Has checked nothing yet."""
         if every < 1:
             raise LaunchError(f"--check-replicas: expected a number >= 1, got {every}")
         self._trainer, self._every = trainer, every
         states = trainer.training.states
-        self._names = [n for n in sorted(states) if _is_replicated(states[n])]
+        self._names = [n for n in sorted(states) if states[n].kind not in TRANSIENT]
         self._sample = min(sample, len(self._names))
         self._next = 0
 
@@ -83,7 +61,7 @@ class ReplicaCheck:
         check_replicas(self._trainer, chosen, f"step {step}")
 
 
-def check_replicas(trainer: Holds, names: Sequence[str], where: str) -> None:
+def check_replicas(trainer: Trainer, names: Sequence[str], where: str) -> None:
     """Compares states over the ranks, bit for bit. Every rank must call it.
 
     Args:
@@ -113,12 +91,10 @@ def check_replicas(trainer: Holds, names: Sequence[str], where: str) -> None:
         for contents in holders.values():
             if len(contents) > 1:
                 kind = trainer.training.states[name].kind
-                error = ReplicaError(f"{where}: {kind} {name!r}: {_told(contents)}")
-                error.agreed = True
-                raise error
+                raise ReplicaError(f"{where}: {kind} {name!r}: {_difference(contents)}").as_agreed()
 
 
-def _told(contents: Mapping[int, Sequence[int]]) -> str:
+def _difference(contents: Mapping[int, Sequence[int]]) -> str:
     groups = []
     for ranks in contents.values():
         more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
@@ -126,10 +102,6 @@ def _told(contents: Mapping[int, Sequence[int]]) -> str:
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
         )
     return f"expected replicas that are equal bit for bit, but {' and '.join(groups)} differ"
-
-
-def _is_replicated(state: StateEntry) -> bool:
-    return "gradient" not in state.kind
 
 
 def _digest(part: NDArray[Any]) -> int:

@@ -1,9 +1,10 @@
 """How the micro-batches of a step are run: one after another on all ranks, or through stages."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,32 +63,40 @@ class Traced:
     even: float
 
 
-class Runner(Protocol):
-    """Runs the programs of a training directory on one rank. Every rank makes the same calls."""
+class Runner(ABC):
+    """Runs the programs of a training directory on one rank. Every rank makes the same calls.
+
+    Args:
+        manifest: The manifest.
+        programs: The rank's programs, which are closed with the runner.
+    """
+
+    def __init__(self, manifest: Manifest, programs: Programs) -> None:
+        """Runs nothing yet."""
+        self._manifest, self._programs = manifest, programs
 
     def stage(self, feeds: Feeds) -> Feeds:
-        """Returns inputs of the training on their way to where it computes. Any thread may ask."""
+        """Returns inputs of the training on their way to the device. Any thread may call it."""
+        return feeds
 
     @property
+    @abstractmethod
     def outputs(self) -> Mapping[TensorEntry, int]:
         """The outputs of the evaluation, and the stage that makes each."""
 
+    @abstractmethod
     def load(self, program: str) -> None:
-        """Loads a program, if it was not."""
+        """Loads a program unless it is loaded."""
 
+    @abstractmethod
     def forward_backward(
-        self,
-        micro_batches: Sequence[Micro],
-        counters: Counters,
-        *,
-        accumulate: bool,
-        read: bool = True,
+        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool, read: bool
     ) -> float:
         """Runs micro-batches and leaves their gradients with the states.
 
         Args:
             micro_batches: At least one.
-            counters: What random numbers are keyed by, but for the number of the micro-batch.
+            counters: The counters of random numbers, except the number of the micro-batch.
             accumulate: Add to the gradients that are there, instead of replacing them.
             read: Whether the losses are wanted; otherwise a GPU is not waited for.
 
@@ -95,32 +104,43 @@ class Runner(Protocol):
             The sum of the weighted losses, on all ranks; not a number unless `read`.
         """
 
-    def update(self, counters: Counters, hyper: Mapping[str, float], *, read: bool = True) -> float:
+    @abstractmethod
+    def optimizer(self) -> str:
+        """Returns the name of this rank's optimizer program."""
+
+    def update(self, counters: Counters, hyper: Mapping[str, float], *, read: bool) -> float:
         """Updates the parameters.
 
         Returns:
             The 2-norm of all gradients together; not a number unless `read`.
         """
+        program = self._programs.load(self.optimizer())
+        outputs = program.run(_NOTHING, counters, hyper, read=read)
+        return float(outputs[GRAD_NORM].item()) if read else nan
 
+    @abstractmethod
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """Runs the evaluation."""
 
     def begin_trace(self) -> None:
-        """Notes from now on when stages compute in training.
+        """Records from now on when stages compute in training.
 
         Raises:
             LaunchError: There are no stages.
         """
+        raise LaunchError(f"{self._manifest.directory}: has no stages to trace")
 
     def traced(self) -> Traced | None:
-        """Returns on rank 0 what was noted since the trace began, None elsewhere.
+        """Returns on rank 0 what was recorded since the trace began, None elsewhere.
 
         Raises:
-            LaunchError: None was begun, or no step was made since.
+            LaunchError: No trace was begun, or no step was made since.
         """
+        raise LaunchError(f"{self._manifest.directory}: no trace was started")
 
     def close(self) -> None:
-        """Ends what runs beside the rank's own thread."""
+        """Frees the programs, and ends threads of the runner."""
+        self._programs.close()
 
 
 def runner(manifest: Manifest, rank: Rank, programs: Programs) -> Runner:
@@ -136,17 +156,8 @@ def runner(manifest: Manifest, rank: Rank, programs: Programs) -> Runner:
     return Pipelined(manifest, rank, programs)
 
 
-class OneStage:
-    """Micro-batches one after another, each through the whole program; a `Runner`.
-
-    Args:
-        manifest: The manifest.
-        programs: The rank's programs.
-    """
-
-    def __init__(self, manifest: Manifest, programs: Programs) -> None:
-        """Runs nothing yet."""
-        self._manifest, self._programs = manifest, programs
+class OneStage(Runner):
+    """Micro-batches one after another, each through the complete program."""
 
     @property
     def outputs(self) -> Mapping[TensorEntry, int]:
@@ -163,18 +174,13 @@ class OneStage:
         self._programs.load(program)
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[Micro],
-        counters: Counters,
-        *,
-        accumulate: bool,
-        read: bool = True,
+        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool, read: bool
     ) -> float:
         """As `Runner`."""
         program = self._programs.load(TRAINING)
         loss = 0.0
         for index, micro in enumerate(micro_batches):
-            redirect = self._programs.micro_gradients() if index or accumulate else None
+            redirect = self._programs.micro_gradients if index or accumulate else None
             now = {**counters, "micro_batch": micro.number}
             outputs = program.run(micro.feeds, now, micro.numbers, redirect, read=read)
             if redirect is not None:
@@ -182,10 +188,9 @@ class OneStage:
             loss += float(outputs[LOSS].item()) if read else nan
         return loss
 
-    def update(self, counters: Counters, hyper: Mapping[str, float], *, read: bool = True) -> float:
+    def optimizer(self) -> str:
         """As `Runner`."""
-        outputs = self._programs.load(OPTIMIZER).run(_NOTHING, counters, hyper, read=read)
-        return float(outputs[GRAD_NORM].item()) if read else nan
+        return OPTIMIZER
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
@@ -194,20 +199,9 @@ class OneStage:
         correct = int(parts[CORRECT].item()) if CORRECT in parts else None
         return Found(float(parts[LOSS].item()), correct, parts)
 
-    def begin_trace(self) -> None:
-        """As `Runner`."""
-        raise LaunchError(f"{self._manifest.directory}: has no stages to trace")
 
-    def traced(self) -> Traced | None:
-        """As `Runner`."""
-        raise LaunchError(f"{self._manifest.directory}: no trace was started")
-
-    def close(self) -> None:
-        """As `Runner`; there is nothing."""
-
-
-class Pipelined:
-    """Micro-batches through the stages of a pipeline, in the order of its schedule; a `Runner`.
+class Pipelined(Runner):
+    """Micro-batches through the stages of a pipeline, in the order of its schedule.
 
     Args:
         manifest: The manifest of a pipeline.
@@ -217,9 +211,9 @@ class Pipelined:
 
     def __init__(self, manifest: Manifest, rank: Rank, programs: Programs) -> None:
         """Runs nothing yet."""
+        super().__init__(manifest, programs)
         assert manifest.pipeline is not None
-        self._manifest, self._rank, self._programs = manifest, rank, programs
-        self._pipeline = manifest.pipeline
+        self._rank, self._pipeline = rank, manifest.pipeline
         self._trace: Trace | None = None
         self._stage = manifest.stage_of(rank.index)
         self._inbox = Inbox(rank)
@@ -234,14 +228,9 @@ class Pipelined:
         else:
             self._through(program)
 
-    def stage(self, feeds: Feeds) -> Feeds:
-        """As `Runner`; a stage takes what it needs when it computes."""
-        return feeds
-
-    def _updates(self, program: str) -> list[str]:
+    def _updates(self, program: str) -> tuple[str, ...]:
         """Returns this stage's parts of a program that works on states alone."""
-        parts = enumerate(self._pipeline.updates[program])
-        return [part for i, part in parts if i % self._pipeline.stages == self._stage]
+        return self._pipeline.updates[program][self._stage :: self._pipeline.stages]
 
     def _through(self, program: str) -> VirtualStages:
         """Returns this stage's parts of a program that runs through the stages."""
@@ -257,12 +246,7 @@ class Pipelined:
         return self._through(EVALUATION).made
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[Micro],
-        counters: Counters,
-        *,
-        accumulate: bool,
-        read: bool = True,
+        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool, read: bool
     ) -> float:
         """As `Runner`."""
         self._gradients.begin(accumulate)
@@ -272,27 +256,26 @@ class Pipelined:
         if not read:
             return nan
         loss = sum(float(outputs[LOSS].item()) for outputs in found if LOSS in outputs)
-        return self._told(TRAINING, {LOSS: loss})[LOSS]
+        return self._on_all_ranks(TRAINING, {LOSS: loss})[LOSS]
 
-    def _told(self, program: str, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Returns numbers on all ranks.
+    def _on_all_ranks(self, program: str, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Returns numbers from the stages that make them, on all ranks.
 
         Args:
-            program: The program of which they are outputs.
-            numbers: What this rank has, by output; what it does not make is not looked at.
+            program: The program whose outputs they are.
+            numbers: This rank's numbers, by output; those that its stage does not make are ignored.
         """
-        # The first rank of the stage that makes one speaks; what is not finite goes through.
+        # The first rank of the stage that makes a number sends it, and all others add zero.
         stages = {spec.name: stage for spec, stage in self._through(program).made.items()}
         first = self._manifest.stage_devices
         own = [n if self._rank.index == stages[k] * first else 0.0 for k, n in numbers.items()]
         found = self._rank.all_reduce(np.array(own, np.float64))
         return {name: float(number) for name, number in zip(numbers, found, strict=True)}
 
-    def update(self, counters: Counters, hyper: Mapping[str, float], *, read: bool = True) -> float:
+    def optimizer(self) -> str:
         """As `Runner`."""
         (name,) = self._updates(OPTIMIZER)
-        outputs = self._programs.load(name).run(_NOTHING, counters, hyper, read=read)
-        return float(outputs[GRAD_NORM].item()) if read else nan
+        return name
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
@@ -300,8 +283,8 @@ class Pipelined:
         (parts,) = self._through(EVALUATION).run(FORWARD, [micro], counters)
         names = [spec.name for spec in self.outputs if spec.name in (LOSS, CORRECT)]
         numbers = {n: float(parts[n].item()) if n in parts else 0.0 for n in names}
-        told = self._told(EVALUATION, numbers)
-        return Found(told[LOSS], int(told[CORRECT]) if CORRECT in told else None, parts)
+        found = self._on_all_ranks(EVALUATION, numbers)
+        return Found(found[LOSS], int(found[CORRECT]) if CORRECT in found else None, parts)
 
     def begin_trace(self) -> None:
         """As `Runner`."""
@@ -310,7 +293,7 @@ class Pipelined:
     def traced(self) -> Traced | None:
         """As `Runner`."""
         if self._trace is None or not self._trace.steps:
-            raise LaunchError(f"{self._manifest.directory}: no trace was started")
+            return super().traced()
         ranks = self._trace.gather()
         if ranks is None:
             return None
@@ -321,6 +304,7 @@ class Pipelined:
     def close(self) -> None:
         """As `Runner`."""
         self._inbox.close()
+        super().close()
 
 
 class _Gradients:
@@ -356,7 +340,7 @@ class _Gradients:
             for name in own - self._written:
                 states.clear(name)
             self._written |= own
-        return self._programs.micro_gradients()
+        return self._programs.micro_gradients
 
     def after(self, virtual_stage: int, redirect: Mapping[str, str] | None) -> None:
         """As `Writes`."""

@@ -22,12 +22,7 @@ from onnxpar_format.entries import ProgramEntry, TensorEntry
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert, read_npz
-from onnxpar_runtime.symbol_checks import (
-    bind_symbols,
-    check_equal_sizes,
-    check_index_ranges,
-    check_symbols,
-)
+from onnxpar_runtime.symbol_checks import check_index_ranges, symbol_values
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, resize
 
 Array = NDArray[Any]
@@ -242,9 +237,7 @@ def check_samples(
         shapes = {name: (size, *array.shape[1:]) for name, array in source.rows.items()}
         shapes |= {name: array.shape for name, array in source.whole.items()}
         try:
-            values = bind_symbols(program.inputs, shapes)
-            check_symbols(manifest.symbols, values)
-            check_equal_sizes(program, values)
+            values = symbol_values(manifest.symbols, program, shapes)
             if number == 0:
                 check_index_ranges(program, {**source.rows, **source.whole}, values, "")
         except (InputError, SymbolValueError) as error:

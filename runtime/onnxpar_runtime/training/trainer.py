@@ -23,10 +23,11 @@ from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
 from onnxpar_format.manifest import FROM_FILES, Training
 from onnxpar_runtime.agree import agree, together
+from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
-from onnxpar_runtime.executor import LOSS_WEIGHT
+from onnxpar_runtime.executor import LOSS_WEIGHT, Loader
 from onnxpar_runtime.gather import gather_to_root, join_outputs
 from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.manifest import Manifest
@@ -64,7 +65,7 @@ class _Open:
     inputs: Mapping[str, Inputs]
 
 
-class Trainer:
+class Trainer(Closing):
     """One rank of a directory that was made for training.
 
     Args:
@@ -119,8 +120,9 @@ class Trainer:
         self.training: Training = self.manifest.trained()
         self.loss_scale: LossScale = chosen_scale(loss_scale, self.training.compute)
         self._own_world, self.rank = own_rank(self.manifest, rank)
-        loaded = Programs(self.manifest, self.rank, device, ort_options, custom_ops, measured)
-        if self.training.compute == "bfloat16" and loaded.device is Device.CPU:
+        loader = Loader(self.rank, device, ort_options, custom_ops, measured)
+        loaded = Programs(self.manifest, loader)
+        if self.training.compute == "bfloat16" and loader.device is Device.CPU:
             raise LaunchError(
                 f"{self.manifest.directory}: computes in bfloat16, but onnxruntime has no CPU "
                 "kernels for it; run it on CUDA, or shard the model with --compute float16"
@@ -142,13 +144,14 @@ class Trainer:
         return self._open
 
     @property
-    def _states(self) -> States:
+    def states(self) -> States:
+        """This rank's parts of the states."""
         return self._opened.programs.states
 
     @property
     def device(self) -> Device:
         """Where the rank computes."""
-        return self._opened.programs.device
+        return self._opened.programs.loader.device
 
     @property
     def steps(self) -> int:
@@ -165,7 +168,7 @@ class Trainer:
             LaunchError: The trainer was not made with `measured`.
         """
         programs = self._opened.programs
-        return peak_bytes(programs.memory, programs.bound_bytes, reset=reset)
+        return peak_bytes(programs.loader.memory, programs.bound_bytes, reset=reset)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -274,8 +277,7 @@ class Trainer:
         """
         error = self._missing(hyper)
         if error is not None:
-            error.agreed = True  # the same on all ranks
-            raise error
+            raise error.as_agreed()  # the same on all ranks
         return self._optimize(hyper)
 
     def _micro(self, prepared: Prepared, weight: float, number: int) -> Micro:
@@ -322,12 +324,10 @@ class Trainer:
     def _check(self, loss: float) -> None:
         """Raises TrainingError unless the loss is finite; it is the same on all ranks."""
         if not isfinite(loss):
-            error = TrainingError(
+            raise TrainingError(
                 f"step {self.steps + 1}: the loss is {loss}; training stops; the parameters are "
                 f"those after step {self.steps}"
-            )
-            error.agreed = True
-            raise error
+            ).as_agreed()
 
     def begin_trace(self) -> None:
         """Notes from now on when the stages of a pipeline compute in training.
@@ -429,7 +429,7 @@ class Trainer:
         return self._of_kind("statistic")
 
     def _of_kind(self, kind: str) -> dict[str, Array]:
-        names = self._states.of_kind(kind)
+        names = self.states.of_kind(kind)
         return {parameter: self.state(name) for parameter, name in names.items()}
 
     def state(self, name: str) -> Array:
@@ -438,37 +438,7 @@ class Trainer:
         Raises:
             InputError: There is no such state, or not on this rank.
         """
-        return self._states.get(name)
-
-    def copy_state(self, name: str, into: Array) -> None:
-        """Copies this rank's part of a state into an array of the state's type and local shape.
-
-        From a GPU it is there after `finish_copies`; steps may be made meanwhile.
-
-        Args:
-            name: The state.
-            into: The array, best one of `copy_memory`.
-
-        Raises:
-            InputError: There is no such state, or not on this rank.
-        """
-        self._states.copy_to(name, into)
-
-    def copy_memory(self, name: str) -> Array:
-        """Returns memory for `copy_state`, which a GPU can write to by itself.
-
-        Raises:
-            InputError: There is no such state.
-        """
-        return self._states.memory(name)
-
-    def finish_copies(self) -> None:
-        """Returns when all that `copy_state` has begun is there. Any thread may call it.
-
-        Raises:
-            CudaError: The GPU failed.
-        """
-        self._states.finish_copies()
+        return self.states.get(name)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has a part of a state: in a pipeline a stage has its own states.
@@ -476,7 +446,7 @@ class Trainer:
         Raises:
             InputError: There is no such state.
         """
-        return self._states.holds(name)
+        return self.states.holds(name)
 
     def cut(self, name: str) -> SizedSharding:
         """Returns how a state is cut over the ranks.
@@ -484,7 +454,7 @@ class Trainer:
         Raises:
             InputError: There is no such state.
         """
-        return self._states.cut(name)
+        return self.states.cut(name)
 
     def gather(self, name: str) -> Array | None:
         """Returns the global array of a state on rank 0 and None elsewhere. All ranks must call it.
@@ -495,7 +465,7 @@ class Trainer:
             InputError: There is no such state.
             RankError: A rank failed.
         """
-        states = self._states
+        states = self.states
         state, part = states[name], states.get(name) if states.holds(name) else None
         if part is not None and (state.partial or state.partial_stages):
             part = self.rank.all_reduce(part, states.partial_group(name))
@@ -545,23 +515,15 @@ class Trainer:
 
         for name, part in together(self.rank, parts).items():
             if self.holds(name):
-                self._states.set(name, part)
-
-    def put_state(self, name: str, part: Array) -> None:
-        """Overwrites this rank's part of a state, of the state's own type and local shape.
-
-        Raises:
-            InputError: There is no such state.
-        """
-        self._states.set(name, part)
+                self.states.set(name, part)
 
     def reset(self) -> None:
         """Makes all states and the counters of steps what they were at first."""
-        self._states.reset()
+        self.states.reset()
         self.counters |= {"step": 0, "micro_batch": 0}
 
     def _part(self, name: str, array: Array) -> Array:
-        states = self._states
+        states = self.states
         cut, dtype = states.cut(name), DTYPES[states[name].dtype].dtype
         converted = lossless(array, dtype)
         if converted is None or array.shape != cut.shape:
@@ -579,15 +541,6 @@ class Trainer:
         if self._open is None:
             return
         self._open.runner.close()
-        self._open.programs.close()
         self._open = None
         if self._own_world is not None:
             self._own_world.close()
-
-    def __enter__(self) -> "Trainer":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the trainer."""
-        self.close()

@@ -10,7 +10,7 @@ from onnxpar_format.expressions import bare_name
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert
-from onnxpar_runtime.symbol_checks import bind_symbols, check_equal_sizes, check_symbols
+from onnxpar_runtime.symbol_checks import check_values, symbol_values
 
 Array = NDArray[Any]
 
@@ -40,10 +40,8 @@ def chosen_cases(
             "expected inputs or symbols, got both (the shapes of the inputs determine the symbols)"
         )
     given = convert(program.inputs, feeds)
-    values = bind_symbols(program.inputs, {name: a.shape for name, a in given.items()})
-    check_symbols(manifest.symbols, values)
-    check_equal_sizes(program, values)
-    return [values], given
+    shapes = {name: a.shape for name, a in given.items()}
+    return [symbol_values(manifest.symbols, program, shapes)], given
 
 
 def symbols_of(manifest: Manifest, program: ProgramEntry) -> dict[str, SymbolEntry]:
@@ -69,8 +67,7 @@ def complete_case(
     # A value given for one of several symbols that must be equal holds for all of them.
     given = {tied[name]: value for name, value in case.items() if name in tied}
     values = {name: case.get(name, given.get(tied[name], default[name])) for name in known}
-    check_symbols(known, values)
-    check_equal_sizes(program, values)
+    check_values(known, program, values)
     return values
 
 

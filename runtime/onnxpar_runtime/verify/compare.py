@@ -56,13 +56,13 @@ def verify(
     values, given = chosen_cases(manifest, program, cases, feeds)
     draw: Draws
     if trains:
-        whole = undivided_training(manifest, model)
+        undivided = undivided_training(manifest, model)
         draw = (
-            RandomBatches(whole, values, options.seed, options.custom_ops)
+            RandomBatches(undivided, values, options.seed, options.custom_ops)
             if given is None
             else GivenFeeds(given)
         )
-        return list(compare_steps(manifest, whole, draw, values, options))
+        return list(compare_steps(manifest, undivided, draw, values, options))
     for option, number in (("--steps", options.steps), ("--lr", options.lr)):
         if number is not None:
             raise InputError(f"{option}: expected artifacts for training, got {directory}")

@@ -80,18 +80,29 @@ class ModelReference:
         self._session = None
 
 
+def undivided_artifacts(directory: str | Path) -> Manifest:
+    """Returns the manifest of artifacts for one device.
+
+    Raises:
+        ArtifactError: It cannot be read, or is for several devices.
+    """
+    manifest = Manifest.load(directory)
+    if manifest.devices != 1:
+        raise ArtifactError(
+            f"{directory}: expected a model, or artifacts for 1 device, got {manifest.devices} "
+            "devices"
+        )
+    return manifest
+
+
 class ArtifactReference:
-    """A model cut for one device: the reference where the model has random numbers of its own."""
+    """Artifacts for one device: the reference of a model that draws random numbers."""
 
     def __init__(
         self, directory: Path, program: str, custom_ops: Sequence[str | Path] = ()
     ) -> None:
         """Reads the manifest; raises ArtifactError unless it is for one device."""
-        devices = Manifest.load(directory).devices
-        if devices != 1:
-            raise ArtifactError(
-                f"{directory}: expected a model, or artifacts for 1 device, got {devices} devices"
-            )
+        undivided_artifacts(directory)
         self._start = partial(ThreadsGroup, directory, program=program, custom_ops=custom_ops)
         self._group: ThreadsGroup | None = None
 

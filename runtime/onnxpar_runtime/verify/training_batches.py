@@ -26,7 +26,7 @@ class RandomBatches(RandomFeeds):
     """Random batches: labels are classes that there are, or probabilities; some are ignored.
 
     Args:
-        whole: The artifacts for one device, which are asked for the indices that they refuse.
+        undivided: The artifacts for one device, which show which indices are out of range.
         cases: All values of the symbols that batches are drawn at.
         seed: Seed.
         custom_ops: Further custom-op libraries.
@@ -37,20 +37,20 @@ class RandomBatches(RandomFeeds):
 
     def __init__(
         self,
-        whole: Manifest,
+        undivided: Manifest,
         cases: Sequence[Mapping[str, int]],
         seed: int,
         custom_ops: Sequence[str | Path] = (),
     ) -> None:
         """Finds the bounds of the integers."""
-        training, program = whole.trained(), whole.program(EVALUATION)
+        training, program = undivided.trained(), undivided.program(EVALUATION)
         self._loss, self._inputs = training.loss, program
         # Sizes of outputs may be symbolic, as of the logits [batch, batch] of a contrastive loss.
         self._classes: dict[str, Size] = {}
         if training.loss.kind == CROSS_ENTROPY and training.loss.labels is not None:
-            self._classes[training.loss.labels] = _classes(whole)
+            self._classes[training.loss.labels] = _classes(undivided)
         asked = tuple(s for s in program.inputs if s.name not in self._classes)
-        with closing(_Evaluated(whole, custom_ops, self._classes)) as reference:
+        with closing(_Evaluated(undivided, custom_ops, self._classes)) as reference:
             super().__init__(reference, replace(program, inputs=asked), cases, seed)
 
     def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
@@ -78,10 +78,10 @@ class RandomBatches(RandomFeeds):
         return feeds
 
 
-def _classes(whole: Manifest) -> Size:
+def _classes(undivided: Manifest) -> Size:
     """Returns the number of classes: the last dim of the logits, which the manifest names."""
-    outputs = whole.program(EVALUATION).outputs
-    name = whole.trained().spec["loss"]["output"] or outputs[0].name
+    outputs = undivided.program(EVALUATION).outputs
+    name = undivided.trained().spec["loss"]["output"] or outputs[0].name
     return next(s.shape[-1] for s in outputs if s.name == name)
 
 
@@ -100,16 +100,16 @@ class _Evaluated:
     """The undivided evaluation without the labels, as what says which indices it refuses."""
 
     def __init__(
-        self, whole: Manifest, custom_ops: Sequence[str | Path], classes: Collection[str]
+        self, undivided: Manifest, custom_ops: Sequence[str | Path], classes: Collection[str]
     ) -> None:
         self._trainer = Trainer(
-            whole.directory,
+            undivided.directory,
             device="cpu",
             custom_ops=custom_ops,
             programs=(EVALUATION,),
-            manifest=whole,
+            manifest=undivided,
         )
-        program = whole.program(EVALUATION)
+        program = undivided.program(EVALUATION)
         self._asked = [s for s in program.inputs if s.name not in classes]
         self._labels = replace(
             program, inputs=tuple(s for s in program.inputs if s.name in classes)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
-from onnxpar_format.manifest import StateEntry
+from onnxpar_format.manifest import TRANSIENT, StateEntry
 from onnxpar_format.options import Settings, VerifyOptions
 from onnxpar_runtime.errors import ArtifactError, TrainingError
 from onnxpar_runtime.manifest import Manifest
@@ -45,7 +45,7 @@ from onnxpar_runtime.verify.findings import (
     difference_of,
 )
 from onnxpar_runtime.verify.random_feeds import Draws
-from onnxpar_runtime.verify.references import undivided_fails
+from onnxpar_runtime.verify.references import undivided_artifacts, undivided_fails
 
 Array = NDArray[Any]
 _SHAKES = 8
@@ -63,21 +63,16 @@ _DECAY = 1e-2
 
 def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
     """Returns the manifest of the undivided training; raises ArtifactError if it is another one."""
-    whole = Manifest.load(directory)
-    if whole.devices != 1:
-        raise ArtifactError(
-            f"{whole.directory}: expected a model, or artifacts for 1 device, got {whole.devices} "
-            "devices"
-        )
-    mine, its = manifest.trained(), whole.trained()
+    undivided = undivided_artifacts(directory)
+    mine, its = manifest.trained(), undivided.trained()
     for what, got, expected in (
         ("optimizer", its.optimizer, mine.optimizer),
         ("loss", its.loss.kind, mine.loss.kind),
         ("trained parameters", _parameters(its.states), _parameters(mine.states)),
     ):
         if got != expected:
-            raise ArtifactError(f"{whole.directory}: {what}: expected {expected}, got {got}")
-    return whole
+            raise ArtifactError(f"{undivided.directory}: {what}: expected {expected}, got {got}")
+    return undivided
 
 
 def _parameters(states: Mapping[str, StateEntry]) -> dict[str, str]:
@@ -89,7 +84,7 @@ def _parameters(states: Mapping[str, StateEntry]) -> dict[str, str]:
 
 def compare_steps(
     manifest: Manifest,
-    whole: Manifest,
+    undivided: Manifest,
     draw: Draws,
     cases: Sequence[Mapping[str, int]],
     options: VerifyOptions,
@@ -98,7 +93,7 @@ def compare_steps(
 
     Args:
         manifest: The training to compare.
-        whole: The same, for one device.
+        undivided: The same training, for one device.
         draw: Inputs and labels of each micro-batch.
         cases: Values of the symbols.
         options: What to compare and how strictly.
@@ -110,7 +105,7 @@ def compare_steps(
     # Nothing of the optimizer is without effect.
     settings = Settings(weight_decay=_DECAY, dampening=0.1 if kind == "momentum" else None)
     rate = RATES[kind] if options.lr is None else options.lr
-    hyper = Rates(hyperparameters(kind, settings), rate)
+    hyper = hyperparameters(kind, settings)
     # Limits of what is compared are worked out for gradients as they are.
     scale = None if manifest.trained().compute is None else "1"
     start = partial(
@@ -118,21 +113,9 @@ def compare_steps(
     )
     with (
         start(manifest.directory, ort_options=parse_pairs(options.ort)) as ranks,
-        start(whole.directory) as one,
+        start(undivided.directory) as one,
     ):
-        return [Comparison(ranks, one, hyper, options, values).run(draw) for values in cases]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The optimizer's scalars at a step."""
-
-    parameters: Hyperparameters
-    rate: float
-
-    def at(self, step: int, clip_norm: float) -> dict[str, float]:
-        """Returns the scalars of a step, from 1, that clips to this norm."""
-        return self.parameters.at(step, self.rate) | {"clip_norm": clip_norm}
+        return [Comparison(ranks, one, hyper, rate, options, values).run(draw) for values in cases]
 
 
 @dataclass(frozen=True)
@@ -152,6 +135,7 @@ class Comparison:
         ranks: The partitioned program.
         one: The undivided one.
         hyper: The optimizer's scalars.
+        rate: The learning rate.
         options: What to compare and how strictly.
         values: Values of the symbols.
     """
@@ -160,12 +144,13 @@ class Comparison:
         self,
         ranks: TrainerGroup,
         one: TrainerGroup,
-        hyper: Rates,
+        hyper: Hyperparameters,
+        rate: float,
         options: VerifyOptions,
         values: Mapping[str, int],
     ) -> None:
         """Has found nothing yet."""
-        self.ranks, self.one, self.hyper = ranks, one, hyper
+        self.ranks, self.one, self.hyper, self.rate = ranks, one, hyper, rate
         self.values = values
         self.states = ranks.manifest.trained().states
         self.found = Findings(options, ranks.manifest.trained().compute)
@@ -188,11 +173,9 @@ class Comparison:
     # -- evaluation
 
     def _evaluate(self, batch: Mapping[str, Array]) -> None:
-        program = self.ranks.manifest.program(EVALUATION)
         expected = self.one.evaluate(batch, outputs=True)
         self.ranks.reset_counters()
-        members = self.ranks.members
-        found = self.ranks.each(lambda rank: members[rank].evaluate(batch, outputs=True))
+        found = self.ranks.on_each(lambda trainer: trainer.evaluate(batch, outputs=True))
         self._sent({EVALUATION: 1})
         for rank, got in enumerate(found):
             if got["correct"] != expected["correct"] or got["count"] != expected["count"]:
@@ -204,7 +187,8 @@ class Comparison:
         losses = [got["loss"] for got in found]
         self._loss("evaluation", losses, expected["loss"], 1)
         wanted, have = expected["outputs"] or {}, found[0]["outputs"] or {}
-        specs = [spec for spec in program.outputs if spec.name in wanted]
+        outputs = self.ranks.manifest.program(EVALUATION).outputs
+        specs = [spec for spec in outputs if spec.name in wanted]
         self.found.outputs(specs, wanted, have, "evaluation: ")
 
     def _sent(self, runs: Mapping[str, int]) -> None:
@@ -239,7 +223,8 @@ class Comparison:
         plan: list[_Work] = []
         norm = inf
         for number, batches in enumerate(steps, 1):
-            hyper = self.hyper.at(number, inf if number % 2 else norm / 2)
+            clip = {"clip_norm": inf if number % 2 else norm / 2}
+            hyper = self.hyper.at(number, self.rate) | clip
             result = self._one_step(batches, hyper)
             norm = result.grad_norm
             plan.append(_Work(number, batches, hyper, result.loss))
@@ -258,7 +243,7 @@ class Comparison:
         """Runs a step on both sides from the ranks' states; None where the ranks could not."""
         where, batches = f"step {work.step}", work.batches
         if work.step > 1:
-            kept = [n for n, s in self.states.items() if "gradient" not in s.kind]
+            kept = [n for n, s in self.states.items() if s.kind not in TRANSIENT]
             self.one.load_states({name: self.ranks.gather(name) for name in kept})
         before = {name: self._of_one(name) for name in self._kind("parameter").values()}
         old = {name: self._of_one(name) for name in self._kind("statistic").values()}
@@ -266,9 +251,8 @@ class Comparison:
         tensors = {p: self._tensor(p, before[name]) for p, name in self._kind("parameter").items()}
         running = {name: self._of_one(name) for name in self._kind("statistic").values()}
         self.ranks.reset_counters()
-        members = self.ranks.members
         try:
-            results = self.ranks.each(lambda rank: members[rank].train_step(batches, work.hyper))
+            results = self.ranks.on_each(lambda trainer: trainer.train_step(batches, work.hyper))
         except TrainingError as error:
             self.found.problems.append(f"{where}: expected loss {expected.loss:.9g}, got: {error}")
             return None
@@ -303,7 +287,7 @@ class Comparison:
                 size = float(np.abs(wanted[parameter]).max(initial=0.0))
                 allowed = 2 * allowed + size * 2 * moved / max(expected.grad_norm, tiny)
             tensor, unit = tensors[parameter], _unit(self.states[name].dtype)
-            kind = self.hyper.parameters.kind
+            kind = self.hyper.kind
             limit = limits.after_step(kind, allowed, tensor, work.hyper, work.step, unit)
             for state, difference, part in self._apart(where, parameter, tensor, limit):
                 if state == name:
@@ -494,15 +478,14 @@ class Comparison:
         self, where: str, name: str, expected: Array, bound: Array | float
     ) -> tuple[float, float]:
         """Compares a state on every rank: how far it is off, and in parts of its limit."""
-        state = self.states[name]
         allowed = np.broadcast_to(bound, expected.shape) + self.found.options.atol
         most, share = 0.0, 0.0
         for rank, member in enumerate(self.ranks.members):
             if not member.holds(name):
                 continue
-            whole = expected.copy()
-            member.cut(name).put(whole, member.state(name), rank)
-            difference = np.abs(whole - expected)
+            got = expected.copy()
+            member.cut(name).put(got, member.state(name), rank)
+            difference = np.abs(got - expected)
             # A limit of zero admits no difference.
             parts = difference / np.maximum(allowed, np.finfo(np.float64).tiny)
             most = max(most, float(difference.max(initial=0.0)))
@@ -510,9 +493,9 @@ class Comparison:
             if not (difference <= allowed).all():
                 at = np.unravel_index(int(np.nan_to_num(parts, nan=inf).argmax()), parts.shape)
                 self.found.problems.append(
-                    f"{where}: {state.kind} {name!r} on rank {rank}: element "
+                    f"{where}: {self.states[name].kind} {name!r} on rank {rank}: element "
                     f"{[int(i) for i in at]}: expected {expected[at]:.9g} within "
-                    f"{allowed[at]:.3g}, got {whole[at]:.9g}"
+                    f"{allowed[at]:.3g}, got {got[at]:.9g}"
                 )
                 break
         return most, share

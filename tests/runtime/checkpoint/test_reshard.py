@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoints=Saving(folder / "ck"), save=folder / "w",
     )  # fmt: skip
     with TrainerGroup(first) as group:
-        group.each(lambda rank: commands.train_with(group.members[rank], wanted))
+        group.on_each(lambda member: commands.train_with(member, wanted))
     return folder
 
 
@@ -97,7 +97,7 @@ def test_a_resharded_checkpoint_is_what_its_ranks_write(trained: Path, tmp_path:
         def write(rank: int) -> None:
             member = group.members[rank]
             with Checkpointer(
-                member.rank, group.manifest, tmp_path / "ck", member, checkpoint.run
+                member.rank, group.manifest, tmp_path / "ck", member.states, checkpoint.run
             ) as writer:
                 writer.save(checkpoint.progress)
 

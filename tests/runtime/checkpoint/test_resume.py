@@ -35,7 +35,7 @@ def train(directory: Path, wanted: TrainingRun) -> list[float]:
     log = directory.parent / "log.jsonl"
     with TrainerGroup(directory, seed=wanted.seed) as group:
         given = replace(wanted, log=log, print_every=0)
-        group.each(lambda rank: commands.train_with(group.members[rank], given))
+        group.on_each(lambda member: commands.train_with(member, given))
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 

@@ -259,13 +259,3 @@ def test_local_values_are_made_before_they_are_read() -> None:
     broken = replace(program_with(program, 0, early), schedule=changed)
     with pytest.raises(ScheduleError, match="forward of micro-batch 0 in chunk 1 is step 0, expec"):
         check(broken)
-
-
-def test_limit_on_activations() -> None:
-    schedule = make("gpipe", 2, 4)
-    program = with_transfers(schedule, chain(schedule))
-    check(program, limits=[4, 4])
-    with pytest.raises(
-        ScheduleError, match=r"'gpipe', rank 1: keeps the activations of 4 micro-batches .* most 1"
-    ):
-        check(program, limits=[4, 1])

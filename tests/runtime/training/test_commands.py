@@ -21,7 +21,7 @@ from tests.runtime.hand_trained import Reference, batch_of, regression, start
 
 def test_parameters_are_saved_whole(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
-        group.each(lambda rank: commands.save(group.members[rank], tmp_path / "w"))
+        group.on_each(lambda member: commands.save(member, tmp_path / "w"))
     np.testing.assert_array_equal(load_file(tmp_path / "w")["w"], start())
 
 
@@ -34,10 +34,10 @@ def test_a_trainer_that_is_there(tmp_path: Path) -> None:
         save=tmp_path / "w", print_every=0,
     )  # fmt: skip
     with TrainerGroup(regression(tmp_path / "a")) as group:
-        done = group.each(lambda rank: commands.train_with(group.members[rank], wanted))[0]
+        done = group.on_each(lambda member: commands.train_with(member, wanted))[0]
         # And on from there, from what was saved, with the momentum that has gathered.
         more = replace(wanted, steps=1, parameters=tmp_path / "w", save=None)
-        again = group.each(lambda rank: commands.train_with(group.members[rank], more))[0]
+        again = group.on_each(lambda member: commands.train_with(member, more))[0]
     hyper = hyperparameters("momentum", settings)
     for step in range(1, 7):
         epoch, begin = (step + 2) // 3, 4 * ((step - 1) % 3)
@@ -64,11 +64,11 @@ def test_a_trainer_that_is_there_evaluates_on_other_data(
         eval_data=f"npz:{tmp_path / 'b.npz'}",
     )  # fmt: skip
     with TrainerGroup(regression(tmp_path / "a")) as group:
-        group.each(lambda rank: commands.train_with(group.members[rank], wanted))
+        group.on_each(lambda member: commands.train_with(member, wanted))
         cut_short = replace(wanted, eval_data=f"npz:{tmp_path / 'c.npz'}")
         np.savez(tmp_path / "c.npz", **{name: array[:, :1] for name, array in held_out.items()})
         with pytest.raises(InputError, match=r"--eval-data npz:.*c\.npz: input 'x', dim 1: exp"):
-            group.each(lambda rank: commands.train_with(group.members[rank], cut_short))
+            group.on_each(lambda member: commands.train_with(member, cut_short))
     rows = order(8, 0, 1)
     hyper = hyperparameters("momentum", Settings()).at(1, 0.1)
     reference.step({name: array[rows] for name, array in everything.items()}, hyper)
@@ -91,6 +91,6 @@ def test_all_ranks_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
                 member, "gather", lambda name, gather=gather: gathered.append(name) or gather(name)
             )
         with pytest.raises(OnnxparRuntimeError, match="No space left on device"):
-            group.each(lambda rank: commands.save(group.members[rank], tmp_path / "w"))
+            group.on_each(lambda member: commands.save(member, tmp_path / "w"))
     # The rank that could not write took what the other had to send.
     assert gathered == ["w", "w"]

@@ -130,7 +130,7 @@ def test_evaluation_is_the_mean_over_all_that_counts(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
         # Batches of 4, 4 and 3 samples.
         data = evaluation_of(group, made(group, 11), batch=4)
-        results = group.each(lambda rank: evaluate(group.members[rank], data))
+        results = group.on_each(lambda member: evaluate(member, data))
     assert results[0] == results[1]
     np.testing.assert_allclose(results[0].loss, expected, **EXACT)
     assert (results[0].samples, results[0].labels, results[0].correct) == (11, 22, None)
@@ -150,7 +150,7 @@ def test_evaluation_after_each_epoch(tmp_path: Path) -> None:
         data = data_of(group, made(group, 8), batch=4)
         held_out = evaluation_of(group, made(group, 6), batch=4)
         fitted(group, data, LearningRateSchedule(0.1), out=out, epochs=2, evaluation=held_out)
-        last = group.each(lambda rank: evaluate(group.members[rank], held_out))[0]
+        last = group.on_each(lambda member: evaluate(member, held_out))[0]
     lines = [line for line in out.getvalue().splitlines() if "evaluated" in line]
     assert [line.split(":")[1].split()[0] for line in lines] == ["1", "2"]
     assert lines[1] == f"epoch: 2 evaluated on 6 samples: {last.text}"
@@ -204,7 +204,7 @@ def test_a_stream_of_nothing(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "b")) as group:
         held_out = evaluation_of(group, stream())
         with pytest.raises(InputError, match="expected data to evaluate on, got none"):
-            group.each(lambda rank: evaluate(group.members[rank], held_out))
+            group.on_each(lambda member: evaluate(member, held_out))
 
 
 def test_a_stream_that_ends_on_one_rank(tmp_path: Path) -> None:

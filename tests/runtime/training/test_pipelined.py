@@ -124,7 +124,7 @@ def test_evaluation_brings_outputs_from_the_last_stage(tmp_path: Path) -> None:
     batch = batch_of(5)
     _, p = Reference(shape).forward(batch)
     with TrainerGroup(staged(tmp_path / "a", shape)) as group:
-        found = group.each(lambda r: group.members[r].evaluate(batch, outputs=True))
+        found = group.on_each(lambda member: member.evaluate(batch, outputs=True))
     np.testing.assert_allclose(found[0]["outputs"]["p"], p, rtol=1e-12)  # type: ignore[index]
     losses = [f["loss"] for f in found]
     assert losses == pytest.approx([((p - batch["labels"]) ** 2).mean()] * 4, rel=1e-12)
@@ -155,7 +155,7 @@ def test_stages_that_share_a_state_are_replicas(tmp_path: Path) -> None:
             check_replicas(group.members[rank], ["w0", "w1", "seen"], "step 1")
 
         group.each(check)
-        group.members[4].put_state("w0", np.zeros((N, N)))
+        group.members[4].states.set("w0", np.zeros((N, N)))
         with pytest.raises(ReplicaError, match=r"'w0': .* ranks 0, 1, 5 and rank 4 differ"):
             group.each(check)
 
@@ -200,17 +200,17 @@ def test_a_trainer_writes_a_trace(tmp_path: Path) -> None:
         TrainerGroup(staged(tmp_path / "a", Shape(size=2))) as group,
         pytest.raises(LaunchError, match="no trace was started"),
     ):
-        group.each(lambda rank: group.members[rank].write_trace(file))
+        group.on_each(lambda member: member.write_trace(file))
     with TrainerGroup(tmp_path / "a") as group:
-        group.each(lambda rank: group.members[rank].begin_trace())
+        group.on_each(lambda member: member.begin_trace())
         for step in range(2):
             group.train_step([batch_of(2, 10 * step + k) for k in range(3)], RATE)
-        traced, *others = group.each(lambda rank: group.members[rank].write_trace(file))
+        traced, *others = group.on_each(lambda member: member.write_trace(file))
         assert traced is not None and others == [None] * 3
         assert traced.even == pytest.approx(1 / 4) and 0 < traced.bubble < 1
         missing = tmp_path / "no" / "t.json"
         with pytest.raises(RankError, match=r"t\.json: cannot be written"):
-            group.each(lambda rank: group.members[rank].write_trace(missing))
+            group.on_each(lambda member: member.write_trace(missing))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
     # Each of 4 ranks has a forward and a backward of 3 micro-batches in 2 steps.
     assert len(events) == 4 * 2 * 3 * 2 and {e["pid"] for e in events} == {0, 1}
@@ -218,7 +218,7 @@ def test_a_trainer_writes_a_trace(tmp_path: Path) -> None:
         TrainerGroup(regression(tmp_path / "b")) as group,
         pytest.raises(LaunchError, match="has no stages"),
     ):
-        group.each(lambda rank: group.members[rank].begin_trace())
+        group.on_each(lambda member: member.begin_trace())
 
 
 def change(directory: Path, edit: Callable[[dict[str, Any]], object]) -> Path:

@@ -28,15 +28,14 @@ def test_training_keeps_replicas_equal(ranks: Path) -> None:
     with TrainerGroup(ranks) as group:
         states = [n for n, s in group.manifest.trained().states.items() if "grad" not in s.kind]
         assert len(states) == 9
-        members = group.members
         for step in range(1, 4):
             group.train_step([batch_of(ranks, rng, batch=7)], hyper("adamw", step))
-            group.each(lambda rank: check_replicas(members[rank], states, "now"))
+            group.on_each(lambda member: check_replicas(member, states, "now"))
 
 
 def spoil(group: TrainerGroup, rank: int, name: str) -> None:
     """Moves the first element of a rank's part by one unit of rounding."""
-    states = group.members[rank]._states
+    states = group.members[rank].states
     part = states.get(name)
     part.flat[0] = np.nextafter(part.flat[0], np.float32(np.inf))
     states.set(name, part)

@@ -114,7 +114,7 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
     reference, batch = Reference(), batch_of(5)
     with TrainerGroup(regression(tmp_path / "a")) as group:
         group.forward_backward(batch)
-        before = group.each(lambda r: [group.members[r].state(n) for n in ("w", "onnxpar.grad.w")])
+        before = group.on_each(lambda member: [member.state(n) for n in ("w", "onnxpar.grad.w")])
         found = group.evaluate(batch_of(7), outputs=True)
         assert found["count"] == 14 and found["correct"] is None
         assert found["loss"] == pytest.approx(reference.gradient(batch_of(7))[0], rel=1e-12)
@@ -122,7 +122,7 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
         assert outputs is not None and set(outputs) == {"p"}
         np.testing.assert_allclose(outputs["p"], batch_of(7)["x"] @ reference.w, **EXACT)
         assert group.evaluate(batch)["outputs"] is None
-        after = group.each(lambda r: [group.members[r].state(n) for n in ("w", "onnxpar.grad.w")])
+        after = group.on_each(lambda member: [member.state(n) for n in ("w", "onnxpar.grad.w")])
         np.testing.assert_array_equal(before, after)
 
 
@@ -132,7 +132,7 @@ def test_states_keep_their_memory(tmp_path: Path) -> None:
         names = ("w", "onnxpar.grad.w", "onnxpar.moment1.w")
 
         def places(rank: int) -> list[int]:
-            states = group.members[rank]._states
+            states = group.members[rank].states
             return [states.value(name).data_ptr() for name in names]
 
         group.train_step([batch_of(4)], scalars(1))
@@ -148,7 +148,7 @@ def test_states_keep_their_memory(tmp_path: Path) -> None:
 
 def test_parameters_of_all_ranks(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
-        parts = group.each(lambda r: group.members[r].parameters())
+        parts = group.on_each(lambda member: member.parameters())
         for part in parts:
             np.testing.assert_array_equal(part["w"], hand_trained.start())
         new = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -434,16 +434,16 @@ def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
         # Small integers, exact in every type.
         w = np.arange(6, dtype=DTYPES[dtype].dtype).reshape(2, 3)
         np.testing.assert_array_equal(group.gather("w"), w)
-        assert group.each(lambda r: group.members[r].step({})) == [4, 5]
+        assert group.on_each(lambda member: member.step({})) == [4, 5]
         np.testing.assert_array_equal(group.gather("w"), -w)
         group.load_parameters({"w": w * 2})
         np.testing.assert_array_equal(group.gather("w"), w * 2)
-        parts = group.each(lambda r: group.members[r].state("w"))
+        parts = group.on_each(lambda member: member.state("w"))
         assert parts[1].dtype == DTYPES[dtype].dtype
         np.testing.assert_array_equal(parts[1], np.array([[4, 0], [10, 0]], parts[1].dtype))
         # A sum over both ranks' parts.
         for rank, trainer in enumerate(group.members):
-            trainer._states.set("g", np.full((2, 2), rank + 1, DTYPES[dtype].dtype))
+            trainer.states.set("g", np.full((2, 2), rank + 1, DTYPES[dtype].dtype))
         np.testing.assert_array_equal(group.gather("g"), np.full((2, 2), 3, DTYPES[dtype].dtype))
 
 
