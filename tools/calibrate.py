@@ -225,7 +225,9 @@ def link(bench: Bench, block: int) -> dict[str, float]:
         ("AllGather", 1.0, block - 1.0),
     ):
         small, large = (collective(bench, kind, block, size) for size in (SMALL, LARGE))
-        slope = max(large - small, 1e-12) / (LARGE - SMALL)
+        # On a busy machine the small collective may take longer. A tenth of the time of the large
+        # one is then still time for its bytes: without a bound the link would cost nothing.
+        slope = max(large - small, large / 10) / (LARGE - SMALL)
         latencies.append(max(small - slope * SMALL, 1e-9) / (rounds * log2(block)))
         bandwidths.append(sent / slope)
     latency = _mean(latencies)
